@@ -45,7 +45,7 @@ def compile_time(args: argparse.Namespace) -> None:
         torch.compiler.reset()
         counters.clear()
         model = SmallGPT(args.width, layers, length=args.length)
-        units = CompiledUnits(model, {}, torch.device("cpu"), in_parts=False)
+        units = CompiledUnits(model, {}, torch.device("cpu"), in_microbatches=False)
         units.choose({f"blocks.{index}": block for index, block in enumerate(model.blocks)})
         start = time.perf_counter()
         with units.running():

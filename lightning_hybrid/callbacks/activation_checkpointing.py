@@ -31,9 +31,9 @@ class ActivationCheckpointing(Callback):
             TypeError: The strategy is not of this package.
         """
         strategy: Any = trainer.strategy
-        if not hasattr(strategy, "ask_to_recompute"):
+        if not hasattr(strategy, "request_recomputation"):
             raise TypeError(
                 f"ActivationCheckpointing needs a strategy of lightning_hybrid, and this is {type(strategy).__name__};"
                 " set strategy='hybrid3d'"
             )
-        strategy.ask_to_recompute(self.recompute)
+        strategy.request_recomputation(self.recompute)

@@ -166,7 +166,7 @@ class Recomputation:
                 for number, (tensor, version) in enumerate(versions):
                     if tensor._version != version:
                         raise RuntimeError(
-                            f"{fqn} is computed again in the backward, and its input {number} of shape"
+                            f"{fqn} is recomputed in the backward, and its input {number} of shape"
                             f" {list(tensor.shape)} was changed in place since it ran (version {tensor._version}, was"
                             f" {version}); write `x = x + y` for `x += y`, or set recompute={{{fqn!r}: 'keep'}}"
                         )

@@ -1,4 +1,4 @@
-"""What users name: Lightning strategies that translate hooks to the floors below."""
+"""Lightning strategies: hooks of Lightning, translated to calls of the packages below."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The ``hybrid3d`` strategy: Lightning's hooks, translated to the collaborators of a run."""
+"""The ``hybrid3d`` strategy: Lightning's hooks, translated to calls of the objects that make up a run."""
 
 from __future__ import annotations
 
@@ -28,54 +28,56 @@ from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
 from lightning_hybrid.strategies.run.module_state import ModuleState
 from lightning_hybrid.strategies.run.run import Run, needs_runner
-from lightning_hybrid.strategies.start.callback_checks import refuse_callbacks, search_by_mean_loss
-from lightning_hybrid.strategies.start.empty_init import EmptyStart, move_to_device
-from lightning_hybrid.strategies.start.model_graph_logging import log_graph_of_whole
+from lightning_hybrid.strategies.start.callback_checks import check_callbacks, search_by_mean_loss
+from lightning_hybrid.strategies.start.empty_init import EmptyInit, move_to_device
+from lightning_hybrid.strategies.start.model_graph_logging import log_full_graph
 from lightning_hybrid.strategies.world.rank_failures import check_connections
 from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
+
+_OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 
 
 class Hybrid3DStrategy(RankedStrategy):
     """Trains an unmodified LightningModule over data-parallel replicas and pipeline stages.
 
-    The user's ``training_step`` is recorded once without parameters, cut into stages of equal cost, and run on each
-    rank with only its stage's arithmetic; losses, gradients and parameters are those of one process.
+    The user's ``training_step`` is recorded once without parameters, partitioned into stages of equal cost, and run on
+    each rank with only its stage's arithmetic; losses, gradients and parameters match single-process training.
 
     Args:
-        data_parallel_size: Replicas that see different batches; "auto" takes all ranks that are left.
-        tensor_parallel_size: Ranks that share each layer; how layers are cut is found, and proved, at the start.
+        data_parallel_size: Replicas that see different batches; "auto" takes all remaining ranks.
+        tensor_parallel_size: Ranks that each layer is sharded over; how is found, and proved, at the start.
         pipeline_parallel_size: Ranks that share the layers.
-        context_parallel_size: Ranks that share the positions of each sequence, layer by layer; each of them may be
-            several tensor ranks.
-        expert_parallel_size: Ranks that share the experts of each layer that has some, and send each other the rows of
-            their tokens: context ranks first, then replicas; divides ``data_parallel_size * context_parallel_size``.
-        expert_chunks: Parts in which the experts of a rank are run, so that rows of one travel while another is
-            computed.
-        sequence_parallel: Between the parts that tensor ranks share, each works on its own positions of the sequence,
-            or of what its context rank has of it.
-        num_microbatches: Parts that each replica's batch is split into; "auto" is 1 without stages and at most
-            four times the number of stages with them.
+        context_parallel_size: Ranks that the positions of each sequence are sharded over, layer by layer; each of them
+            may be several tensor ranks.
+        expert_parallel_size: Ranks that the experts of a layer are sharded over, which exchange the rows of their
+            tokens: context ranks first, then replicas; divides ``data_parallel_size * context_parallel_size``.
+        expert_chunks: Chunks in which the experts of a rank run: the rows of one are sent while another is computed.
+        sequence_parallel: Between sharded regions, each tensor rank works on its own positions of the sequence, or of
+            its context rank's positions.
+        num_microbatches: Microbatches of each replica's batch; "auto" is 1 without stages and at most four times the
+            number of stages with them.
         schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b" or "zero_bubble".
         stages_per_rank: Stages that each pipeline rank holds; more than one makes 1F1B interleaved.
         pipeline_cuts: FQNs of the first unit of each stage but the first; balanced by cost if None.
         batch_splitter: ``function(batch, count) -> list of microbatches`` for batches that are no trees of tensors.
-        zero_stage: What replicas share out instead of each holding all of it (ZeRO): 1 optimizer states, 2 gradients
-            too, 3 parameters too; 0 nothing.
-        shard_size: Replicas that share one copy; others hold further copies. All of them if None.
+        zero_stage: What is sharded over replicas (ZeRO): 1 optimizer states, 2 gradients too, 3 parameters too; 0
+            nothing: each holds all of it.
+        shard_size: Replicas that one copy is sharded over; others hold further copies. All of them if None.
         reshard_after_forward: Whether each layer's parameters are gathered for its forward and its backward alone, and
             its gradients reduced for each microbatch, or all of them once per step; "auto" by the memory that is free.
-        offload: What is not on the device while no step needs it: "cpu" for all that replicas share out, and the
+        offload: What is not on the device while no step needs it: "cpu" for all that replicas shard, and the
             optimizer's states in any case; "disk:PATH" for optimizer states in files under a folder; or a mapping of
             any of "parameters", "gradients" and "optimizer_states" to these.
-        recompute: Layers that are computed again in the backward: "full" for all, which keep their inputs alone; n for
-            every n-th; names with wildcards; "selective" for all, which keep what is dear to compute, or the share of
-            bytes that these keep, such as 0.3 ("selective" is 0.4); or a mapping of names to such policies or "keep".
+        recompute: Layers that are recomputed in the backward: "full" for all, which save their inputs alone; n for
+            every n-th; names with wildcards; "selective" for all, which save the results of expensive operations, or
+            the share of bytes that these save, such as 0.3 ("selective" is 0.4); or a mapping of names to such
+            policies or "keep".
         microbatch_weight: ``function(microbatch) -> count`` by which microbatches (and replicas) are weighted, such as
-            the number of unmasked tokens. If None, means over tokens are those of each replica's whole batch, and
+            the number of unmasked tokens. If None, means over tokens are those of each replica's full batch, and
             everything else is weighted by numbers of samples.
-        tensor_parallel_plan: How linears are cut, by patterns of their names, such as
-            ``{"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}``; what it does not
-            name goes by the model's own plan (``tp_plan`` of transformers) or is searched, and all is proved.
+        tensor_parallel_plan: How linears are sharded, by patterns of their names, such as
+            ``{"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}``; others follow
+            the model's own plan (``tp_plan`` of transformers) or are searched, and all is proved.
         compile: "units" runs each layer through ``torch.compile``; a mapping does too, with its options (``backend``,
             ``mode``, ``dynamic``, ``fullgraph``, ``options``), such as ``{"backend": "inductor", "dynamic": False}``.
         example_batch: A batch to record the step with, where drawing one from the loader before the run is unsafe.
@@ -83,8 +85,8 @@ class Hybrid3DStrategy(RankedStrategy):
             file, written by the first rank, if False. Either is loaded under any layout.
         async_checkpoint: Training goes on while a distributed checkpoint is written.
         verify_first_step: Runs the first optimizer step in one process too, on the first rank, and stops before any
-            parameter changes if a loss or gradient is another one there.
-        strict_layout: A step that cannot be run by stages is an error; otherwise the ranks of a pipeline then hold
+            parameter changes if a loss or gradient differs.
+        strict_layout: A step that cannot be run in stages is an error; otherwise the ranks of a pipeline then hold
             shards of all parameters, gradients and optimizer states, and each runs the step on a share of the batch.
         process_group_backend: "nccl" or "gloo"; by device if None.
         timeout: Of collective operations.
@@ -93,7 +95,7 @@ class Hybrid3DStrategy(RankedStrategy):
 
     Raises:
         LayoutError: Sizes that do not multiply to the world size.
-        ValueError: An unknown schedule, or an option that needs what is not there.
+        ValueError: An unknown schedule, or an option that needs another which is not set.
     """
 
     strategy_name = "hybrid3d"
@@ -136,35 +138,24 @@ class Hybrid3DStrategy(RankedStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         arguments = dict(locals())
-        super().__init__(
-            Options.of(arguments),
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        super().__init__(Options.of(arguments), **{name: arguments[name] for name in _OF_LIGHTNING})
         self._recompute = self.options.recompute
         self._files = CheckpointFiles(self.options)
         self._state: ModuleState | None = None
         self._lifecycle: RunLifecycle | None = None
-        self._empty: EmptyStart | None = None
-        self._evaluated = itertools.count(1)
+        self._empty: EmptyInit | None = None
+        self._evaluated = itertools.count(1)  # numbers batches of evaluation over all runs
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep the options and what a Trainer has connected; process groups, and the rest of a run, stay here."""
-        state: dict[str, Any] = super().__getstate__()
-        files = CheckpointFiles(self.options)
-        no_run = {"_world": None, "_state": None, "_lifecycle": None, "_files": files, "_evaluated": itertools.count(1)}
-        return {**state, **no_run, "_recompute": self.options.recompute}
-
-    # -- precision ----------------------------------------------------------------------------------------------------
+        """Pickle the options and what a Trainer has connected, without process groups or a run."""
+        fresh = {"_files": CheckpointFiles(self.options), "_evaluated": itertools.count(1)}
+        no_run = {"_world": None, "_state": None, "_lifecycle": None, "_recompute": self.options.recompute}
+        return {**super().__getstate__(), **no_run, **fresh}
 
     @property
     def precision_plugin(self) -> Precision:
-        """The precision: ours for one of Lightning's; one of the user's own serves where each rank has full steps."""
-        if self._precision_plugin is None:
-            self._precision_plugin = HybridPrecision()
+        """The precision: `HybridPrecision` for Lightning's own; a user's plugin where each rank runs full steps."""
+        self._precision_plugin = self._precision_plugin or HybridPrecision()
         return self._precision_plugin
 
     @precision_plugin.setter
@@ -177,18 +168,14 @@ class Hybrid3DStrategy(RankedStrategy):
 
     @property
     def run(self) -> Run:
-        """What this rank holds and runs, from `setup` on.
-
-        Raises:
-            RuntimeError: No run has been set up.
-        """
+        """The run under its present layout; a RuntimeError before `setup`."""
         if self._lifecycle is None:
             raise RuntimeError("no run has been set up; ask in on_fit_start() or later")
         return self._lifecycle.run
 
     @property
     def spans(self) -> list[Span]:
-        """When this rank did what in the latest step."""
+        """Instructions of this rank in the latest step, with their times."""
         return self._active.execution.spans
 
     @property
@@ -202,9 +189,9 @@ class Hybrid3DStrategy(RankedStrategy):
         return self._lifecycle
 
     def setup_environment(self) -> None:
-        """Join the process groups, and watch over the ranks from then on."""
+        """Join the process groups, and start to watch for failures of ranks."""
         if needs_runner(self.options, self.layout) and not isinstance(self.precision_plugin, HybridPrecision):
-            HybridPrecision.of(self.precision_plugin)  # refuses what cannot be computed by several ranks
+            HybridPrecision.of(self.precision_plugin)  # refuses plugins that several ranks cannot run
         check_connections()
         super().setup_environment()
         module = self.lightning_module
@@ -214,29 +201,28 @@ class Hybrid3DStrategy(RankedStrategy):
         self._state = ModuleState(module, self.world)
         self._files.connect(module, self.world, self._state)
         if module._trainer is not None:
-            refuse_callbacks(module._trainer, self.layout, is_recorded=needs_runner(self.options, self.layout))
+            check_callbacks(module._trainer, self.layout, is_recorded=needs_runner(self.options, self.layout))
             self.world.watch_failures(module._trainer)
             self._files.check(self._checkpoint_io)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Agree on the start, record and cut the step, drop what lives elsewhere, build optimizers."""
-        module = self.lightning_module
-        assert self.accelerator is not None and self.model is not None and module is not None
-        assert self._state is not None
+        """Synchronize the ranks, record and partition the step, drop other stages, build optimizers."""
+        module, state = self.lightning_module, self._state
+        assert self.accelerator is not None and self.model is not None and module is not None and state is not None
         self.accelerator.setup(trainer)
         self._lifecycle = run = RunLifecycle(
             trainer,
             module,
             self.world,
             self.options,
-            state=self._state,
+            state=state,
             files=self._files,
             precision=self.precision_plugin,
             layer_sync=self._layer_sync,
             recompute=self._recompute,
             evaluated=self._evaluated,
         )
-        empty = self._adopt_empty()
+        empty = self._adopt_empty_init()
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if run.begin(empty):
@@ -254,7 +240,7 @@ class Hybrid3DStrategy(RankedStrategy):
         assert module is not None
         move_to_device(module, self.root_device)
         if self._lifecycle is not None and self._lifecycle.setting.needs_runner:
-            log_graph_of_whole(module.trainer, module, is_empty=self._empty is not None)
+            log_full_graph(module.trainer, module, is_empty=self._empty is not None)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -262,33 +248,29 @@ class Hybrid3DStrategy(RankedStrategy):
         with contextlib.ExitStack() as stack:
             stack.enter_context(super().tensor_init_context(empty_init=False))
             if empty_init:
-                self._empty = self._empty or EmptyStart(self.root_device)
+                self._empty = self._empty or EmptyInit(self.root_device)
                 stack.enter_context(self._empty.building())
             yield
 
-    def _adopt_empty(self) -> EmptyStart | None:
-        """Return the initial values of what the module holds on the meta device; None if it holds nothing there."""
+    def _adopt_empty_init(self) -> EmptyInit | None:
+        """Return the initial values of a module that is on the meta device; None if it is not."""
         assert self.lightning_module is not None
-        self._empty = EmptyStart.adopted(self.lightning_module, self._empty, self.root_device)
+        self._empty = EmptyInit.adopted(self.lightning_module, self._empty, self.root_device)
         return self._empty
 
-    def ask_to_recompute(self, recompute: Recompute) -> None:
-        """Recompute layers as a callback asks.
-
-        Raises:
-            ValueError: Something else was asked for.
-        """
+    def request_recomputation(self, recompute: Recompute) -> None:
+        """Set the recomputation that a callback requests; a ValueError if the option requests another."""
         if self._recompute not in (None, recompute):
             raise ValueError(f"recompute={self._recompute!r} and recompute={recompute!r} are both asked for; name one")
         self._recompute = recompute
 
     def make_full(self) -> None:
-        """Give every rank the full module again; collective."""
+        """Gather the full module on every rank; collective."""
         if self._state is not None:
             self._state.make_full()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Take no further part in collectives; the other ranks learn why."""
+        """Report the error to the other ranks, and join no further collectives."""
         super().on_exception(exception)
         if self._state is not None:
             self._state.fail()
@@ -314,12 +296,12 @@ class Hybrid3DStrategy(RankedStrategy):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Let searches of callbacks decide alike on all ranks."""
+        """Let learning-rate searches of callbacks decide by the mean loss, equal on all ranks."""
         assert self.lightning_module is not None
         search_by_mean_loss(self.lightning_module.trainer, self.mesh)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Change the layout, after hooks of the user, if this batch shows that it must be another."""
+        """Change the layout, after hooks of the user, if this batch requires another."""
         self._active.changes.on_train_batch_start(batch, batch_idx)
 
     def on_train_end(self) -> None:
@@ -327,7 +309,7 @@ class Hybrid3DStrategy(RankedStrategy):
         self._active.changes.on_train_end()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the full schedule, forward and backward; the backward that Lightning calls later hands over."""
+        """Run the full schedule, forward and backward; the later ``backward`` hands the gradients over."""
         if self._lifecycle is None:  # used without a run
             return super().training_step(*args, **kwargs)
         return self._lifecycle.training_step([*args, *kwargs.values()])
@@ -359,11 +341,9 @@ class Hybrid3DStrategy(RankedStrategy):
         """Run the optimizer's step, with the training step inside."""
         return self._active.changes.optimizer_step(partial(super().optimizer_step, *args, **kwargs))
 
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients inside: they stay local."""
-        with self._active.execution.accumulating():
-            yield
+    def block_backward_sync(self) -> Any:
+        """Accumulate local gradients inside, without averaging them."""
+        return self._active.execution.accumulating()
 
     # -- states -------------------------------------------------------------------------------------------------------
 
@@ -372,9 +352,9 @@ class Hybrid3DStrategy(RankedStrategy):
         return super().lightning_module_state_dict() if self._state is None else self._state.module_state()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a full state dict into what this rank holds."""
+        """Load a full state dict into the local shards."""
         assert self._state is not None
-        self._state.load_module(checkpoint["state_dict"], self._adopt_empty, strict=strict)
+        self._state.load_module(checkpoint["state_dict"], self._adopt_empty_init, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer as a checkpoint has it; collective."""
@@ -399,5 +379,5 @@ class Hybrid3DStrategy(RankedStrategy):
         return self._files.load(checkpoint_path, weights_only, super().load_checkpoint)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, but not before the one that is being written is there."""
+        """Remove a checkpoint, after the one being written is complete."""
         self._files.remove(filepath, super().remove_checkpoint)

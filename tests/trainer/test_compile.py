@@ -195,7 +195,7 @@ def test_what_is_compiled_already_stays_as_it_is(worlds):
 def test_dealt_positions_are_left_alone(worlds):
     ranks = check(worlds, Run("GPT2", tp=2, sequence=True, strategy=QUICK))
     assert ranks[0].extra["lines"] == [
-        "not compiled (positions are dealt to ranks): model.transformer.h.0 .. model.transformer.h.3 (4)"
+        "not compiled (positions are sharded over ranks): model.transformer.h.0 .. model.transformer.h.3 (4)"
     ]
     assert not any(rank.extra["graphs"] for rank in ranks)
 

@@ -186,7 +186,7 @@ def test_a_module_that_a_failed_run_left_in_parts_is_refused(worlds, pp, options
     for said, names, finite in worlds.run(2, run_used_again, "training", pp, options, timeout=60):
         assert set(said) == {"fit", "the same trainer", "validate", "resume", "state_dict"}
         for message in said.values():
-            assert message.startswith("a run that failed or was stopped has left this FailsOnce in parts: ")
+            assert message.startswith("a run that failed or was stopped has left this FailsOnce sharded: ")
             assert "of its 10 parameters (such as 'layers." in message
             assert message.endswith("make a new module and load a checkpoint")
         assert names == sorted(weights_of(Tiny())) and all(finite), "a trainer that failed trains another module"

@@ -1,4 +1,4 @@
-"""Layers computed again in the backward: the same numbers to the last bit, and less kept for it."""
+"""Layers recomputed in the backward: the same numbers to the last bit, and less kept for it."""
 
 import re
 from dataclasses import replace
@@ -151,7 +151,7 @@ def compile_a_layer(module):
 
 def test_what_is_compiled_is_computed_again_as_a_whole(worlds):
     """No one can look into it; the start table says so."""
-    layers = "recomputed in the backward, except for expensive operations"
+    layers = "recomputed in the backward except expensive operations"
     whole = "recomputed in the backward (in full: compiled)"
     run = Run("Layers", num_batches=1, microbatches=1, strategy={"recompute": "selective"}, callback=Lines)
     for changes, expected in [

@@ -70,7 +70,7 @@ def test_ranks_of_one_replica_see_the_same_samples(worlds, kind, num):
         return
     assert dealt == sorted(set(dealt)) and len(dealt) == num // 2 * 2
     [warning] = results[0][1]
-    assert "DistributedSampler deals to num_replicas=4 ranks, but the 4 ranks are 2 replicas" in warning
+    assert "DistributedSampler splits over num_replicas=4 ranks, but the 4 ranks are 2 replicas" in warning
     assert "num_replicas=2, rank=0" in warning
 
 
@@ -87,7 +87,7 @@ def test_without_stages_a_sampler_stays(worlds):
 
 def test_a_sampler_with_a_count_of_its_own_is_refused(worlds):
     for message in worlds.run(2, run, 2, 2, "own count", 8, {}):
-        assert "CountsItself deals to num_replicas=2 ranks" in message
+        assert "CountsItself splits over num_replicas=2 ranks" in message
         assert "build it with num_replicas=1, rank=0 on this rank" in message
 
 

@@ -189,7 +189,7 @@ def refused(case_and_options):
 @pytest.mark.parametrize(
     ("case", "options", "words"),
     [
-        (Adafactored, {"zero_stage": 1}, "Adafactor may read full parameters"),
+        (Adafactored, {"zero_stage": 1}, "Adafactor may read full ones"),
     ],
 )
 def test_what_cannot_be_is_refused(worlds, case, options, words):

@@ -132,8 +132,8 @@ def parameters_replaced(patch):
 def a_seed_per_rank(patch):
     from lightning_hybrid.strategies.execution import run_lifecycle as set_up
 
-    original = set_up.agree_on_start
-    patch.setattr(set_up, "agree_on_start", lambda *args: original(*args) + dist.get_rank())
+    original = set_up.synchronize_start
+    patch.setattr(set_up, "synchronize_start", lambda *args: original(*args) + dist.get_rank())
 
 
 def labels_of_another_microbatch(patch):
@@ -185,16 +185,16 @@ def summed_over_replicas(patch):
 def weights_of_one_replica_drift(patch):
     from lightning_hybrid.strategies.execution import run_lifecycle as set_up
 
-    original = set_up.agree_on_start
+    original = set_up.synchronize_start
 
-    def agree_on_start(module, *args):
+    def synchronize_start(module, *args):
         seed = original(module, *args)
         if dist.get_rank() == 1:
             with torch.no_grad():
                 module.head.bias += 1e-3
         return seed
 
-    patch.setattr(set_up, "agree_on_start", agree_on_start)
+    patch.setattr(set_up, "synchronize_start", synchronize_start)
 
 
 def one_shard_for_all_replicas(patch):

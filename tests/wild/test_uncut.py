@@ -349,7 +349,7 @@ def evaluated(size):
         warnings.simplefilter("always")
         [metrics] = trainer.validate(model, loader(4), verbose=False)
         predictions = trainer.predict(model, loader(4))
-    told = [str(w.message) for w in caught if "cannot be shared by stages" in str(w.message)]
+    told = [str(w.message) for w in caught if "cannot be run in stages" in str(w.message)]
     again.load_state_dict(model.state_dict())  # whole after the run
     return metrics, predictions, model.seen, told, model.absent
 

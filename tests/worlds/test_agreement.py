@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.strategies.start.initial_sync import agree_on_start
+from lightning_hybrid.strategies.start.initial_sync import synchronize_start
 
 
 class Mixed(nn.Module):
@@ -32,7 +32,7 @@ def test_every_tensor_is_that_of_the_first_rank():
     module, expected = Mixed(seed=mesh.rank), Mixed(seed=0)
     places = [tensor.data_ptr() for tensor in module.state_dict().values()]
     torch.manual_seed(5 + mesh.rank)
-    seed = agree_on_start(module, mesh, mesh.rank, torch.device("cpu"))
+    seed = synchronize_start(module, mesh, mesh.rank, torch.device("cpu"))
     assert seed == 5
     for (name, tensor), first in zip(module.state_dict().items(), expected.state_dict().values(), strict=True):
         assert torch.equal(tensor, first), name

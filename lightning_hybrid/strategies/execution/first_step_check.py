@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.strategies.execution.step_execution import RunHolder
-from lightning_hybrid.strategies.start.layout_table import activation_bytes
+from lightning_hybrid.strategies.run.build_run import RunOwner
+from lightning_hybrid.strategies.run.describe_run import activation_bytes
 from lightning_hybrid.verify.copy_memory import memory_shortage
 from lightning_hybrid.verify.first_step_comparison import FirstStepError, compare_first_step, precision_of
 from lightning_hybrid.verify.one_process.one_process_step import (
@@ -29,21 +29,16 @@ from lightning_hybrid.verify.one_process.one_process_step import (
 
 # Relative change of the weights for the noise floor: their last digits; autocast starts from weights in float32.
 _PERTURBATION = {"64-true": 1e-15, "bf16-true": 2.0**-9, "16-true": 2.0**-11}
-# Losses of the whole batch and of its parts that differ by more mix samples; rounding stays far below.
+# Losses of the full batch and of its microbatches that differ by more mix samples; rounding stays far below.
 _MIXES = {"64-true": 1e-7, "32-true": 1e-4}
 
 
 class FirstStepCheck:
-    """Runs the first optimizer step in one process too, and goes on only if losses and gradients are the same."""
+    """Runs the first optimizer step in one process too, and raises unless losses and gradients match."""
 
-    def __init__(self, owner: RunHolder) -> None:
-        """Wait for the first step of a fit.
-
-        Args:
-            owner: Of the run.
-        """
+    def __init__(self, owner: RunOwner) -> None:
         self._owner = owner
-        self._alone: OneProcessStep | None = None
+        self._reference: OneProcessStep | None = None
         self._losses: list[float] | None = None  # until the first step is verified: this rank's, by batch
 
     @property
@@ -52,7 +47,7 @@ class FirstStepCheck:
         return self._losses is not None
 
     def begin(self) -> None:
-        """Compare the optimizer step that comes next, if the user wants it.
+        """Compare the next optimizer step.
 
         Raises:
             ValueError: The module steps its optimizers by itself.
@@ -66,21 +61,17 @@ class FirstStepCheck:
         self._start_over()
 
     def _start_over(self) -> None:
-        self._losses, self._alone = [], None
+        self._losses, self._reference = [], None
 
     def training_step(self, args: Sequence[Any], step: Callable[[Sequence[Any]], Any]) -> Any:
-        """Run a training step; before the first optimizer step, run it in one process as well.
-
-        Args:
-            args: Of the user's step, the batch first.
-            step: Runs it in this layout.
+        """Run a training step by ``step``; before the first optimizer step, run it in one process as well.
 
         Raises:
             FirstStepError: One process cannot run it.
         """
         if self._losses is None:
             return step(args)
-        verified = self._in_one_process([*args])
+        verified = self._run_reference([*args])
         output = step(args)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if verified and loss is not None:
@@ -90,10 +81,7 @@ class FirstStepCheck:
         return output
 
     def after_backward(self, *, is_complete: bool) -> None:
-        """Compare the gradients of the first step once they are complete.
-
-        Args:
-            is_complete: Whether this backward averaged them.
+        """Compare the gradients of the first step once they are averaged.
 
         Raises:
             FirstStepError: They are not those of one process.
@@ -103,11 +91,11 @@ class FirstStepCheck:
 
     # -- one process --------------------------------------------------------------------------------------------------
 
-    def _in_one_process(self, arguments: list[Any]) -> bool:
-        """Run a batch of all replicas on the first rank; collective. Whether it gave a loss."""
+    def _run_reference(self, arguments: list[Any]) -> bool:
+        """Run the batches of all replicas on the first rank; return whether there is a loss; collective."""
         self._check_memory()
         batch, *rest = arguments
-        given = self._gather(batch)
+        replica_inputs = self._gather(batch)
         failure, gave_loss = "", True
         world, run = self._owner.setting.world, self._owner.run
         with contextlib.ExitStack() as stack:
@@ -119,7 +107,7 @@ class FirstStepCheck:
                 )
             if world.mesh.rank == 0:
                 try:
-                    gave_loss = self._run_alone(given, rest)
+                    gave_loss = self._run_one_process(replica_inputs, rest)
                 except Exception as error:
                     failure = f"{type(error).__name__}: {error}"
         failure, gave_loss = world.broadcast((failure, gave_loss))
@@ -162,12 +150,12 @@ class FirstStepCheck:
             ),
         ]
 
-    def _run_alone(self, given: list[ReplicaInput], rest: list[Any]) -> bool:
+    def _run_one_process(self, replica_inputs: list[ReplicaInput], rest: list[Any]) -> bool:
         setting, run = self._owner.setting, self._owner.run
         trainer, module = setting.trainer, setting.module
-        if self._alone is None:
+        if self._reference is None:
             keyed = None if run.runner is None else KeyedRandomness(setting.seed, setting.device)
-            self._alone = OneProcessStep(
+            self._reference = OneProcessStep(
                 module,
                 keyed=keyed,
                 device=setting.device,
@@ -184,7 +172,7 @@ class FirstStepCheck:
         )
         metrics = contextlib.nullcontext() if run.metrics is None else run.metrics.step()
         with no_communication(), metrics:
-            return self._alone.run(call, given)
+            return self._reference.run(call, replica_inputs)
 
     @property
     def _precision(self) -> str:
@@ -196,9 +184,9 @@ class FirstStepCheck:
     def _compare(self) -> None:
         setting, world, losses = self._owner.setting, self._owner.setting.world, self._losses
         assert losses is not None
-        alone: OneProcessResult | None = None if self._alone is None else self._alone.result
+        reference: OneProcessResult | None = None if self._reference is None else self._reference.result
         parameters = dict(setting.module.named_parameters())
-        overflow = alone is not None and not all(torch.isfinite(g).all() for g in alone.gradients.values())
+        overflow = reference is not None and not all(torch.isfinite(g).all() for g in reference.gradients.values())
         if setting.mesh_precision.scaler is not None and world.broadcast(overflow):
             self._start_over()  # the loss scale is too large: this step will be skipped
             return
@@ -218,13 +206,13 @@ class FirstStepCheck:
             precision=self._precision,
             parts=self._owner.run.parts,
         )
-        verdict = compare(alone)
-        unsplit = None if alone is None else alone.unsplit
+        verdict = compare(reference)
+        unsplit = None if reference is None else reference.unsplit
         if verdict.first is not None and world.broadcast(unsplit is not None):
             # A mean over the tokens that labels leave is that of the whole batch.
-            of_whole = compare(unsplit)
-            verdict, alone = (of_whole, None) if of_whole.first is None else (verdict, alone)
-        self._losses = self._alone = None
+            of_full_batch = compare(unsplit)
+            verdict, reference = (of_full_batch, None) if of_full_batch.first is None else (verdict, reference)
+        self._losses = self._reference = None
         if verdict.first is not None:
             raise FirstStepError(
                 f"{verdict.first}. No parameter has changed. `lightning-hybrid verify` shows more; another layout, such"
@@ -235,8 +223,8 @@ class FirstStepCheck:
             f"first step verified: loss and {verdict.num_gradients} gradients equal one process within"
             f" {verdict.within:.1g}{noise}"
         )
-        if alone is not None:
-            self._warn_of_mixing(alone, self._precision)
+        if reference is not None:
+            self._warn_of_mixing(reference, self._precision)
 
     def _stages(self, parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         plan = self._owner.run.plan
@@ -244,12 +232,12 @@ class FirstStepCheck:
             return {}
         return {name: plan.stages_of(name) for name in parameters}
 
-    def _warn_of_mixing(self, alone: OneProcessResult, precision: str) -> None:
-        if alone.not_comparable:
-            rank_zero_info(f"the whole batch was not tried at once: {alone.not_comparable}")
-        if alone.mixes is None:
+    def _warn_of_mixing(self, reference: OneProcessResult, precision: str) -> None:
+        if reference.not_comparable:
+            rank_zero_info(f"the full batch was not run unsplit: {reference.not_comparable}")
+        if reference.mixes is None:
             return
-        whole, mean, count = alone.mixes
+        whole, mean, count = reference.mixes
         if abs(whole - mean) > _MIXES.get(precision, 5e-2) * max(abs(whole), abs(mean)) + 1e-12:
             rank_zero_warn(
                 f"the objective mixes samples: the loss of the whole batch is {whole:.6g}, the mean over its {count}"

@@ -1,10 +1,11 @@
-"""Change a layout in a run: when start hooks have completed a step, and where no pipeline can run it any more.
+"""Changes of the layout in a run: when start hooks have completed a step, or no pipeline can run it any more.
 
 The first step is recorded when the run is set up. Hooks of the module and its callbacks run after that, and may set
-what the step needs; a step may also set itself up in its first batch. So a step that could not be recorded is tried
-again before each of the first two training batches. And a step that takes a way that cannot be recorded, or cut as the
-others were, is run in shards from that batch on. Between two batches nothing is under way: the module becomes full on
-each rank, as at the end of a run, and is laid out anew; optimizer states and gradients are carried over.
+what the step needs; a step may also initialise itself in its first batch. So a step that could not be recorded is tried
+again before each of the first two training batches. And a step that takes a trace which cannot be recorded, or
+partitioned as the others were, runs on shards from that batch on. Between two batches no message is under way: the
+module becomes full on each rank, as at the end of a run, and is partitioned again; optimizer states and gradients are
+carried over.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -26,45 +27,25 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import BatchError
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording import StepError
-from lightning_hybrid.strategies.execution.step_execution import RunHolder, StepExecution
+from lightning_hybrid.strategies.execution.step_execution import StepExecution
+from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.run import Run, Setting
-from lightning_hybrid.strategies.start.runner_factory import runner_of_stages
+from lightning_hybrid.strategies.start.runner_factory import make_runner
 from lightning_hybrid.strategies.user_code.hook_context import output_is_read, step_arguments
-from lightning_hybrid.strategies.user_code.user_optimizers import keeps_lists_like_parameters
-
-
-class ChangingRun(RunHolder, Protocol):
-    """The owner of a run that can lay it out anew."""
-
-    def change_layout(self, arguments: Sequence[Any], refusal: str, *, may_retry: bool) -> bool:
-        """Lay the module out anew between two steps; collective over the world.
-
-        Args:
-            arguments: Of the training step that comes next.
-            refusal: Why no pipeline can run it, where that is known.
-            may_retry: Whether a later batch may show that the step can be cut after all.
-
-        Returns:
-            Whether it still may.
-        """
+from lightning_hybrid.strategies.user_code.user_optimizers import keeps_lists_per_parameter
 
 
 class LayoutChanges:
-    """Sees before each training batch that the layout can run it, and changes the layout otherwise.
+    """Checks before each training batch that the layout can run it, and changes the layout otherwise.
+
+    ``num_tries`` is the number of training batches that may still show that the step can be partitioned.
 
     Attributes:
         pipelined_batches: The first training batch of the run that ran in stages, and the first after them that did
             not; 0 and None unless the layout has changed.
     """
 
-    def __init__(self, owner: ChangingRun, execution: StepExecution, *, num_tries: int) -> None:
-        """Wait for the first batch.
-
-        Args:
-            owner: Of the run.
-            execution: Of its steps.
-            num_tries: Training batches that may still show that the step can be cut after all.
-        """
+    def __init__(self, owner: RunOwner, execution: StepExecution, *, num_tries: int) -> None:
         self.pipelined_batches: tuple[int, int | None] = (0, None)
         self._owner, self._execution = owner, execution
         self._num_tries = num_tries
@@ -86,12 +67,7 @@ class LayoutChanges:
     # -- Lightning's hooks --------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Change the layout if this batch shows that it must be another; after hooks of the user.
-
-        Args:
-            batch: Of the step that comes next.
-            batch_idx: Of Lightning's hook.
-        """
+        """Change the layout if this batch requires another; runs after hooks of the user."""
         module, runner = self._setting.module, self._run.runner
         if not module.automatic_optimization or runner is None:
             return
@@ -103,7 +79,7 @@ class LayoutChanges:
             self._keep_pipelined(step_arguments(module, "training_step", batch, batch_idx))
         elif self._num_tries and self._run.demotion is not None:
             with self._setting.world.as_launcher():
-                self._try_to_cut(step_arguments(module, "training_step", batch, batch_idx))
+                self._try_to_partition(step_arguments(module, "training_step", batch, batch_idx))
         self._num_tries = max(0, self._num_tries - 1)
 
     def on_train_end(self) -> None:
@@ -114,12 +90,7 @@ class LayoutChanges:
             demotion.announce()
 
     def training_step(self, args: Sequence[Any], step: Callable[[Sequence[Any]], Any]) -> Any:
-        """Run a training step; where it breaks, change the layout and run it again.
-
-        Args:
-            args: Of the user's step, the batch first.
-            step: Runs it.
-        """
+        """Run a training step; where it breaks, change the layout and run it again."""
         try:
             return step(args)
         except StepBroken as broken:
@@ -130,11 +101,7 @@ class LayoutChanges:
         return step(args)
 
     def optimizer_step(self, step: Callable[[], Any]) -> Any:
-        """Run the optimizer's step, with the training step inside; where that breaks, begin both again.
-
-        Args:
-            step: Runs it.
-        """
+        """Run the optimizer's step, with the training step inside; where that breaks, repeat both."""
         module = self._setting.module
         before, self._in_optimizer_step = self._in_optimizer_step, True
         hook = module._current_fx_name
@@ -151,18 +118,11 @@ class LayoutChanges:
     def run_step(
         self, name: str, args: Sequence[Any], train: TrainContext | None, *, manual_optimization: bool = False
     ) -> StepResult:
-        """Run a step; where shares of a training batch are to run, compare what they give in the first one.
-
-        Args:
-            name: Of the step.
-            args: Of the user's step, the batch first.
-            train: How to run its backwards, if it has any.
-            manual_optimization: Whether the step calls its backwards itself.
-        """
+        """Run a step; compare full batches with shares of them in the first training batch that may be shared."""
         run, runner = self._execution.run_step, self._run.runner
         if train is None or not isinstance(runner, PlainRunner):
             return run(name, args, train, manual_optimization=manual_optimization)
-        if self._setting.tries_objective:
+        if self._setting.checks_objective:
             runner.request_weighting_check(args[0])
         if not runner.needs_weighting_check:
             return run(name, args, train, manual_optimization=manual_optimization)
@@ -171,15 +131,15 @@ class LayoutChanges:
             return run(name, args, train, manual_optimization=manual_optimization)
         zero = self._run.zero
         in_files = zero is not None and bool(zero.regions)  # of which little may be in memory
-        before = None if in_files else _sums(self._setting.module)
+        before = None if in_files else _parameter_sums(self._setting.module)
         result = run(name, args, train, manual_optimization=manual_optimization)
-        self._decide(runner, args, is_written=before is None or _sums(self._setting.module) != before)
+        self._decide(runner, args, is_written=before is None or _parameter_sums(self._setting.module) != before)
         return result
 
     def _decide(self, runner: PlainRunner, args: Sequence[Any], *, is_written: bool) -> None:
         setting, run = self._setting, self._run
         with setting.contexts.training_step_hook(), run.gathered():
-            context, compares = run.context("training_step"), setting.tries_objective
+            context, compares = run.context("training_step"), setting.checks_objective
             runner.decide(setting.module.training_step, args, context, compares=compares, is_written=is_written)
 
     # -- pipelined ----------------------------------------------------------------------------------------------------
@@ -198,10 +158,10 @@ class LayoutChanges:
 
     @property
     def _has_list_optimizers(self) -> bool:
-        return any(map(keeps_lists_like_parameters, self._setting.trainer.optimizers))
+        return any(map(keeps_lists_per_parameter, self._setting.trainer.optimizers))
 
     def _keep_pipelined(self, arguments: Sequence[Any]) -> None:
-        """Choose the trace variant of the batch; if there is none, change the layout on all ranks."""
+        """Select the trace variant of the batch; if there is none, change the layout on all ranks."""
         error: Exception | None = None
         world = self._setting.world
         try:
@@ -230,35 +190,35 @@ class LayoutChanges:
                 step_number=self._batches,
                 context=self._run.context("training_step"),
                 share_output=output_is_read(setting.trainer, "training_step"),
-                around=self._gathered_where_new,
+                around=self._gathered_for_new_traces,
             )
 
-    def _gathered_where_new(self, is_known: bool) -> AbstractContextManager[Any]:
-        """A dry run finds sharded parameters gathered; all ranks take part if the batch of one replica is new."""
-        if self._run.zero is None or not self._setting.world.any_replica(not is_known):
+    def _gathered_for_new_traces(self, is_recorded: bool) -> AbstractContextManager[Any]:
+        """Gather parameters for a dry run; all ranks join if the batch of any replica is new."""
+        if self._run.zero is None or not self._setting.world.any_replica(not is_recorded):
             return contextlib.nullcontext()
         return self._run.gathered()
 
     # -- in shards, until the step is complete ------------------------------------------------------------------------
 
-    def _try_to_cut(self, arguments: Sequence[Any]) -> None:
+    def _try_to_partition(self, arguments: Sequence[Any]) -> None:
         demotion, world, runner, left = self._run.demotion, self._setting.world, self._run.runner, None
         assert demotion is not None
         if isinstance(runner, PlainRunner) and runner.stores_rows_of_samples:
             left = StepError("training_step leaves tensors on its module that may have a row for each sample")
         # Replicas record together or not at all.
-        reason = world.first_reason(left) or world.first_reason(self._why_not_cut(arguments))
+        reason = world.first_reason(left) or world.first_reason(self._why_not_partitionable(arguments))
         if not reason:
             self._change_layout(arguments, "")
         elif self._num_tries == 1 or self._setting.options.strict_layout:
             demotion.announce(reason=reason)
 
-    def _why_not_cut(self, arguments: Sequence[Any]) -> Exception | None:
-        """Return why the step cannot be recorded and cut as it is now; nothing of this is kept."""
+    def _why_not_partitionable(self, arguments: Sequence[Any]) -> Exception | None:
+        """Return why the step cannot be recorded and partitioned as it is now; discards the recording."""
         setting, metrics = self._setting, self._run.metrics
         module, mesh = setting.module, setting.world.mesh
         assert metrics is not None
-        _, runner = runner_of_stages(
+        _, runner = make_runner(
             module,
             mesh,
             mesh.group("pp"),
@@ -291,8 +251,8 @@ class LayoutChanges:
             self.pipelined_batches = self._batches, None
 
 
-def _sums(module: pl.LightningModule) -> list[float]:
+def _parameter_sums(module: pl.LightningModule) -> list[float]:
     """Return sums that show whether this rank's shards of parameters have changed."""
     with torch.no_grad():
-        held = [parameter.detach() for parameter in module.parameters() if not is_absent(parameter)]
-        return [float(torch.nan_to_num(tensor.double()).sum()) for tensor in held if not tensor.is_complex()]
+        local = [parameter.detach() for parameter in module.parameters() if not is_absent(parameter)]
+        return [float(torch.nan_to_num(tensor.double()).sum()) for tensor in local if not tensor.is_complex()]

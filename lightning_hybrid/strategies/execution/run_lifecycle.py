@@ -17,8 +17,8 @@ from lightning_hybrid.memory.recompute import Recompute
 from lightning_hybrid.strategies.execution.first_step_check import FirstStepCheck
 from lightning_hybrid.strategies.execution.layout_changes import LayoutChanges
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
-from lightning_hybrid.strategies.logs.log_reduction import ask_for_no_sync
-from lightning_hybrid.strategies.logs.logger_proxies import forget_calls
+from lightning_hybrid.strategies.logs.log_reduction import silence_sync_dist_advice
+from lightning_hybrid.strategies.logs.logger_proxies import drop_logger_calls
 from lightning_hybrid.strategies.options.strategy_options import Options, check_scripted
 from lightning_hybrid.strategies.run.build_run import build_run
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
@@ -26,12 +26,12 @@ from lightning_hybrid.strategies.run.module_state import ModuleState
 from lightning_hybrid.strategies.run.optimization import connect_optimizers
 from lightning_hybrid.strategies.run.run import Optimization, Run, Setting
 from lightning_hybrid.strategies.run.step_contexts import StepContexts
-from lightning_hybrid.strategies.start.empty_init import EmptyStart
-from lightning_hybrid.strategies.start.initial_sync import agree_on_start, check_left_whole
+from lightning_hybrid.strategies.start.empty_init import EmptyInit
+from lightning_hybrid.strategies.start.initial_sync import check_is_full, synchronize_start
 from lightning_hybrid.strategies.state.carried_states import FullGradients, full_states
-from lightning_hybrid.strategies.state.weight_averaging import Averages
+from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
 from lightning_hybrid.strategies.techniques.sync_batchnorm import synced_norms
-from lightning_hybrid.strategies.techniques.zero import check_shard, steps_by_hand
+from lightning_hybrid.strategies.techniques.zero import can_shard_manual_steps, check_zero_replicas
 from lightning_hybrid.strategies.world.rank_world import RankWorld
 
 
@@ -41,11 +41,15 @@ class RunLifecycle:
     Attributes:
         setting: What stays when the layout changes.
         state: The state of the module.
-        run: The layout as it is now.
+        run: The present layout.
         optimization: Its reducers and optimizers.
         execution: Runs steps.
         first_step: Compares the first one with one process.
         changes: Changes the layout between steps.
+
+    Raises:
+        LayoutError: There is nothing to shard.
+        ValueError: Options do not go with this module.
     """
 
     run: Run
@@ -65,32 +69,14 @@ class RunLifecycle:
         recompute: Recompute | None,
         evaluated: Iterator[int],
     ) -> None:
-        """Check that the module can be trained under these options.
-
-        Args:
-            trainer: About to run.
-            module: The user's.
-            world: The ranks.
-            options: The arguments of the strategy.
-            state: The state of the module.
-            files: Its checkpoints.
-            precision: The plugin of the strategy.
-            layer_sync: Of the Trainer (``sync_batchnorm``).
-            recompute: Activation checkpointing, by an option or a callback.
-            evaluated: Numbers the batches of evaluation over all runs.
-
-        Raises:
-            LayoutError: There is nothing to shard.
-            ValueError: Options do not go with this module.
-        """
-        check_left_whole(module)
-        ask_for_no_sync()
+        check_is_full(module)
+        silence_sync_dist_advice()
         is_fitting = trainer.state.fn == "fit"
         if recompute is not None:
             check_scripted(module)
         norms = None
         if is_fitting:
-            check_shard(options.zero_stage, world.mesh)
+            check_zero_replicas(options.zero_stage, world.mesh)
             norms = synced_norms(layer_sync, world.mesh, options.verify_first_step)
         self.state, self._files = state, files
         self.optimization = Optimization()
@@ -102,9 +88,9 @@ class RunLifecycle:
             precision=precision,
             contexts=StepContexts(trainer, module, world, options, precision),
             recompute=recompute,
-            shards_manual_steps=is_fitting and steps_by_hand(module, options),
+            shards_manual_steps=is_fitting and can_shard_manual_steps(module, options),
             norms=norms,
-            averages=Averages(trainer),
+            averages=WeightAverages(trainer),
             empty=None,
             seed=0,
         )
@@ -113,14 +99,10 @@ class RunLifecycle:
         if is_fitting and options.verify_first_step:
             self.first_step.begin()
 
-    def begin(self, empty: EmptyStart | None) -> bool:
-        """Let all ranks begin with the same weights, and lay the module out; collective.
+    def begin(self, empty: EmptyInit | None) -> bool:
+        """Synchronize the initial weights of all ranks, and build the run; collective.
 
-        Args:
-            empty: The initial values of a module that was built without storage.
-
-        Returns:
-            Whether all of these have been given.
+        ``empty`` has the initial values of a module without storage; returns whether all of them have been assigned.
         """
         setting = self.setting
         if empty is not None:
@@ -128,7 +110,7 @@ class RunLifecycle:
         # Weights and generators must agree before anything is drawn or recorded.
         copies = setting.averages.copies
         world = setting.world
-        seed = agree_on_start(setting.module, world.mesh, world.data_rank, world.device, copies)
+        seed = synchronize_start(setting.module, world.mesh, world.data_rank, world.device, copies)
         self.setting = dataclasses.replace(setting, empty=empty, seed=self._files.adopt_seed(seed))
         # What the start hooks set comes later, and what the first batch sets: they may let a step be cut.
         may_retry = setting.is_fitting and setting.needs_runner
@@ -137,12 +119,12 @@ class RunLifecycle:
         return is_filled
 
     def connect_optimizers(self) -> None:
-        """Let the optimizers of the Trainer step what this rank holds."""
+        """Let the optimizers of the Trainer step the local shards."""
         self.optimization = connect_optimizers(self.run, self, self.setting.trainer.optimizers)
         self.state.follow(self.run, self.optimization)
 
     def move_optimizers(self) -> None:
-        """Move optimizer states to the device unless they are offloaded; copies and pickles have full states."""
+        """Move optimizer states to the device unless they are offloaded; let copies and pickles have full states."""
         optimizers = self.setting.trainer.optimizers
         if self.setting.is_fitting and not self.optimization.offloaded:
             _optimizers_to_device(optimizers, self.setting.device)
@@ -165,21 +147,12 @@ class RunLifecycle:
         return self._files.averaged_state(copy)
 
     def make_full(self) -> None:
-        """Give every rank the full module; collective."""
+        """Gather the full module on every rank; collective."""
         strategy: Any = self.setting.trainer.strategy
         strategy.make_full()  # hooks of the user put their reads aside for this call
 
     def change_layout(self, arguments: Sequence[Any], refusal: str, *, may_retry: bool) -> bool:
-        """Lay the module out anew between two steps; collective over the world.
-
-        Args:
-            arguments: Of the training step that comes next.
-            refusal: Why no pipeline can run it, where that is known.
-            may_retry: Whether a later batch may show that the step can be cut after all.
-
-        Returns:
-            Whether it still may.
-        """
+        """Build the run again between two steps, as `RunOwner.change_layout` says; collective over the world."""
         setting, run = self.setting, self.run
         optimizers: list[Optimizer] = setting.trainer.optimizers
         assert run.plan is not None and run.metrics is not None
@@ -207,14 +180,7 @@ class RunLifecycle:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def training_step(self, args: Sequence[Any]) -> Any:
-        """Run a training step under the layout that can run it.
-
-        Args:
-            args: Of the user's step, the batch first.
-
-        Returns:
-            The output of the user's step for the batch.
-        """
+        """Run a training step in the layout that can run it; return the output of the user's step for the batch."""
 
         def in_layout(args: Sequence[Any]) -> Any:
             return self.execution.training_step(args, self.changes.run_step)
@@ -225,17 +191,7 @@ class RunLifecycle:
         return self.changes.training_step(args, verified)
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run Lightning's backward, and compare the gradients of the first step.
-
-        Args:
-            loss: The scalar that the step returned.
-            optimizer: Of the step.
-            *args: Of the backward.
-            **kwargs: Of the backward.
-
-        Returns:
-            The loss, shape ``()``.
-        """
+        """Run Lightning's backward, and compare the gradients of the first step; return the loss, of shape ``()``."""
 
         def then() -> None:
             self.first_step.after_backward(is_complete=self.execution.is_syncing)
@@ -245,9 +201,9 @@ class RunLifecycle:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Leave a full module behind on every rank, and the user's objects as they were."""
+        """Leave a full module on every rank, and restore the user's objects."""
         self.make_full()
-        forget_calls(self.setting.module)
+        drop_logger_calls(self.setting.module)
         self.setting.averages.leave()
         if hasattr(self, "run"):
             self._close_run()

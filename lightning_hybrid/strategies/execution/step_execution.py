@@ -1,4 +1,4 @@
-"""The execution of Lightning's steps: a full schedule per batch, or the user's step as it is."""
+"""The execution of Lightning's steps: a full schedule per batch, or the user's step unchanged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,29 +19,17 @@ from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.objects.module_walk import modules_in, parameters_of
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.logs.log_reduction import begin_logs, log_for_all, log_for_replica
-from lightning_hybrid.strategies.logs.logger_proxies import tell_loggers
+from lightning_hybrid.strategies.logs.logger_proxies import flush_logger_calls
 from lightning_hybrid.strategies.options.microbatch_weights import weigh_by_count
 from lightning_hybrid.strategies.run.build_run import RunOwner, running_layers
-from lightning_hybrid.strategies.run.run import Optimization, Run, Setting
+from lightning_hybrid.strategies.run.run import Run, Setting
 from lightning_hybrid.strategies.user_code.hook_context import current_hook, old_gradients_are_read, output_is_read
 
 RunStep = Callable[..., StepResult]
 
 
-class RunHolder(RunOwner, Protocol):
-    """The owner of a run, as the execution of steps sees it."""
-
-    @property
-    def setting(self) -> Setting:
-        """What stays when the layout changes."""
-
-    @property
-    def optimization(self) -> Optimization:
-        """The reducers and optimizers of the layout as it is now."""
-
-
 class StepExecution:
-    """Runs the user's steps: through the pipeline where there is a runner, as they are where there is none.
+    """Runs the user's steps: by the runner where there is one, unchanged where there is none.
 
     Attributes:
         spans: When this rank did what in the latest step.
@@ -49,20 +37,14 @@ class StepExecution:
         is_syncing: Whether the backwards of this batch average gradients; those of accumulated batches do not.
     """
 
-    def __init__(self, owner: RunHolder, evaluated: Iterator[int]) -> None:
-        """Begin before the first step.
-
-        Args:
-            owner: Of the run, which may change its layout between steps.
-            evaluated: Numbers the batches of evaluation, also those of earlier runs, as keys of what they draw.
-        """
+    def __init__(self, owner: RunOwner, evaluated: Iterator[int]) -> None:
         self._owner = owner
         self.spans: list[Span] = []
         self.gradients_are_complete = True
         self.is_syncing = True
         self._evaluated = evaluated
         self._finish_logs: Callable[[], Callable[[], None]] | None = None
-        self._until_backward = contextlib.ExitStack()  # a forward and its recomputation are compiled alike
+        self._until_backward = contextlib.ExitStack()  # a forward and its recomputation are both compiled
 
     @property
     def _run(self) -> Run:
@@ -75,12 +57,7 @@ class StepExecution:
     # -- training -----------------------------------------------------------------------------------------------------
 
     def training_step(self, args: Sequence[Any], run_step: RunStep) -> Any:
-        """Run the full schedule, forward and backward; the backward that Lightning calls later hands over.
-
-        Args:
-            args: Of the user's step, the batch first.
-            run_step: ``run_step`` of this object, or a function around it.
-        """
+        """Run the full schedule, forward and backward, by ``run_step`` (that of this object, or a wrapper of it)."""
         buffers = self._owner.optimization.buffers
         if buffers is not None:
             buffers.share()
@@ -199,7 +176,7 @@ class StepExecution:
                 share_output=share,
                 manual_optimization=manual_optimization,
             )
-            tell_loggers(module)
+            flush_logger_calls(module)
         self.spans = result.spans
         if result.was_rolled_back:
             return result
@@ -211,22 +188,14 @@ class StepExecution:
         return result
 
     def evaluate(self, name: str, args: Sequence[Any]) -> Any:
-        """Run a step of evaluation, or of prediction, by a forward-only schedule.
-
-        Args:
-            name: Of the step, such as "validation_step".
-            args: Of the user's step, the batch first.
-
-        Returns:
-            The output of the user's step for the batch.
-        """
+        """Run an evaluation or prediction step by a forward-only schedule; return the output for the batch."""
         run = self._run
         if run.runner is None or run.plan is None or not run.plan.is_partitioned:
             return self._plain_step(name, args)
         return self.run_step(name, args, None).output
 
     def _plain_step(self, name: str, args: Sequence[Any]) -> Any:
-        """Run the user's step as it is, with compiled layers if there are any."""
+        """Run the user's step without a runner, with compiled layers if there are any."""
         if self._run.compiled is None:
             return self._logged_step(name, args)
         self._until_backward.close()
@@ -238,7 +207,7 @@ class StepExecution:
         return output
 
     def _logged_step(self, name: str, args: Sequence[Any]) -> Any:
-        """Run the user's step as it is; only its logs are captured, to be the same on every rank."""
+        """Run the user's step unchanged; only its logs are captured, to be the same on every rank."""
         setting, context = self._setting, self._run.context(name)
         module, mesh = setting.module, setting.world.mesh
         if mesh.layout.world_size == 1:
@@ -267,18 +236,7 @@ class StepExecution:
     def backward(
         self, loss: Tensor, optimizer: Optimizer | None, *args: Any, then: Callable[[], None], **kwargs: Any
     ) -> Tensor:
-        """Run Lightning's backward, and average before a hook of the user sees the gradients, as DDP does.
-
-        Args:
-            loss: The scalar that the step returned.
-            optimizer: Of the step.
-            then: Called when gradients are complete.
-            *args: Of the backward.
-            **kwargs: Of the backward.
-
-        Returns:
-            The loss, shape ``()``.
-        """
+        """Run Lightning's backward, average gradients before a hook of the user sees them (as DDP), call ``then``."""
         module, plugin, guards = self._setting.module, self._setting.precision, self._run.guards
         self._before_plain_backward()
         loss = plugin.pre_backward(loss, module)
@@ -290,13 +248,13 @@ class StepExecution:
         return plugin.post_backward(loss, module)
 
     def _before_plain_backward(self) -> None:
-        """Where the step itself has run no backward, arm the reducers: this one completes the gradients."""
+        """Arm the reducers where the step itself has run no backward: this one completes the gradients."""
         if (self._run.runner is None or self._setting.is_manual) and self.is_syncing:
             for reducer in self._owner.optimization.reducers.values():
                 reducer.arm()
 
     def _after_plain_backward(self) -> None:
-        """Wait for the reduction there; first for the logs, which show if another replica takes no part."""
+        """Wait for the logs of replicas, which show if one takes no part, then for the reduction."""
         self._until_backward.close()
         log, self._finish_logs = None if self._finish_logs is None else self._finish_logs(), None
         run = self._run
@@ -311,7 +269,7 @@ class StepExecution:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Gradients stay local inside: they are accumulated over batches."""
+        """Keep gradients local inside: they are accumulated over batches."""
         self.is_syncing = False
         try:
             yield
@@ -319,5 +277,5 @@ class StepExecution:
             self.is_syncing = True
 
     def close(self) -> None:
-        """Leave the layers as they were at the end of a layout."""
+        """Restore the layers at the end of a layout."""
         self._until_backward.close()

@@ -1,1 +1,1 @@
-"""What steps log, over replicas."""
+"""Logging of steps, reduced over replicas."""

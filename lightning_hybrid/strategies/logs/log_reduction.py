@@ -1,8 +1,8 @@
 """Log once per step what its microbatches and replicas logged: the same number on every rank.
 
 Replicas may log different keys in one batch (a key inside an ``if``), and the same keys in another order: each value is
-reduced over those that logged it. One message of fixed size tells whether the keys are the same everywhere, and is
-enough then; only where they are not, each replica tells the others what it logged.
+reduced over those that logged it. One message of fixed size shows whether the keys are the same everywhere, and is
+enough then; only where they are not, replicas exchange what they logged.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from lightning_hybrid.pipeline.results.log_capture import Entry, Key, keys_of
 from lightning_hybrid.shared_memory.async_all_gather import start_all_gather
 
 
-def ask_for_no_sync() -> None:
-    """Silence Lightning's advice to say ``sync_dist=True``: what steps log is the same on every rank already."""
+def silence_sync_dist_advice() -> None:
+    """Silence Lightning's advice to pass ``sync_dist=True``: logged values are the same on every rank already."""
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
 
 
@@ -48,7 +48,7 @@ def log_for_replica(module: pl.LightningModule, logged: Sequence[tuple[Entry, fl
     Raises:
         RanksDisagree: The ranks of the replica log different keys.
     """
-    _begin_to_compare_copies(logged, mesh)()
+    _start_key_comparison(logged, mesh)()
     _log_each(module, logged)
 
 
@@ -60,26 +60,20 @@ def _log_each(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]])
 def begin_logs(
     module: pl.LightningModule, logged: Sequence[tuple[Entry, float]], mesh: Mesh, *, skipped: bool = False
 ) -> Callable[[], Callable[[], None]]:
-    """Start what ``log_for_all`` does: a backward hides the reduction.
+    """Start the reduction of ``log_for_all``, which a backward hides.
 
-    Args:
-        module: The user's.
-        logged: What this replica logged, with its values.
-        mesh: The ranks.
-        skipped: Whether this replica's step returned no loss, which all replicas must do alike.
-
-    Returns:
-        What waits for the other replicas, and returns what logs. That may ask them once more, so all must call it
-        between the same collectives.
+    ``skipped`` says whether this replica's step returned no loss, which all replicas must do together. Returns a
+    function that waits for the other replicas and returns one that logs. The latter may communicate again, so all ranks
+    must call it between the same collectives.
     """
-    compare = _begin_to_compare_copies(logged, mesh)
+    compare = _start_key_comparison(logged, mesh)
     if mesh.size("data") == 1:
 
-        def wait_alone() -> Callable[[], None]:
+        def wait_in_replica() -> Callable[[], None]:
             compare()
             return partial(_log_each, module, logged)
 
-        return wait_alone
+        return wait_in_replica
     own = _by_key(module, logged)
     exchange = _Exchange(own, mesh, skipped=skipped)
 
@@ -88,7 +82,7 @@ def begin_logs(
         is_agreed = exchange.wait()
 
         def log() -> None:
-            reduced = exchange.reduced() if is_agreed else _of_those_that_logged(module, own, mesh)
+            reduced = exchange.reduced() if is_agreed else _reduce_differing_keys(module, own, mesh)
             for key in [*own, *sorted(reduced.keys() - own.keys())]:
                 entry, value, size = reduced[key]
                 known = {} if size is None else {"batch_size": round(size)}
@@ -99,8 +93,8 @@ def begin_logs(
     return wait
 
 
-def _begin_to_compare_copies(logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> Callable[[], None]:
-    """Start to compare the logged keys of ranks that compute the same numbers; returns what waits for the outcome.
+def _start_key_comparison(logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> Callable[[], None]:
+    """Start to compare the logged keys of ranks that compute the same numbers; return a function that waits.
 
     A pipeline compares its own when it exchanges what was logged.
     """
@@ -144,7 +138,7 @@ def _log(module: pl.LightningModule, entry: Entry, value: float, kwargs: dict[st
 
 
 def _batch_size(module: pl.LightningModule, entry: Entry) -> int | None:
-    """By what Lightning weights this replica's value in the mean over the epoch; None if it takes none."""
+    """Return Lightning's weight of this replica's value in the mean over the epoch; None if it takes none."""
     given: int | None = entry.total_kwargs().get("batch_size")
     results = module.trainer._results
     if given is not None or results is None or entry.metric is not None:
@@ -156,7 +150,7 @@ def _batch_size(module: pl.LightningModule, entry: Entry) -> int | None:
 
 
 class _Logged(NamedTuple):
-    """What is logged under a key; ``size`` weighs it in the mean over the epoch, None where Lightning takes no mean."""
+    """Value logged under a key; ``size`` weighs it in the mean over the epoch, None where Lightning takes no mean."""
 
     entry: Entry
     value: float
@@ -170,10 +164,9 @@ def _by_key(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]]) -
 
 
 class _Exchange:
-    """Reduces what replicas logged if all of them logged the same, in whatever order."""
+    """Reduces the values that replicas logged if all of them logged the same keys, in any order."""
 
     def __init__(self, own: dict[Key, _Logged], mesh: Mesh, *, skipped: bool) -> None:
-        """Begin. Args: own: what this replica logged. mesh, skipped: as ``begin_logs``."""
         self._own = {key: own[key] for key in sorted(own)}
         self._skipped = skipped
         self._count, self._group = mesh.size("data"), mesh.group("data")
@@ -181,7 +174,7 @@ class _Exchange:
         values = [logged.value for logged in self._own.values()]
         self._numbers = [*values, *(logged.size or 0 for logged in self._own.values())]
         # Halves of a checksum and their squares: all are equal if and only if count * sum of squares = square of sum,
-        # which every rank finds alike. Sums of so small numbers are exact.
+        # which is the same on every rank. Sums of so small numbers are exact.
         meant = [(key, logged.entry.how) for key, logged in self._own.items()]
         halves = divmod(zlib.crc32(repr(meant).encode()), 1 << 16)
         header = [float(skipped), *halves, *(half * half for half in halves)]
@@ -190,7 +183,7 @@ class _Exchange:
         self._work = dist.all_reduce(self._row, group=self._group, async_op=True)
 
     def wait(self) -> bool:
-        """Wait for the others; whether all logged the same keys.
+        """Wait for the others; return whether all logged the same keys.
 
         Raises:
             RanksDisagree: Some replicas returned no loss.
@@ -208,7 +201,7 @@ class _Exchange:
         return high**2 == self._count * high_squares and low**2 == self._count * low_squares
 
     def reduced(self) -> dict[Key, _Logged]:
-        """The reduced values; one more collective for numbers that had no room, one for maxima and minima."""
+        """Return the reduced values; one more collective for numbers that had no room, one for maxima and minima."""
         num_keys = len(self._own)
         totals = self._sums[: len(self._numbers)]
         if len(self._numbers) > _SENT:
@@ -223,11 +216,11 @@ class _Exchange:
             dist.all_reduce(signed, dist.ReduceOp.MAX, group=self._group)
             largest = signed.tolist()
         reduced = {}
-        for place, (key, (entry, _, size)) in enumerate(self._own.items()):
-            total = totals[place]
-            extremes = {"sum": total, "max": largest[place], "min": -largest[place]}
+        for position, (key, (entry, _, size)) in enumerate(self._own.items()):
+            total = totals[position]
+            extremes = {"sum": total, "max": largest[position], "min": -largest[position]}
             value = extremes.get(entry.how, total / self._count)
-            reduced[key] = _Logged(entry, value, None if size is None else totals[num_keys + place])
+            reduced[key] = _Logged(entry, value, None if size is None else totals[num_keys + position])
         return reduced
 
 
@@ -235,15 +228,15 @@ _HEADER, _SENT = 5, 123  # numbers
 _REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
-def _of_those_that_logged(module: pl.LightningModule, own: dict[Key, _Logged], mesh: Mesh) -> dict[Key, _Logged]:
-    """Reduce each value over the replicas that logged it; collective, and slower than where all log the same."""
+def _reduce_differing_keys(module: pl.LightningModule, own: dict[Key, _Logged], mesh: Mesh) -> dict[Key, _Logged]:
+    """Reduce each value over the replicas that logged it; collective, and slower than if all log the same."""
     fqns = {id(metric): fqn for fqn, metric in module.named_modules()}
     mine = {key: _sent(logged, fqns) for key, logged in own.items()}
-    everyone: list[Any] = [None] * mesh.size("data")
-    dist.all_gather_object(everyone, mine, group=mesh.group("data"))
+    all_replicas: list[Any] = [None] * mesh.size("data")
+    dist.all_gather_object(all_replicas, mine, group=mesh.group("data"))
     reduced = {}
-    for key in sorted({key for each in everyone for key in each}):
-        found = [each[key] for each in everyone if key in each]
+    for key in sorted({key for each in all_replicas for key in each}):
+        found = [each[key] for each in all_replicas if key in each]
         entry = own[key].entry if key in own else _received(module, key, found[0])
         values = [one["value"] for one in found]
         reduce: Callable[[Sequence[float]], float] = _REDUCTIONS.get(entry.how, statistics.fmean)
@@ -254,7 +247,7 @@ def _of_those_that_logged(module: pl.LightningModule, own: dict[Key, _Logged], m
 
 
 def _sent(logged: _Logged, fqns: Mapping[int, str]) -> dict[str, Any]:
-    """What other replicas need to log the same."""
+    """Return what other replicas need to log the same."""
     entry = logged.entry
     kwargs = {name: value for name, value in entry.kwargs.items() if isinstance(value, str | int | None)}
     if entry.how in ("mean", "sum", "max", "min"):
@@ -265,7 +258,7 @@ def _sent(logged: _Logged, fqns: Mapping[int, str]) -> dict[str, Any]:
 
 
 def _received(module: pl.LightningModule, key: Key, sent: Mapping[str, Any]) -> Entry:
-    """What another replica logged, for this one to log.
+    """Make the log entry of another replica, for this one to log.
 
     Raises:
         RanksDisagree: It is a metric object that is not found here.

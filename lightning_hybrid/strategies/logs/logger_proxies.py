@@ -1,8 +1,8 @@
-"""What a step tells the loggers itself (`self.logger.experiment.add_scalar("x", loss.item())`) is told once, after it.
+"""Logger proxies: calls of a step (`self.logger.experiment.add_scalar("x", loss.item())`) are made once, after it.
 
-While a step runs, the trainer's loggers are stand-ins that note calls in a list on the module. So these calls are
-something that the step keeps, and become those of the whole batch with the real numbers, on every rank; recordings and
-rehearsals leave none. After the step the loggers get them.
+While a step runs, the trainer's loggers are proxies that record calls in a list on the module. So these calls are kept
+values of the step, and become those of the full batch with the real numbers, on every rank; recordings and dry runs
+leave none. After the step the loggers get them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightning_hybrid.patching import keep_clean
 _CALLS = "_hybrid_logger_calls"
 
 
-class _Noted:
-    """Passes for a logger, or for its experiment; attributes are those of the real one, calls are noted."""
+class _LoggerProxy:
+    """Stands for a logger, or for its experiment; attributes are those of the real one, calls are recorded."""
 
-    def __init__(self, real: Callable[[], Any], calls: list[Any], place: tuple[Any, ...], is_logger: bool) -> None:
-        self.__dict__.update(_real=real, _calls=calls, _place=place, _is_logger=is_logger)
+    def __init__(self, real: Callable[[], Any], calls: list[Any], path: tuple[Any, ...], is_logger: bool) -> None:
+        self.__dict__.update(_real=real, _calls=calls, _path=path, _is_logger=is_logger)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -31,13 +31,13 @@ class _Noted:
 
     def __getattr__(self, name: str) -> Any:
         if self._is_logger and name == "experiment":
-            return _Noted(lambda: self._real().experiment, self._calls, (*self._place, name), is_logger=False)
+            return _LoggerProxy(lambda: self._real().experiment, self._calls, (*self._path, name), is_logger=False)
         real = getattr(self._real(), name)
         if not callable(real) or (self._is_logger and not name.startswith("log_")):
             return real
 
         def call(*args: Any, **kwargs: Any) -> None:
-            self._calls.append((self._place, name, args, kwargs))
+            self._calls.append((self._path, name, args, kwargs))
 
         return call
 
@@ -49,8 +49,8 @@ class _Noted:
 
 
 @contextlib.contextmanager
-def noted_loggers(module: pl.LightningModule) -> Iterator[None]:
-    """Let a step that runs inside note what it tells the loggers."""
+def captured_loggers(module: pl.LightningModule) -> Iterator[None]:
+    """Record the logger calls of a step that runs inside."""
     trainer = module.trainer
     loggers = trainer._loggers
     if not loggers or isinstance(vars(loggers[0]).get("_calls"), list):
@@ -59,7 +59,7 @@ def noted_loggers(module: pl.LightningModule) -> Iterator[None]:
     calls = vars(module).setdefault(_CALLS, [])
     keep_clean(type(module))
     trainer._loggers = [
-        _Noted(lambda logger=logger: logger, calls, (index,), is_logger=True)  # type: ignore[misc]
+        _LoggerProxy(lambda logger=logger: logger, calls, (index,), is_logger=True)  # type: ignore[misc]
         for index, logger in enumerate(loggers)
     ]
     try:
@@ -68,20 +68,20 @@ def noted_loggers(module: pl.LightningModule) -> Iterator[None]:
         trainer._loggers = loggers
 
 
-def tell_loggers(module: pl.LightningModule) -> None:
-    """Make the calls that a step noted: lists that microbatches append to have an entry per batch."""
+def flush_logger_calls(module: pl.LightningModule) -> None:
+    """Make the calls that a step recorded: lists that microbatches append to have an entry per batch."""
     calls = vars(module).get(_CALLS)
     if not calls:
         return
-    noted = list(calls)
+    recorded = list(calls)
     calls.clear()
-    for place, name, args, kwargs in noted:
-        target: Any = module.trainer.loggers[place[0]]
-        for attribute in place[1:]:
+    for path, name, args, kwargs in recorded:
+        target: Any = module.trainer.loggers[path[0]]
+        for attribute in path[1:]:
             target = getattr(target, attribute)
         getattr(target, name)(*args, **kwargs)
 
 
-def forget_calls(module: pl.LightningModule) -> None:
-    """After the run."""
+def drop_logger_calls(module: pl.LightningModule) -> None:
+    """Drop recorded calls after the run."""
     vars(module).pop(_CALLS, None)

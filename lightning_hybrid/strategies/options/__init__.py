@@ -1,1 +1,1 @@
-"""What the user asked for."""
+"""Options of the strategy."""

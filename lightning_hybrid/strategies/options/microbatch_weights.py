@@ -1,4 +1,4 @@
-"""Weigh microbatches by a count of the user's, such as unmasked tokens, instead of by samples."""
+"""Weights of microbatches by a count of the user, such as unmasked tokens, instead of by samples."""
 
 from __future__ import annotations
 
@@ -14,18 +14,13 @@ MicrobatchWeight = Callable[[Any], float]
 
 
 def weigh_by_count(microbatches: Sequence[Any], count: MicrobatchWeight, mesh: Mesh) -> list[float]:
-    """Weights that make the mean over microbatches and replicas the mean over what ``count`` counts.
+    """Return weights that make the mean over microbatches and replicas the mean over what ``count`` counts.
 
     Gradients are averaged over the replicas afterwards, so a replica's weights sum to its share of the count times the
-    number of replicas.
-
-    Args:
-        microbatches: Of this replica.
-        count: The user's function of one microbatch; a number or a tensor of one element.
-        mesh: The ranks.
+    number of replicas. ``count`` returns a number or a tensor of one element.
 
     Raises:
-        BatchError: The whole batch counts nothing, or a count is negative or not finite.
+        BatchError: The full batch counts 0, or a count is negative or not finite.
     """
     counts = torch.tensor([float(count(microbatch)) for microbatch in microbatches], dtype=torch.float64)
     if not bool(torch.isfinite(counts).all()) or bool((counts < 0).any()):

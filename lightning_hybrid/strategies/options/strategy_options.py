@@ -31,7 +31,7 @@ _SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What ``Hybrid3DStrategy``, which explains the names, was asked for beyond what Lightning's own strategies take.
+    """The arguments of ``Hybrid3DStrategy``, which explains the names, beyond those of Lightning's own strategies.
 
     Raises:
         LayoutError: A size that is no whole number of 1 or more.
@@ -67,16 +67,12 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Options:
-        """Pick the options from arguments of the strategy, by their names.
-
-        Args:
-            arguments: All arguments of ``Hybrid3DStrategy``; those of Lightning's own strategies are left out.
-        """
+        """Pick the options from all arguments of the strategy, by their names."""
         names = {field.name for field in fields(cls)} - {"sizes"}
         return cls(sizes={name: arguments[name] for name in _SIZES}, **{name: arguments[name] for name in names})
 
     def __post_init__(self) -> None:
-        """Refuse options that can be right in no world."""
+        """Refuse options that no number of devices can fulfil."""
         self._check_sizes()
         self._check_zero()
         check_recompute(self.recompute)
@@ -120,14 +116,15 @@ class Options:
                 raise LayoutError(f"{name}={size!r}; use {also}a whole number of 1 or more")
         if self.sequence_parallel and self.sizes["tensor_parallel_size"] == 1:
             raise ValueError(
-                "sequence_parallel=True shards sequences over tensor-parallel ranks, and tensor_parallel_size=1; set"
-                " tensor_parallel_size=2 or more, or context_parallel_size to shard sequences only"
+                "sequence_parallel=True shards positions over the ranks of tensor parallelism, and"
+                " tensor_parallel_size=1; set tensor_parallel_size=2 or more, or context_parallel_size for ranks that"
+                " share nothing but positions"
             )
 
     def _check_zero(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3) or isinstance(self.zero_stage, bool):
             raise ValueError(
-                f"zero_stage={self.zero_stage!r}; use 0 (replicas), 1 (optimizer states are shared out), 2 (gradients"
+                f"zero_stage={self.zero_stage!r}; use 0 (replicas), 1 (optimizer states are sharded), 2 (gradients"
                 " too) or 3 (parameters too)"
             )
         if self.shard_size is not None:
@@ -144,13 +141,13 @@ class Options:
             if isinstance(self.offload, Mapping) and what in self.offload and self.zero_stage < needed:
                 raise ValueError(
                     f"offload={dict(self.offload)!r}: {what} are offloaded while no layer needs them, which needs"
-                    f" replicas that share them out; set zero_stage={needed} or more, or leave {what!r} out"
+                    f" replicas that shard them; set zero_stage={needed} or more, or leave {what!r} out"
                 )
         _ = self.offloaded
 
     @property
     def offloaded(self) -> dict[str, str]:
-        """Where what is kept at rest: "cpu" or "disk:PATH", by "parameters", "gradients" and "optimizer_states"."""
+        """Storage of offloaded "parameters", "gradients" and "optimizer_states": "cpu" or "disk:PATH"."""
         given = self.offload
         if given is None:
             return {}
@@ -180,17 +177,12 @@ class Options:
 
     @property
     def microbatches(self) -> int | None:
-        """A count that the user gave; None for "auto"."""
+        """The count that the user set; None for "auto"."""
         return None if self.num_microbatches == "auto" else self.num_microbatches
 
 
 def check_processes(backend: Any, timeout: Any, start_method: Any) -> None:
-    """Check how processes are to be started, and how they are to talk.
-
-    Args:
-        backend: Of ``torch.distributed``; None for the device's own.
-        timeout: Of collective operations; None for torch's own.
-        start_method: Of the processes on this node.
+    """Check the backend, timeout and start method of processes.
 
     Raises:
         TypeError: A backend that is no string, or a timeout that is no ``timedelta``.
@@ -214,16 +206,10 @@ def check_processes(backend: Any, timeout: Any, start_method: Any) -> None:
 
 
 def compile_options(compile: Any) -> dict[str, Any] | None:
-    """The options of ``torch.compile`` that a user means.
-
-    Args:
-        compile: "units", a mapping, or None.
-
-    Returns:
-        None where nothing is compiled.
+    """Return the options of ``torch.compile`` for the argument ``compile``; None where nothing is compiled.
 
     Raises:
-        ValueError: It is something else, or holds what ``torch.compile`` does not know.
+        ValueError: It is neither "units", a mapping nor None, or has options that ``torch.compile`` does not know.
     """
     if compile is None:
         return None
@@ -263,14 +249,9 @@ _ADVISED = "_hybrid_advised"  # attribute of an error
 
 
 def advise(error: Exception, layout: ParallelLayout, options: Options) -> None:
-    """Have an error that advises to run a step as it is, with one pipeline rank, name all that must be set for that.
+    """Complete an error's advice to run with one pipeline rank by all options that must be set for that.
 
-    It passes several places on its way, of which the first one does so.
-
-    Args:
-        error: On its way up.
-        layout: The sizes.
-        options: What the user asked for.
+    It passes several handlers on its way up, of which the first one does so.
     """
     following = {
         "pipeline_parallel_size": (layout.pipeline_parallel_size, 1),
@@ -282,7 +263,7 @@ def advise(error: Exception, layout: ParallelLayout, options: Options) -> None:
         "num_microbatches": (options.microbatches or 1, 1),
         "microbatch_weight": (options.microbatch_weight, None),
     }
-    changes = [f"{name}={alone}" for name, (asked, alone) in following.items() if asked != alone]
+    changes = [f"{name}={unparallel}" for name, (requested, unparallel) in following.items() if requested != unparallel]
     if changes and not hasattr(error, _ADVISED):
         setattr(error, _ADVISED, True)
         advice = f"{', '.join(changes[:-1])} and {changes[-1]}" if len(changes) > 1 else changes[0]
@@ -291,18 +272,15 @@ def advise(error: Exception, layout: ParallelLayout, options: Options) -> None:
 
 
 def check_scripted(module: pl.LightningModule) -> None:
-    """Refuse to recompute what nobody sees into.
-
-    Args:
-        module: The user's.
+    """Refuse to recompute modules of ``torch.jit``, whose calls and layers cannot be traced.
 
     Raises:
-        ValueError: A module of ``torch.jit`` with parameters is inside.
+        ValueError: The module contains one with parameters.
     """
     if scripted := scripted_modules(module):
         raise ValueError(
             f"{type(module).__name__}.{scripted[0]} is a module of torch.jit, whose calls and layers cannot be seen, so"
-            " that it cannot be shared out, run in microbatches or recomputed; use the module that it was made of (and"
+            " that it cannot be sharded, run in microbatches or recomputed; use the module that it was made of (and"
             " compile='units' for speed), or replicas alone: pipeline_parallel_size=1, tensor_parallel_size=1,"
             " context_parallel_size=1, num_microbatches=1, zero_stage=0, no recomputation"
         )

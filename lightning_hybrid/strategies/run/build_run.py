@@ -24,15 +24,15 @@ from lightning_hybrid.strategies.options.strategy_options import compile_options
 from lightning_hybrid.strategies.run.describe_run import describe_run
 from lightning_hybrid.strategies.run.module_partition import ModulePartition
 from lightning_hybrid.strategies.run.module_state import ModuleState
-from lightning_hybrid.strategies.run.run import Run, Setting
-from lightning_hybrid.strategies.techniques.compilation import CompiledUnits, one_share_of_cores
-from lightning_hybrid.strategies.techniques.gradient_reduction import scales_rates
-from lightning_hybrid.strategies.techniques.recomputation import lend_parameters, recompute_plain_layers
+from lightning_hybrid.strategies.run.run import Optimization, Run, Setting
+from lightning_hybrid.strategies.techniques.compilation import CompiledUnits, share_compile_processes
+from lightning_hybrid.strategies.techniques.gradient_reduction import has_adascale
+from lightning_hybrid.strategies.techniques.recomputation import gather_in_recomputation, recompute_plain_layers
 from lightning_hybrid.strategies.techniques.tensor_parallel import KeyedDraws
-from lightning_hybrid.strategies.techniques.zero import hold_in_evaluation, share_out
-from lightning_hybrid.strategies.user_code.dataloader_reads import serve_loaders
-from lightning_hybrid.strategies.user_code.hook_reads import HookReads, summarize_wholes
-from lightning_hybrid.strategies.user_code.user_hooks import read_globally
+from lightning_hybrid.strategies.techniques.zero import around_validation, shard_over_replicas
+from lightning_hybrid.strategies.user_code.dataloader_reads import wrap_loaders
+from lightning_hybrid.strategies.user_code.hook_reads import HookReads, summarize_full_parameters
+from lightning_hybrid.strategies.user_code.user_hooks import wrap_user_hooks
 from lightning_hybrid.strategies.world.run_callbacks import FullAtTrainEnd
 from lightning_hybrid.zero.unshard_policy import ZeroSharding
 
@@ -40,13 +40,10 @@ from lightning_hybrid.zero.unshard_policy import ZeroSharding
 class RunOwner(Protocol):
     """The owner of a run, which replaces it when the layout changes."""
 
-    @property
-    def state(self) -> ModuleState:
-        """The state of the module."""
-
-    @property
-    def run(self) -> Run:
-        """The layout as it is now."""
+    state: ModuleState
+    setting: Setting
+    run: Run
+    optimization: Optimization
 
     @property
     def gradients_are_complete(self) -> bool:
@@ -60,7 +57,19 @@ class RunOwner(Protocol):
         """Return the state dict of a copy of the module as a checkpoint has it; collective."""
 
     def make_full(self) -> None:
-        """Give every rank the full module."""
+        """Gather the full module on every rank."""
+
+    def change_layout(self, arguments: Sequence[Any], refusal: str, *, may_retry: bool) -> bool:
+        """Build the run again between two steps; collective over the world.
+
+        Args:
+            arguments: Of the training step that comes next.
+            refusal: Why no pipeline can run it, where that is known.
+            may_retry: Whether a later batch may show that the step can be partitioned after all.
+
+        Returns:
+            Whether it still may.
+        """
 
 
 def build_run(
@@ -72,18 +81,18 @@ def build_run(
     refusal: str = "",
     fills_empty: bool = False,
 ) -> tuple[Run, bool, bool]:
-    """Give this rank what it holds of the module, which is full; collective.
+    """Partition and shard the module, which is full, and connect layers and hooks to the shards; collective.
 
     Args:
         setting: Of the run.
         owner: Replaces the run when the layout changes.
-        may_retry: Whether a training batch may still show that the step can be cut after all.
+        may_retry: Whether a training batch may still show that the step can be partitioned after all.
         arguments: Of the training step that comes next, if the run has begun.
-        refusal: Why the step cannot be cut, where that is known on all ranks.
+        refusal: Why the step cannot be partitioned, where that is known on all ranks.
         fills_empty: Whether the module was built without storage.
 
     Returns:
-        The run; whether a batch may show that the step can be cut after all; whether all initial values were given.
+        The run; ``may_retry`` as it is now; whether all initial values were assigned.
     """
     randomness = KeyedRandomness(setting.seed, setting.device)
     run = Run(setting=setting, mesh=setting.world.mesh, until_end=contextlib.ExitStack())
@@ -114,7 +123,7 @@ def build_run(
 
 @contextlib.contextmanager
 def _closed_on_error(run: Run) -> Iterator[None]:
-    """Undo what was put on the user's objects if the run cannot be built."""
+    """Restore the user's objects if the run cannot be built."""
     try:
         yield
     except BaseException:
@@ -162,9 +171,9 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossSta
     holders = {name: plan.ranks_of(name) for name in parameters}
     stages = None
     if plan.num_ranks > 1:
-        group, homes = setting.world.mesh.group("pp"), plan.buffer_owners
+        group, owners = setting.world.mesh.group("pp"), plan.buffer_owners
         undo.callback(skip_absent_parameters(module))
-        stages = CrossStageReads(parameters, holders, group, setting.device, buffer_owners=homes)
+        stages = CrossStageReads(parameters, holders, group, setting.device, buffer_owners=owners)
     reads = HookReads(
         stages,
         run.parts,
@@ -174,27 +183,27 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossSta
     )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary):
-            undo.callback(summarize_wholes(callback, reads))
+            undo.callback(summarize_full_parameters(callback, reads))
     assert run.runner is not None
 
     def in_shards() -> bool:
         return not owner.state.is_full
 
-    loaders = serve_loaders(
+    loaders = wrap_loaders(
         trainer,
         module,
         run.runner.unpartitioned,
-        in_parts=in_shards,
+        is_sharded=in_shards,
         zero=lambda: owner.run.zero,
-        meets=lambda refers: _loaders_meet(owner.run, refers),
+        synchronizes=lambda refers: _loaders_synchronize(owner.run, refers),
     )
     undo.callback(loaders)
-    hooks = read_globally(
+    hooks = wrap_user_hooks(
         trainer,
         module,
         reads,
         latest=lambda: owner.run.hook_reads or reads,
-        in_parts=in_shards,
+        is_sharded=in_shards,
         complete=lambda: owner.gradients_are_complete,
         passes=setting.world.passes,
         copies=lambda: setting.averages.copies,
@@ -203,13 +212,8 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossSta
     return stages, reads
 
 
-def _loaders_meet(run: Run, refers: bool) -> bool:
-    """Whether fetches of a loader meet those of other replicas; collective.
-
-    Args:
-        run: The layout as it is now.
-        refers: Whether the loader refers to the module on this rank.
-    """
+def _loaders_synchronize(run: Run, refers: bool) -> bool:
+    """Return whether fetches of a loader synchronize with those of other replicas; collective."""
     world = run.setting.world
     with world.as_launcher():
         if run.experts is not None or not world.decide(refers, all_ranks=False):
@@ -220,16 +224,16 @@ def _loaders_meet(run: Run, refers: bool) -> bool:
 
 
 def _shard_over_replicas(run: Run, partition: ModulePartition | None) -> Run:
-    """Gather the parameters that are sharded over replicas, from now on."""
+    """Shard parameters over replicas, and gather them where they are used."""
     setting, undo = run.setting, run.until_end
     if run.experts is not None:
         assert run.parts is not None
         begin = partial(run.experts.begin_evaluation, run.parts)
-        undo.callback(hold_in_evaluation(setting.trainer, begin, run.experts.end_evaluation))
+        undo.callback(around_validation(setting.trainer, begin, run.experts.end_evaluation))
     if not run.zero_shardings or partition is None:
         return run
     assert run.plan is not None
-    zero: ZeroSharding = share_out(
+    zero: ZeroSharding = shard_over_replicas(
         setting.module,
         run.plan,
         partition.layer_reads,
@@ -238,20 +242,20 @@ def _shard_over_replicas(run: Run, partition: ModulePartition | None) -> Run:
         run.mesh,
         setting.device,
         stage=run.zero_stage,
-        reshard_after_forward=False if scales_rates(setting.trainer) else setting.options.reshard_after_forward,
+        reshard_after_forward=False if has_adascale(setting.trainer) else setting.options.reshard_after_forward,
         offload=setting.options.offloaded,
         agree=lambda needed: setting.world.decide(needed, all_ranks=False),
         guards=run.guards,
     )
     undo.callback(zero.close)
     if run.recomputation is not None:
-        lend_parameters(run.recomputation, zero)
-    undo.callback(hold_in_evaluation(setting.trainer, zero.begin_evaluation, zero.end_evaluation))
+        gather_in_recomputation(run.recomputation, zero)
+    undo.callback(around_validation(setting.trainer, zero.begin_evaluation, zero.end_evaluation))
     return dataclasses.replace(run, zero=zero)
 
 
 def _connect_shards(run: Run, randomness: KeyedRandomness) -> None:
-    """Let sharded layers run, and code outside of them find full parameters."""
+    """Connect sharded layers to random numbers, and code outside of them to gathered parameters."""
     if run.shards is not None:
         assert run.runner is not None
         run.shards.be_ready(partial(KeyedDraws, device=run.setting.device), rank_zero_warn, randomness.uncounted)
@@ -263,14 +267,14 @@ def _connect_shards(run: Run, randomness: KeyedRandomness) -> None:
 
 
 def _compile_layers(run: Run, randomness: KeyedRandomness) -> Run:
-    """Let the layers that this rank holds run compiled from now on, if the user wants it."""
+    """Compile the layers of this rank, if the user wants it."""
     setting, plan = run.setting, run.plan
     options = compile_options(setting.options.compile)
     if options is None:
         return run
     module, has_runner = setting.module, run.runner is not None
     synced = setting.norms is not None
-    compiled = CompiledUnits(module, options, setting.device, in_parts=has_runner, synced_norms=synced)
+    compiled = CompiledUnits(module, options, setting.device, in_microbatches=has_runner, synced_norms=synced)
     if plan is None:
         compiled.choose()
     else:
@@ -279,18 +283,13 @@ def _compile_layers(run: Run, randomness: KeyedRandomness) -> Run:
         else:  # no step was recorded
             units, drawing = choose_units(module, 1), tuple(name for name, _ in module.named_modules())
         compiled.choose(units, run.shards, drawing, randomness)
-    run.until_end.enter_context(one_share_of_cores(setting.world.num_processes))
+    run.until_end.enter_context(share_compile_processes(setting.world.num_processes))
     return dataclasses.replace(run, compiled=compiled)
 
 
 @contextlib.contextmanager
 def running_layers(run: Run, owner: RunOwner) -> Iterator[None]:
-    """Enter a step in which layers run sharded and compiled.
-
-    Args:
-        run: The layout.
-        owner: Of the run.
-    """
+    """Run layers sharded and compiled inside."""
     with contextlib.ExitStack() as stack:
         if run.shards is not None:
             stack.enter_context(run.shards.running())
@@ -301,7 +300,7 @@ def running_layers(run: Run, owner: RunOwner) -> Iterator[None]:
 
 
 def _connect_layers(run: Run, partition: ModulePartition, owner: RunOwner) -> None:
-    """Let layers run as they are sharded, gathered and recomputed."""
+    """Let the runner execute layers as they are sharded, gathered and recomputed."""
     runner, zero = run.runner, run.zero
     assert runner is not None
     if not partition.has_step:
@@ -318,7 +317,7 @@ def _connect_layers(run: Run, partition: ModulePartition, owner: RunOwner) -> No
 
 
 def _agree_on_broken_steps(run: Run) -> None:
-    """Where a step may turn out otherwise while it runs, ask the other replicas about it."""
+    """Let replicas agree on steps that may take another trace while they run."""
     setting, runner, plan = run.setting, run.runner, run.plan
     if not isinstance(runner, StepRunner) or not setting.is_fitting or plan is None:
         return

@@ -37,49 +37,31 @@ _BEFORE_REQUEUE = "hpc_ckpt"
 
 
 class CheckpointFiles:
-    """Saves and loads the checkpoints of one module; folders and files are loaded alike.
+    """Saves and loads the checkpoints of one module; folders and single files load in the same way.
 
     Attributes:
         seed: Of keyed randomness, from the checkpoint that was loaded; None if none was.
     """
 
     def __init__(self, options: Options) -> None:
-        """Begin with nothing loaded.
-
-        Args:
-            options: The arguments of the strategy.
-        """
         self._options = options
         self.seed: int | None = None
         self._background = BackgroundSave()
         self._buffers = HostBuffers()
         self._writers: tuple[Any, ProcessGroup | None] | None = None
-        self._drawn: list[dict[str, Any]] = []  # by replica, what a resumed run's generators had drawn
+        self._generator_states: list[dict[str, Any]] = []  # by replica, what a resumed run's generators had drawn
 
     def connect(self, module: pl.LightningModule, world: RankWorld, state: ModuleState) -> None:
-        """Save and load one module from now on.
-
-        Args:
-            module: The user's.
-            world: The ranks.
-            state: Of the module.
-        """
+        """Bind to one module, its ranks and its state."""
         self._module, self._world, self._state = module, world, state
 
     def adopt_seed(self, seed: int) -> int:
-        """Return the seed of the checkpoint, or of an earlier run; this one if there is none.
-
-        Args:
-            seed: That the ranks have agreed on.
-        """
+        """Return the seed of the loaded checkpoint, or of an earlier run; the agreed one if there is none."""
         self.seed = seed if self.seed is None else self.seed
         return self.seed
 
     def check(self, checkpoint_io: Any) -> None:
-        """Check that folders can be written, and ask the module for its local shards when one is.
-
-        Args:
-            checkpoint_io: The user's, if there is one.
+        """Check that folders can be written, and let Lightning read local shards for them.
 
         Raises:
             ValueError: The user has a ``CheckpointIO``, or links to the last checkpoint.
@@ -96,7 +78,7 @@ class CheckpointFiles:
                 raise ValueError(
                     f"{type(callback).__name__}(save_last='link') links to a checkpoint that async_checkpoint=True is"
                     " still writing, so a kill would leave a link to nothing; set save_last=True, whose checkpoint is"
-                    " replaced when the new one is whole"
+                    " replaced when the new one is complete"
                 )
         connector: Any = self._module.trainer._checkpoint_connector
         # Other callers of `lightning_module_state_dict()` mean full tensors.
@@ -108,26 +90,26 @@ class CheckpointFiles:
         """Return the state dict of the module, with the local shard (``OwnedShards``) of each tensor."""
         state = self._state
         if not state.is_full:
-            if self._world.is_cut_off:
+            if self._world.is_disconnected:
                 return {}
             self._world.rendezvous("trainer.save_checkpoint(...)")
             state.check_files()
         with state.unguarded(), torch._C.DisableTorchFunction():
-            held = state.holdings.module()
+            local = state.local_states.module()
             if not state.is_full:
-                return held
+                return local
             # The module's own method may leave something out, or add to it.
             given = self._module.state_dict()
         for name, value in given.items():
             if isinstance(value, Tensor):
-                own = held.get(name)
-                given[name] = own if _is_given(value, own) else unsharded(value, counts=self._is_first)
+                own = local.get(name)
+                given[name] = own if _is_same_tensor(value, own) else unsharded(value, counts=self._is_first)
         return given
 
     def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
         """Return the state dict of a copy of the module, sharded as the module is, as a checkpoint has it."""
         if self._options.save_distributed_checkpoint:
-            return self._state.holdings.module(copy)
+            return self._state.local_states.module(copy)
         return self._state.averaged_state(copy)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -138,29 +120,23 @@ class CheckpointFiles:
             optimizer = optimizer._optimizer
         self._state.check_files()
         with torch._C.DisableTorchFunction():
-            return self._state.holdings.optimizer(optimizer)
+            return self._state.local_states.optimizer(optimizer)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def save(
         self, checkpoint: Mapping[str, Any], path: Any, storage_options: Any, save_file: Callable[..., None]
     ) -> None:
-        """Write a folder, each rank its own bytes, or one file.
-
-        Args:
-            checkpoint: The states of the run.
-            path: Where to.
-            storage_options: For a ``CheckpointIO``.
-            save_file: Lightning's own method, which writes one file on the first rank.
+        """Write a folder, each rank its own bytes, or one file by Lightning's own ``save_file`` on the first rank.
 
         Raises:
-            TypeError: ``storage_options`` are given for a folder.
+            TypeError: ``storage_options`` are passed for a folder.
             CheckpointError: It cannot be written; or the one before it could not.
         """
         saves_folder = self._options.save_distributed_checkpoint
         if not saves_folder and self._is_first and folder.is_folder(path) and folder.is_checkpoint(Path(path)):
             folder.remove(Path(path))
-        if self._world.is_cut_off and not self._state.is_full:
+        if self._world.is_disconnected and not self._state.is_full:
             warn_of_missing_checkpoint(path)
             return
         layout = self._world.layout
@@ -183,13 +159,13 @@ class CheckpointFiles:
         with world.as_launcher(), torch._C.DisableTorchFunction():
             path = Path(os.path.abspath(world.broadcast(os.fspath(filepath))))
             self.wait()
-            waited_for = path.name.startswith(_BEFORE_REQUEUE) or self._is_first_last(path)
+            waited_for = path.name.startswith(_BEFORE_REQUEUE) or self._is_first_named_last(path)
             is_running = self._module.trainer.state.status == TrainerStatus.RUNNING
             beside = self._options.async_checkpoint and is_running and not world.broadcast(waited_for)
             buffers = self._buffers if beside else None
             drawn = generator_states(world.device)
-            mesh, about = self._state.mesh, self._about(state)
-            save = prepare(state, path, mesh, about, buffers=buffers, generators=drawn)
+            mesh, description = self._state.mesh, self._metadata(state)
+            save = prepare(state, path, mesh, description, buffers=buffers, generators=drawn)
             if not beside or save.error is not None:
                 write(save, self._group)
                 return
@@ -204,22 +180,22 @@ class CheckpointFiles:
     def _model_checkpoints(self) -> list[ModelCheckpoint]:
         return [c for c in self._module.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
 
-    def _is_first_last(self, path: Path) -> bool:
-        """Whether ``ckpt_path="last"`` would find what is written now, and nothing if that were not there.
+    def _is_first_named_last(self, path: Path) -> bool:
+        """Whether ``ckpt_path="last"`` would find the checkpoint being written, and no other.
 
-        A name that is held by an empty folder would be found too, after a kill, and refused at each restart.
+        If its name were taken by an empty folder, that would be found after a kill, and refused at each restart.
         """
         names = {callback.CHECKPOINT_NAME_LAST for callback in self._model_checkpoints()}
         return any(path.name.startswith(name) for name in names) and not path.exists()
 
     @property
     def _group(self) -> ProcessGroup | None:
-        """All ranks, for writers alone."""
+        """A process group of all ranks for the writer threads only."""
         if self._writers is None or self._writers[0] is not self._world.mesh:
             self._writers = self._world.mesh, self._world.mesh.dedicated_world(self._options.timeout)
         return self._writers[1]
 
-    def _about(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    def _metadata(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         packages = {"lightning_hybrid": "lightning-hybrid", "torch": "torch"}
         versions = {name: _version(package) for name, package in packages.items()}
         layout = self._world.layout
@@ -232,10 +208,7 @@ class CheckpointFiles:
         }
 
     def wait(self, *, on_error: Callable[[str], None] | None = None) -> None:
-        """Wait until the checkpoint that is being written is there.
-
-        Args:
-            on_error: Called with the error, which is raised if None.
+        """Wait until the checkpoint being written is complete; an error is raised, or passed to ``on_error``.
 
         Raises:
             CheckpointError: It could not be written.
@@ -243,31 +216,21 @@ class CheckpointFiles:
         self._background.wait(on_error=on_error)
 
     def remove(self, filepath: Any, remove_file: Callable[[Any], None]) -> None:
-        """Remove a checkpoint, but not before the one that is being written is there.
-
-        Args:
-            filepath: Of a folder or a file.
-            remove_file: Lightning's own method.
-        """
+        """Remove a checkpoint, after the one being written is complete, or by Lightning's own ``remove_file``."""
         if "://" in str(filepath) or not (self._background.is_writing or folder.is_folder(filepath)):
             remove_file(filepath)
         elif self._is_first:
             self._background.remove(Path(os.path.abspath(filepath)))
 
     def close(self) -> None:
-        """Wait for what is being written at the end of a run."""
+        """Wait for the checkpoint being written at the end of a run."""
         self._buffers = HostBuffers()
         self.wait()
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def load(self, path: Any, weights_only: bool | None, load_file: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-        """Read a folder or a file on every rank; a resumed run draws what the saved one would have drawn.
-
-        Args:
-            path: Of a folder or a file.
-            weights_only: As ``torch.load``.
-            load_file: Lightning's own method.
+        """Read a folder on every rank, or a file by ``load_file``; a resumed run draws what the saved one would.
 
         Raises:
             CheckpointError: A folder is incomplete, or no checkpoint of this package.
@@ -275,15 +238,15 @@ class CheckpointFiles:
         self.wait()
         if folder.is_folder(path):
             saved = SavedFolder(Path(path), weights_only=weights_only)
-            checkpoint = saved.checkpoint(unread=self._sent_by_first())
-            self._drawn = saved.generators()
+            checkpoint = saved.checkpoint(unread=self._unread_parameters())
+            self._generator_states = saved.generators()
         else:
             checkpoint = load_file(path, weights_only=weights_only)
         self.seed = checkpoint.get("hybrid3d", {}).get("seed", self.seed)
         return checkpoint
 
-    def _sent_by_first(self) -> list[str]:
-        """FQNs of parameters of a model built empty: set-up gives every rank its shards of those of the first one."""
+    def _unread_parameters(self) -> list[str]:
+        """FQNs of meta parameters: setup broadcasts their values from the first rank, so that others read none."""
         if self._is_first or not self._state.is_full:
             return []
         named = self._module.named_parameters(remove_duplicate=False)
@@ -291,17 +254,17 @@ class CheckpointFiles:
 
     def restore_generators(self) -> None:
         """Restore the generators of user code, if there are as many replicas as in the run that was saved."""
-        if len(self._drawn) == self._world.layout.data_parallel_size:
-            restore_generators(self._drawn[self._world.data_rank], self._world.device)
-        self._drawn = []
+        if len(self._generator_states) == self._world.layout.data_parallel_size:
+            restore_generators(self._generator_states[self._world.data_rank], self._world.device)
+        self._generator_states = []
 
 
-def _is_given(value: Tensor, held: Any) -> bool:
-    """Whether what the module gave for its state dict is what it holds."""
+def _is_same_tensor(value: Tensor, local: Any) -> bool:
+    """Whether a tensor in the module's state dict is the tensor that the module holds."""
     return (
-        isinstance(held, OwnedShards)
-        and (held.shape, held.dtype) == (tuple(value.shape), value.dtype)
-        and all(box.content.data_ptr() == value.data_ptr() for box in held.boxes)
+        isinstance(local, OwnedShards)
+        and (local.shape, local.dtype) == (tuple(value.shape), value.dtype)
+        and all(box.content.data_ptr() == value.data_ptr() for box in local.boxes)
     )
 
 

@@ -18,22 +18,13 @@ _SIZES = {
 
 
 class Demotion:
-    """Why the ranks along some axes hold shards of all parameters, and run the step as it is.
+    """The reason, equal on all ranks, why those along some axes hold ZeRO-3 shards and run the step unpartitioned.
 
     Attributes:
         mesh: The ranks, with shards over these axes.
     """
 
     def __init__(self, module: pl.LightningModule, mesh: Mesh, axes: Sequence[str], reason: str, *, strict: bool):
-        """Demote the ranks along some axes.
-
-        Args:
-            module: The user's.
-            mesh: The ranks of the run.
-            axes: Of the mesh.
-            reason: Why; the same on every rank.
-            strict: Whether the user wants the layout or nothing (``strict_layout``).
-        """
         self._module, self._strict, self._reason = module, strict, reason
         self._axes = [axis for axis in axes if mesh.size(axis) > 1]
         self._place = "pipelined" if list(axes) == ["pp"] else "cut"
@@ -41,15 +32,11 @@ class Demotion:
 
     @property
     def line(self) -> str:
-        """One line for the table at the start of a run."""
+        """The line of the start table."""
         return f"sharded instead of {self._place}: {self._reason}"
 
     def announce(self, error: Exception | None = None, *, reason: str = "") -> None:
-        """Warn that ranks hold shards, and why, now that no batch can change that.
-
-        Args:
-            error: That was the reason.
-            reason: The latest one, in place of the first.
+        """Warn that ranks hold shards, and why (``reason`` replaces the first), now that no batch can change that.
 
         Raises:
             LayoutError: The user wants the layout or nothing.

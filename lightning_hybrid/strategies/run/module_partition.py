@@ -22,7 +22,7 @@ from lightning_hybrid.strategies.run.demotion import Demotion
 from lightning_hybrid.strategies.run.run import Setting
 from lightning_hybrid.strategies.start.first_recording import record_first_step, warn_of_mixing
 from lightning_hybrid.strategies.start.plan_folder import plan_folder
-from lightning_hybrid.strategies.start.runner_factory import runner_of_stages
+from lightning_hybrid.strategies.start.runner_factory import make_runner
 from lightning_hybrid.strategies.techniques.expert_parallel import ExpertPlanner
 from lightning_hybrid.strategies.techniques.recomputation import recompute_layers, recompute_plain_layers
 from lightning_hybrid.strategies.techniques.tensor_parallel import TensorPlanner, warn_across_nodes
@@ -32,19 +32,19 @@ from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
 
 
 class ModulePartition:
-    """Decides what each rank holds and runs of the user's module, and records the first step for that.
+    """Decides which stages and shards of the module each rank holds; records the first step for that.
 
     Attributes:
-        mesh: The ranks as parameters lie on them.
+        mesh: The ranks that parameters are sharded over.
         demotion: Why ranks hold shards in place of stages, if they do.
-        may_retry: Whether a training batch may still show that the step can be cut after all.
-        plan: Which stage holds what.
+        may_retry: Whether a training batch may still show that the step can be partitioned after all.
+        plan: The stages and their parameters.
         runner: Of the steps.
         metrics: Synchronizes torchmetrics of the module.
         shards: How tensor and context ranks shard each layer, if they do.
         parts: The local shards of parameters, if they are sharded.
-        experts: The experts that ranks share, if they do.
-        expert_planner: Runs them.
+        experts: The experts sharded over ranks, if they are.
+        expert_planner: Finds the experts, and runs modules with them.
         zero_shardings: How parameters are sharded over replicas.
         layer_reads: Which parameters of a layer code outside of it reads.
         recomputation: Of layers, if there is any.
@@ -57,13 +57,6 @@ class ModulePartition:
     metrics: MetricSync
 
     def __init__(self, setting: Setting, randomness: KeyedRandomness, *, may_retry: bool) -> None:
-        """Begin with nothing decided.
-
-        Args:
-            setting: Of the run.
-            randomness: Keys what steps draw.
-            may_retry: Whether a training batch may show that the step can be cut after all.
-        """
         self._setting, self._randomness = setting, randomness
         self.mesh: Mesh = setting.world.mesh
         self.may_retry = may_retry
@@ -98,7 +91,7 @@ class ModulePartition:
             self._demote(["pp"], reason, error)
             recorded = self._record_step(arguments) if self._has_planners else ()
         runner = self.runner
-        is_tried = setting.is_fitting and setting.tries_objective and options.batch_splitter is None
+        is_tried = setting.is_fitting and setting.checks_objective and options.batch_splitter is None
         if is_tried and isinstance(runner, StepRunner) and recorded:
             with setting.contexts.advice():
                 warn_of_mixing(setting.trainer, setting.module, runner, recorded, self._context("training_step"))
@@ -119,7 +112,7 @@ class ModulePartition:
     def _try_to_record(
         self, arguments: Sequence[Any] | None, refusal: str
     ) -> tuple[Sequence[Any] | None, Exception | None, str]:
-        """Record the step; return what it was called with, or the error, and why it cannot be in stages at all."""
+        """Record the step; return its arguments, or the error, and why it cannot be in stages at all."""
         setting = self._setting
         is_demotable = setting.is_fitting and self.is_pipelined
         if is_demotable and (reason := why_no_stages(setting.module)):
@@ -137,10 +130,10 @@ class ModulePartition:
             return (), error, refusal
 
     def _demote(self, axes: Sequence[str], reason: str, error: Exception | None) -> None:
-        """Let the ranks along some axes hold shards, and run the step as it is, on shares of it if that can be.
+        """Let the ranks along some axes hold shards, and run the step unpartitioned, if possible on shares of a batch.
 
         Raises:
-            LayoutError: The user wants the layout or nothing.
+            LayoutError: ``strict_layout=True``.
         """
         setting = self._setting
         strict = setting.options.strict_layout
@@ -172,7 +165,7 @@ class ModulePartition:
             )
 
     def _plan_on_mesh(self) -> None:
-        """Make what runs steps, and what plans layers while the first one is recorded."""
+        """Make the runner, and the planners that observe layers while the first step is recorded."""
         setting, mesh = self._setting, self.mesh
         module, options, world = setting.module, setting.options, setting.world
         if hasattr(self, "metrics"):
@@ -187,7 +180,7 @@ class ModulePartition:
             meet=world.rendezvous,
             launcher_world=world.as_launcher,
         )
-        self.plan, self.runner = runner_of_stages(
+        self.plan, self.runner = make_runner(
             module,
             mesh,
             shared_by,
@@ -222,13 +215,10 @@ class ModulePartition:
             self.runner.unit_observers.append(self.expert_planner.watching)
 
     def _plan_layers(self, *, recorded: bool) -> None:
-        """Decide what this rank will hold of each parameter; nothing has changed if that is refused.
-
-        Args:
-            recorded: Whether the module has a step that was recorded, or needs no recording.
+        """Decide which shard of each parameter this rank holds; nothing has changed if that is refused.
 
         Raises:
-            LayoutError: Ranks have nothing to share; on every rank.
+            LayoutError: Ranks have nothing to shard; on every rank.
         """
         self.shards = self.parts = self.experts = None
         self.zero_shardings = []

@@ -1,4 +1,4 @@
-"""The state of the module on this rank: full or sharded, and the state dicts of it that one process would have."""
+"""State of the module on this rank: full or sharded, and its state dicts, as a single process would have them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.patching import replace, temporary_hook
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.strategies.run.run import Optimization, Run
-from lightning_hybrid.strategies.start.empty_init import EmptyStart
-from lightning_hybrid.strategies.start.initial_sync import check_gathered, check_left_whole, left_elsewhere
-from lightning_hybrid.strategies.user_code.checkpoint_hooks import tensors_kept_by
+from lightning_hybrid.strategies.start.empty_init import EmptyInit
+from lightning_hybrid.strategies.start.initial_sync import check_is_full, missing_parameters, refuse_partial_state
+from lightning_hybrid.strategies.user_code.checkpoint_hooks import attribute_tensors
 from lightning_hybrid.strategies.world.rank_world import RankWorld
 
 
@@ -47,12 +47,6 @@ class ModuleState:
     """
 
     def __init__(self, module: pl.LightningModule, world: RankWorld) -> None:
-        """Begin with a full module.
-
-        Args:
-            module: The user's.
-            world: The ranks.
-        """
         self._module, self._world = module, world
         self.is_full = True
         self._failed = False
@@ -63,30 +57,24 @@ class ModuleState:
         self._unpickled = contextlib.ExitStack()  # when closed, optimizers pickle the local shards of their states
 
     def follow(self, run: Run, optimization: Optimization) -> None:
-        """Answer for a layout from now on.
-
-        Args:
-            run: The layout.
-            optimization: Of it.
-        """
+        """Use the run and the optimization of a new layout."""
         self._run, self._optimization = run, optimization
 
     # -- full or sharded ----------------------------------------------------------------------------------------------
 
     def shard(self, parts: LocalShards | None) -> None:
-        """Note that the module is sharded from now on; its own ``state_dict()`` refuses to emit empty tensors.
+        """Mark the module as sharded; its own ``state_dict()`` then refuses to emit empty tensors.
 
-        Args:
-            parts: The local shards; None if this rank has full parameters of its stages.
+        ``parts`` is None if this rank has full parameters of its stages.
         """
         self.is_full = False
-        self._guard = _guarded(self._module, check_gathered)
+        self._guard = _guarded(self._module, refuse_partial_state)
         if parts is not None:
             hook = temporary_hook(self._module, shard_loading_hook(parts, self._module))
             self._loads_shards = self._module.register_load_state_dict_pre_hook(hook)
 
     def make_full(self) -> None:
-        """Give every rank the full module again; collective."""
+        """Gather the full module on every rank; collective."""
         run = self._run
         if self.is_full or run is None or run.plan is None or self._failed:
             return
@@ -94,7 +82,7 @@ class ModuleState:
         self.check_files()
         if run.global_reads is not None:
             reads = run.global_reads
-            kept = tensors_kept_by([self._module, *self._module.trainer.callbacks])  # type: ignore[attr-defined]
+            kept = attribute_tensors([self._module, *self._module.trainer.callbacks])  # type: ignore[attr-defined]
             reads.complete([tensor for tensor in kept if id(tensor) not in reads.parameters])
         if run.parts is not None:
             run.parts.unshard_parameters()
@@ -109,11 +97,11 @@ class ModuleState:
         self._loads_shards = self._guard = None
 
     def fail(self) -> None:
-        """Take no further part in collectives: the run has failed, and the module stays as it is."""
+        """Join no further collectives: the run has failed, and the module stays as it is."""
         self._failed = True
         if self._guard is not None:
             self._guard.remove()
-            self._guard = _guarded(self._module, check_left_whole)
+            self._guard = _guarded(self._module, check_is_full)
 
     @property
     def can_be_moved(self) -> bool:
@@ -121,7 +109,7 @@ class ModuleState:
         if not self._failed:
             return self.is_full
         is_built = not any(tensor.is_meta for tensor in (*self._module.parameters(), *self._module.buffers()))
-        return self.is_full and is_built and not left_elsewhere(self._module)
+        return self.is_full and is_built and not missing_parameters(self._module)
 
     @contextlib.contextmanager
     def unguarded(self) -> Iterator[None]:
@@ -133,7 +121,7 @@ class ModuleState:
         try:
             yield
         finally:
-            self._guard = _guarded(self._module, check_left_whole if self._failed else check_gathered)
+            self._guard = _guarded(self._module, check_is_full if self._failed else refuse_partial_state)
 
     def check_files(self) -> None:
         """Check that what is offloaded to files can be read.
@@ -147,7 +135,7 @@ class ModuleState:
     # -- the module ---------------------------------------------------------------------------------------------------
 
     @property
-    def holdings(self) -> LocalState:
+    def local_states(self) -> LocalState:
         """The local shards of the module and of optimizer states, by FQN."""
         run = self._run
         plan, parts = (None, None) if run is None else (run.plan, run.parts)
@@ -155,7 +143,7 @@ class ModuleState:
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks as parameters lie on them."""
+        """The ranks that parameters are sharded over."""
         return self._world.mesh if self._run is None else self._run.mesh
 
     @property
@@ -167,7 +155,7 @@ class ModuleState:
         """Gather the state dict of the full module on the first rank; collective."""
         if self.is_full or self._run is None or self._run.plan is None:
             return self._module.state_dict()
-        if self._world.is_cut_off:
+        if self._world.is_disconnected:
             return {}
         self._world.rendezvous("trainer.save_checkpoint(...) or lightning_module_state_dict()")
         self.check_files()
@@ -178,11 +166,7 @@ class ModuleState:
             return gather_module_state(self._module, self._run.plan, self._run.parts, keep=keep)
 
     def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
-        """Gather the state dict of a copy of the module, which is sharded as the module is; collective.
-
-        Args:
-            copy: An average of weights that a callback keeps.
-        """
+        """Gather the state dict of an average of the weights, which is sharded as the module is; collective."""
         assert self._run is not None and self._run.plan is not None
         if not self.is_in_first_copy:
             return {}
@@ -195,13 +179,8 @@ class ModuleState:
         layout = self._world.layout
         return self._world.data_rank < max(layout.data_shard_size, layout.expert_replicas)
 
-    def load_module(self, state: Mapping[str, Any], empty: Callable[[], EmptyStart | None], *, strict: bool) -> None:
-        """Load a full state dict into what this rank holds.
-
-        Args:
-            state: With full tensors.
-            empty: Adopts a module that was built without storage.
-            strict: As ``load_state_dict``.
+    def load_module(self, state: Mapping[str, Any], empty: Callable[[], EmptyInit | None], *, strict: bool) -> None:
+        """Load a state dict of full tensors into this rank's shards; ``empty`` adopts a module without storage.
 
         Raises:
             CheckpointError: Shapes differ.
@@ -211,7 +190,7 @@ class ModuleState:
             with self.unguarded():
                 load_module_state(self._module, state, parts, strict=strict)
             return
-        check_left_whole(self._module)
+        check_is_full(self._module)
         empty()
         try:
             self._module.load_state_dict(state, strict=strict)
@@ -227,23 +206,18 @@ class ModuleState:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         self.check_files()
-        run, is_cut_off = self._run, self._world.is_cut_off
+        run, is_disconnected = self._run, self._world.is_disconnected
         for stepped in self._optimization.sharded_steps:
             if stepped.optimizer is optimizer:
-                return {} if is_cut_off else stepped.full_state()
+                return {} if is_disconnected else stepped.full_state()
         if run is None or run.plan is None or (run.plan.num_ranks == 1 and run.parts is None):
             return optimizer.state_dict()
-        if is_cut_off or not self.is_in_first_copy:
+        if is_disconnected or not self.is_in_first_copy:
             return {}
         return gather_optimizer_state(optimizer, run.plan, run.parts, keep=self._world.data_rank == 0)
 
     def load_optimizers(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
-        """Load each optimizer's state for the parameters of this rank.
-
-        Args:
-            optimizers: Of the run.
-            states: Full ones, or those of a distributed checkpoint.
-        """
+        """Load each optimizer's state for the parameters of this rank, from full states or a distributed checkpoint."""
         made, run = self._optimization, self._run
         for optimizer, state in zip(optimizers, states, strict=False):
             if any(watched is optimizer for watched in made.watched):
@@ -251,7 +225,7 @@ class ModuleState:
                 if run is not None and run.global_reads is not None:
                     run.global_reads.track_state(optimizer.state)
             elif isinstance(state, SavedOptimizer):
-                optimizer.load_state_dict(state.own(optimizer, self.holdings))
+                optimizer.load_state_dict(state.own(optimizer, self.local_states))
             else:
                 parts = None if run is None else run.parts
                 optimizer.load_state_dict(local_optimizer_state(optimizer, state, parts))
@@ -263,11 +237,7 @@ class ModuleState:
             offloaded.adopt()
 
     def pickle_in_full(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers be copied and pickled with full states, in hooks and after the run; collective.
-
-        Args:
-            optimizers: Of the run.
-        """
+        """Let optimizers be copied and pickled with full states, in hooks and after the run; collective."""
         self._unpickled = contextlib.ExitStack()
         for optimizer in optimizers:
             if hasattr(optimizer, "__getstate__"):
@@ -286,7 +256,7 @@ class ModuleState:
             is_sharded |= run.parts is not None or (run.plan is not None and run.plan.num_ranks > 1)
         if not isinstance(own, dict) or "state" not in own or not is_sharded:
             return own
-        if self._failed or self._world.is_cut_off:
+        if self._failed or self._world.is_disconnected:
             raise CheckpointError(
                 f"{type(optimizer).__name__} is copied or pickled after a run that failed, and other ranks hold shards"
                 " of its states; load a checkpoint"
@@ -303,7 +273,7 @@ class ModuleState:
 
 
 def _guarded(module: nn.Module, refusal: Callable[..., None]) -> RemovableHandle:
-    """Let the module's ``state_dict()`` refuse, until the handle is removed."""
+    """Let the module's ``state_dict()`` raise, until the handle is removed."""
     return module.register_state_dict_post_hook(temporary_hook(module, refusal))
 
 

@@ -19,27 +19,21 @@ from lightning_hybrid.strategies.techniques.gradient_reduction import (
     check_optimizers,
     connect_adascale,
     connect_gradients,
-    scales_rates,
+    has_adascale,
 )
 from lightning_hybrid.strategies.techniques.zero import (
-    hold_in_evaluation,
-    layers_of_parameters,
+    around_validation,
     offload_states,
-    share_steps,
-    step_on_shards,
+    parameters_by_layer,
+    shard_optimizer_states,
+    step_manual_shards,
 )
-from lightning_hybrid.strategies.user_code.user_optimizers import search_by_mean_loss, watch_step, work_on_shards
+from lightning_hybrid.strategies.user_code.user_optimizers import search_by_mean_loss, step_local_shards, watch_step
 from lightning_hybrid.zero.optimizer_states.offloaded_states import OffloadedStates
 
 
 def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> Optimization:
-    """Let the optimizers of a run step what this rank holds, on gradients of all replicas.
-
-    Args:
-        run: The layout.
-        owner: Of the run.
-        optimizers: Of the run, which hold the user's own Parameter objects.
-    """
+    """Let optimizers, which hold the user's own Parameter objects, step local shards with reduced gradients."""
     setting, undo = run.setting, run.until_end
     check_optimizers(optimizers, run.plan)
     reducers, tied, counted = connect_gradients(
@@ -58,15 +52,15 @@ def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer
     watched = _watch_steps(run, owner, optimizers)
     offloaded = _offload(run, optimizers, watched)
     shard = run.mesh.group("dp_shard")
-    sharded_steps = share_steps(optimizers if setting.shards_manual_steps else [], shard, undo)
+    sharded_steps = shard_optimizer_states(optimizers if setting.shards_manual_steps else [], shard, undo)
     if setting.is_manual:
         watched += _shard_manual_steps(run, optimizers)
-    if scales_rates(setting.trainer):
+    if has_adascale(setting.trainer):
         _connect_adascale(run, reducers, own, counted)
     return Optimization(
         reducers=reducers,
         tied=tied,
-        buffers=_share_buffers(run),
+        buffers=_broadcast_buffers(run),
         offloaded=tuple(offloaded),
         sharded_steps=tuple(sharded_steps),
         watched=tuple(watched),
@@ -84,11 +78,7 @@ def _connect_precision(run: Run, counted: set[int]) -> None:
 
 
 def _watch_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Let optimizers step full parameters where they need them; the others of torch run fused.
-
-    Returns:
-        Optimizers whose steps read parameters of other ranks.
-    """
+    """Let optimizers that need full parameters step those; fuse the steps of the others; return the former."""
     setting, undo = run.setting, run.until_end
     watched = {} if run.hook_reads is None or setting.is_manual else run.hook_reads.of_optimizers(optimizers)
     fuse_steps([optimizer for optimizer in optimizers if optimizer not in watched], undo)
@@ -105,7 +95,7 @@ def _offload(run: Run, optimizers: Sequence[Optimizer], watched: Sequence[Optimi
     setting = run.setting
     if not setting.options.offloaded:
         return []
-    layers = layers_of_parameters(setting.module, run.plan)
+    layers = parameters_by_layer(setting.module, run.plan)
     shared = run.mesh.group("dp_shard") if setting.shards_manual_steps else None
     offload, device = setting.options.offloaded, setting.device
     return offload_states(optimizers, layers, offload, device, watched, run.until_end, run.zero, shared)
@@ -117,10 +107,10 @@ def _shard_manual_steps(run: Run, optimizers: Sequence[Optimizer]) -> list[Optim
     if run.guards is not None:
         setting.mesh_precision.around_clipping = run.guards.off
         for optimizer in optimizers:
-            undo.callback(work_on_shards(optimizer, run.guards))
+            undo.callback(step_local_shards(optimizer, run.guards))
     if run.zero is None:
         return []
-    return step_on_shards(optimizers, setting.module, run.zero_shardings, undo)
+    return step_manual_shards(optimizers, setting.module, run.zero_shardings, undo)
 
 
 def _connect_adascale(run: Run, reducers: Reducers, own: Sequence[nn.Parameter], counted: set[int]) -> None:
@@ -136,11 +126,11 @@ def _connect_adascale(run: Run, reducers: Reducers, own: Sequence[nn.Parameter],
     connect_adascale(setting.trainer, mesh, (before, set() if is_copy else counted), reducers, run.zero)
 
 
-def _share_buffers(run: Run) -> ReplicaBufferBroadcast | None:
-    """From now on replicas have the buffers of the first where DDP has."""
+def _broadcast_buffers(run: Run) -> ReplicaBufferBroadcast | None:
+    """Broadcast the buffers of the first replica where DDP does."""
     setting = run.setting
     if run.mesh.size("data") == 1:
         return None
     buffers = ReplicaBufferBroadcast(setting.module, run.mesh.group("data"), setting.device)
-    run.until_end.callback(hold_in_evaluation(setting.trainer, buffers.share, lambda: None))
+    run.until_end.callback(around_validation(setting.trainer, buffers.share, lambda: None))
     return buffers

@@ -32,8 +32,8 @@ from lightning_hybrid.replicate.synced_batch_norm import SyncedBatchNorm
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.run.demotion import Demotion
 from lightning_hybrid.strategies.run.step_contexts import StepContexts
-from lightning_hybrid.strategies.start.empty_init import EmptyStart
-from lightning_hybrid.strategies.state.weight_averaging import Averages
+from lightning_hybrid.strategies.start.empty_init import EmptyInit
+from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
 from lightning_hybrid.strategies.techniques.compilation import CompiledUnits
 from lightning_hybrid.strategies.techniques.gradient_reduction import Reducers
 from lightning_hybrid.strategies.user_code.hook_reads import HookReads
@@ -45,19 +45,13 @@ from lightning_hybrid.zero.unshard_policy import ZeroSharding
 
 
 def shards_module(options: Options, layout: ParallelLayout, *, shards_manual_steps: bool = False) -> bool:
-    """Return whether a rank holds a shard of the module only.
-
-    Args:
-        options: The arguments of the strategy.
-        layout: The sizes.
-        shards_manual_steps: Whether replicas shard the steps of optimizers that the module calls, and nothing else.
-    """
+    """Return whether a rank holds a shard of the module only."""
     over_replicas = (layout.data_shard_size > 1 and not shards_manual_steps) or layout.expert_parallel_size > 1
     return layout.pipeline_parallel_size > 1 or layout.shards_layers or over_replicas
 
 
 def needs_runner(options: Options, layout: ParallelLayout, *, shards_manual_steps: bool = False) -> bool:
-    """Return whether a runner of this package runs the steps; the user's step runs as it is otherwise."""
+    """Return whether a runner of this package runs the steps; the user's step runs unchanged otherwise."""
     in_microbatches = (options.microbatches or 1) > 1 or options.microbatch_weight is not None
     return in_microbatches or shards_module(options, layout, shards_manual_steps=shards_manual_steps)
 
@@ -90,13 +84,13 @@ class Setting:
     recompute: Recompute | None
     shards_manual_steps: bool
     norms: SyncedBatchNorm | None
-    averages: Averages
-    empty: EmptyStart | None
+    averages: WeightAverages
+    empty: EmptyInit | None
     seed: int
 
     @property
     def layout(self) -> ParallelLayout:
-        """The sizes."""
+        """The parallel sizes."""
         return self.world.layout
 
     @property
@@ -111,7 +105,7 @@ class Setting:
 
     @property
     def is_manual(self) -> bool:
-        """Whether the module calls its backwards and optimizers itself (manual optimization)."""
+        """Whether the module calls backward and optimizers itself (manual optimization)."""
         return not self.module.automatic_optimization
 
     @property
@@ -126,17 +120,13 @@ class Setting:
 
     @property
     def mesh_precision(self) -> HybridPrecision:
-        """The precision over several ranks.
-
-        Raises:
-            TypeError: It has behaviour of its own.
-        """
+        """The precision plugin over several ranks; a TypeError if the user's has behaviour of its own."""
         plugin = self.precision
         return plugin if isinstance(plugin, HybridPrecision) else HybridPrecision.of(plugin)
 
     @property
-    def tries_objective(self) -> bool:
-        """Whether the first batch is compared with its microbatches, which nobody has weighted or checks otherwise."""
+    def checks_objective(self) -> bool:
+        """Whether to compare the first batch with its microbatches: unless weights or another check make that vain."""
         options = self.options
         is_compiled = options.compile is not None  # layers would be compiled for that alone
         return options.microbatch_weight is None and not is_compiled and not options.verify_first_step
@@ -144,25 +134,25 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What this rank holds and runs of the module, under one layout.
+    """State of this rank under one layout: its shards, and what runs, gathers and compiles them.
 
     Attributes:
         setting: Of the run.
-        mesh: The ranks as parameters lie on them; wider than the world's where the ranks of a pipeline hold shards.
+        mesh: The ranks that parameters are sharded over; wider than the world's where pipeline ranks hold shards.
         demotion: Why ranks hold shards in place of stages, if they do.
-        plan: Which stage holds what; None where steps run as they are.
-        runner: Runs steps in microbatches; None where they run as they are.
+        plan: The stages and their parameters; None without a runner.
+        runner: Runs steps in microbatches; None where the user's steps run unchanged.
         metrics: Synchronizes torchmetrics of the module; None without a runner.
         shards: How tensor and context ranks shard each layer, if they do.
-        parts: The local shards of parameters; None where this rank holds all of those that are here.
-        experts: The experts that ranks share, if they do.
+        parts: The local shards of parameters; None where this rank holds full ones of its stages.
+        experts: The experts sharded over ranks, if they are.
         zero_shardings: How parameters are sharded over replicas.
-        zero: Gathers them, if they are.
+        zero: Gathers the parameters that are sharded over replicas, under ZeRO.
         recomputation: Activation checkpointing, if there is any.
         compiled: Layers that run compiled, if any do.
         global_reads: Reads of parameters of other stages in user hooks, if there are stages.
         hook_reads: Reads of full parameters in user hooks, if the module is sharded.
-        until_end: Closed at the end of the layout: undoes what the layout has put on the user's objects.
+        until_end: Closed at the end of the layout: restores the user's objects.
     """
 
     setting: Setting
@@ -189,42 +179,34 @@ class Run:
 
     @property
     def plain_runner(self) -> PlainRunner | None:
-        """The runner of steps as they are; None where they are replayed from a recording."""
+        """The runner of steps without stages; None where they are replayed from a recording."""
         return self.runner if isinstance(self.runner, PlainRunner) else None
 
     @property
     def guards(self) -> ReadGuards | None:
-        """Gather on read in steps that were not recorded."""
+        """Guards that gather on read in steps without a recording."""
         return None if self.plain_runner is None else self.plain_runner.guards
 
     @property
     def zero_stage(self) -> int:
-        """The stage of ZeRO."""
+        """Stage of ZeRO: that of the options, or 3 where shards replace stages."""
         return 3 if self.demotion is not None else self.setting.options.zero_stage
 
     def context(self, name: str) -> Any:
-        """Return the factory of the context around one run of a step.
-
-        Args:
-            name: Of the step, such as "training_step".
-        """
+        """Return the factory of the context around one run of the step ``name``."""
         # Where a runner runs the layers, it enters the recomputation itself.
         again = None if self.runner is not None or self.recomputation is None else self.recomputation.running
         return self.setting.contexts.of(name, delays_loggers=self.runner is not None, recomputation=again)
 
     def gathered(self, num_microbatches: int = 1) -> AbstractContextManager[Any]:
-        """Enter a step in which ZeRO gathers the parameters.
-
-        Args:
-            num_microbatches: Backwards of each stage in the step.
-        """
+        """Gather parameters by ZeRO inside, for a step with that many backwards per stage."""
         return nullcontext() if self.zero is None else self.zero.step(num_microbatches=num_microbatches)
 
-    # -- what a comparison with one process asks ----------------------------------------------------------------------
+    # -- facts for a comparison with one process ---------------------------------------------------------------------
 
     @property
-    def uncut_steps(self) -> frozenset[str]:
-        """Names of steps of evaluation that every rank runs on all of the batch, so far."""
+    def unpartitioned_steps(self) -> frozenset[str]:
+        """Names of evaluation steps that every rank has run unpartitioned so far."""
         if isinstance(self.runner, PlainRunner):
             return frozenset({"validation_step", "test_step", "predict_step"})
         return frozenset() if self.runner is None else frozenset(self.runner.unpartitioned.names)
@@ -236,7 +218,7 @@ class Run:
 
     @property
     def shares_batches(self) -> bool:
-        """Whether these ranks run training steps on shares of a batch; on all of it otherwise."""
+        """Whether these ranks run training steps on shares of a batch; on the full batch otherwise."""
         return isinstance(self.runner, PlainRunner) and self.runner.runs_shares
 
     @property
@@ -245,11 +227,7 @@ class Run:
         return self.runner.unsplit_step_names if isinstance(self.runner, StepRunner) else frozenset()
 
     def close(self) -> Run:
-        """Undo what the layout has put on the user's objects.
-
-        Returns:
-            What may be asked after the run.
-        """
+        """Undo the changes to the user's objects; return the run with the attributes that outlive it."""
         self.until_end.close()
         return dataclasses.replace(
             self, zero=None, metrics=None, compiled=None, recomputation=None, global_reads=None, hook_reads=None
@@ -258,7 +236,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimization:
-    """What reduces the gradients and steps the optimizers of a run, under one layout.
+    """Gradient reducers and optimizer steps of a run, under one layout.
 
     Attributes:
         reducers: Average gradients over replicas, by the stage after which they are complete; None: after all.

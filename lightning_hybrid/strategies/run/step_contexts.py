@@ -1,4 +1,4 @@
-"""The contexts around steps of the user: precision, loggers, the world that user code sees, and notes on errors."""
+"""The contexts around steps of the user: precision, loggers, the world visible to user code, and notes on errors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
 from lightning_hybrid.step.standins.absent_tensors import ControlFlowError
 from lightning_hybrid.step.tracing.recording import StepError
-from lightning_hybrid.strategies.logs.logger_proxies import noted_loggers
+from lightning_hybrid.strategies.logs.logger_proxies import captured_loggers
 from lightning_hybrid.strategies.options.strategy_options import Options, advise
 from lightning_hybrid.strategies.user_code.hook_context import current_hook
 from lightning_hybrid.strategies.world.rank_world import RankWorld
-from lightning_hybrid.strategies.world.uneven_evaluation import asked_in_common_batches
+from lightning_hybrid.strategies.world.uneven_evaluation import forbid_unmatched_collectives
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -28,20 +28,11 @@ class StepContexts:
     def __init__(
         self, trainer: pl.Trainer, module: pl.LightningModule, world: RankWorld, options: Options, precision: Precision
     ) -> None:
-        """Keep what a step needs around it.
-
-        Args:
-            trainer: Of the run.
-            module: The user's.
-            world: The ranks.
-            options: The arguments of the strategy, which errors name.
-            precision: The plugin of the strategy.
-        """
         self._trainer, self._module, self._world = trainer, module, world
         self._options, self._precision = options, precision
 
     def of(self, name: str, *, delays_loggers: bool, recomputation: Context | None = None) -> Context:
-        """Return the factory of the context around one run of a step.
+        """Return the factory of the context around one run of the step ``name``.
 
         Args:
             name: Of the step, such as "training_step".
@@ -50,15 +41,15 @@ class StepContexts:
         """
         short = {"training_step": "train", "validation_step": "val"}.get(name, name.removesuffix("_step"))
         precision: Context = getattr(self._precision, f"{short}_step_context")
-        again = nullcontext if recomputation is None or name != "training_step" else recomputation
-        loggers = noted_loggers if delays_loggers else _no_context
+        recompute = nullcontext if recomputation is None or name != "training_step" else recomputation
+        loggers = captured_loggers if delays_loggers else _no_context
 
         @contextlib.contextmanager
         def context() -> Iterator[None]:
             with self._world.step():
                 try:
                     inner = self._among_replicas(name)
-                    with self.advice(), self._world.as_user(), precision(), loggers(self._module), again(), inner:
+                    with self.advice(), self._world.as_user(), precision(), loggers(self._module), recompute(), inner:
                         yield
                 except Exception as error:
                     if name == "training_step":
@@ -73,7 +64,7 @@ class StepContexts:
 
     @contextlib.contextmanager
     def advice(self) -> Iterator[None]:
-        """Errors about steps name the options that are to be set in this layout."""
+        """Let errors about steps name the options to change in this layout."""
         try:
             yield
         except (StepError, ControlFlowError) as error:
@@ -82,15 +73,15 @@ class StepContexts:
 
     @contextlib.contextmanager
     def training_step_hook(self) -> Iterator[None]:
-        """Enter what is around a training step that is inspected outside of Lightning's loop."""
+        """Enter the context of a training step that is inspected outside of Lightning's loop."""
         with self.advice(), self._world.as_user(), current_hook(self._module, "training_step"):
             yield
 
     def _among_replicas(self, name: str) -> AbstractContextManager[Any]:
-        """In a batch of an evaluation that other replicas do not have, collectives over them are errors."""
+        """Raise on collectives over replicas in an evaluation batch that some replicas do not have."""
         if name not in ("validation_step", "test_step") or self._world.layout.data_parallel_size == 1:
             return nullcontext()
-        return asked_in_common_batches(self._trainer, self._world.mesh, name)
+        return forbid_unmatched_collectives(self._trainer, self._world.mesh, name)
 
 
 def _no_context(_: Any) -> AbstractContextManager[None]:

@@ -1,1 +1,1 @@
-"""From setup to the first batch."""
+"""Preparation of a run, from setup to the first batch."""

@@ -1,4 +1,4 @@
-"""Checks of callbacks that search before a run: what they decide by must be the same on every rank."""
+"""Checks of callbacks that search before a run: they must decide the same on every rank."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import replace
 
 
-def refuse_callbacks(trainer: Any, layout: ParallelLayout, *, is_recorded: bool) -> None:
-    """Refuse what cannot be made to agree over ranks, before anything has changed.
+def check_callbacks(trainer: Any, layout: ParallelLayout, *, is_recorded: bool) -> None:
+    """Refuse callbacks that cannot agree over ranks, before anything has changed.
 
-    Args:
-        trainer: About to run.
-        layout: Of its ranks.
-        is_recorded: Steps run from a recording, which names the parameters that each layer has.
+    ``is_recorded`` means that steps run from a recording, which names the parameters of each layer.
 
     Raises:
         ValueError: There is such a callback.
     """
     world_size, num_stages = layout.world_size, layout.pipeline_parallel_size
-    in_parts = world_size > layout.data_replicate_size or layout.expert_parallel_size > 1
+    is_sharded = world_size > layout.data_replicate_size or layout.expert_parallel_size > 1
     for callback in trainer.callbacks:
         if isinstance(callback, BatchSizeFinder) and world_size > 1:
             raise ValueError(
@@ -35,23 +32,18 @@ def refuse_callbacks(trainer: Any, layout: ParallelLayout, *, is_recorded: bool)
                 " out of memory in the middle of a step leaves the others waiting for it; find the batch size of one"
                 " replica with devices=1 and Lightning's own strategy, or set it yourself, and remove the callback"
             )
-        if isinstance(callback, ModelPruning) and (in_parts or is_recorded):
+        if isinstance(callback, ModelPruning) and (is_sharded or is_recorded):
             holders = f"{num_stages} pipeline ranks" if num_stages > 1 else f"{world_size} ranks"
-            why = f"each of {holders} holds its own part" if in_parts else "recorded steps compute with the old ones"
+            why = f"each of {holders} holds its own shard" if is_sharded else "recorded steps compute with the old ones"
             raise ValueError(
                 f"{type(callback).__name__} replaces parameters by masked ones and ranks them over the whole model, but"
-                f" {why}; prune after fit, when the module is whole, or train with replicas alone:"
+                f" {why}; prune after fit, when the module is full, or train with replicas alone:"
                 " pipeline_parallel_size=1, stages_per_rank=1, tensor_parallel_size=1, zero_stage=0, num_microbatches=1"
             )
 
 
 def search_by_mean_loss(trainer: Any, mesh: Mesh) -> None:
-    """Let a search for the learning rate see the mean loss over the replicas, as one process does.
-
-    Args:
-        trainer: That begins to train.
-        mesh: The ranks.
-    """
+    """Let a search for the learning rate see the mean loss over the replicas, as one process does."""
     if mesh.size("data") == 1:
         return
     for callback in trainer.callbacks:
@@ -65,8 +57,8 @@ def _with_mean_loss(original: Callable[..., None], mesh: Mesh) -> Callable[..., 
         loss = outputs if isinstance(outputs, torch.Tensor) else (outputs or {}).get("loss")
         # A replica may have skipped its step.
         mine = [0.0, 0.0] if loss is None else [float(loss), 1.0]
-        known = mesh.all_reduce(torch.tensor(mine, dtype=torch.float64, device=trainer.strategy.root_device), "data")
-        total, count = known.tolist()
+        totals = mesh.all_reduce(torch.tensor(mine, dtype=torch.float64, device=trainer.strategy.root_device), "data")
+        total, count = totals.tolist()
         outputs = {"loss": torch.tensor(total / count, dtype=torch.float64)} if count else outputs
         original(trainer, pl_module, outputs, *args)
 

@@ -1,4 +1,4 @@
-"""Empty initialisation of models: built without storage, each rank's shard filled with one process's values."""
+"""Empty initialisation: models built without storage; each rank's shard is filled with one process's values."""
 
 from __future__ import annotations
 
@@ -15,43 +15,36 @@ from lightning_hybrid.step.deferred_init.reset_parameters import reset
 from lightning_hybrid.step.standins.absent_tensors import fill
 
 
-class EmptyStart:
-    """What happens between ``trainer.init_module(empty_init=True)`` and the end of set-up."""
+class EmptyInit:
+    """Initial values of a module from ``trainer.init_module(empty_init=True)`` until setup has assigned them."""
 
     def __init__(self, device: torch.device) -> None:
-        """Args: device: of this rank."""
         self._device = device
         self._values = InitialValues(device)
         self._unset: list[tuple[str, Tensor, int]] = []
         self._taken: list[tuple[str, nn.Parameter, StorageView]] = []
 
     @classmethod
-    def adopted(cls, root: nn.Module, before: EmptyStart | None, device: torch.device) -> EmptyStart | None:
-        """Return the initial values of all that a module holds on the meta device.
-
-        Args:
-            root: The user's module.
-            before: Knows what was built with ``empty_init=True``, if anything was.
-            device: Of this rank.
-        """
+    def adopted(cls, root: nn.Module, before: EmptyInit | None, device: torch.device) -> EmptyInit | None:
+        """Return the initial values of all meta tensors of a module, added to those recorded before, if any."""
         if any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
             before = before or cls(device)
             before.adopt(root)
         return before
 
     def building(self) -> AbstractContextManager[None]:
-        """Modules built inside have parameters without storage."""
+        """Build modules inside with parameters without storage."""
         return self._values.building()
 
     def adopt(self, root: nn.Module) -> None:
-        """Know all that is on the meta device, also what user code put there itself; buffers become real."""
-        strange: set[nn.Module] = set()
+        """Record all meta tensors, also those that user code put there; make buffers real."""
+        unrecorded: set[nn.Module] = set()
         buffers: dict[int, Tensor] = {}
         for fqn, module in root.named_modules():
             for parameter in module._parameters.values():
                 if parameter is not None and parameter.is_meta:
                     if not self._values.has_record_of(parameter):
-                        strange.add(module)
+                        unrecorded.add(module)
                     self._values.adopt(module, parameter)
             for name, buffer in module._buffers.items():
                 if buffer is None or not buffer.is_meta:
@@ -61,17 +54,17 @@ class EmptyStart:
                 elif id(buffer) not in buffers:
                     buffers[id(buffer)] = real = torch.empty_like(buffer, device=self._device)
                     self._unset.append((f"{fqn}.{name}" if fqn else name, real, real._version))
-                    strange.add(module)
+                    unrecorded.add(module)
                 module._buffers[name] = buffers[id(buffer)]
-        if strange:
+        if unrecorded:
             with self._values.record_writes():
-                reset(root, strange)
+                reset(root, unrecorded)
 
     def hide(self, root: nn.Module) -> None:
-        """Make what has no storage absent, as parameters of other ranks are.
+        """Replace parameters without storage by absent ones, as those of other ranks are.
 
         Raises:
-            InitialValueError: Something has no value.
+            InitialValueError: A tensor has no value.
         """
         unset = [name for name, buffer, version in self._unset if buffer._version == version]
         if unset:
@@ -86,13 +79,9 @@ class EmptyStart:
         self._taken = [(name, p, self._values.take(p, self._device)) for name, p in empty]
 
     def fill(self, plan: StagePlan | None) -> bool:
-        """Give the parameters that this rank holds their values, one by one those of rank 0; collective.
+        """Assign the parameters of this rank the values of rank 0, one by one; collective.
 
-        Args:
-            plan: Who holds what; None where every rank holds all.
-
-        Returns:
-            Whether no other module waits for its values.
+        Returns whether no other module waits for its values. ``plan`` is None where every rank holds all parameters.
         """
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         for name, parameter, part in self._taken:
@@ -113,7 +102,7 @@ class EmptyStart:
 
 
 def move_to_device(root: nn.Module, device: torch.device) -> None:
-    """``root.to(device)`` also where some of it is on the meta device, and stays there."""
+    """Call ``root.to(device)``, also where some tensors are on the meta device, and stay there."""
     if not any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
         root.to(device)
         return

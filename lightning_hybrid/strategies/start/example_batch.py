@@ -1,4 +1,4 @@
-"""An example batch of the run's own loader, taken before the run starts and without a trace."""
+"""Example batch from the run's own loader, taken before the run starts and without a trace."""
 
 from __future__ import annotations
 
@@ -15,33 +15,29 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hybrid.randomness.keyed_draws import GeneratorStates
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.strategies.start.iterator_pushback import TakenBack, give_back, is_one_shot
-from lightning_hybrid.strategies.user_code.dataloader_reads import NotedReads
+from lightning_hybrid.strategies.start.iterator_pushback import PushedBackItems, is_one_shot, push_back
+from lightning_hybrid.strategies.user_code.dataloader_reads import ReadRecorder
 
 _NOTHING = object()
 
 
 def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "sequential"]) -> Any:
-    """The first batch of a loop's loaders, on the strategy's device, after the user's transfer hooks.
+    """Return the first batch of a loop's loaders, on the strategy's device, after the user's transfer hooks.
 
-    The loader hook is called now instead of when the loop starts; the loop is handed the same loaders. The batch comes
-    from an iterator of its own, without workers, and all generators are put back.
-
-    Args:
-        trainer: The Lightning trainer.
-        loop: Its fit, evaluation or prediction loop.
-        mode: How the loop combines several loaders.
+    The loader hook is called now instead of when the loop starts; the loop gets the same loaders. The batch comes from
+    an iterator of its own, without workers, and all generators are restored. ``mode`` is how the loop combines several
+    loaders.
     """
     loaders = _request_dataloader(loop._data_source)
-    hand_out_once(loop._data_source, lambda: loaders)
+    provide_loaders_once(loop._data_source, lambda: loaders)
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, mode)
     states = GeneratorStates(trainer.strategy.root_device)
     try:
         for loader in combined.flattened:
             trainer.strategy.split_over_replicas(loader)
-        reads = NotedReads([*trainer.lightning_module.parameters()])
+        reads = ReadRecorder([*trainer.lightning_module.parameters()])
         with trainer.strategy.world.as_user(), reads:
-            first = [_first(loader, trainer.strategy.root_device, reads) for loader in combined.flattened]
+            first = [_first_batch(loader, trainer.strategy.root_device, reads) for loader in combined.flattened]
         batches = [batch for batch, _ in first]
         if any(new is not old for (_, new), old in zip(first, combined.flattened, strict=True)):
             combined.flattened = [loader for _, loader in first]
@@ -64,13 +60,8 @@ def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "seque
         states.restore()
 
 
-def hand_out_once(source: Any, loaders: Callable[[], Any]) -> None:
-    """Have a loop's source of loaders give these the next time, and what the user's hook makes from then on.
-
-    Args:
-        source: Of the loop.
-        loaders: Returns them when they are asked for.
-    """
+def provide_loaders_once(source: Any, loaders: Callable[[], Any]) -> None:
+    """Let a loop's source of loaders return these the next time, and call the user's hook from then on."""
     request = source.dataloader
 
     def dataloader_once() -> Any:
@@ -80,10 +71,10 @@ def hand_out_once(source: Any, loaders: Callable[[], Any]) -> None:
     source.dataloader = dataloader_once
 
 
-def _first(loader: Any, device: torch.device, reads: NotedReads) -> tuple[Any, Any]:
-    """The first batch of a loader, and what the loop is to read instead of the loader: mostly itself."""
+def _first_batch(loader: Any, device: torch.device, reads: ReadRecorder) -> tuple[Any, Any]:
+    """Return the first batch of a loader, and the loader that the loop is to read: mostly the same one."""
     if not isinstance(loader, DataLoader):
-        return _taken_from(loader, 1, device, reads, lambda taken: taken[0])
+        return _take_items(loader, 1, device, reads, lambda taken: taken[0])
     inner = _loaders_inside(loader)
     owners = [owner for one in inner for owner in (one, one.sampler, getattr(one.batch_sampler, "sampler", None))]
     drawing = [getattr(owner, "generator", None) for owner in owners]
@@ -103,12 +94,12 @@ def _first(loader: Any, device: torch.device, reads: NotedReads) -> tuple[Any, A
         _restore(states)
 
 
-def _taken_from(
-    owner: Any, count: int, device: torch.device, reads: NotedReads, use: Callable[[list[Any]], Any]
+def _take_items(
+    owner: Any, count: int, device: torch.device, reads: ReadRecorder, use: Callable[[list[Any]], Any]
 ) -> tuple[Any, Any]:
-    """What is made of the first items, and what is to be read instead of the owner.
+    """Return the result for the first items, and the owner to read from then on.
 
-    What asks the model for its items (an environment that is played by a policy) has gone on with them, too.
+    An owner that runs the model for its items (an environment played by a policy) has advanced with them, too.
     """
     states, before = _states_of([owner]), GeneratorStates(device)
     rest = iter(owner)
@@ -117,14 +108,14 @@ def _taken_from(
     finally:
         _restore(states)
     if not states and (reads.is_read or is_one_shot(owner)):
-        owner = give_back(owner, TakenBack(taken, rest, before, GeneratorStates(device)))
+        owner = push_back(owner, PushedBackItems(taken, rest, before, GeneratorStates(device)))
     return (use(taken) if taken else _NOTHING), owner
 
 
 def _loaders_inside(loader: DataLoader[Any]) -> list[DataLoader[Any]]:
-    """The loader, and those that one of a class of its own reads from."""
-    held = flatten(list(vars(loader).values()))[0]
-    return [loader, *(leaf for leaf in held if isinstance(leaf, DataLoader) and leaf is not loader)]
+    """Return the loader, and those that a loader of a user's class reads from."""
+    leaves = flatten(list(vars(loader).values()))[0]
+    return [loader, *(leaf for leaf in leaves if isinstance(leaf, DataLoader) and leaf is not loader)]
 
 
 @contextlib.contextmanager
@@ -140,7 +131,7 @@ def _without_workers(loaders: Sequence[DataLoader[Any]]) -> Iterator[None]:
 
 
 def _states_of(owners: list[Any]) -> list[tuple[Any, Any]]:
-    """Where those that know their place are (a stateful loader, sampler or dataset)."""
+    """Return the states of stateful loaders, samplers and datasets."""
     known = {id(owner): owner for owner in owners if _is_stateful(owner)}
     return [(owner, copy.deepcopy(owner.state_dict())) for owner in known.values()]
 
@@ -154,16 +145,16 @@ def _restore(states: list[tuple[Any, Any]]) -> None:
         owner.load_state_dict(state)
 
 
-def _samples(loader: DataLoader[Any], device: torch.device, reads: NotedReads) -> Any:
+def _samples(loader: DataLoader[Any], device: torch.device, reads: ReadRecorder) -> Any:
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
         if loader.num_workers:  # each worker reads a copy from its start
-            return _some(list(itertools.islice(iter(dataset), loader.batch_size or 1)), loader)
+            return _as_samples(list(itertools.islice(iter(dataset), loader.batch_size or 1)), loader)
         torch.empty((), dtype=torch.int64).random_(
             generator=loader.generator
         )  # as an iterator of the loader does first
         count = loader.batch_size or 1
-        return _taken_from(dataset, count, device, reads, lambda taken: _some(taken, loader))[0]
+        return _take_items(dataset, count, device, reads, lambda taken: _as_samples(taken, loader))[0]
     indices: Any = next(iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler), _NOTHING)
     if loader.batch_sampler is None or indices is _NOTHING:
         return _NOTHING if indices is _NOTHING else dataset[indices]
@@ -172,7 +163,7 @@ def _samples(loader: DataLoader[Any], device: torch.device, reads: NotedReads) -
     return [dataset[index] for index in indices]
 
 
-def _some(taken: list[Any], loader: DataLoader[Any]) -> Any:
+def _as_samples(taken: list[Any], loader: DataLoader[Any]) -> Any:
     if not taken:
         return _NOTHING
     return taken[0] if loader.batch_size is None else taken

@@ -50,25 +50,25 @@ def record_first_step(
     splitter: BatchSplitter | None,
     context: Callable[[str], Callable[[], AbstractContextManager[Any]]],
 ) -> Sequence[Any] | None:
-    """Record the step of this run's kind on an example batch; it decides the cut.
+    """Record the step of this run's kind on an example batch; the recording decides the partition.
 
     Args:
         trainer: About to run.
-        module: The user's module, whole.
+        module: The user's full module.
         runner: Of this run.
         example: The user's example batch; drawn from the run's own loader if None.
-        arguments: Of a training step that comes next, in a run that has begun; the example is not used then.
-        num_microbatches: As the user gave it.
-        splitter: As the user gave it.
-        context: The contexts in which each step runs.
+        arguments: Of the training step that comes next, in a run that has begun; the example is not used then.
+        num_microbatches: The user's option.
+        splitter: The user's option.
+        context: Returns the context in which each step runs, by its name.
 
     Returns:
-        What the step was given; None where the module has no such step, or it cannot be cut.
+        The arguments of the step; None where the module has no such step, or it cannot be partitioned.
 
     Raises:
-        BatchError: The batch cannot be split as asked.
+        BatchError: The batch cannot be split as the options require.
         StepError: A training step cannot be recorded.
-        PartitionError: It cannot be cut, or not as asked.
+        PartitionError: It cannot be partitioned, or not as the options require.
     """
     assert trainer.state.fn is not None
     name, mode = _STEPS[TrainerFn(trainer.state.fn)]
@@ -102,7 +102,7 @@ def record_first_step(
             else:
                 try:
                     record()
-                except Exception as reason:  # what is wrong with the step itself shows when it runs whole
+                except Exception as reason:  # an error of the step itself shows when it runs unpartitioned
                     strategy: Any = trainer.strategy
                     if isinstance(reason, UnfitError) and strategy.options.pipeline_cuts:
                         raise
@@ -123,16 +123,10 @@ def warn_of_mixing(
     arguments: Sequence[Any],
     context: Callable[[], AbstractContextManager[Any]],
 ) -> None:
-    """Try on as many samples as two microbatches have whether their loss is a mean; collective over the world.
+    """Test on the samples of two microbatches whether their loss is a mean; collective over the world.
 
-    Means whose counts are known weigh microbatches by these.
-
-    Args:
-        trainer: About to run.
-        module: The user's module, whole.
-        runner: Has recorded the training step on all ranks.
-        arguments: What this rank recorded it with.
-        context: The contexts in which it runs.
+    Means whose counts are recorded weigh microbatches by these. All ranks have recorded the training step, this one
+    with ``arguments``; it runs in ``context``.
     """
     assert runner.plan.first is not None
     batch, *rest = arguments

@@ -1,4 +1,4 @@
-"""The initial synchronisation of ranks: agreement on versions, data and weights, and guards on state dicts."""
+"""Initial synchronization of ranks: weights, generators and seed; and guards on state dicts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,13 @@ from lightning_hybrid.randomness.keyed_draws import GeneratorStates
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
 
 
-def agree_on_start(
+def synchronize_start(
     module: nn.Module, mesh: Mesh, data_rank: int, device: torch.device, copies: Sequence[nn.Module] = ()
 ) -> int:
-    """Give all ranks the weights of rank 0, and all ranks of a replica the generators of its first rank.
+    """Broadcast the weights of rank 0, and in each replica the generators of its first rank; return the common seed.
 
     Without ``seed_everything`` (or where initialisation depends on hash order) each process has drawn its own.
-
-    Args:
-        module: The user's.
-        mesh: The ranks.
-        data_rank: Of this rank.
-        device: Of this rank.
-        copies: Of the module, made before; they begin with the same weights.
+    ``copies`` of the module, made before, begin with the same weights.
 
     Returns:
         A seed for keyed randomness, the same on every rank.
@@ -47,7 +41,7 @@ def agree_on_start(
 
 @torch.inference_mode()  # tensors made in this mode may be written in no other
 def _broadcast(tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Give these tensors the content that they have on rank 0; small ones of one kind travel together."""
+    """Broadcast tensors from rank 0; small ones of one dtype travel together."""
     together: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() <= _SMALL:
@@ -71,38 +65,38 @@ _SMALL = 1 << 16
 _MOST_TOGETHER = 256
 
 
-def check_gathered(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A state dict hook that refuses to give out parameters that are not there."""
+def refuse_partial_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A state dict hook that refuses to return parameters that are not on this rank."""
     del prefix, metadata
-    if elsewhere := [name for name, value in state.items() if is_absent(value)] + _held_in_parts(module):
+    if elsewhere := [name for name, value in state.items() if is_absent(value)] + _sharded_parameters(module):
         raise RuntimeError(
             f"{type(module).__name__}.state_dict() was called while {len(elsewhere)} of its parameters (such as"
-            f" {elsewhere[0]!r}), or parts of them, are on other ranks; use trainer.save_checkpoint(...) or"
+            f" {elsewhere[0]!r}), or shards of them, are on other ranks; use trainer.save_checkpoint(...) or"
             " trainer.strategy.lightning_module_state_dict() on all ranks, or wait for the end of fit"
         )
 
 
-def check_left_whole(module: nn.Module, *_: Any) -> None:
-    """See that no run that failed has left this module in parts; a state dict hook too.
+def check_is_full(module: nn.Module, *_: Any) -> None:
+    """Check that no run that failed has left this module sharded; also a state dict hook.
 
     Raises:
         RuntimeError: One has.
     """
-    if elsewhere := left_elsewhere(module):
+    if elsewhere := missing_parameters(module):
         raise RuntimeError(
-            f"a run that failed or was stopped has left this {type(module).__name__} in parts: {len(elsewhere)} of its"
-            f" {sum(1 for _ in module.parameters())} parameters (such as {elsewhere[0]!r}), or parts of them, are not"
+            f"a run that failed or was stopped has left this {type(module).__name__} sharded: {len(elsewhere)} of its"
+            f" {sum(1 for _ in module.parameters())} parameters (such as {elsewhere[0]!r}), or shards of them, are not"
             " on this rank, and cannot be gathered any more; make a new module and load a checkpoint"
         )
 
 
-def left_elsewhere(module: nn.Module) -> list[str]:
-    """FQNs of parameters that are not on this rank, or not all of them."""
+def missing_parameters(module: nn.Module) -> list[str]:
+    """FQNs of parameters that are absent or sharded on this rank."""
     named = module.named_parameters()
     absent = [name for name, parameter in named if is_absent(parameter)]
-    return list(dict.fromkeys(absent + _held_in_parts(module)))
+    return list(dict.fromkeys(absent + _sharded_parameters(module)))
 
 
-def _held_in_parts(module: nn.Module) -> list[str]:
-    """FQNs of parameters of which this rank has a part."""
+def _sharded_parameters(module: nn.Module) -> list[str]:
+    """FQNs of parameters of which this rank has a shard."""
     return [name for name, parameter in module.named_parameters() if FULL_SHAPE in parameter.__dict__]

@@ -1,7 +1,7 @@
-"""Push-back for streams that can be read once: what was taken to look at is the first that the run gets.
+"""Push-back for streams that can be read once: items taken for inspection are the first that the run gets.
 
 A loader, or an iterable dataset, may hand out the next items of one iterator each time it is iterated over. Another
-iterator of it begins where the last one stopped, so one that was made to take an example from has to be gone on with.
+iterator of it begins where the last one stopped, so one that was made to take an example from has to be continued.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ _DEEPEST = 3
 
 
 def is_one_shot(owner: Any) -> bool:
-    """Whether what is iterated over holds an iterator, or is one.
-
-    Args:
-        owner: Loader or dataset.
-    """
+    """Whether an iterable holds an iterator, or is one."""
     return _holds_iterator(owner, 0)
 
 
@@ -38,11 +34,10 @@ def _holds_iterator(value: Any, depth: int) -> bool:
     return any(_holds_iterator(part, depth + 1) for part in inner)
 
 
-class TakenBack:
-    """What was taken, and the rest; the generators that the taking has moved move when it is read."""
+class PushedBackItems:
+    """Items taken, and the rest of the stream; generators advanced by the taking advance when it is read."""
 
     def __init__(self, taken: list[Any], rest: Iterator[Any], before: GeneratorStates, after: GeneratorStates) -> None:
-        """Args: taken, rest: of the stream. before, after: the states of generators around the taking."""
         self._items = chain(taken, rest)
         self._before, self._after = before, after
 
@@ -53,20 +48,15 @@ class TakenBack:
         yield from self._items
 
 
-def give_back(owner: Any, back: TakenBack) -> Any:
-    """Let the next one who iterates over ``owner`` and reads get this, and all later ones what they would have got.
+def push_back(owner: Any, back: PushedBackItems) -> Any:
+    """Let the next reader that iterates over ``owner`` get ``back``, and later ones what they would have got.
 
-    Args:
-        owner: Loader or dataset.
-        back: What the next one gets.
-
-    Returns:
-        The owner, or what takes its place where it is a bare iterator.
+    Returns the owner, or its replacement where it is a bare iterator.
     """
     kind = type(owner)
 
     def iterate(self: Any) -> Iterator[Any]:
-        if type(self) is not given:  # somebody has read since this iterator was made
+        if type(self) is not given:  # it has been read since this iterator was made
             yield from kind.__iter__(self)
             return
         self.__class__ = kind

@@ -1,4 +1,4 @@
-"""The folder in which tensor plans are kept from run to run, beside the checkpoints."""
+"""The folder that caches tensor plans from run to run, beside the checkpoints."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 
 
 def plan_folder(trainer: Any) -> str | None:
-    """The folder in which runs find the plans of earlier ones; None if this run keeps no files, or none on a disk.
+    """Return the folder of cached plans; None if this run keeps no files, or none on a disk.
 
-    That is the checkpoint folder that the user gave. Where Lightning makes one for each run, below a logger's folder
+    That is the checkpoint folder that the user set. Where Lightning makes one for each run, below a logger's folder
     with a version, it is the folder of all versions.
-
-    Args:
-        trainer: The Lightning trainer, its callbacks set up.
     """
     folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", None)]
     if not folders or trainer.fast_dev_run:

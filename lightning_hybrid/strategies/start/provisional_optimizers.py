@@ -1,8 +1,8 @@
-"""Provisional optimizers for a step that asks for them when it is recorded, before the run's are built.
+"""Provisional optimizers for a step that reads them when it is recorded, before the run's are built.
 
-The first step is recorded before the run's optimizers are built, since these are to hold what a rank keeps of the
-parameters. A step that asks for them is recorded with others, built by a call of `configure_optimizers` of their own;
-what that call leaves on the module is undone.
+The first step is recorded before the run's optimizers are built, since these are to hold the local shards of
+parameters. A step that reads them is recorded with others, built by a separate call of `configure_optimizers`; its
+changes to the module are undone.
 """
 
 from __future__ import annotations
@@ -18,30 +18,24 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_hybrid.randomness.keyed_draws import GeneratorStates
 from lightning_hybrid.step.module_state.snapshot import ModuleState
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.strategies.start.example_batch import hand_out_once
+from lightning_hybrid.strategies.start.example_batch import provide_loaders_once
 
 
-class _AskedForOptimizers(BaseException):
-    """A step looked at optimizers that are not built yet."""
+class _OptimizersRead(BaseException):
+    """A step read optimizers that are not built yet."""
 
 
 class _NotBuilt(list[Any]):
-    """In place of a list of optimizers or schedulers; whoever looks into it is told so."""
+    """Stands for a list of optimizers or schedulers; raises when it is read."""
 
     def _ask(self, *_: Any) -> NoReturn:
-        raise _AskedForOptimizers
+        raise _OptimizersRead
 
     __len__ = __bool__ = __iter__ = __getitem__ = __contains__ = __reversed__ = _ask
 
 
 def record_with_optimizers(trainer: pl.Trainer, module: pl.LightningModule, record: Callable[[], None]) -> None:
-    """Record a training step, with optimizers if it asks for some.
-
-    Args:
-        trainer: About to fit.
-        module: The user's module, whole.
-        record: Records the step.
-    """
+    """Record a training step, with optimizers if it reads some."""
     strategy: Any = trainer.strategy
     before = strategy._optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs
     try:
@@ -53,10 +47,10 @@ def record_with_optimizers(trainer: pl.Trainer, module: pl.LightningModule, reco
         try:
             record()
             return
-        except _AskedForOptimizers:
+        except _OptimizersRead:
             pass
         strategy.optimizers, strategy.lr_scheduler_configs = [], []
-        with _undone(module, strategy.root_device), _loaders_set_up_later(trainer.fit_loop):
+        with _restored_afterwards(module, strategy.root_device), _loaders_reset_afterwards(trainer.fit_loop):
             strategy.optimizers, strategy.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
         record()
     finally:
@@ -64,25 +58,25 @@ def record_with_optimizers(trainer: pl.Trainer, module: pl.LightningModule, reco
 
 
 @contextlib.contextmanager
-def _loaders_set_up_later(loop: Any) -> Iterator[None]:
-    """Inside, `trainer.estimated_stepping_batches` sets up the training data; that draws, so it happens again later."""
+def _loaders_reset_afterwards(loop: Any) -> Iterator[None]:
+    """Undo the data set-up by `trainer.estimated_stepping_batches` inside: it draws, so it is repeated later."""
     was_set_up = loop._combined_loader is not None
     yield
     combined = loop._combined_loader
-    if was_set_up or combined is None or not all(map(_can_be_read_again, combined.flattened)):
+    if was_set_up or combined is None or not all(map(_is_rereadable, combined.flattened)):
         return
     loop._data_fetcher.teardown()
     loop._combined_loader = None
-    hand_out_once(loop._data_source, lambda: combined)
+    provide_loaders_once(loop._data_source, lambda: combined)
 
 
-def _can_be_read_again(loader: Any) -> bool:
+def _is_rereadable(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 @contextlib.contextmanager
-def _undone(module: pl.LightningModule, device: Any) -> Iterator[None]:
-    """Inside, `configure_optimizers` may set attributes, freeze parameters and draw; outside, nothing is left of it."""
+def _restored_afterwards(module: pl.LightningModule, device: Any) -> Iterator[None]:
+    """Undo the attributes, frozen parameters and draws of the `configure_optimizers` that runs inside."""
     state, generators = ModuleState(module), GeneratorStates(device)
     trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     try:

@@ -1,4 +1,4 @@
-"""The factory of step runners: with stages or without, as the user's options say."""
+"""The factory of step runners: with stages or without, by the user's options."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.verify.copy_memory import free_bytes
 
-# Parameters that are lent may take this share of the memory that is free when a step begins.
-_SHARE = 0.25
+# Share of the memory free at the start of a step that gathered parameters may take.
+_FREE_MEMORY_SHARE = 0.25
 
 
-def runner_of_stages(
+def make_runner(
     module: nn.Module,
     mesh: Mesh,
     shares: dist.ProcessGroup,
@@ -44,20 +44,20 @@ def runner_of_stages(
     num_processes: int,
     around_unpartitioned: Callable[[], AbstractContextManager[None]],
 ) -> tuple[StagePlan, MicrobatchRunner]:
-    """Plan the stages of a module, and be ready to run its steps on them.
+    """Make the stage plan of a module, and the runner of its steps.
 
     Args:
-        module: The user's, whole.
+        module: The user's full module.
         mesh: The ranks.
-        shares: Those that share the batches of a replica, where they hold shards and no stages.
-        options: What was asked for.
-        randomness: Keys what steps draw.
-        replica: Which one this rank is of.
+        shares: Ranks that share the batches of a replica, where they hold shards and no stages.
+        options: The arguments of the strategy.
+        randomness: Keys random draws of steps.
+        replica: Index of this rank's replica.
         metrics: Of the module.
-        parts: What this rank holds of each parameter, later.
+        parts: Returns the local shards of parameters, once they are sharded.
         agree: Returns the first rank's argument on every rank.
         num_processes: On this node.
-        around_unpartitioned: Entered around steps of evaluation that are not cut.
+        around_unpartitioned: Entered around evaluation steps that are not partitioned.
     """
     pipeline, device = mesh.group("pp"), randomness.device
     # Several stages of one rank would compute what one does.
@@ -69,7 +69,7 @@ def runner_of_stages(
         parts,
         mesh.group("replica"),
         randomness,
-        room=partial(_room_to_lend, device, num_processes),
+        room=partial(_gather_budget, device, num_processes),
         tell=_warn_of_unpartitioned,
         around=around_unpartitioned,
     )
@@ -94,35 +94,31 @@ def runner_of_stages(
         )
         return plan, runner
     transport = transport_of(pipeline, device)
-    tell = partial(_tell_at_once, pipeline.size(), options.strict_layout)
+    tell = partial(_warn_unsplit, pipeline.size(), options.strict_layout)
     further: dict[str, Any] = {"schedule": options.schedule, "warn_unsplit": tell}
     return plan, StepRunner(module, plan, transport, pipeline, randomness, **further, **common)
 
 
-def _room_to_lend(device: torch.device, num_processes: int) -> int:
-    """Bytes that parameters of other ranks may take on this rank during a step; processes share a host's memory."""
-    return int(min(_SHARE * free_bytes(device) / num_processes, 2.0**62))
+def _gather_budget(device: torch.device, num_processes: int) -> int:
+    """Bytes that gathered parameters may take on this rank during a step; processes share a host's memory."""
+    return int(min(_FREE_MEMORY_SHARE * free_bytes(device) / num_processes, 2.0**62))
 
 
-def _tell_at_once(num_ranks: int, is_strict: bool, name: str, reason: str) -> None:
-    """Say that the batches of a training step are not split; evaluation loses nothing that matters.
-
-    Raises:
-        StepError: The user wants the layout or nothing.
-    """
+def _warn_unsplit(num_ranks: int, is_strict: bool, name: str, reason: str) -> None:
+    """Warn that the batches of a training step are not split (in evaluation that costs little), or raise if strict."""
     if name != "training_step":
         return
-    told = f"{reason}: what that is for the whole batch cannot be told from microbatches"
+    message = f"{reason}: its value for the full batch cannot be computed from microbatches"
     if is_strict:
-        raise StepError(told)
+        raise StepError(message)
     rank_zero_warn(
-        f"{told}. So each batch is one microbatch, and the {num_ranks} pipeline ranks work one after the other. Rows of"
-        " samples and means over samples that a step appends to a list of its module, or logs, can be told"
+        f"{message}. So each batch is one microbatch, and the {num_ranks} pipeline ranks work one after the other. Rows"
+        " of samples and means over samples that a step appends to a list of its module, or logs, can be computed"
     )
 
 
 def _warn_of_unpartitioned(name: str, reason: Exception) -> None:
     rank_zero_warn(
-        f"{name} cannot be shared by stages, so every rank runs all of it, and is sent parameters of other ranks when"
-        f" it reads them: the numbers of one process, in the time of one process. The reason: {reason}"
+        f"{name} cannot be run in stages, so every rank runs it unpartitioned, and gathers parameters of other ranks"
+        f" when it reads them, as one process and in the time of one process. The reason: {reason}"
     )

@@ -1,1 +1,1 @@
-"""Copies of weights, gradients and optimizer states."""
+"""Carried state of a run: copies of weights, gradients and optimizer states."""

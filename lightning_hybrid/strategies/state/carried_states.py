@@ -18,11 +18,9 @@ from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
 def full_states(optimizers: list[Optimizer], gather: Callable[[Optimizer], dict[str, Any]]) -> list[dict[str, Any]]:
-    """The full state dict of each optimizer on every rank, in host memory; collective over the world.
+    """Return the full state dict of each optimizer on every rank, in host memory; collective over the world.
 
-    Args:
-        optimizers: Of the run.
-        gather: Gives the full state dict of one on the first rank.
+    ``gather`` returns the full state dict of one on the first rank.
     """
     box = [[map_leaves(_on_host, gather(optimizer)) for optimizer in optimizers]]
     dist.broadcast_object_list(box, src=0)
@@ -30,7 +28,11 @@ def full_states(optimizers: list[Optimizer], gather: Callable[[Optimizer], dict[
 
 
 class FullGradients:
-    """The gradients of earlier batches, of all parameters, on every rank."""
+    """Accumulated gradients of all parameters, in full on every rank; gathered by a collective over the world.
+
+    ``plan``, ``parts`` and ``mesh`` are of the layout that ends; ``are_complete`` says whether gradients are summed
+    over stages and averaged over replicas.
+    """
 
     @torch.no_grad()
     def __init__(
@@ -43,16 +45,6 @@ class FullGradients:
         *,
         are_complete: bool,
     ) -> None:
-        """Gather them; collective over the world.
-
-        Args:
-            module: The user's, in parts.
-            plan: Which pipeline ranks hold what.
-            parts: What this rank holds of each parameter.
-            mesh: The ranks of the layout as it was.
-            device: Of this rank.
-            are_complete: Whether they are summed over stages and averaged over replicas.
-        """
         self._are_complete, self._device = are_complete, device
         self._full: dict[str, Tensor] = {}
         named = dict(module.named_parameters())
@@ -89,13 +81,7 @@ class FullGradients:
 
     @torch.no_grad()
     def give(self, module: nn.Module, plan: StagePlan | None, parts: LocalShards | None) -> None:
-        """Let each rank have what it holds of them.
-
-        Args:
-            module: The user's, in parts as it is from now on.
-            plan: As before, of the new layout.
-            parts: As before, of the new layout.
-        """
+        """Assign each parameter its shard of the gradients, under the new layout."""
         for name, parameter in module.named_parameters():
             full = self._full.get(name)
             if full is None or is_absent(parameter):

@@ -1,7 +1,7 @@
-"""Weight averaging (SWA, EMA) on shards: copies of the module that callbacks of Lightning's keep beside it.
+"""Weight averaging (SWA, EMA) on shards: the copies of the module that Lightning's callbacks keep.
 
-They are made before the module is cut. Afterwards each rank keeps, averages and swaps that part of the copy which it
-holds of the module; files and the end of training have the whole of it.
+They are made before the module is sharded. Afterwards each rank keeps, averages and swaps the shard of the copy that it
+holds of the module; files and the end of training have the full copy.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from lightning_hybrid.step.standins.absent_tensors import is_absent
 _STEPS = ("update_parameters", "transfer_weights", "_swap_models", "_copy_average_to_current")
 
 
-class Averages:
-    """The copies of one module that its trainer's callbacks keep."""
+class WeightAverages:
+    """The copies of one module that its trainer's callbacks, already set up, keep."""
 
     def __init__(self, trainer: Any) -> None:
-        """Args: trainer: whose callbacks have been set up."""
         self._callbacks: list[Any] = [
             callback
             for callback in trainer.callbacks
@@ -44,7 +43,7 @@ class Averages:
 
     @property
     def copies(self) -> list[nn.Module]:
-        """The copies, with the names of the module."""
+        """The copies, with the parameter names of the module."""
         return [_module_of(callback._average_model) for callback in self._callbacks]
 
     def follow(
@@ -54,13 +53,7 @@ class Averages:
         parts: LocalShards | None,
         gather: Callable[[nn.Module], dict[str, Any]],
     ) -> None:
-        """Let the copies be in parts as the module is.
-
-        Args:
-            module: With its values.
-            plan: Who holds what; None where every rank holds all.
-            parts: What this rank holds of each layer.
-            gather: The state dict of a copy in parts as it is saved; collective.
+        """Shard the copies as the module is sharded; ``gather`` returns the state dict of a copy to save (collective).
 
         Raises:
             ValueError: A copy of a module that was built empty should have got the values of a checkpoint.
@@ -75,11 +68,11 @@ class Averages:
             plan.drop_absent_in_copy(copy)
             if parts is not None:
                 parts.shard_parameters(copy)
-            self._in_parts(callback, module, parts, gather)
+            self._shard_copy(callback, module, parts, gather)
         self._plan, self._parts = plan, parts
 
     def _fill(self, callback: Any, module: nn.Module, copy: nn.Module) -> None:
-        """Give a copy that was made before its module had values the values of the module."""
+        """Assign the values of the module to a copy that was made before the module had any."""
         if self._is_resumed:
             raise ValueError(
                 f"{type(callback).__name__} cannot resume an average for a model that was built empty; build the model"
@@ -92,7 +85,7 @@ class Averages:
                 parameter = value if is_absent(value) else nn.Parameter(value, requires_grad=original.requires_grad)
                 copy.get_submodule(owner)._parameters[member] = parameter  # type: ignore[assignment]
 
-    def _in_parts(
+    def _shard_copy(
         self,
         callback: Any,
         module: nn.Module,
@@ -116,19 +109,19 @@ class Averages:
         if prefix == "":  # SWA moves its copy when it begins to average; it is there, and what is absent cannot move
             members["to"] = lambda *_, **__: average
         for name, function in members.items():
-            self._put(average, name, function)
+            self._replace_method(average, name, function)
         for owner in (callback, average):
             for name in _STEPS:
                 function = getattr(owner, name, None)
                 if function is not None:
-                    self._put(owner, name, _on_present(function, [module, copy, average]))
+                    self._replace_method(owner, name, _on_present(function, [module, copy, average]))
 
-    def _put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Let ``owner`` have another function, on this instance alone, until the module is whole."""
+    def _replace_method(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Replace a method of ``owner``, on this instance alone, until the module is full."""
         self._undo.callback(replace(owner, name, function))
 
     def unshard_parameters(self) -> None:
-        """Give every rank the whole copies; collective over the pipeline."""
+        """Gather the full copies on every rank; collective over the pipeline."""
         self._undo.close()
         if self._plan is not None:
             for copy in self.copies:
@@ -138,7 +131,7 @@ class Averages:
             self._plan = self._parts = None
 
     def leave(self) -> None:
-        """Take back what was put on the callbacks, whatever the copies hold."""
+        """Restore the callbacks, whatever the copies hold."""
         self._undo.close()
 
 
@@ -149,7 +142,7 @@ def _module_of(average: nn.Module) -> nn.Module:
 
 
 def _on_present(function: Callable[..., Any], modules: list[nn.Module]) -> Callable[..., Any]:
-    """A function for which modules have only the parameters that are on this rank."""
+    """Wrap a function so that modules have only the parameters that are on this rank."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

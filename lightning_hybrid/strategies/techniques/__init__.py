@@ -1,1 +1,1 @@
-"""What each technique sets up in a run."""
+"""Set-up of each parallelism technique in a run."""

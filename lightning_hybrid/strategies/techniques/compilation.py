@@ -1,8 +1,8 @@
-"""``torch.compile`` of units, layer by layer, between what the strategy does around layers.
+"""``torch.compile`` of layers, one by one, inside of the strategy's wrappers around layers.
 
-Like layers are compiled once. Each kind has a function of its own whose argument is the layer, so that torch's cache
-for that function sees one program with other parameters, and a layer of another kind never counts against its limit.
-The user's modules are as ever: while a step runs, their instances' forwards are replaced, as all else here does it.
+Structurally equal layers are compiled once. Each kind has a function of its own whose argument is the layer, so that
+torch's cache for that function sees one program with other parameters, and a layer of another kind never counts against
+its limit. The user's modules are unchanged: only while a step runs, their instances' forwards are replaced.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class CompiledUnits:
 
     Attributes:
         reasons: Why units are not compiled, by FQN.
-        kinds: The FQNs of those that are, like ones together.
+        kinds: The FQNs of compiled units, grouped by structure.
+
+    Raises:
+        ValueError: There is no compiler, or a mode that keeps one microbatch's activations only.
     """
 
     def __init__(
@@ -44,24 +47,13 @@ class CompiledUnits:
         options: Mapping[str, Any],
         device: torch.device,
         *,
-        in_parts: bool,
+        in_microbatches: bool,
         synced_norms: bool = False,
     ) -> None:
-        """Be ready to choose.
-
-        Args:
-            root: The user's module.
-            options: Of ``torch.compile``.
-            device: Where the units are.
-            in_parts: Whether several microbatches may wait for their backward.
-            synced_norms: Whether BatchNorm asks other ranks, which no compiler may look into.
-
-        Raises:
-            ValueError: There is no compiler, or a mode that keeps one microbatch's activations only.
-        """
-        self._root, self._options, self._synced_norms = root, dict(options), synced_norms
+        self._root, self._options = root, dict(options)
+        self._synced_norms = synced_norms  # BatchNorm communicates, which no compiler may trace
         self._randomness: KeyedRandomness | None = None
-        self._held: dict[str, nn.Module] = {}  # by this rank, of those that are compiled
+        self._local_units: dict[str, nn.Module] = {}  # by this rank, of those that are compiled
         self._runs: dict[str, Callable[..., Any]] = {}  # of those that no ranks share
         self._shards: ModelShards | None = None
         self._drawing: Collection[str] = ()
@@ -69,7 +61,7 @@ class CompiledUnits:
         self.kinds: list[list[str]] = []
         if self.backend == "inductor":
             check_compiler(device)
-        if in_parts and device.type == "cuda" and options.get("mode") in _GRAPH_MODES:
+        if in_microbatches and device.type == "cuda" and options.get("mode") in _GRAPH_MODES:
             raise ValueError(
                 f"compile={dict(options)} replays CUDA graphs, which overwrite what other microbatches still need for"
                 " their backward; leave the mode out, or set pipeline_parallel_size=1 and num_microbatches=1"
@@ -77,7 +69,7 @@ class CompiledUnits:
 
     @property
     def backend(self) -> str:
-        """What compiles, in a word."""
+        """Name of the compiler backend."""
         backend = self._options.get("backend", "inductor")
         return backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
 
@@ -88,18 +80,15 @@ class CompiledUnits:
         drawing: Collection[str] = (),
         randomness: KeyedRandomness | None = None,
     ) -> None:
-        """Choose what is compiled; once what lives elsewhere is absent, and parameters are cut.
+        """Choose the units to compile, once remote parameters are absent, and local ones sharded.
 
-        Args:
-            units: Of the pipeline, by FQN; without a pipeline those of one stage.
-            shards: If layers are cut.
-            drawing: FQNs of modules that draw random numbers.
-            randomness: Which keys these.
+        Without a pipeline, ``units`` are those of one stage. ``drawing`` are FQNs of modules that draw random numbers,
+        which ``randomness`` keys.
         """
         self._randomness, self._shards, self._drawing = randomness, shards, drawing
         by_user = compiled_modules(self._root, () if units is None else units.values())
         plans = {} if shards is None else shards.plans
-        dealt = any(plan.positions is not None for plan in plans.values())
+        shards_sequence = any(plan.positions is not None for plan in plans.values())
         outside = any(plan.outside for plan in plans.values())
         by_kind: dict[Hashable, list[str]] = {}
         modules = find_layers(choose_units(self._root, 1) if units is None else units)
@@ -111,10 +100,10 @@ class CompiledUnits:
                 self.reasons[fqn] = "compiled by you"
             elif self._synced_norms and any(isinstance(inner, _BatchNorm) for inner in module.modules()):
                 self.reasons[fqn] = "its BatchNorm is synced over replicas"
-            elif dealt:
-                self.reasons[fqn] = "positions are dealt to ranks"
+            elif shards_sequence:
+                self.reasons[fqn] = "positions are sharded over ranks"
             elif outside:
-                self.reasons[fqn] = "code outside of layers uses weights that are cut by their vocabulary"
+                self.reasons[fqn] = "code outside of layers uses weights that are sharded by their vocabulary"
             elif plan is not None and plan.num_sharded and (reason := why_not_compiled(module, plan)):
                 self.reasons[fqn] = reason
             else:
@@ -127,14 +116,14 @@ class CompiledUnits:
                 module = modules[fqn]
                 if any(is_absent(parameter) for parameter in module.parameters()):
                     continue
-                self._held[fqn] = module
+                self._local_units[fqn] = module
                 if shards is not None and plans[fqn].num_sharded:
                     shards.compile(fqn, self._keyed(fqn, unwatched(run)))
                     continue
                 own = module.__dict__.get("forward")
                 call = partial(_call, run, module) if own is None else self._compiled(own)
                 call = self._keyed(fqn, unwatched(call))
-                self._runs[fqn] = call if shards is None else _settling(call)
+                self._runs[fqn] = call if shards is None else _materializing(call)
 
     def _keyed(self, fqn: str, run: Callable[..., Any]) -> Callable[..., Any]:
         draws = any(name == fqn or name.startswith(fqn + ".") for name in self._drawing)
@@ -145,22 +134,22 @@ class CompiledUnits:
 
     @property
     def draws(self) -> bool:
-        """Whether compiled units draw random numbers, which are others than without a compiler."""
-        drawing = any(name == fqn or name.startswith(fqn + ".") for name in self._drawing for fqn in self._held)
+        """Whether compiled units draw random numbers, which differ from those without a compiler."""
+        drawing = any(name == fqn or name.startswith(fqn + ".") for name in self._drawing for fqn in self._local_units)
         return drawing or self._randomness is None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The units run compiled inside."""
+        """Run the units compiled inside."""
         import torch._dynamo.config as config
 
-        units = {fqn: self._held[fqn] for fqn in self._runs}
+        units = {fqn: self._local_units[fqn] for fqn in self._runs}
         # Layers that read their own number are compiled one by one; none may fall back to running uncompiled.
-        limit = max(config.recompile_limit, 8 + 4 * len(self._held))
+        limit = max(config.recompile_limit, 8 + 4 * len(self._local_units))
         total = max(config.accumulated_recompile_limit, 8 * limit)
         randomness = self._randomness
         if randomness is not None:
-            randomness.opaque_modules = self._held
+            randomness.opaque_modules = self._local_units
         try:
             with (
                 config.patch(recompile_limit=limit, accumulated_recompile_limit=total),
@@ -173,7 +162,7 @@ class CompiledUnits:
                 randomness.opaque_modules = ()
 
     def lines(self) -> list[str]:
-        """What is compiled and what is not, in words."""
+        """Return lines that list compiled and uncompiled units."""
         lines = []
         for fqns in self.kinds:
             lines.append(f"compiled with {self.backend}: {_some(fqns)}")
@@ -185,7 +174,7 @@ class CompiledUnits:
 
 
 def _kind(module: nn.Module) -> Hashable:
-    """Equal for layers that may share a function; what else they differ in, torch finds out."""
+    """Return a key that is equal for layers that may share a function; torch finds their other differences."""
     return tuple((name, type(inner), *map(_member_kind, _tensors(inner))) for name, inner in module.named_modules())
 
 
@@ -199,8 +188,8 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
     yield from module._buffers.items()
 
 
-def _settling(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiler does not know what stands for a whole of which each rank has a slice."""
+def _materializing(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Materialize deferred tensors, which a compiler does not know, before the call."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = materialize_call(args, kwargs)
@@ -214,7 +203,7 @@ def _call(run: Callable[..., Any], unit: nn.Module, *args: Any, **kwargs: Any) -
 
 
 def _function_of_kind(number: int) -> Callable[..., Any]:
-    """A function with a cache of its own; torch keeps one for each code object."""
+    """Make a function with a cache of its own; torch keeps one for each code object."""
 
     def run(unit: Any, entered: CompiledRegionInputs | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = type(unit).forward(unit, *args, **kwargs)
@@ -236,10 +225,7 @@ def _some(fqns: list[str]) -> str:
 
 
 def check_compiler(device: torch.device) -> None:
-    """See that torch's own backend finds what it needs on this machine.
-
-    Args:
-        device: Where the compiled code runs.
+    """Check that torch's own backend finds its compiler on this machine.
 
     Raises:
         ValueError: It does not; the message says what to install.
@@ -267,12 +253,8 @@ def check_compiler(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def one_share_of_cores(num_processes: int) -> Iterator[None]:
-    """Ranks of one node compile at the same time: each starts its share of the processes that torch would start.
-
-    Args:
-        num_processes: Ranks on this node.
-    """
+def share_compile_processes(num_processes: int) -> Iterator[None]:
+    """Limit the compile processes of this rank to its share: ranks of one node compile at the same time."""
     if "TORCHINDUCTOR_COMPILE_THREADS" in os.environ:
         yield
         return

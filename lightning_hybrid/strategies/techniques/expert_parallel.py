@@ -1,4 +1,4 @@
-"""Expert parallelism in a strategy: find the experts in the first recorded step, share them, say what was found."""
+"""Expert parallelism in a strategy: find the experts in the first recorded step, shard and describe them."""
 
 from __future__ import annotations
 
@@ -22,35 +22,26 @@ from lightning_hybrid.parts.local_shards import AxisSharding
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness, replaced_forwards
 from lightning_hybrid.strategies.options.strategy_options import Options, compile_options
-from lightning_hybrid.strategies.techniques.tensor_parallel import check_cut
+from lightning_hybrid.strategies.techniques.tensor_parallel import check_is_sharded
 from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks, enter, leave, sum_gradients
 from lightning_hybrid.tensor.collectives.sequence_collectives import SequenceSharding, gather_sequence, shard_sequence
 from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
 
 
 class ExpertPlanner:
-    """Finds the experts of one module while its first step is recorded, and runs the step with what was found.
+    """Finds the experts of one full module while its first step is recorded, and runs the step with sharded experts.
 
     Attributes:
-        summary: What was found, in words.
-        shared: The experts that ranks share, if they do.
+        summary: The experts found, for the start table.
+        shared: The experts sharded over ranks, if they are.
     """
 
     def __init__(
         self, module: nn.Module, mesh: Mesh, options: Options, randomness: KeyedRandomness, guards: ReadGuards
     ) -> None:
-        """Before the recording.
-
-        Args:
-            module: The user's, whole.
-            mesh: The ranks.
-            options: What was asked for.
-            randomness: Keys what modules draw.
-            guards: Of the run.
-        """
         self._module, self._mesh, self._randomness, self._guards = module, mesh, randomness, guards
         self._chunks, self._compile = options.expert_chunks, compile_options(options.compile)
-        self._uncompiled: dict[str, _Uncompiled] = {}
+        self._uncompiled: dict[str, _EagerForward] = {}
         self._size = mesh.layout.expert_parallel_size
         self._calls = ExpertCalls()
         self._drawing: Collection[str] = ()
@@ -60,28 +51,21 @@ class ExpertPlanner:
 
     @staticmethod
     def is_needed(module: nn.Module, layout: ParallelLayout) -> bool:
-        """Whether ranks may share the experts of a module."""
+        """Whether the experts of a module may be sharded over ranks."""
         return layout.expert_parallel_size > 1 or (layout.tensor_parallel_size > 1 and has_stacked_experts(module))
 
     @contextmanager
     def watching(self, variant: TraceVariant) -> Iterator[None]:
-        """See the modules while the step is recorded inside."""
+        """Observe the modules while the step is recorded inside."""
         with self._calls.watching(variant.recording.units):
             yield
         self._drawing = variant.recording.graph.draws
 
     def plan(self, shardings: Sequence[AxisSharding], shards: ModelShards | None) -> list[AxisSharding]:
-        """Find the experts on the first rank, and share them; collective over the world.
-
-        Args:
-            shardings: What is cut before.
-            shards: Layers that tensor and context ranks share, if they do.
-
-        Returns:
-            What is cut besides.
+        """Find the experts on the first rank, and shard them; collective over the world; return the further shardings.
 
         Raises:
-            LayoutError: There are no experts that the ranks can share, or nothing is cut over tensor ranks; on every
+            LayoutError: There are no experts that can be sharded, or nothing is sharded over tensor ranks; on every
                 rank.
             RuntimeError: The search failed; on every rank.
         """
@@ -90,7 +74,7 @@ class ExpertPlanner:
         if self._mesh.rank == 0:
             try:
                 with torch.random.fork_rng(devices=[]):
-                    box[0] = self._calls.find(self._module, size, tensor_size, partial(self._why_uncut, shards))
+                    box[0] = self._calls.find(self._module, size, tensor_size, partial(self._why_not_shardable, shards))
             except Exception as error:
                 box[0] = f"{type(error).__name__}: {error}"
         dist.broadcast_object_list(box, src=0)
@@ -107,53 +91,53 @@ class ExpertPlanner:
                 " lightning_hybrid.experts.register_experts"
             )
         self._calls = ExpertCalls()
-        further = []
+        new_shardings = []
         if found.widths:
             assert shards is not None
             widths = width_placements(self._module, found.widths)
             shards.mark_sharded_elsewhere(widths)
-            further.append(AxisSharding(self._mesh.group("tp"), widths, axis="tp"))
-            self._widths = TensorShardedExperts(self._module, found.widths, OverTensorRanks(self._mesh.group("tp")))
+            new_shardings.append(AxisSharding(self._mesh.group("tp"), widths, axis="tp"))
+            self._widths = TensorShardedExperts(self._module, found.widths, ExpertTensorRanks(self._mesh.group("tp")))
         elif tensor_size > 1 and shards is not None:
-            check_cut(shards.plans, tensor_size)
+            check_is_sharded(shards.plans, tensor_size)
         if size > 1:
-            further.append(self._share(found, [*shardings, *further], shards))
+            new_shardings.append(self._share(found, [*shardings, *new_shardings], shards))
         self.summary = describe_experts(found, size, tensor_size)
         if self._compile is not None and (found.adapters or found.widths):
             _check_graphs(self._compile)
-            self._uncompiled = {fqn: _Uncompiled() for fqn in {**found.adapters, **found.widths}}
-        return further
+            self._uncompiled = {fqn: _EagerForward() for fqn in {**found.adapters, **found.widths}}
+        return new_shardings
 
     def _share(
         self, found: FoundExperts, shardings: Sequence[AxisSharding], shards: ModelShards | None
     ) -> AxisSharding:
         placements = placements_of(self._module, found.adapters, self._size, shardings)
-        cut = AxisSharding(self._mesh.group("ep"), placements, axis="ep", places=self._mesh.places("ep"))
+        sharding = AxisSharding(self._mesh.group("ep"), placements, axis="ep", places=self._mesh.places("ep"))
         context = None
         if shards is not None and self._mesh.size("cp") > 1:
             shards.set_sharded_experts(placements)
-            context = OverContext(self._mesh.group("cp"), shards)
+            context = ExpertContextRows(self._mesh.group("cp"), shards)
         self.shared = ShardedExperts(
             self._module,
             found.adapters,
-            cut,
+            sharding,
             chunks=self._chunks,
             randomness=self._randomness,
             guards=self._guards,
             context=context,
         )
-        return cut
+        return sharding
 
-    def _why_uncut(self, shards: ModelShards | None, fqn: str) -> str:
-        """Why the experts of a module cannot be cut, for what goes on around it; nothing if they might."""
+    def _why_not_shardable(self, shards: ModelShards | None, fqn: str) -> str:
+        """Return why surrounding code keeps the experts of a module from being sharded; "" if it does not."""
         if any(name == fqn or name.startswith(f"{fqn}.") for name in self._drawing):
-            return "they draw random numbers, which ranks would draw alike for different features"
+            return "they draw random numbers, which ranks would draw equally for different features"
         names = [f"{fqn}.{name}" for name, _ in self._module.get_submodule(fqn).named_parameters()]
         return "" if shards is None else next(filter(None, map(shards.why_not_sharded_elsewhere, names)), "")
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Modules run inside with experts that ranks share."""
+        """Run modules with sharded experts inside."""
         with ExitStack() as stack:
             if self._widths is not None:
                 stack.enter_context(self._widths.local_widths())
@@ -174,8 +158,8 @@ def _check_graphs(options: Mapping[str, Any]) -> None:
         )
 
 
-class _Uncompiled:
-    """A forward that a compiled layer calls as it is: it asks other ranks how many rows they send."""
+class _EagerForward:
+    """A forward that a compiled layer calls uncompiled: it asks other ranks how many rows they send."""
 
     def __init__(self) -> None:
         self._forward: Callable[..., Any] | None = None
@@ -190,51 +174,49 @@ class _Uncompiled:
         return self._call
 
 
-class OverTensorRanks:
-    """See ``TensorRanks``."""
+class ExpertTensorRanks:
+    """Collectives over tensor ranks (implements ``TensorRanks``)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Args: group: the tensor ranks."""
         self._ranks = GroupRanks(group)
         self.rank = self._ranks.rank
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """See ``TensorRanks``."""
+        """Apply the f operator: identity forward, sum of gradients backward."""
         return enter(tensor, self._ranks)
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """See ``TensorRanks``."""
+        """Apply the g operator: sum forward, identity backward."""
         return leave(tensor, self._ranks)
 
     def sum_gradients(self, tensors: list[Tensor]) -> list[Tensor]:
-        """See ``TensorRanks``."""
+        """Apply the f operator to several tensors."""
         return sum_gradients(tensors, [None] * len(tensors), self._ranks)
 
 
-class OverContext:
-    """See ``ContextRows``."""
+class ExpertContextRows:
+    """Rows of context ranks (implements ``ContextRows``)."""
 
     def __init__(self, group: dist.ProcessGroup, shards: ModelShards) -> None:
-        """Args: group: the context ranks. shards: the layers that they share."""
         self._ranks, self._shards = GroupRanks(group), shards
 
     def _of(self, number: int) -> SequenceSharding:
         return SequenceSharding(0, number, self._ranks)
 
     def sees_local_positions(self, names: Iterable[str]) -> bool:
-        """See ``ContextRows``."""
+        """Whether parameters are used on local positions of the sequence only."""
         return any(map(self._shards.sees_local_positions, names))
 
     def local_row_range(self, number: int) -> tuple[int, int]:
-        """See ``ContextRows``."""
+        """Return the local range ``[start, stop)`` of the rows of all context ranks."""
         lengths = self._of(number).lengths
         first = sum(lengths[: self._ranks.rank])
         return first, first + lengths[self._ranks.rank]
 
     def shard_rows(self, rows: Tensor) -> Tensor:
-        """See ``ContextRows``."""
+        """Return the local rows of a tensor of shape ``(rows, ...)``."""
         return shard_sequence(rows, self._of(rows.shape[0]))
 
     def unshard(self, shard_rows: Tensor, number: int) -> Tensor:
-        """See ``ContextRows``."""
+        """Gather local rows of all context ranks to shape ``(number, ...)``."""
         return gather_sequence(shard_rows, self._of(number))

@@ -1,8 +1,8 @@
 """Fused steps of torch's Adam and AdamW on the host.
 
-On a host torch steps one parameter after the other and goes over its numbers about ten times; its fused kernel goes
-over them once. It computes the same in another order of rounding. Torch itself does not choose it unasked; it is chosen
-here where the user has left the choice to torch.
+On a host torch steps one parameter after the other and reads its numbers about ten times; its fused kernel reads them
+once. It computes the same in another order of rounding. Torch itself does not choose it by default; it is chosen here
+where the user has left the choice to torch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,7 @@ _STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 def fuse_steps(optimizers: Iterable[Optimizer], until: contextlib.ExitStack) -> None:
-    """Let steps on the host be fused where that changes nothing but rounding.
-
-    Args:
-        optimizers: Of the run; those that are no Adam or AdamW of torch's stay as they are.
-        until: Undoes it when it is closed.
-    """
+    """Fuse host steps of torch's Adam and AdamW where that changes nothing but rounding, until ``until`` is closed."""
     for optimizer in optimizers:
         if type(optimizer) in (Adam, AdamW) and inspect.unwrap(optimizer.step) is inspect.unwrap(Adam.step):
             until.callback(_fuse(optimizer))
@@ -58,8 +53,8 @@ def _fuse(optimizer: Optimizer) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _fused(optimizer: Optimizer) -> Iterator[None]:
-    """Only while the parameters are stepped: hooks and checkpoints are told the user's own choice."""
-    # A mode may give the step other tensors than lie here.
+    """Set ``fused`` only while the parameters are stepped: hooks and checkpoints see the user's own choice."""
+    # A mode may give the step other tensors than the local ones.
     is_seen = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
     chosen = [] if is_seen else [group for group in optimizer.param_groups if _can_be_fused(group, optimizer.state)]
     for group in chosen:
@@ -87,24 +82,24 @@ def _stepped(group: dict[str, Any]) -> list[Tensor]:
 
 
 def _written(parameter: Tensor, state: dict[str, Any]) -> list[Tensor]:
-    """The tensors of which the kernel does not tell autograd that they were written."""
+    """Return the tensors that the kernel writes without marking them for autograd."""
     return [parameter, *(state[name] for name in _STATES if name in state)]
 
 
 def _is_plain(parameter: Tensor, state: dict[str, Any]) -> bool:
-    """Whether the kernel, which knows no shapes and strides, can take a parameter; not before it has been stepped."""
+    """Whether the kernel, which knows no shapes and strides, can step a parameter; not before its first step."""
     return (
         type(parameter) is nn.Parameter
         and parameter.device == HOST
         and parameter.dtype in (torch.float32, torch.float64)
         and "step" in state
-        and _lies_like(parameter.grad, parameter)
+        and _has_same_layout(parameter.grad, parameter)
         and parameter.is_contiguous()
-        and all(_lies_like(state[name], parameter) for name in _STATES if name in state)
+        and all(_has_same_layout(state[name], parameter) for name in _STATES if name in state)
     )
 
 
-def _lies_like(tensor: Any, parameter: Tensor) -> bool:
+def _has_same_layout(tensor: Any, parameter: Tensor) -> bool:
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided

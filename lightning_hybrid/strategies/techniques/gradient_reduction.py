@@ -24,7 +24,7 @@ Reducers = dict[int | None, GradientReducer | JointReducer]
 
 
 def stage_of_gradient(plan: StagePlan, name: str) -> int | None:
-    """After which stage's last backward the gradient of a parameter of this rank is complete; None: after all."""
+    """Return the stage after whose last backward a local parameter's gradient is complete; None: after all."""
     stages = [stage for stage in plan.stages_of(name) if stage in plan.stages]
     return stages[0] if len(plan.ranks_of(name)) == 1 and len(stages) == 1 else None
 
@@ -37,18 +37,18 @@ def connect_gradients(
     averages: bool = True,
     experts: Collection[str] = (),
 ) -> tuple[Reducers, SharedParameters | None, set[int]]:
-    """Build the reducers of one rank.
+    """Build the gradient reducers of one rank.
 
     Args:
         module: The user's module.
-        plan: Which stage holds what; None without stages.
+        plan: The stage plan; None without stages.
         mesh: The ranks.
-        averages: Whether to build reducers; else somebody else averages over replicas.
-        experts: FQNs of parameters of which other replicas hold other parts.
+        averages: Whether to build reducers; ZeRO averages over replicas otherwise.
+        experts: FQNs of parameters of which other replicas hold other shards.
 
     Returns:
-        A bucketed reducer by stage (None: what is complete only after all stages), the parameters that several
-        pipeline ranks hold, and the ids of the parameters that this rank counts in a norm.
+        A bucketed reducer by stage (None: of gradients that are complete only after all stages), the parameters that
+            several pipeline ranks hold, and the ids of the parameters that this rank counts in a norm.
     """
     parameters = dict(module.named_parameters())
     data = mesh.group("data")
@@ -73,11 +73,7 @@ def connect_gradients(
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], plan: StagePlan | None) -> None:
-    """Refuse what no rank can do with the parameters that it has.
-
-    Args:
-        optimizers: Of the run.
-        plan: Who holds what; None where every rank holds all.
+    """Refuse optimizers that need parameters of several stages at once.
 
     Raises:
         ValueError: One needs all parameters in one vector.
@@ -97,14 +93,9 @@ def connect_adascale(
     reducers: Reducers,
     zero: ZeroSharding | None,
 ) -> None:
-    """Let AdaScale see gradients before and after their average.
+    """Let AdaScale observe gradients before and after their average.
 
-    Args:
-        trainer: Whose callbacks to look at.
-        mesh: The ranks.
-        counted: Ids of the parameters whose gradients this rank counts before the average, and after it.
-        reducers: Of the gradients.
-        zero: Reduces those that replicas share out.
+    ``counted`` has the ids of the parameters whose gradients this rank counts before the average, and after it.
     """
     for callback in trainer.callbacks:
         if isinstance(callback, AdaScale):
@@ -115,23 +106,15 @@ def connect_adascale(
                 zero.observe(callback)
 
 
-def scales_rates(trainer: Any) -> bool:
-    """Whether a callback of the user is AdaScale.
-
-    Args:
-        trainer: Whose callbacks to look at.
-    """
+def has_adascale(trainer: Any) -> bool:
+    """Whether a callback of the user is AdaScale."""
     for callback in trainer.callbacks:
         convert(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
     return any(isinstance(callback, AdaScale) for callback in trainer.callbacks)
 
 
 def check_adascale(layout: ParallelLayout, parts: LocalShards | None) -> None:
-    """Refuse AdaScale where it cannot see gradients before and after their average, each once.
-
-    Args:
-        layout: The sizes.
-        parts: What this rank holds of parameters; None if all.
+    """Refuse AdaScale where it cannot observe gradients before and after their average, each once.
 
     Raises:
         ValueError: It cannot.

@@ -1,4 +1,4 @@
-"""Activation checkpointing in a strategy: which layers of the recorded step are computed again."""
+"""Activation checkpointing in a strategy: which layers of the recorded step are recomputed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,7 @@ from lightning_hybrid.zero.unshard_policy import ZeroSharding
 def recompute_layers(
     root: nn.Module, recompute: Recompute, variant: TraceVariant, here: Collection[int], *, compiled: bool
 ) -> Recomputation:
-    """The layers of a recorded step that are computed again.
-
-    Args:
-        root: The user's module.
-        recompute: What is asked for.
-        variant: Of the first step.
-        here: Stages of this rank.
-        compiled: Whether layers run compiled.
+    """Return the recomputation of layers of a recorded step, of those in the local stages ``here``.
 
     Raises:
         RecomputeError: There is no layer, or no pattern matches one.
@@ -58,7 +51,7 @@ def recompute_layers(
 
 
 def recompute_plain_layers(root: nn.Module, recompute: Recompute, *, compiled: bool) -> Recomputation:
-    """The layers that are computed again where steps run as they are; see ``recompute_layers``."""
+    """Return the recomputation of layers where steps run unpartitioned, as ``recompute_layers``."""
     layers = find_layers(dict(root.named_children()))
     if not layers:
         raise RecomputeError(f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out")
@@ -69,7 +62,7 @@ def recompute_plain_layers(root: nn.Module, recompute: Recompute, *, compiled: b
 def _policies(
     recompute: Recompute, layers: dict[str, nn.Module], by_user: Collection[int], *, compiled: bool
 ) -> dict[str, Policy]:
-    """Nobody can look into what is compiled: there, whole layers are computed again."""
+    """Return the policies by layer; compiled code cannot be traced: its layers are recomputed in full."""
     policies = layer_policies(recompute, list(layers))
     for fqn, layer in layers.items():
         if is_selective(policies[fqn]) and (compiled or any(id(inner) in by_user for inner in layer.modules())):
@@ -77,13 +70,8 @@ def _policies(
     return policies
 
 
-def lend_parameters(recomputation: Recomputation, zero: ZeroSharding) -> None:
-    """Where layers' parameters are freed until their backward gathers them, recipes hold none of them.
-
-    Args:
-        recomputation: That has not run yet.
-        zero: Shares out the parameters.
-    """
+def gather_in_recomputation(recomputation: Recomputation, zero: ZeroSharding) -> None:
+    """Keep parameters out of the recomputation's closures where ZeRO frees and gathers them until the backward."""
     policies = recomputation.policies
     zero.recomputed = frozenset(fqn for fqn, policy in policies.items() if policy == "full")
     zero.full_in_backward = frozenset(fqn for fqn in zero.freed if is_selective(policies.get(fqn)))
@@ -95,27 +83,22 @@ def _is_in(fqn: str, unit: str) -> bool:
 
 
 def describe_policies(policies: dict[str, Policy], recompute: Recompute | None) -> str:
-    """One line for each way: which layers are computed again, whole or in part.
-
-    Args:
-        policies: Of the layers.
-        recompute: What was asked for.
-    """
-    whole = _runs({fqn: policy == "full" for fqn, policy in policies.items()})
-    part = _runs({fqn: is_selective(policy) for fqn, policy in policies.items()})
+    """Return a line for each policy: which layers are recomputed in full, or selectively."""
+    in_full = _runs({fqn: policy == "full" for fqn, policy in policies.items()})
+    selective = _runs({fqn: is_selective(policy) for fqn, policy in policies.items()})
     lines = []
-    if part:
-        lines.append(f"recomputed in the backward, except for expensive operations: {part}")
-    if whole or not part:
-        asked = recompute.values() if isinstance(recompute, Mapping) else (recompute,)
-        is_other = any(map(is_selective, asked)) and "full" not in asked and whole
+    if selective:
+        lines.append(f"recomputed in the backward except expensive operations: {selective}")
+    if in_full or not selective:
+        requested = recompute.values() if isinstance(recompute, Mapping) else (recompute,)
+        is_other = any(map(is_selective, requested)) and "full" not in requested and in_full
         reason = " (in full: compiled)" if is_other else ""
-        lines.append(f"recomputed in the backward{reason}: {whole or 'nothing'}")
+        lines.append(f"recomputed in the backward{reason}: {in_full or 'nothing'}")
     return "\n".join(lines)
 
 
 def _runs(chosen: dict[str, bool]) -> str:
-    """Names of those that are chosen, neighbours in one."""
+    """Return the names of chosen layers, neighbours as a range."""
     runs = []
     for is_chosen, group in groupby(chosen.items(), lambda item: item[1]):
         names = [fqn for fqn, _ in group]

@@ -11,18 +11,10 @@ from lightning_hybrid.replicate.synced_batch_norm import SyncedBatchNorm
 
 
 def synced_norms(layer_sync: Any, mesh: Mesh, verify_first_step: bool) -> SyncedBatchNorm | None:
-    """What a Trainer's ``sync_batchnorm`` asks for.
-
-    Args:
-        layer_sync: What the Trainer made of it.
-        mesh: The ranks.
-        verify_first_step: Whether one process repeats the first step.
-
-    Returns:
-        None where nothing is asked for, or there are no other replicas.
+    """Return the BatchNorm synchronization of a Trainer's ``sync_batchnorm``; None without it, or other replicas.
 
     Raises:
-        ValueError: The layers are to be replaced by the user's own, or one process cannot repeat the step.
+        ValueError: The user's layer sync replaces layers, or one process cannot repeat the step.
     """
     if layer_sync is None or mesh.size("data") == 1:
         return None

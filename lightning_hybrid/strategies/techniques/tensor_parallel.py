@@ -1,4 +1,4 @@
-"""Tensor parallelism in a strategy: plan units in the first recorded step, cut them, say what was found."""
+"""Tensor parallelism in a strategy: plan units in the first recorded step, shard and describe them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ from lightning_hybrid.tensor.search.unit_search import plan_unit
 
 
 class TensorPlanner:
-    """Plans the units of one module while its first step is recorded.
+    """Plans the units of one full module while its first step is recorded.
+
+    ``plan`` is the user's (pattern -> style), ``folder`` that of cached plans, if any. A pattern that matches nothing
+    raises a TensorPlanError, on every rank.
 
     Attributes:
-        summary: Where the plans came from, in words; on the first rank.
+        summary: Where the plans came from; on the first rank.
     """
 
     def __init__(
@@ -43,25 +46,13 @@ class TensorPlanner:
         plan: Mapping[str, str] | None = None,
         folder: str | None = None,
     ) -> None:
-        """Read what is asked.
-
-        Args:
-            module: The user's, whole.
-            mesh: The ranks.
-            sequence_parallel: Shard the sequence between regions.
-            plan: The user's: pattern -> style.
-            folder: Where plans are kept from run to run, if they are.
-
-        Raises:
-            TensorPlanError: A pattern of the plan matches nothing; on every rank.
-        """
         self._module, self._mesh = module, mesh
         self._size, self._context = mesh.size("tp"), mesh.size("cp")
-        self._deal: SequenceParallel = "tensor" if sequence_parallel else None
-        self._yours: dict[str, Request] = {}
-        self._own: dict[str, Request] = {}
+        self._sequence_parallel: SequenceParallel = "tensor" if sequence_parallel else None
+        self._user_requests: dict[str, Request] = {}
+        self._model_requests: dict[str, Request] = {}
         if self._size > 1:  # plans say how weights are cut
-            self._yours, self._own = requests_of_user(module, plan or {}), requests_of_model(module)
+            self._user_requests, self._model_requests = requests_of_user(module, plan or {}), requests_of_model(module)
         self._folder = folder
         self.summary = ""
         self._calls = UnitCalls()
@@ -72,7 +63,7 @@ class TensorPlanner:
 
     @contextlib.contextmanager
     def watching(self, variant: TraceVariant) -> Iterator[None]:
-        """See the units while the step is recorded inside."""
+        """Observe the units while the step is recorded inside."""
         units = variant.recording.units
         self._units, self._watched = find_layers(units), list(units.values())
         self._read_by_step |= variant.recording.parameters_read_outside()
@@ -84,13 +75,12 @@ class TensorPlanner:
             self._uses = uses.uses
 
     def plan(self, with_experts: bool = False) -> ModelShards:
-        """Find the plans on the first rank, and have them on all; collective over the world.
+        """Find the plans on the first rank, and broadcast them; collective over the world.
 
-        Args:
-            with_experts: Whether experts may be cut besides: whoever finds that out checks that something is cut.
+        ``with_experts`` means that experts may be sharded besides: their planner checks that something is sharded.
 
         Raises:
-            LayoutError: Nothing of the module can be cut; on every rank.
+            LayoutError: Nothing of the module can be sharded; on every rank.
             TensorPlanError: The user's plan cannot be followed, or is not proved; on every rank.
             RuntimeError: The search failed; on every rank.
         """
@@ -112,9 +102,9 @@ class TensorPlanner:
             raise RuntimeError(f"no plan for {sizes} was found: {box[0]}")
         self._calls = UnitCalls()
         if self._size > 1 and not with_experts:
-            check_cut(box[0], self._size)
+            check_is_sharded(box[0], self._size)
         if self._context > 1:
-            _check_dealt(box[0], self._size, self._context)
+            _check_sequence_sharding(box[0], self._size, self._context)
         groups = self._mesh.group("tp"), self._mesh.group("cp")
         return ModelShards(self._module, box[0], *groups, self._mesh.places("cp"))
 
@@ -127,9 +117,9 @@ class TensorPlanner:
             self._read_by_step,
             self._size,
             plan_unit if cache is None else cache.find,
-            self._deal,
+            self._sequence_parallel,
             self._context,
-            requests_by_unit(self._module, self._units, self._yours, self._own),
+            requests_by_unit(self._module, self._units, self._user_requests, self._model_requests),
             self._uses,
             self._watched,
         )
@@ -138,7 +128,7 @@ class TensorPlanner:
         return plans
 
 
-def _check_dealt(plans: Mapping[str, UnitPlan], size: int, context: int) -> None:
+def _check_sequence_sharding(plans: Mapping[str, UnitPlan], size: int, context: int) -> None:
     if any(plan.positions is not None for plan in plans.values()):
         return
     reasons = "; ".join(
@@ -149,20 +139,16 @@ def _check_dealt(plans: Mapping[str, UnitPlan], size: int, context: int) -> None
         beside = f" beside tensor_parallel_size={size}"
         divisor = f", or sizes whose product, now {size}*{context} = {size * context}, divides the numbers of heads"
     raise LayoutError(
-        f"context_parallel_size={context}{beside} shards the sequence of no layer over its ranks, so {context} ranks"
+        f"context_parallel_size={context}{beside} shards the positions of no layer over its ranks, so {context} ranks"
         f" would do the same ({reasons or 'no layer takes a sequence'}); set context_parallel_size=1{divisor}"
     )
 
 
-def check_cut(plans: Mapping[str, UnitPlan], size: int) -> None:
-    """See that something is cut.
-
-    Args:
-        plans: By FQN of the unit.
-        size: Number of tensor ranks.
+def check_is_sharded(plans: Mapping[str, UnitPlan], size: int) -> None:
+    """Check that some unit is sharded over ``size`` tensor ranks.
 
     Raises:
-        LayoutError: Nothing is; the message has the sizes that are in the way, and the modules that have them.
+        LayoutError: None is; the message has the sizes that prevent it, and the modules that have them.
     """
     if any(plan.num_sharded > len(plan.vocabulary) for plan in plans.values()):
         return
@@ -195,19 +181,13 @@ def _first_and(names: list[str]) -> str:
 
 
 def warn_across_nodes(size: int, ranks_per_node: int, num_nodes: int) -> None:
-    """Say so if tensor ranks, which meet several times in each layer, lie on several nodes.
-
-    Args:
-        size: Number of tensor ranks; they are neighbours.
-        ranks_per_node: Ranks of each node.
-        num_nodes: Number of nodes.
-    """
+    """Warn if neighbouring tensor ranks, which communicate several times in each layer, are on several nodes."""
     if num_nodes == 1 or ranks_per_node % size == 0:
         return
     start = next(first for first in range(0, ranks_per_node * num_nodes, size) if _spans(first, size, ranks_per_node))
     rank_zero_warn(
         f"tensor_parallel_size={size} does not divide the {ranks_per_node} ranks of a node, so tensor ranks such as"
-        f" {start} to {start + size - 1} lie on several of the {num_nodes} nodes, and each layer waits for the network"
+        f" {start} to {start + size - 1} are on several of the {num_nodes} nodes, and each layer waits for the network"
         f" between them; set tensor_parallel_size to a divisor of {ranks_per_node}, or devices to a multiple of {size}"
     )
 
@@ -217,15 +197,17 @@ def _spans(first: int, size: int, ranks_per_node: int) -> bool:
 
 
 class KeyedDraws:
-    """Draws inside of sharded regions differ between tensor ranks, and depend on their key alone."""
+    """Makes draws inside of sharded regions differ between tensor ranks, and depend on their key alone.
+
+    Units draw on ``device``, whose generator is seeded for each draw.
+    """
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        """Args: rank: the tensor rank. device: where units draw; their generator is seeded for each draw."""
         self._device, self._rank = device, rank
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """A context around one draw."""
+        """Enter a context around one draw."""
         generator = torch.default_generator
         if self._device.type == "cuda":
             generator = torch.cuda.default_generators[self._device.index or 0]
@@ -239,21 +221,13 @@ class KeyedDraws:
             generator.set_state(before)
 
 
-# Replicas that share parameters out may have different numbers of these.
-
-
 def describe_tensor_plans(plans: Mapping[str, UnitPlan], summary: str = "") -> str:
-    """The plans in words; units with one plan share its lines.
-
-    Args:
-        plans: By FQN of the unit.
-        summary: Where they came from.
-    """
-    alike: dict[tuple[str, ...], list[str]] = {}
+    """Return lines that describe the plans; units with equal plans share them."""
+    by_text: dict[tuple[str, ...], list[str]] = {}
     for fqn, plan in plans.items():
-        alike.setdefault(tuple(plan.lines()), []).append(fqn)
+        by_text.setdefault(tuple(plan.lines()), []).append(fqn)
     lines = []
-    for text, fqns in alike.items():
+    for text, fqns in by_text.items():
         lines.append(fqns[0] if len(fqns) == 1 else f"{fqns[0]} .. {fqns[-1]} ({len(fqns)})")
         lines += [f"    {line}" for line in text]
     if summary:

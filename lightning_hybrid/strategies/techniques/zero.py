@@ -1,4 +1,4 @@
-"""ZeRO in a strategy: which parameters are sharded together, by which policy, and who reads full ones."""
+"""ZeRO in a strategy: which parameters are sharded together, by which policy, and which code reads full ones."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.techniques.gradient_reduction import stage_of_gradient
-from lightning_hybrid.strategies.user_code.hook_reads import steps_on_parts
-from lightning_hybrid.strategies.user_code.user_optimizers import looks_at_all
+from lightning_hybrid.strategies.user_code.hook_reads import can_step_shards
+from lightning_hybrid.strategies.user_code.user_optimizers import combines_parameters
 from lightning_hybrid.tensor.discovery.unit_calls import record_calls
 from lightning_hybrid.verify.copy_memory import free_bytes
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
@@ -42,12 +42,12 @@ from lightning_hybrid.zero.shard_layout import ShardRanks, bytes_of_shards, shar
 from lightning_hybrid.zero.storage_devices import StorageDevices
 from lightning_hybrid.zero.unshard_policy import Stage, ZeroSharding
 
-# Wholes of all layers, and their gradients, may take this share of the memory that is free when a run begins.
-_SHARE = 0.25
+# Share of the memory free at the start of a run that full layers and their gradients may take.
+_FREE_MEMORY_SHARE = 0.25
 
 
-def check_shard(stage: int, mesh: Mesh) -> None:
-    """Refuse a stage that shares nothing out.
+def check_zero_replicas(stage: int, mesh: Mesh) -> None:
+    """Refuse a ZeRO stage over a single replica.
 
     Raises:
         LayoutError: There is one replica.
@@ -61,14 +61,11 @@ def check_shard(stage: int, mesh: Mesh) -> None:
 
 
 def zero_shardings(module: nn.Module, mesh: Mesh, shardings: Sequence[AxisSharding]) -> list[AxisSharding]:
-    """Where the parts of each parameter lie: over the ranks of a shard, or those of them that have the same experts.
+    """Return the sharding of each parameter over the ranks of a shard, or those of them that have the same experts.
 
-    Args:
-        module: The user's, before it is cut.
-        mesh: The ranks.
-        shardings: What else is cut, from the whole to what these ranks share out.
+    ``shardings`` are those that come before, from the full tensor on; the module is not sharded yet.
     """
-    experts = {name for cut in shardings if cut.axis == "ep" for name in cut.placements}
+    experts = {name for sharding in shardings if sharding.axis == "ep" for name in sharding.placements}
     shapes = {name: shard_of(shardings, name, parameter.shape).shape for name, parameter in module.named_parameters()}
     found = []
     for axis, names in (("dp_shard", shapes.keys() - experts), ("ep_shard", experts)):
@@ -76,32 +73,31 @@ def zero_shardings(module: nn.Module, mesh: Mesh, shardings: Sequence[AxisShardi
             continue
         group = mesh.group(axis)
         placements = {name: shard_placement(torch.Size(shapes[name]), group.size()) for name in shapes if name in names}
-        cut = {name: placement for name, placement in placements.items() if placement is not None}
-        found.append(AxisSharding(group, cut, axis=axis, places=mesh.places(axis)))
+        sharded = {name: placement for name, placement in placements.items() if placement is not None}
+        found.append(AxisSharding(group, sharded, axis=axis, places=mesh.places(axis)))
     return found
 
 
 class LayerReads:
-    """Which parameters of a layer other code of its network reads: ``self.positions.weight[:n]``.
+    """Records parameters of a layer that code outside of it reads: ``self.positions.weight[:n]``.
 
     Attributes:
         names: Their FQNs, once the step was recorded inside.
     """
 
     def __init__(self) -> None:
-        """Nothing has been recorded."""
         self.names: frozenset[str] = frozenset()
 
     @contextlib.contextmanager
     def watching(self, variant: TraceVariant) -> Iterator[None]:
-        """See the layers while the step is recorded inside."""
+        """Observe the layers while the step is recorded inside."""
         units = variant.recording.units
         with record_calls(find_layers(units), units) as calls:
             yield
         self.names = frozenset(f"{layer}.{name}" for layer, names in calls.read_outside.items() for name in names)
 
 
-def share_out(
+def shard_over_replicas(
     module: nn.Module,
     plan: StagePlan,
     reads: LayerReads,
@@ -116,20 +112,20 @@ def share_out(
     agree: Callable[[bool], bool],
     guards: ReadGuards | None,
 ) -> ZeroSharding:
-    """Group the parameters of this rank, which hold its parts already.
+    """Group the local shards of parameters, which are sharded already, by layer and stage.
 
     Args:
         module: The user's.
-        plan: Who holds what.
-        reads: What other code reads of layers.
-        shardings: Where the parts lie.
-        experts: That ranks share.
+        plan: The stage plan.
+        reads: Reads of layers' parameters by other code.
+        shardings: Of the parameters, over all axes.
+        experts: Sharded over ranks, if they are.
         mesh: The ranks.
         device: Of this rank.
         stage: Of ZeRO.
         reshard_after_forward: Whether layers are gathered one by one; "auto" by the memory that is free.
-        offload: Where what is that is not on the device while no step needs it.
-        agree: Whether any rank says so; collective.
+        offload: Storage of offloaded state while no step needs it.
+        agree: Returns whether the argument is true on any rank; collective.
         guards: Of a run whose steps were not recorded; None where a recording shows what they read.
     """
     ranks = ShardRanks(mesh.group("dp_shard"), mesh.group("dp_replicate"), mesh.size("data"))
@@ -138,8 +134,8 @@ def share_out(
         expert_ranks = ShardRanks(mesh.group("ep_shard"), mesh.group("ep_outer"), mesh.size("data"))
     units = choose_units(module, 1) if plan.num_ranks == 1 or plan.first is None else plan.first.recording.units
     layers = find_layers(units)
-    layer_of = _layers_of(module, layers, plan, reads.names)
-    placements = {name: placement for cut in shardings for name, placement in cut.placements.items()}
+    layer_of = _layer_of_parameters(module, layers, plan, reads.names)
+    placements = {name: placement for sharding in shardings for name, placement in sharding.placements.items()}
     of_experts: Collection[str] = ()
     if experts is not None:
         of_experts = experts.cut.placements.keys()
@@ -170,8 +166,8 @@ def share_out(
         )
         groups.setdefault(of, []).append(group)
     if reshard_after_forward == "auto":
-        wholes = 2 * sum(_whole_bytes(parameter) for parameter in own.values())
-        reshard_after_forward = agree(wholes > _SHARE * free_bytes(device))
+        full_bytes = 2 * sum(_full_bytes(parameter) for parameter in own.values())
+        reshard_after_forward = agree(full_bytes > _FREE_MEMORY_SHARE * free_bytes(device))
     zero = ZeroSharding(module, groups, ranks, device, per_layer=bool(reshard_after_forward))
     if zero.per_layer and experts is None and ranks.shard.size() > 1:
         zero.gather_in_rounds(mesh)
@@ -181,17 +177,17 @@ def share_out(
 
 
 def _regions_for(where: str | None, sizes: Sequence[int]) -> Iterator[Region]:
-    """A region of a file for each group of parameters, if they are to be in one."""
+    """Yield a region of a file for each group of parameters, if they are offloaded to one."""
     if where is None or where == "cpu":
         return
     file = StateFile(where.removeprefix("disk:"), sizes, content="the parameters")
     yield from (Region(file, number) for number in range(len(sizes)))
 
 
-def _layers_of(
+def _layer_of_parameters(
     module: nn.Module, layers: Mapping[str, nn.Module], plan: StagePlan, by_others: Collection[str]
 ) -> dict[str, str]:
-    """The layer that alone reads a parameter, by the parameter's FQN."""
+    """Return the layer that alone reads a parameter, by the parameter's FQN."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     by_step = {names[id(module.get_parameter(fqn))] for fqn in by_others}
     seen_when_read = plan.num_ranks == 1  # they are gathered then
@@ -209,103 +205,82 @@ def _layers_of(
             if name in found:
                 several.add(name)
             found[name] = fqn
-    held_outside = _held_outside(module, layers)
-    return {n: fqn for n, fqn in found.items() if n not in several | by_step | held_outside}
+    owned_outside = _owned_outside_layers(module, layers)
+    return {n: fqn for n, fqn in found.items() if n not in several | by_step | owned_outside}
 
 
-def _held_outside(module: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
-    """Parameters that some module outside of all layers holds too."""
+def _owned_outside_layers(module: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
+    """Return the parameters that some module outside of all layers holds too."""
     inside = {id(inner) for layer in layers.values() for inner in layer.modules()}
     outside = {id(p) for inner in module.modules() if id(inner) not in inside for p in inner._parameters.values()}
     return {name for name, parameter in module.named_parameters() if id(parameter) in outside}
 
 
-def _whole_bytes(parameter: nn.Parameter) -> int:
+def _full_bytes(parameter: nn.Parameter) -> int:
     return math.prod(full_shape(parameter)) * parameter.element_size()
 
 
 def describe_zero(stage: int, size: int, *, per_layer: bool) -> str:
-    """One line: what is shared out among how many, and when it is gathered."""
+    """Return the table line of ZeRO: what is sharded over how many replicas, and when it is gathered."""
     what = ["optimizer states", "gradients", "parameters"][:stage]
     listed = what[0] if stage == 1 else f"{', '.join(what[:-1])} and {what[-1]}"
     when = "layer by layer, for each microbatch" if per_layer else "once per step"
     return f"ZeRO-{stage}: {listed} sharded over {size} replicas, gathered and reduced {when}"
 
 
-def steps_by_hand(module: pl.LightningModule, options: Options) -> bool:
-    """Whether replicas share out the steps of optimizers that the module calls itself.
-
-    Args:
-        module: The user's.
-        options: What was asked for.
-    """
-    away = bool(options.offloaded.keys() - {"optimizer_states"}) or options.save_distributed_checkpoint
-    return options.zero_stage in (1, 2) and not module.automatic_optimization and not away
+def can_shard_manual_steps(module: pl.LightningModule, options: Options) -> bool:
+    """Whether replicas shard the optimizer steps of manual optimization."""
+    is_elsewhere = bool(options.offloaded.keys() - {"optimizer_states"}) or options.save_distributed_checkpoint
+    return options.zero_stage in (1, 2) and not module.automatic_optimization and not is_elsewhere
 
 
-def describe_by_hand(stage: int, size: int) -> str:
-    """One line: what is shared out where the module steps by hand."""
-    return f"ZeRO-{stage}, manual optimization: optimizer states sharded over {size} replicas, full gradients averaged"
+def describe_manual_zero(stage: int, size: int) -> str:
+    """Return the table line of ZeRO with manual optimization."""
+    states = f"optimizer states sharded over {size} replicas"
+    return f"ZeRO-{stage}, manual optimization: {states}, gradients averaged in full"
 
 
-def step_on_shards(
+def step_manual_shards(
     optimizers: Sequence[Optimizer], module: nn.Module, shardings: Sequence[AxisSharding], until: contextlib.ExitStack
 ) -> list[Optimizer]:
-    """Let optimizers that the module calls itself step this rank's shards of parameters, which are full meanwhile.
+    """Let optimizers that the module calls itself step local shards of parameters, which are full meanwhile.
 
-    Args:
-        optimizers: Of the run.
-        module: The user's.
-        shardings: Of its parameters over replicas.
-        until: Closed when the run ends.
-
-    Returns:
-        The optimizers that look at full parameters, or at several: they step those on every rank.
+    Returns the optimizers that combine or need full parameters: they step those on every rank.
     """
-    placements = {name: placement for cut in shardings for name, placement in cut.placements.items()}
+    placements = {name: placement for sharding in shardings for name, placement in sharding.placements.items()}
     by_id = {id(p): placements[name] for name, p in module.named_parameters() if name in placements}
     full = []
     for optimizer in optimizers:
-        if looks_at_all(optimizer) or not steps_on_parts(optimizer):
+        if combines_parameters(optimizer) or not can_step_shards(optimizer):
             full.append(optimizer)
         elif shardings:
             until.callback(ShardedStep(optimizer, shardings[0].group, by_id).close)
     return full
 
 
-def share_steps(
+def shard_optimizer_states(
     optimizers: Sequence[Optimizer], ranks: dist.ProcessGroup, until: contextlib.ExitStack
 ) -> list[ShardedStep]:
-    """Share out the states of optimizers that the module calls itself.
-
-    Args:
-        optimizers: Of the run.
-        ranks: That share them.
-        until: Closed when the run ends.
+    """Shard the states of optimizers that the module calls itself.
 
     Raises:
-        ValueError: One may look at whole parameters, or at several.
+        ValueError: One may read full parameters, or several.
     """
     found = []
     for optimizer in optimizers:
-        if looks_at_all(optimizer) or not steps_on_parts(optimizer):
+        if combines_parameters(optimizer) or not can_step_shards(optimizer):
             raise ValueError(
                 f"zero_stage with manual optimization has each replica step its shard of every parameter, but"
-                f" {type(optimizer).__name__} may read full parameters, or several; set zero_stage=0, or use an"
-                " optimizer of torch whose step is elementwise, such as AdamW"
+                f" {type(optimizer).__name__} may read full ones, or several; set zero_stage=0, or use an"
+                " optimizer of torch that steps single numbers, such as AdamW"
             )
         found.append(ShardedStep(optimizer, ranks))
         until.callback(found[-1].close)
     return found
 
 
-def layers_of_parameters(module: nn.Module, plan: StagePlan | None) -> list[list[nn.Parameter]]:
-    """All parameters, layer by layer; first those that are of none.
-
-    Args:
-        module: The user's.
-        plan: Who holds what; None where every rank holds all.
-    """
+def parameters_by_layer(module: nn.Module, plan: StagePlan | None) -> list[list[nn.Parameter]]:
+    """Return all parameters, layer by layer; first those outside of layers."""
     units = dict(module.named_children()) if plan is None else choose_units(module, 1)
     if plan is not None and plan.num_ranks > 1 and plan.first is not None:
         units = dict(plan.first.recording.units)
@@ -328,17 +303,10 @@ def offload_states(
     zero: ZeroSharding | None,
     shared_by: dist.ProcessGroup | None = None,
 ) -> list[OffloadedStates]:
-    """Step layer by layer, if there is anything to bring to where states are, or to leave in a file.
+    """Step layer by layer, if states are offloaded to the host or a file.
 
-    Args:
-        optimizers: Of the run.
-        layers: All parameters, layer by layer.
-        offload: Where what is.
-        device: Of this rank.
-        watched: Optimizers that may look at all parameters in their step.
-        until: Closed when the run ends.
-        zero: What shares out parameters, which may be in files too.
-        shared_by: Ranks that share out the steps of parameters which each of them holds whole.
+    ``watched`` are optimizers that may combine all parameters in their step; ``zero`` may have parameters in files too;
+    ``shared_by`` are ranks that shard the steps of parameters which each of them holds in full.
     """
     devices, where = StorageDevices.of(offload, device), offload.get("optimizer_states")
     regions = {} if zero is None else zero.regions
@@ -353,27 +321,21 @@ def offload_states(
             numel = Tensor.numel if shared_by is None else partial(numel_of_shard, ranks=shared_by)
             found.append(LayerwiseStep(optimizer, layers, folder, regions, states_on=devices.states, numel=numel))
         else:
-            rank_zero_info(describe_at_once(optimizer, why))
+            rank_zero_info(describe_all_at_once(optimizer, why))
             found.append(AllParametersStep(optimizer, folder, regions.values(), states_on=devices.states))
         until.callback(found[-1].close)
     return found
 
 
-def describe_at_once(optimizer: Optimizer, why: str) -> str:
-    """One line: why the states of an optimizer are all in memory for a moment."""
-    return f"offload: {type(optimizer).__name__} {why}, so all of its states are loaded for a step and offloaded again"
+def describe_all_at_once(optimizer: Optimizer, why: str) -> str:
+    """Return the message that tells why the states of an optimizer are all in memory for a moment."""
+    return f"offload: {type(optimizer).__name__} {why}, so all of its states are brought for a step, and leave after it"
 
 
-def hold_in_evaluation(trainer: Any, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
-    """Gather wholes once for each validation: after callbacks have put other weights in place, before its first batch.
+def around_validation(trainer: Any, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
+    """Call ``begin`` in each validation, after callbacks have swapped weights, before its first batch; ``end`` after.
 
-    Args:
-        trainer: About to fit.
-        begin: Gathers them.
-        end: Frees them.
-
-    Returns:
-        What undoes it.
+    Returns the undo.
     """
     loop = trainer.fit_loop.epoch_loop.val_loop
     before = {name: vars(loop).get(name) for name in ("on_run_start", "on_run_end")}

@@ -1,8 +1,8 @@
-"""Checkpoint hooks of the user, while the module is sharded: what they add is full in the file, or refused.
+"""Checkpoint hooks of the user, while the module is sharded: tensors that they add are full in the file, or refused.
 
 Their reads are answered as in other hooks (`user_hooks.py`). Beyond that, a tensor which they leave in the checkpoint
-may lie on other ranks, or in parts on several. When Lightning has put the checkpoint together, each of them is given
-its whole content on the rank that writes.
+may be on other ranks, or sharded over several. When Lightning has put the checkpoint together, each of them is replaced
+by its full content on the rank that writes.
 """
 
 from __future__ import annotations
@@ -23,72 +23,66 @@ from torch import Tensor, nn
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.owned_shards import OwnedShards
 from lightning_hybrid.full_params.cross_stage_mode import SAVING
-from lightning_hybrid.strategies.user_code.hook_context import NOT_OF_THE_USER
+from lightning_hybrid.strategies.user_code.hook_context import LIBRARY_PREFIXES
 from lightning_hybrid.strategies.user_code.reads_protocol import Reads
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, OwnedShards)
-# What `save_hyperparameters` has noted of the module and of the data module.
+# Keys of what `save_hyperparameters` has recorded of the module and of the data module.
 _HYPER_PARAMETERS = (("hyper_parameters",), ("datamodule_hyper_parameters",))
 _DEEPEST = 4  # containers in containers
 _ADVICE = (
     "put tensors that the hook makes of parameters (p.detach().clone()) or numbers there, in dicts, lists and tuples,"
-    " and on every rank alike"
+    " and the same on every rank"
 )
 
 Watched = Callable[[Any, str, Callable[..., Any]], Callable[..., Any]]
 
 
-class SavedByHooks:
-    """Runs the hooks of one trainer that add to its checkpoints, and makes whole what they have added."""
+class CheckpointHooks:
+    """Runs the hooks of one trainer that add to its checkpoints, and replaces what they added by full tensors.
+
+    ``watched`` wraps a hook, by its name, in reads; ``copies`` are averages of the module that callbacks keep.
+    """
 
     def __init__(
         self,
         trainer: pl.Trainer,
         reads: Reads,
-        in_parts: Callable[[], bool],
+        is_sharded: Callable[[], bool],
         watched: Watched,
         copies: Callable[[], Sequence[nn.Module]],
     ) -> None:
-        """Say how hooks are run.
-
-        Args:
-            trainer: Of this run.
-            reads: Of this run.
-            in_parts: Whether the module is not whole now.
-            watched: Puts reads around a hook of someone, by its name.
-            copies: Averages of the module that callbacks keep.
-        """
         self._copies = copies
-        self._trainer, self._reads, self._in_parts, self._watched = trainer, reads, in_parts, watched
+        self._trainer, self._reads, self._is_sharded, self._watched = trainer, reads, is_sharded, watched
         self._added: dict[int, tuple[Any, str]] | None = None  # by id: it, and the hook; None while nothing is saved
 
     def members(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        """Who is to have which other function under which name."""
+        """Yield the objects and methods to replace, and the replacements."""
         trainer: Any = self._trainer
         found = [(trainer.lightning_module, "on_save_checkpoint")]
         found += [(callback, name) for callback in trainer.callbacks for name in ("state_dict", "on_save_checkpoint")]
         if trainer.datamodule is not None:
             found.append((trainer.datamodule, "state_dict"))
         hooks = [(user, name, getattr(user, name)) for user, name in found]
-        hooks = [one for one in hooks if not (getattr(one[2], "__module__", "") or "").startswith(NOT_OF_THE_USER)]
+        hooks = [one for one in hooks if not (getattr(one[2], "__module__", "") or "").startswith(LIBRARY_PREFIXES)]
         for user, name, original in hooks:
             yield (
                 user,
                 name,
-                self._noted(f"{type(user).__name__}.{name}", original, self._watched(user, name, original)),
+                self._wrap_hook(f"{type(user).__name__}.{name}", original, self._watched(user, name, original)),
             )
         connector = trainer._checkpoint_connector
-        yield connector, "dump_checkpoint", self._completed(connector.dump_checkpoint)
+        yield connector, "dump_checkpoint", self._wrap_dump(connector.dump_checkpoint)
 
-    def _noted(self, where: str, original: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
-        """A hook of which is known what it adds."""
+    def _wrap_hook(self, where: str, original: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a hook to record the leaves that it adds."""
 
         @functools.wraps(original)
         def hook(*args: Any, **kwargs: Any) -> Any:
             if self._added is None:
                 return original(*args, **kwargs)
-            if self._is_cut_off:  # nothing will be written, and the ranks that would be asked are gone
+            if self._is_disconnected:  # nothing will be written, and the ranks that would take part are gone
                 return {}
             is_state = where.endswith(".state_dict")
             checkpoint = None if is_state else args[-1] if args else kwargs["checkpoint"]
@@ -102,12 +96,12 @@ class SavedByHooks:
 
         return hook
 
-    def _completed(self, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Lightning's way to put a checkpoint together, with whole tensors in what hooks added."""
+    def _wrap_dump(self, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        """Wrap Lightning's ``dump_checkpoint`` so that leaves added by hooks are full tensors."""
 
         @functools.wraps(original)
         def dump_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            if not self._in_parts() or self._added is not None:
+            if not self._is_sharded() or self._added is not None:
                 return original(*args, **kwargs)
             self._added = {}
             strategy: Any = self._trainer.strategy
@@ -115,22 +109,22 @@ class SavedByHooks:
             try:
                 with self._reads.tracking(states, self._copies()):
                     checkpoint = original(*args, **kwargs)
-                    if self._is_cut_off:
+                    if self._is_disconnected:
                         return checkpoint
                     with self._reads.hook(SAVING), torch._C.DisableTorchFunction():
-                        return self._whole(checkpoint, self._added)
+                        return self._full_checkpoint(checkpoint, self._added)
             finally:
                 self._added = None
 
         return dump_checkpoint
 
     @property
-    def _is_cut_off(self) -> bool:
+    def _is_disconnected(self) -> bool:
         strategy: Any = self._trainer.strategy
-        return bool(strategy.world.is_cut_off)
+        return bool(strategy.world.is_disconnected)
 
-    def _whole(self, checkpoint: dict[str, Any], added: dict[int, tuple[Any, str]]) -> dict[str, Any]:
-        """The checkpoint with whole tensors, on the rank that writes; collective over the ranks of a copy.
+    def _full_checkpoint(self, checkpoint: dict[str, Any], added: dict[int, tuple[Any, str]]) -> dict[str, Any]:
+        """Return the checkpoint with full tensors, on the rank that writes; collective over the ranks of a copy.
 
         Raises:
             CheckpointError: A content cannot be had, or some ranks add what others do not; on every rank of the copy.
@@ -141,8 +135,8 @@ class SavedByHooks:
         named: list[str] = []
         refused: list[str] = []
         for path, leaf in _leaves(checkpoint):
-            is_noted = path[:1] in _HYPER_PARAMETERS and not isinstance(leaf, _PLAIN)
-            if id(leaf) not in added and not is_noted:
+            is_hyper_parameter = path[:1] in _HYPER_PARAMETERS and not isinstance(leaf, _PLAIN)
+            if id(leaf) not in added and not is_hyper_parameter:
                 continue
             adds = added[id(leaf)][1] if id(leaf) in added else "save_hyperparameters"
             name = f"checkpoint{''.join(f'[{key!r}]' for key in path)}, which {adds} adds,"
@@ -155,22 +149,23 @@ class SavedByHooks:
             if is_on_all_ranks is None:
                 refused.append(
                     f"{name} is a tensor of shape {tuple(leaf.shape)} of which rank {self._rank} has no or only"
-                    " a part of the content, and which was made in no hook that follows it"
+                    " a shard of the content, and which was made in no hook that follows it"
                 )
             elif is_on_all_ranks:
-                here[id(leaf)] = _bare(leaf, leaf)
+                here[id(leaf)] = _plain_tensor(leaf, leaf)
             elif id(leaf) not in tensors:
                 tensors[id(leaf)] = leaf
                 named.append(name)
-        said = self._reads.gather_objects((refused, named))
-        if problems := [each for others, _ in said for each in others]:
+        gathered = self._reads.gather_objects((refused, named))
+        if problems := [each for others, _ in gathered for each in others]:
             raise CheckpointError(f"{problems[0]}; {_ADVICE}")
-        if lone := [name for _, names in said for name in names if any(name not in others for _, others in said)]:
-            raise CheckpointError(f"{lone[0]} is added by some ranks, or lies in parts on some, only; {_ADVICE}")
+        names = [each for _, each in gathered]
+        if lone := [name for each in names for name in each if any(name not in others for others in names)]:
+            raise CheckpointError(f"{lone[0]} is added by some ranks, or is sharded over some, only; {_ADVICE}")
         writes = bool(self._trainer.strategy.is_global_zero)
-        wholes = self._reads.contents_for_file(list(tensors.values()), keep=writes)
-        for (key, leaf), whole in zip(tensors.items(), wholes, strict=True):
-            here[key] = _bare(leaf, whole)
+        full_tensors = self._reads.contents_for_file(list(tensors.values()), keep=writes)
+        for (key, leaf), full_tensor in zip(tensors.items(), full_tensors, strict=True):
+            here[key] = _plain_tensor(leaf, full_tensor)
         if objects:
             with torch._C._EnableTorchFunction():  # pickles are of full contents there
                 here.update(zip(objects, _copies(list(objects.values()), keep=writes), strict=True))
@@ -181,8 +176,8 @@ class SavedByHooks:
         return int(self._trainer.global_rank)
 
 
-def _bare(leaf: Tensor, content: Tensor) -> Tensor:
-    """The content as a tensor of the user's kind; what is noted on tensors of a run would be pickled with them."""
+def _plain_tensor(leaf: Tensor, content: Tensor) -> Tensor:
+    """Return the content as a tensor of the user's kind, without a run's attributes, which would be pickled."""
     if content is leaf and not any(name.startswith("_hybrid") for name in leaf.__dict__):
         return leaf
     if isinstance(leaf, nn.Parameter):
@@ -193,7 +188,7 @@ def _bare(leaf: Tensor, content: Tensor) -> Tensor:
 def _leaves(
     value: Any, path: tuple[Any, ...] = (), around: tuple[int, ...] = ()
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """What builtin containers hold, with its place."""
+    """Yield the leaves of builtin containers, with their paths."""
     if type(value) not in _CONTAINERS or id(value) in around:
         yield path, value
         return
@@ -203,7 +198,7 @@ def _leaves(
 
 
 def _rebuilt(value: Any, contents: dict[int, Any], around: tuple[int, ...] = ()) -> Any:
-    """The same with other tensors; containers that hold none of them stay the user's own objects."""
+    """Rebuild containers with other tensors; those that hold none of them stay the user's own objects."""
     if type(value) not in _CONTAINERS or id(value) in around:
         return contents.get(id(value), value)
     around = (*around, id(value))
@@ -220,8 +215,8 @@ def _rebuilt(value: Any, contents: dict[int, Any], around: tuple[int, ...] = ())
     return type(value)(children)
 
 
-class _Finder(pickle.Pickler):
-    """Goes through an object as the file would, and keeps the objects of some kinds that it comes by."""
+class _ObjectFinder(pickle.Pickler):
+    """Pickles an object as the file would, and collects the objects of some kinds inside."""
 
     def __init__(self, kind: tuple[type, ...]) -> None:
         super().__init__(io.BytesIO())
@@ -237,34 +232,30 @@ class _Finder(pickle.Pickler):
 
 def _holds_tensors(value: Any) -> bool:
     """Whether an object would bring modules or tensors into the file, as far as it can be pickled at all."""
-    finder = _Finder((Tensor, nn.Module))
+    finder = _ObjectFinder((Tensor, nn.Module))
     with contextlib.suppress(Exception):  # whoever writes the file says what cannot be pickled
         finder.dump(value)
     return bool(finder.found)
 
 
 def _copies(values: list[Any], *, keep: bool) -> list[Any]:
-    """Copies of objects as the file has them; a rank that does not keep them only takes part."""
+    """Copy objects as the file has them; a rank that does not keep them only joins the collectives."""
     if keep:
         copies: list[Any] = pickle.loads(pickle.dumps(values))
         return copies
-    pickle.Pickler(_Nowhere()).dump(values)
+    pickle.Pickler(_NullFile()).dump(values)
     return values
 
 
-class _Nowhere:
-    """A file that forgets what is written."""
+class _NullFile:
+    """A file that discards its content."""
 
     def write(self, data: Any) -> int:
         return len(data)
 
 
-def tensors_kept_by(owners: Sequence[Any]) -> list[Tensor]:
-    """The tensors in attributes of modules and callbacks, in containers there, and in modules that they keep; once.
-
-    Args:
-        owners: Of the user.
-    """
+def attribute_tensors(owners: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors in attributes of modules and callbacks, in containers there, and in modules inside; once."""
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
     waiting = [(owner, 0) for owner in reversed(owners)]

@@ -1,9 +1,9 @@
-"""Dataloaders that read the model, as in reinforcement learning: a policy is asked while a batch is fetched.
+"""Dataloaders that read the model, as in reinforcement learning: a policy runs while a batch is fetched.
 
-All ranks of a replica fetch the same batches in the same order, so a parameter that they share is gathered when an
-operation of a loader reads it, as in steps that every rank runs whole (``full_params``). Replicas need not
-fetch alike: one gathers what it reads of what they share out, and the others take part when they have their batch. So
-they meet after each fetch, if the objects of some loader refer to the module.
+All ranks of a replica fetch the same batches in the same order, so a parameter that is sharded over them is gathered
+when an operation of a loader reads it, as in steps that every rank runs unpartitioned (``full_params``). Replicas may
+fetch differently: one gathers the shards that it reads, and the others take part when they have their batch. So they
+synchronize after each fetch, if the objects of some loader refer to the module.
 """
 
 from __future__ import annotations
@@ -45,58 +45,56 @@ _LEAVES = (str, bytes, int, float, Tensor, type, ModuleType, numpy.ndarray, nump
 _INSTEAD = "read it in on_train_batch_start or another hook, and let the dataset hand out the numbers that come of it"
 
 
-class NotedReads(TorchFunctionMode):
-    """Notes whether code reads any of these tensors.
+class ReadRecorder(TorchFunctionMode):
+    """Records whether code reads any of these tensors.
 
     Attributes:
-        is_read: Whether some has been read.
+        is_read: Whether one has been read.
     """
 
     def __init__(self, tensors: Collection[Tensor]) -> None:
-        """Args: tensors: the parameters of a module."""
         super().__init__()
         self.is_read = False
         self._ids = {id(tensor) for tensor in tensors}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note one operation."""
+        """Record one operation."""
         self.is_read = self.is_read or any(id(leaf) in self._ids for leaf in flatten((args, kwargs))[0])
         return func(*args, **(kwargs or {}))
 
 
 class LoaderReads(TorchFunctionMode):
-    """While a batch is fetched, parameters of the module are whole; what reads none of them runs as it is."""
+    """Provides full parameters while a batch is fetched; operations that read none of them run unchanged."""
 
     def __init__(
         self, module: nn.Module, unpartitioned: UnpartitionedSteps, zero: Callable[[], ZeroSharding | None]
     ) -> None:
-        """Args: module: the user's, in parts. unpartitioned: lends its parameters. zero: gathers them from replicas."""
         super().__init__()
-        self._unpartitioned, self._zero, self._meets = unpartitioned, zero, False
+        self._unpartitioned, self._zero, self._synchronizes = unpartitioned, zero, False
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._lent: GatheredParameters | None = None
+        self._gathered: GatheredParameters | None = None
 
     @contextlib.contextmanager
-    def fetching(self, *, meets: bool) -> Iterator[None]:
-        """A loader runs inside; collective over replicas if it ``meets`` them."""
-        self._meets = meets
+    def fetching(self, *, synchronizes: bool) -> Iterator[None]:
+        """Run a loader inside; collective over replicas if it ``synchronizes`` them."""
+        self._synchronizes = synchronizes
         try:
             with self:
                 yield
         except BaseException as error:
-            self._give_back(failed=not isinstance(error, StopIteration))
+            self._release(failed=not isinstance(error, StopIteration))
             raise
-        self._give_back(failed=False)
+        self._release(failed=False)
 
-    def _give_back(self, *, failed: bool) -> None:
-        lent, self._lent = self._lent, None
-        if lent is not None:
-            lent.end(failed=failed)
-        if self._meets and not failed and (zero := self._zero()) is not None:
+    def _release(self, *, failed: bool) -> None:
+        gathered, self._gathered = self._gathered, None
+        if gathered is not None:
+            gathered.end(failed=failed)
+        if self._synchronizes and not failed and (zero := self._zero()) is not None:
             zero.free_rank_local_reads()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, on what this rank is lent where it reads parameters."""
+        """Run an operation, on gathered parameters where it reads some."""
         found: list[Tensor] = []
         for leaf in args if kwargs is None else (*args, *kwargs.values()):  # of every operation, so no call for each
             if type(leaf) is list or type(leaf) is tuple:
@@ -121,57 +119,54 @@ class LoaderReads(TorchFunctionMode):
         self._gather(name, found)
         if not any(self._unpartitioned.is_gathered_on_read(self._names[id(leaf)]) for leaf in found):
             return func(*args, **(kwargs or {}))
-        if self._lent is None:
-            self._lent = self._unpartitioned.gather_when_read("a loader")
-        return self._lent.__torch_function__(func, types, args, kwargs)
+        if self._gathered is None:
+            self._gathered = self._unpartitioned.gather_when_read("a loader")
+        return self._gathered.__torch_function__(func, types, args, kwargs)
 
     def _gather(self, operation: str, found: list[Tensor]) -> None:
-        """Have what replicas share out; refuse what cannot be lent here."""
+        """Gather the shards over replicas; refuse parameters that cannot be gathered here."""
         for leaf in found:
             name = self._names[id(leaf)]
-            is_cut = (
+            is_shard = (
                 self._unpartitioned.is_sharded_over_replicas(name)
                 and not is_absent(leaf)
                 and tuple(leaf.shape) != full_shape(leaf)
             )
-            if (is_cut or self._unpartitioned.is_gathered_on_read(name)) and get_worker_info() is not None:
+            if (is_shard or self._unpartitioned.is_gathered_on_read(name)) and get_worker_info() is not None:
                 raise StepError(
                     f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch in a worker, which no"
                     f" other rank can send its part to; set num_workers=0, or {_INSTEAD}"
                 )
-            zero = self._zero() if is_cut else None
-            if zero is not None and self._meets:
+            zero = self._zero() if is_shard else None
+            if zero is not None and self._synchronizes:
                 zero.gather_for_this_rank(leaf)
-            elif is_cut:
+            elif is_shard:
                 raise StepError(
-                    f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch, but replicas share it"
-                    f" out, and no object of the loader refers to the module; give the dataset the module, {_INSTEAD},"
-                    " or set zero_stage=0 and expert_parallel_size=1"
+                    f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch, but it is sharded over"
+                    f" replicas, and no object of the loader refers to the module; give the dataset the module,"
+                    f" {_INSTEAD}, or set zero_stage=0 and expert_parallel_size=1"
                 )
 
 
-def serve_loaders(
+def wrap_loaders(
     trainer: pl.Trainer,
     module: nn.Module,
     unpartitioned: UnpartitionedSteps,
     *,
-    in_parts: Callable[[], bool],
+    is_sharded: Callable[[], bool],
     zero: Callable[[], ZeroSharding | None],
-    meets: Callable[[bool], bool],
+    synchronizes: Callable[[bool], bool],
 ) -> Callable[[], None]:
-    """Let what loaders of this trainer run read whole parameters, and no batch have tensors without content.
+    """Let loaders of this trainer read full parameters, and refuse batches with absent tensors; return the undo.
 
     Args:
-        trainer: Whose loaders.
+        trainer: The owner of the loaders.
         module: The user's.
-        unpartitioned: Lends its parameters.
-        in_parts: Whether the module is not whole now.
-        zero: Gathers what replicas share out; None where they do not.
-        meets: Whether fetches of a loader meet those of other replicas, given whether it refers to the module here;
+        unpartitioned: Gathers parameters of other stages.
+        is_sharded: Whether the module is sharded now.
+        zero: Returns what gathers shards over replicas; None where there are none.
+        synchronizes: Whether fetches of a loader wait for other replicas, from whether it refers to the module here;
             collective over the world.
-
-    Returns:
-        Undoes it.
     """
     undo = contextlib.ExitStack()
     reads = LoaderReads(module, unpartitioned, zero)
@@ -182,13 +177,13 @@ def serve_loaders(
 
         @functools.wraps(original)
         def method(fetcher: _DataFetcher) -> Any:
-            if not _is_of(fetcher, trainer) or not in_parts():
+            if not _is_of(fetcher, trainer) or not is_sharded():
                 return original(fetcher)
             if name == "__iter__":
                 meeting.discard(fetcher)
-                if zero() is not None and meets(refers_to(module, fetcher._combined_loader)):
+                if zero() is not None and synchronizes(refers_to(module, fetcher._combined_loader)):
                     meeting.add(fetcher)
-            with reads.fetching(meets=fetcher in meeting):
+            with reads.fetching(synchronizes=fetcher in meeting):
                 result = original(fetcher)
             if name == "__next__":
                 _check_content(result)
@@ -208,32 +203,27 @@ def _is_of(fetcher: _DataFetcher, trainer: pl.Trainer) -> bool:
 
 
 def refers_to(module: nn.Module, *start: Any) -> bool:
-    """Whether objects that can be reached from others hold a module, or a part of it.
-
-    Args:
-        module: To look for.
-        start: Such as a loader.
-    """
+    """Whether objects such as a loader hold a module, or a submodule of it, directly or indirectly."""
     wanted = {id(part) for part in module.modules()}
-    seen, left = set[int](), list(start)
-    while left and len(seen) < _MOST_OBJECTS:
-        thing = left.pop()
+    seen, waiting = set[int](), list(start)
+    while waiting and len(seen) < _MOST_OBJECTS:
+        thing = waiting.pop()
         if id(thing) in wanted:
             return True
         if id(thing) in seen or isinstance(thing, _LEAVES):
             continue
         seen.add(id(thing))
         if isinstance(thing, Mapping):
-            left += itertools.islice(thing.values(), _MOST_ITEMS)
+            waiting += itertools.islice(thing.values(), _MOST_ITEMS)
         elif isinstance(thing, list | tuple | set | frozenset | collections.deque):
-            left += itertools.islice(thing, _MOST_ITEMS)
+            waiting += itertools.islice(thing, _MOST_ITEMS)
         elif isinstance(thing, FunctionType):
-            left += [cell.cell_contents for cell in thing.__closure__ or () if cell != CellType()]
+            waiting += [cell.cell_contents for cell in thing.__closure__ or () if cell != CellType()]
         elif isinstance(thing, GeneratorType):
-            left += [] if thing.gi_frame is None else thing.gi_frame.f_locals.values()
+            waiting += [] if thing.gi_frame is None else thing.gi_frame.f_locals.values()
         else:
             members = ("__self__", "__func__", "func", "args", "keywords", "__dict__")
-            left += [getattr(thing, member) for member in members if hasattr(thing, member)]
+            waiting += [getattr(thing, member) for member in members if hasattr(thing, member)]
     return False
 
 

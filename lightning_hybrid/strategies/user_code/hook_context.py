@@ -1,4 +1,4 @@
-"""The context of user code: the arguments of steps, the outputs that hooks read, and the hook that is logging."""
+"""The context of user code: arguments of steps, outputs that hooks read, and the current hook."""
 
 from __future__ import annotations
 
@@ -11,18 +11,12 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-# Where hooks come from that no user wrote.
-NOT_OF_THE_USER = ("lightning.", "pytorch_lightning.", "lightning_hybrid.")
+# Modules whose hooks no user wrote.
+LIBRARY_PREFIXES = ("lightning.", "pytorch_lightning.", "lightning_hybrid.")
 
 
 def step_arguments(module: pl.LightningModule, name: str, batch: Any, batch_idx: int = 0) -> tuple[Any, ...]:
-    """The arguments with which Lightning calls a step, as far as the step takes them.
-
-    Args:
-        module: The user's.
-        name: Of the step.
-        batch: The first of them.
-        batch_idx: The second.
+    """Return the arguments with which Lightning calls a step, as far as the step takes them.
 
     Raises:
         ValueError: The step fetches its own batches.
@@ -38,10 +32,10 @@ def step_arguments(module: pl.LightningModule, name: str, batch: Any, batch_idx:
 
 
 def output_is_read(trainer: pl.Trainer, name: str) -> bool:
-    """Whether any hook of the user sees what the step returned."""
+    """Whether any hook of the user reads the output of a step."""
     hook = f"on_{'train' if name == 'training_step' else name.removesuffix('_step')}_batch_end"
     users = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
-    return any(not getattr(type(user), hook, pl.Callback).__module__.startswith(NOT_OF_THE_USER) for user in users)
+    return any(not getattr(type(user), hook, pl.Callback).__module__.startswith(LIBRARY_PREFIXES) for user in users)
 
 
 def old_gradients_are_read(trainer: pl.Trainer) -> bool:
@@ -49,7 +43,7 @@ def old_gradients_are_read(trainer: pl.Trainer) -> bool:
     users = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
     hooks = ("on_before_zero_grad", "optimizer_zero_grad")
     return any(
-        not getattr(type(user), hook, pl.Callback).__module__.startswith(NOT_OF_THE_USER)
+        not getattr(type(user), hook, pl.Callback).__module__.startswith(LIBRARY_PREFIXES)
         for user in users
         for hook in hooks
     )
@@ -57,7 +51,7 @@ def old_gradients_are_read(trainer: pl.Trainer) -> bool:
 
 @contextlib.contextmanager
 def current_hook(module: pl.LightningModule, name: str) -> Iterator[None]:
-    """Say which hook of the module runs, as Lightning's own calls do; ``self.log`` asks."""
+    """Set the current hook of the module, as Lightning's own calls do; ``self.log`` reads it."""
     before, module._current_fx_name = module._current_fx_name, name
     try:
         yield
@@ -66,19 +60,15 @@ def current_hook(module: pl.LightningModule, name: str) -> Iterator[None]:
 
 
 def scripted_modules(module: nn.Module) -> list[str]:
-    """FQNs of the modules of ``torch.jit`` with parameters inside a module."""
+    """Return the FQNs of the modules of ``torch.jit`` with parameters inside a module."""
     modules = module.named_modules()
     return [fqn for fqn, inner in modules if isinstance(inner, torch.jit.ScriptModule) and [*inner.parameters()]]
 
 
 def why_no_stages(module: pl.LightningModule) -> str:
-    """Why no step of a module can be run by several stages, whatever it does; nothing if it can.
-
-    Args:
-        module: The user's.
-    """
+    """Return why no step of a module can be run in stages, whatever it does; "" if it can."""
     if not module.automatic_optimization:
-        return "the module optimizes by hand, and each of its steps reads what the one before has changed"
+        return "the module uses manual optimization, and each of its steps reads what the one before has changed"
     code = getattr(type(module).configure_optimizers, "__code__", None)
     if code is not None and "LBFGS" in code.co_names:
         return "LBFGS looks at all parameters and gradients at once, and runs the step several times for each step"

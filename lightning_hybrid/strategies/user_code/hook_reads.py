@@ -17,16 +17,25 @@ from lightning_hybrid.full_params.value_locations import ValueLocations
 from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.patching import replace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.strategies.user_code.user_optimizers import looks_at_all
+from lightning_hybrid.strategies.user_code.user_optimizers import combines_parameters
 from lightning_hybrid.zero.optimizer_states.layerwise_step import twin_of
 
+# Replicas over which parameters are sharded may have different numbers of these.
 _PER_EVALUATED_BATCH = tuple(
     f"on_{stage}_batch_{when}" for stage in ("validation", "test", "predict") for when in ("start", "end")
 )
 
 
 class HookReads:
-    """What hooks of the user read: of all stages, and whole where ranks hold parts."""
+    """Reads in user hooks: of parameters in all stages, and of full parameters where ranks hold shards.
+
+    Args:
+        stages: Reads across stages, if there are several.
+        parts: Local shards, if parameters are sharded.
+        parameters: Of the module, by FQN.
+        contents: By which the ranks that hold shards find out that they do not read the same.
+        over_replicas: Whether replicas hold shards of one copy.
+    """
 
     def __init__(
         self,
@@ -37,22 +46,13 @@ class HookReads:
         *,
         over_replicas: bool = False,
     ) -> None:
-        """Say what is in parts.
-
-        Args:
-            stages: If there are several.
-            parts: If parameters are cut.
-            parameters: Of the module, by FQN.
-            contents: By which the ranks that hold parts find out that they do not read the same.
-            over_replicas: Whether replicas hold parts of one copy.
-        """
         self._over_replicas = over_replicas
         self._stages = stages
         self._contents = contents
-        self._cuts = None
+        self._shards = None
         if parts is not None:
             note = None if stages is None else stages.record_full_tensor
-            self._cuts = ShardedParameterReads(parts, parameters, note, self._meet)
+            self._shards = ShardedParameterReads(parts, parameters, note, self._meet)
         self._depth = 0
         self._hook = ""
 
@@ -60,15 +60,15 @@ class HookReads:
         self._contents.agree_on(self._hook, f"reads {name}")
 
     def of_optimizers(self, optimizers: Iterable[Optimizer]) -> dict[Optimizer, HookReads]:
-        """What the steps of optimizers must run in, but for those that do the same to parts as to the whole."""
+        """Return the reads around each optimizer's step, without those that step shards as they would full tensors."""
         found = {optimizer: self._of_optimizer(optimizer) for optimizer in optimizers}
         return {optimizer: reads for optimizer, reads in found.items() if reads is not None}
 
     def _of_optimizer(self, optimizer: Optimizer) -> HookReads | None:
-        if looks_at_all(optimizer):
+        if combines_parameters(optimizer):
             return self
         # SparseAdam takes no dense gradients, with which the other question is asked, and one number at a time.
-        if self._cuts is None or isinstance(optimizer, torch.optim.SparseAdam) or steps_on_parts(optimizer):
+        if self._shards is None or isinstance(optimizer, torch.optim.SparseAdam) or can_step_shards(optimizer):
             return None
         alone = copy.copy(self)  # torch's own look at one parameter at a time, whatever its stage
         alone._stages = None
@@ -76,7 +76,7 @@ class HookReads:
 
     @contextlib.contextmanager
     def hook(self, name: str, *, is_complete: bool = True) -> Iterator[None]:
-        """As ``CrossStageReads.hook``."""
+        """Wrap a hook, as ``CrossStageReads.hook``."""
         outer = self._depth == 0
         self._depth += 1
         if outer:
@@ -85,60 +85,55 @@ class HookReads:
             with contextlib.ExitStack() as stack:
                 if self._stages is not None:
                     stack.enter_context(self._stages.hook(name, is_complete=is_complete))
-                if self._cuts is not None and outer:
+                if self._shards is not None and outer:
                     if not (self._over_replicas and name.endswith(_PER_EVALUATED_BATCH)):
                         stack.enter_context(self._contents.checked_hook(name))
-                    stack.enter_context(self._cuts)
+                    stack.enter_context(self._shards)
                 yield
         finally:
             self._depth -= 1
 
     def known(self, value: Any) -> Any:
-        """As ``CrossStageReads.known``."""
+        """Return a value with contents, as ``CrossStageReads.known``."""
         return value if self._stages is None else self._stages.known(value)
 
     @contextlib.contextmanager
     def tracking(self, states: Sequence[Mapping[Any, Any]], copies: Sequence[nn.Module]) -> Iterator[None]:
-        """What runs inside also reads whole states of optimizers, and whole copies of the module.
-
-        Args:
-            states: By parameter.
-            copies: In parts as the module is.
-        """
+        """Track full states of optimizers (by parameter), and full copies of the module, which are sharded as it is."""
         if self._stages is not None:
             for state in states:
                 self._stages.track_state(state)
             for other in copies:
                 self._stages.track_copy(other)
-        with contextlib.nullcontext() if self._cuts is None else self._cuts.tracking(states, copies):
+        with contextlib.nullcontext() if self._shards is None else self._shards.tracking(states, copies):
             yield
 
     def is_on_all_ranks(self, tensor: Tensor) -> bool | None:
-        """Whether all ranks have the whole of a tensor; None if it is not here, and nobody knows where it is."""
-        if self._cuts is not None and (known := self._cuts.is_shard(tensor)) is not False:
+        """Whether all ranks have the full tensor; None if it is not here, and its location is not recorded."""
+        if self._shards is not None and (known := self._shards.is_shard(tensor)) is not False:
             return None if known is None else False
         return not is_absent(tensor) if self._stages is None else self._stages.is_on_all_ranks(tensor)
 
     def gather_objects(self, mine: Any) -> list[Any]:
-        """What each rank says that has a part of this copy of the module; collective over them."""
-        said = self._contents.gather_objects(mine)
-        return said if self._stages is None else [each for row in self._stages.gather_objects(said) for each in row]
+        """Gather an object from each rank that has a shard of this copy of the module; collective."""
+        local = self._contents.gather_objects(mine)
+        return local if self._stages is None else [each for row in self._stages.gather_objects(local) for each in row]
 
     def contents_for_file(self, tensors: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
-        """As ``CrossStageReads.contents_for_file``."""
-        wholes = [tensor if self._cuts is None else self._cuts.full_tensor(tensor) for tensor in tensors]
-        return wholes if self._stages is None else self._stages.contents_for_file(wholes, keep=keep)
+        """Return full contents, as ``CrossStageReads.contents_for_file``."""
+        full_tensors = [tensor if self._shards is None else self._shards.full_tensor(tensor) for tensor in tensors]
+        return full_tensors if self._stages is None else self._stages.contents_for_file(full_tensors, keep=keep)
 
     def track_state(self, state: Mapping[Any, Any]) -> None:
-        """As ``CrossStageReads.track_state``."""
-        if self._cuts is not None:
-            self._cuts.unshard_state(state)
+        """Track the state of a parameter, as ``CrossStageReads.track_state``."""
+        if self._shards is not None:
+            self._shards.unshard_state(state)
         if self._stages is not None:
             self._stages.track_state(state)
 
 
-def summarize_wholes(callback: Any, reads: HookReads) -> Callable[[], None]:
-    """Let Lightning's model summary count whole parameters; returns what undoes it."""
+def summarize_full_parameters(callback: Any, reads: HookReads) -> Callable[[], None]:
+    """Let Lightning's model summary count full parameters; return the undo."""
     original = callback.on_fit_start
 
     def on_fit_start(*args: Any, **kwargs: Any) -> None:
@@ -148,8 +143,8 @@ def summarize_wholes(callback: Any, reads: HookReads) -> Callable[[], None]:
     return replace(callback, "on_fit_start", on_fit_start)
 
 
-def steps_on_parts(optimizer: Optimizer) -> bool:
-    """Whether an optimizer does to the parts of a parameter what it does to the whole; tried on a small one."""
+def can_step_shards(optimizer: Optimizer) -> bool:
+    """Whether an optimizer steps shards of a parameter as it steps the full one; tried on a small one."""
     generator = torch.Generator().manual_seed(0)
     full_tensor = torch.rand(4, 6, dtype=torch.float64, generator=generator) + 0.1
     gradients = [torch.rand(4, 6, dtype=torch.float64, generator=generator) - 0.4 for _ in range(2)]

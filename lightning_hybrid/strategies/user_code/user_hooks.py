@@ -14,13 +14,13 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.strategies.user_code.checkpoint_hooks import SavedByHooks
-from lightning_hybrid.strategies.user_code.hook_context import NOT_OF_THE_USER
+from lightning_hybrid.strategies.user_code.checkpoint_hooks import CheckpointHooks
+from lightning_hybrid.strategies.user_code.hook_context import LIBRARY_PREFIXES
 from lightning_hybrid.strategies.user_code.reads_protocol import Reads
 
 _AROUND_STEP = "optimizer_step"
 _ROUNDS = ("train", "validation", "test", "predict")
-# Hooks that run while the module may be in parts, on every rank; in the last one the training step runs.
+# Hooks that run while the module may be sharded, on every rank; in the last one the training step runs.
 _HOOKS = (
     "on_fit_start",
     "on_after_backward",
@@ -41,59 +41,56 @@ _HOOKS = (
 )
 
 
-def read_globally(
+def wrap_user_hooks(
     trainer: pl.Trainer,
     module: pl.LightningModule,
     reads: Reads,
     *,
     latest: Callable[[], Reads],
-    in_parts: Callable[[], bool],
+    is_sharded: Callable[[], bool],
     complete: Callable[[], bool],
     passes: Callable[[], None],
     copies: Callable[[], Sequence[nn.Module]],
 ) -> Callable[[], None]:
-    """Put ``reads`` around every hook that the user wrote, on these instances alone.
+    """Wrap every hook that the user wrote, on these instances alone, in reads of full parameters; return the undo.
 
     Args:
-        trainer: Its callbacks are watched too.
+        trainer: Its callbacks are wrapped too.
         module: The user's.
         reads: Of this run.
-        latest: Those of the layout as it is now, which a hook may change by the step that it runs.
-        in_parts: Whether the module is not whole now.
+        latest: Returns those of the present layout, which a hook may change by the step that it runs.
+        is_sharded: Whether the module is sharded now.
         complete: Whether gradients of shared parameters are summed over their ranks now.
         passes: Called when this rank has done with a hook, before it waits for the others.
         copies: Averages of the module that callbacks keep.
-
-    Returns:
-        Undoes it.
     """
     undo = contextlib.ExitStack()
-    watch = _HookWatch(trainer, latest, in_parts, complete, passes)
+    watch = _HookWatch(trainer, latest, is_sharded, complete, passes)
     for user in (module, *trainer.callbacks):  # type: ignore[attr-defined]
         for name in _HOOKS:
             original = getattr(user, name, None)
             calls_user = isinstance(user, BaseFinetuning) and name == "on_train_epoch_start"
-            of_lightning = (getattr(original, "__module__", None) or "").startswith(NOT_OF_THE_USER)
+            of_lightning = (getattr(original, "__module__", None) or "").startswith(LIBRARY_PREFIXES)
             if original is None or (of_lightning and not calls_user):
                 continue
             undo.enter_context(replaced(user, name, watch.watched(user, name, original)))
-    for owner, name, function in SavedByHooks(trainer, reads, in_parts, watch.watched, copies).members():
+    for owner, name, function in CheckpointHooks(trainer, reads, is_sharded, watch.watched, copies).members():
         undo.enter_context(replaced(owner, name, function))
     return undo.close
 
 
 @dataclasses.dataclass(frozen=True)
 class _HookWatch:
-    """Puts reads around hooks of the user; attributes as ``read_globally`` is given them."""
+    """Wraps hooks of the user in reads; the attributes are arguments of ``wrap_user_hooks``."""
 
     trainer: pl.Trainer
     latest: Callable[[], Reads]
-    in_parts: Callable[[], bool]
+    is_sharded: Callable[[], bool]
     complete: Callable[[], bool]
     passes: Callable[[], None]
 
     def watched(self, user: Any, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A hook with ``reads`` around its own lines, but not around the steps that it runs: those of an optimizer."""
+        """Wrap a hook in reads around its own lines, but not around the optimizer steps that it runs."""
         before = f"{type(user).__name__}.{name}"
         after = f"{before} after a step"
         # What is cleared next are the gradients of the optimizer step before, which are complete.
@@ -101,7 +98,7 @@ class _HookWatch:
 
         @functools.wraps(original)
         def hook(*args: Any, **kwargs: Any) -> Any:
-            if not self.in_parts():
+            if not self.is_sharded():
                 return original(*args, **kwargs)
             with contextlib.ExitStack() as around, contextlib.ExitStack() as watching:
                 is_watched = False
@@ -110,7 +107,7 @@ class _HookWatch:
                     nonlocal is_watched
                     reads = self.latest()
                     watching.enter_context(reads.hook(where, is_complete=is_complete or self.complete()))
-                    watching.enter_context(_lightning_of_its_own(self.trainer, reads))
+                    watching.enter_context(_without_reads_in_lightning(self.trainer, reads))
                     is_watched = True
 
                 def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,8 +143,8 @@ class _HookWatch:
 
 
 @contextlib.contextmanager
-def _lightning_of_its_own(trainer: pl.Trainer, reads: Reads) -> Iterator[None]:
-    """What a hook asks of Lightning: logs get contents, and what is global already is not watched."""
+def _without_reads_in_lightning(trainer: pl.Trainer, reads: Reads) -> Iterator[None]:
+    """Let logs of a hook have contents, and run Lightning's own global methods without reads."""
     module, strategy = trainer.lightning_module, trainer.strategy
     with contextlib.ExitStack() as stack:
 

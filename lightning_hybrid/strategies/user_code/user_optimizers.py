@@ -1,8 +1,8 @@
-"""Optimizers that are not torch's: their steps see full parameters and gradients.
+"""Optimizers that are not torch's: their steps read full parameters and gradients.
 
-A step that looks at one parameter at a time is right on each rank's part. One that takes a norm over all of them, or a
+A step that updates one parameter at a time is right on each rank's shard. One that takes a norm over all of them, or a
 step count from the first one, is not; which of the two a class of the user's is, only its run can show. So it runs as
-hooks of the user do: what is of other ranks is followed without content, and sent where it is needed.
+hooks of the user do: absent tensors of other ranks are tracked, and sent where their content is needed.
 """
 
 from __future__ import annotations
@@ -25,33 +25,24 @@ from lightning_hybrid.zero.optimizer_states.replaced_step import replace_step
 _PER_PARAMETER = ("torch.", "transformers.", "bitsandbytes.")
 
 
-def looks_at_all(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step, or a hook on it, may combine what it sees of several parameters."""
+def combines_parameters(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step, or a hook on it, may combine several parameters."""
     if isinstance(optimizer, LBFGS):
         return True
     hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
     return any(hooks) or not type(optimizer).step.__module__.startswith(_PER_PARAMETER)
 
 
-def watch_step(optimizer: Optimizer, reads: Reads, in_parts: Callable[[], bool]) -> Callable[[], None]:
-    """Put ``reads`` around the steps of one optimizer; not around the closure, in which the training step runs.
-
-    Args:
-        optimizer: Built on parameters of which some are absent.
-        reads: Of this run.
-        in_parts: Whether the module is not whole now.
-
-    Returns:
-        Undoes it.
-    """
+def watch_step(optimizer: Optimizer, reads: Reads, is_sharded: Callable[[], bool]) -> Callable[[], None]:
+    """Wrap an optimizer's steps in reads, but not the closure, in which the training step runs; return the undo."""
     where = f"{type(optimizer).__name__}.step"
     original = optimizer.step
     known = frozenset(getattr(optimizer, "_optimizer_step_post_hooks", ()))
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not in_parts():
+        if not is_sharded():
             return original(*args, **kwargs)
-        with _later_hooks_after(self, known, (self, *args), kwargs), contextlib.ExitStack() as watching:
+        with _later_hooks_outside(self, known, (self, *args), kwargs), contextlib.ExitStack() as watching:
 
             def unwatched(closure: Any) -> Any:
                 if not callable(closure):
@@ -75,15 +66,7 @@ def watch_step(optimizer: Optimizer, reads: Reads, in_parts: Callable[[], bool])
 
 
 def search_by_mean_loss(optimizer: Optimizer, average: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-    """Let an optimizer that decides by the losses of its closure see their mean over replicas, as gradients are.
-
-    Args:
-        optimizer: Of the run.
-        average: Gives the mean of a loss; collective.
-
-    Returns:
-        Undoes it.
-    """
+    """Let an optimizer that decides by its closure's losses see their ``average`` over replicas; return the undo."""
     original = optimizer.step
 
     def step(self: Optimizer, closure: Callable[[], Any]) -> Any:
@@ -96,16 +79,8 @@ def search_by_mean_loss(optimizer: Optimizer, average: Callable[[Tensor], Tensor
     return replace_step(optimizer, step)
 
 
-def work_on_shards(optimizer: Optimizer, guards: ReadGuards) -> Callable[[], None]:
-    """Let an optimizer that the user's step calls see shards of parameters, which the step itself sees in full.
-
-    Args:
-        optimizer: Of the run.
-        guards: Of the run.
-
-    Returns:
-        Undoes it.
-    """
+def step_local_shards(optimizer: Optimizer, guards: ReadGuards) -> Callable[[], None]:
+    """Let an optimizer that the user's step calls see shards, where the step sees full tensors; return the undo."""
     original, zero_grad = optimizer.step, optimizer.zero_grad
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -127,9 +102,9 @@ def work_on_shards(optimizer: Optimizer, guards: ReadGuards) -> Callable[[], Non
     return undo_both
 
 
-def keeps_lists_like_parameters(optimizer: Optimizer) -> bool:
+def keeps_lists_per_parameter(optimizer: Optimizer) -> bool:
     """Whether an optimizer, or one inside of it, keeps tensors of each parameter outside of its state."""
-    if not looks_at_all(optimizer):
+    if not combines_parameters(optimizer):
         return False
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for value in vars(optimizer).values():
@@ -137,15 +112,15 @@ def keeps_lists_like_parameters(optimizer: Optimizer) -> bool:
             return True
         lists = value if isinstance(value, list) and all(isinstance(inner, list) for inner in value) else [value]
         copies = [copy for inner in lists if isinstance(inner, list) for copy in inner]
-        if copies and len(copies) == len(parameters) and all(map(_is_like, copies, parameters)):
+        if copies and len(copies) == len(parameters) and all(map(_has_same_shape, copies, parameters)):
             return True
     return False
 
 
 def _adopt(optimizer: Optimizer, reads: Reads, outer: tuple[Optimizer, ...] = ()) -> None:
-    """What an optimizer, or one inside of it, has made of each parameter at its birth is where the parameter is.
+    """Track the tensors that an optimizer, or one inside of it, made of each parameter when it was built.
 
-    That is its state, and lists of tensors like its parameters, in their order, as slow weights are.
+    These are its state, and lists of tensors shaped as its parameters, in their order, as slow weights are.
     """
     reads.track_state(optimizer.state)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -159,7 +134,7 @@ def _adopt(optimizer: Optimizer, reads: Reads, outer: tuple[Optimizer, ...] = ()
 def _adopt_copies(value: list[Any], parameters: list[Tensor], reads: Reads) -> None:
     lists = value if all(isinstance(inner, list) for inner in value) else [value]
     copies = [copy for inner in lists for copy in inner]
-    if len(copies) != len(parameters) or not all(map(_is_like, copies, parameters)):
+    if len(copies) != len(parameters) or not all(map(_has_same_shape, copies, parameters)):
         return
     if {id(copy) for copy in copies} & {id(parameter) for parameter in parameters}:
         return  # they are no copies
@@ -170,16 +145,16 @@ def _adopt_copies(value: list[Any], parameters: list[Tensor], reads: Reads) -> N
         inner[:] = [next(adopted)["copy"] for _ in inner]
 
 
-def _is_like(value: Any, parameter: Tensor) -> bool:
+def _has_same_shape(value: Any, parameter: Tensor) -> bool:
     with torch._C.DisableTorchFunction():
         return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 @contextlib.contextmanager
-def _later_hooks_after(
+def _later_hooks_outside(
     optimizer: Optimizer, known: frozenset[int], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[None]:
-    """Let post hooks that came after the optimizer was built (those of callbacks) run when nothing is watched."""
+    """Run post hooks added after the optimizer was built (those of callbacks) outside of the reads."""
     hooks = optimizer.__dict__.get("_optimizer_step_post_hooks")
     if not hooks or known.issuperset(hooks):
         yield

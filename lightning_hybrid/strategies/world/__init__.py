@@ -1,1 +1,1 @@
-"""What ranks know of each other; evaluation, samplers and stops over replicas."""
+"""Ranks: process groups, failures and stops; evaluation and samplers over replicas."""

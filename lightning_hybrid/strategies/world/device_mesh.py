@@ -1,4 +1,4 @@
-"""The device mesh at ``LightningModule.device_mesh``: of the launcher's ranks."""
+"""The device mesh at ``LightningModule.device_mesh``, with the launcher's ranks."""
 
 from __future__ import annotations
 
@@ -12,58 +12,53 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def _in_launchers_world(method: Callable[..., Any]) -> Callable[..., Any]:
+def _in_launcher_world(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def inside(mesh: PublishedMesh, *args: Any, **kwargs: Any) -> Any:
-        with mesh.launchers_world():
+        with mesh.launcher_world():
             found = method(mesh, *args, **kwargs)
-        return published(found, mesh.launchers_world) if isinstance(found, DeviceMesh) else found
+        return published(found, mesh.launcher_world) if isinstance(found, DeviceMesh) else found
 
     return inside
 
 
 class PublishedMesh(DeviceMesh):
-    """A mesh whose parts and places are the same wherever they are asked for.
+    """A mesh whose submeshes and coordinates are the same wherever they are read.
 
-    A ``DeviceMesh`` looks for itself by ``get_rank``, which means the data axes while the user's code runs.
+    A ``DeviceMesh`` finds its coordinates by ``get_rank``, which means the data axes while user code runs.
 
     Attributes:
-        launchers_world: Entered around what asks for ranks.
+        launcher_world: Entered around methods that read ranks.
     """
 
-    launchers_world: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    launcher_world: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 
-    __getitem__ = _in_launchers_world(DeviceMesh.__getitem__)
-    get_rank = _in_launchers_world(DeviceMesh.get_rank)
-    get_local_rank = _in_launchers_world(DeviceMesh.get_local_rank)
-    get_group = _in_launchers_world(DeviceMesh.get_group)
-    get_all_groups = _in_launchers_world(DeviceMesh.get_all_groups)
-    __repr__ = _in_launchers_world(DeviceMesh.__repr__)
+    __getitem__ = _in_launcher_world(DeviceMesh.__getitem__)
+    get_rank = _in_launcher_world(DeviceMesh.get_rank)
+    get_local_rank = _in_launcher_world(DeviceMesh.get_local_rank)
+    get_group = _in_launcher_world(DeviceMesh.get_group)
+    get_all_groups = _in_launcher_world(DeviceMesh.get_all_groups)
+    __repr__ = _in_launcher_world(DeviceMesh.__repr__)
 
     @property
     def mesh(self) -> Tensor:
         """The ranks."""
-        with self.launchers_world():
+        with self.launcher_world():
             return super().mesh
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """The mesh alone, of torch's class; its run is over for whoever loads it."""
+        """Pickles a plain ``DeviceMesh``: the run is over for the process that loads it."""
         state = super().__getstate__()
-        state.pop("launchers_world", None)
+        state.pop("launcher_world", None)
         return copyreg._reconstructor, (DeviceMesh, object, None), state  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PublishedMesh:
-        """A copy of the module is on the same mesh."""
+        """Return the same mesh: a copy of the module is on it too."""
         return self
 
 
-def published(mesh: DeviceMesh, launchers_world: Callable[[], AbstractContextManager[None]]) -> DeviceMesh:
-    """The same mesh, for code of the user's.
-
-    Args:
-        mesh: Of the launcher's ranks.
-        launchers_world: Entered around what asks for ranks.
-    """
+def published(mesh: DeviceMesh, launcher_world: Callable[[], AbstractContextManager[None]]) -> DeviceMesh:
+    """Turn a mesh of the launcher's ranks into a `PublishedMesh`, for user code."""
     mesh.__class__ = PublishedMesh
-    mesh.__dict__["launchers_world"] = launchers_world
+    mesh.__dict__["launcher_world"] = launcher_world
     return mesh

@@ -9,17 +9,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 
 
-def deal_to_replicas(loader: object, *, replicas: int, replica: int, world_size: int) -> None:
-    """Make a hand-built ``DistributedSampler`` deal to replicas where it deals to all ranks of the world.
+def split_sampler_over_replicas(loader: object, *, replicas: int, replica: int, world_size: int) -> None:
+    """Make a user's ``DistributedSampler`` split over replicas where it splits over all ranks; in place.
 
     Built without arguments, or with the world's size, it would give the ranks of one replica different batches. One
-    that deals to some other number of readers means something of its own, and stays.
-
-    Args:
-        loader: Any loader; its sampler is changed in place.
-        replicas: Number of replicas.
-        replica: That of this rank.
-        world_size: Number of ranks.
+    that splits over another number of readers is deliberate, and stays.
 
     Raises:
         ValueError: A subclass with a count of its own, which cannot be changed from here.
@@ -33,15 +27,15 @@ def deal_to_replicas(loader: object, *, replicas: int, replica: int, world_size:
         wanted = f"num_replicas={replicas}, rank={replica}"
         if (sampler.num_samples, sampler.total_size) != _sizes(sampler, before[0]):
             raise ValueError(
-                f"{type(sampler).__name__} deals to num_replicas={before[0]} ranks, this one as rank={before[1]}, but"
-                f" the {world_size} ranks are {replicas} replicas, and ranks of one replica must see the same batch;"
-                f" build it with {wanted} on this rank, from trainer.distributed_sampler_kwargs or"
+                f"{type(sampler).__name__} splits over num_replicas={before[0]} ranks, this one as rank={before[1]},"
+                f" but the {world_size} ranks are {replicas} replicas, and ranks of one replica must see the same"
+                f" batch; build it with {wanted} on this rank, from trainer.distributed_sampler_kwargs or"
                 " trainer.strategy.distributed_sampler_kwargs"
             )
         sampler.num_replicas, sampler.rank = replicas, replica
         sampler.num_samples, sampler.total_size = _sizes(sampler, replicas)
         rank_zero_warn(
-            f"your {type(sampler).__name__} deals to num_replicas={before[0]} ranks, but the {world_size} ranks are"
+            f"your {type(sampler).__name__} splits over num_replicas={before[0]} ranks, but the {world_size} ranks are"
             f" {replicas} replicas, and ranks of one replica must see the same batch; it now has {wanted} on this"
             " rank. Leave samplers to the Trainer, or build them from trainer.strategy.distributed_sampler_kwargs"
         )
@@ -66,7 +60,7 @@ def _distributed_samplers(loader: object) -> list[DistributedSampler[Any]]:
 
 
 def _sizes(sampler: DistributedSampler[Any], replicas: int) -> tuple[int, int]:
-    """Samples of each replica and of all, as torch counts them."""
+    """Numbers of samples of each replica and of all, as torch counts them."""
     samples = len(sampler.dataset)  # type: ignore[arg-type]
     if sampler.drop_last and samples % replicas:
         samples -= replicas

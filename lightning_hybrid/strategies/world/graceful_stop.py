@@ -1,13 +1,14 @@
-"""A graceful stop of all ranks at the same place: after a signal, or ``trainer.should_stop`` on any rank.
+"""Graceful stop of all ranks at the same stop point: after a signal, or ``trainer.should_stop`` on any rank.
 
-One rank alone may be told: by its own clock, or by a condition on its rank. A place is the end of a training batch or
-the start of an epoch; all ranks come by the same places, but not at the same time, and must not wait for each other
-there. So each counts its places in the store, in one operation that also tells whether another rank has knocked, which
-adds to the counts of all. Whoever finds the flag set at a place knocks, and sees how far each rank was at that moment:
+One rank alone may be asked to stop: by its own clock, or by a condition on its rank. A stop point is the end of a
+training batch or the start of an epoch; all ranks pass the same ones, but not at the same time, and must not wait for
+each other there. So each counts its stop points in the store, in one operation that also reads whether another rank has
+raised an interrupt, which adds to the counts of all. A rank that finds the flag set at a stop point raises one, and
+reads how far each rank was at that moment:
 
-    another has passed the place    it did so without the flag: all stop at the next place that none has passed
-    none has                        each finds the knock at that place, and votes: all have the flag, and stop there
-                                    together, as one process does; or some have not, and all stop at the next place
+    another has passed the point    it did so without the flag: all stop at the next point that none has passed
+    none has                        each finds the interrupt at that point, and votes: all have the flag, and stop there
+                                    together, as one process does; or some have not, and all stop at the next point
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_ze
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.strategies.world.rendezvous import pauses
 
-_KNOCK = 1 << 32  # above any number of places
+_INTERRUPT = 1 << 32  # above any number of stop points
 
 log = logging.getLogger(pl.__name__)
 
@@ -36,8 +37,11 @@ def _nothing() -> None:
     pass
 
 
-class Stopping:
-    """What this rank knows of who wants to stop, and where all will."""
+class GracefulStop:
+    """Agreement of the ranks on a stop, through the store by which they met: it works where collectives do not.
+
+    ``timeout`` is for ranks that do not come to a stop point; ``is_over`` returns whether a rank has failed.
+    """
 
     def __init__(
         self,
@@ -48,47 +52,34 @@ class Stopping:
         timeout: timedelta,
         is_over: Callable[[], bool],
     ) -> None:
-        """Begin to listen.
-
-        Args:
-            trainer: About to run.
-            mesh: The ranks.
-            store: By which they met; it works where collectives do not.
-            prefix: Of this run's keys in the store.
-            timeout: For ranks that do not come to a place.
-            is_over: Whether a rank has failed; then nobody is waited for.
-        """
-        self._trainer = trainer
-        self._mesh = mesh
-        self._store = store
-        self._prefix = prefix
-        self._timeout = timeout
-        self._is_over = is_over
-        self._batches = self._places = self._knocks = 0
+        self._trainer, self._mesh = trainer, mesh
+        self._store, self._prefix = store, prefix
+        self._timeout, self._is_over = timeout, is_over
+        self._batches = self._stop_points = self._interrupts = 0
         self._is_signalled = False
         self._signal_due: int | None = None
         self._signalled_rank = -1
         self._round = 0
-        self._is_agreed = self._wants = False
-        self._asker = -1
-        self._vote_at = 0
+        self._is_agreed = self._wants_stop = False
+        self._proposer = -1
+        self._vote_point = 0
         self._due: int | None = None
         self._hooks: list[tuple[Any, str]] = []
         # Lightning's own handler waits in a collective that the other ranks may never join.
         self._replace(trainer._signal_connector, "_sigterm_notifier_fn", self._on_sigterm)
         # It also asks rank 0 before every batch, and so makes all ranks wait for each other.
-        self._replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._stop_if_told)
+        self._replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._raise_if_signalled)
         if mesh.layout.world_size > 1:
             # The user's hooks may set the flag until these have run; then Lightning reads it.
-            self._extend(trainer.fit_loop, "run", before=self._agree_at_once)
-            self._extend(trainer.fit_loop, "on_run_start", after=self._agree_at_once)
-            self._extend(trainer.fit_loop, "on_advance_start", after=self._pass_place)
-            self._extend(trainer.fit_loop.epoch_loop, "on_advance_end", before=self._pass_place)
-            self._extend(trainer.fit_loop.epoch_loop.val_loop, "run", after=self._agree_at_once)
-            self._extend(trainer.fit_loop, "on_advance_end", after=self._agree_at_once)
+            self._extend(trainer.fit_loop, "run", before=self._agree_here)
+            self._extend(trainer.fit_loop, "on_run_start", after=self._agree_here)
+            self._extend(trainer.fit_loop, "on_advance_start", after=self._pass_stop_point)
+            self._extend(trainer.fit_loop.epoch_loop, "on_advance_end", before=self._pass_stop_point)
+            self._extend(trainer.fit_loop.epoch_loop.val_loop, "run", after=self._agree_here)
+            self._extend(trainer.fit_loop, "on_advance_end", after=self._agree_here)
 
     def stop_listening(self) -> None:
-        """Undo what was done to the trainer."""
+        """Undo the changes to the trainer."""
         for changed, name in self._hooks:
             vars(changed).pop(name, None)
 
@@ -107,10 +98,10 @@ class Stopping:
 
         self._replace(loop, name, extended)
 
-    # -- told by a signal ---------------------------------------------------------------------------------------------
+    # -- by a signal --------------------------------------------------------------------------------------------------
 
     def _on_sigterm(self, signum: int, frame: Any) -> None:
-        """Agree on the batch after which all ranks stop; a signal that comes again changes nothing."""
+        """Agree on the batch after which all ranks stop; a repeated signal changes nothing."""
         log.info(rank_prefixed_message(f"Received SIGTERM: {signum}", self._mesh.rank))
         if self._is_signalled:
             return
@@ -124,24 +115,24 @@ class Stopping:
         due = f"{self._batches + 1 + self._trainer.accumulate_grad_batches} {self._mesh.rank}"
         with contextlib.suppress(RuntimeError):
             if self._store.compare_set(self._signal_key, "", due).decode() == due:
-                self._knock()
+                self._interrupt_all()
 
     @property
     def _signal_key(self) -> str:
         return self._prefix + "sigterm"
 
-    def _stop_if_told(self) -> None:
+    def _raise_if_signalled(self) -> None:
         if self._trainer.received_sigterm:
             raise SIGTERMException
 
     def on_batch_start(self) -> None:
-        """A batch of any kind begins on this rank."""
+        """Count a batch of any kind that begins on this rank."""
         self._batches += 1
         if self._mesh.layout.world_size > 1 and not self._trainer.training:
             with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
-                self._hear_of_signal()
+                self._check_signal()
 
-    def _hear_of_signal(self) -> None:
+    def _check_signal(self) -> None:
         connector = self._trainer._signal_connector
         if self._signal_due is None and self._store.check([self._signal_key]):
             self._signal_due, self._signalled_rank = map(int, self._store.get(self._signal_key).split())
@@ -149,90 +140,91 @@ class Stopping:
             connector.received_sigterm = True  # Lightning looks at this at the end of each batch
             rank_zero_info(f"rank {self._signalled_rank} has received SIGTERM: all ranks stop, {self._where()}")
 
-    # -- told by trainer.should_stop ----------------------------------------------------------------------------------
+    # -- by trainer.should_stop ---------------------------------------------------------------------------------------
 
-    def _agree_at_once(self) -> None:
-        """All ranks are here, and stop if any wants to."""
-        wants = bool(self._trainer.should_stop) or self._wants
+    def _agree_here(self) -> None:
+        """Stop all ranks, which are all here, if any of them wants to."""
+        wants = bool(self._trainer.should_stop) or self._wants_stop
         stops = self._trainer.strategy.reduce_boolean_decision(wants, all=False)
         if stops:
             self._trainer.should_stop = True
         if self._is_agreed and not stops:  # it was taken back
             self._round += 1
-            self._asker, self._due = -1, None
-        self._wants, self._is_agreed = False, stops
+            self._proposer, self._due = -1, None
+        self._wants_stop, self._is_agreed = False, stops
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}stop-{self._round}-{name}"
 
     def _count_key(self, rank: int) -> str:
-        return f"{self._prefix}places-{rank}"
+        return f"{self._prefix}stop-points-{rank}"
 
-    def _knock(self) -> list[int]:
-        """Make each rank look at what is asked, at its next place at the latest; how many each has passed."""
+    def _interrupt_all(self) -> list[int]:
+        """Make each rank read the proposal, at its next stop point at the latest; return how many each has passed."""
         ranks = range(self._mesh.layout.world_size)
-        return [self._store.add(self._count_key(rank), _KNOCK) % _KNOCK for rank in ranks]
+        return [self._store.add(self._count_key(rank), _INTERRUPT) % _INTERRUPT for rank in ranks]
 
-    def _pass_place(self) -> None:
+    def _pass_stop_point(self) -> None:
         """Find whether all ranks stop here."""
-        here = self._places = self._places + 1
+        here = self._stop_points = self._stop_points + 1
         with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
             if self._trainer.should_stop and not self._is_agreed:
-                self._wants = True
-                if self._asker < 0:
-                    self._ask(here)  # before this place is counted: who asks must not take this rank for one without
-            knocks = self._store.add(self._count_key(self._mesh.rank), 1) // _KNOCK
-            if knocks != self._knocks:
-                self._knocks = knocks
-                if self._asker < 0 and self._store.check([self._key("asked")]):
-                    self._learn()
-            if knocks:
-                self._hear_of_signal()
-            if self._asker >= 0 and not self._is_agreed:
+                self._wants_stop = True
+                if self._proposer < 0:
+                    # Before this point is counted: the proposer must not take this rank for one without the flag.
+                    self._propose(here)
+            interrupts = self._store.add(self._count_key(self._mesh.rank), 1) // _INTERRUPT
+            if interrupts != self._interrupts:
+                self._interrupts = interrupts
+                if self._proposer < 0 and self._store.check([self._key("proposal")]):
+                    self._read_proposal()
+            if interrupts:
+                self._check_signal()
+            if self._proposer >= 0 and not self._is_agreed:
                 self._decide(here)
 
-    def _ask(self, here: int) -> None:
-        """Ask the others for a place where all stop, unless another rank does."""
+    def _propose(self, here: int) -> None:
+        """Propose a stop of all ranks, unless another rank has."""
         mine = f"{self._mesh.rank} {here}"
-        if self._store.compare_set(self._key("asked"), "", mine).decode() == mine:
-            furthest = max(self._knock())
+        if self._store.compare_set(self._key("proposal"), "", mine).decode() == mine:
+            furthest = max(self._interrupt_all())
             if furthest >= here:
                 self._store.set(self._key("due"), str(furthest + 1))
             self._store.set(self._key("open"), "")
-        self._learn()
+        self._read_proposal()
 
-    def _learn(self) -> None:
-        """Learn what was asked, and wait the moment until the rank that asks has seen where the others are."""
-        asker, place = map(int, self._store.get(self._key("asked")).split())
+    def _read_proposal(self) -> None:
+        """Read the proposal, and wait until the rank that made it has read the progress of the others."""
+        proposer, point = map(int, self._store.get(self._key("proposal")).split())
         if self._wait_for("open"):
-            self._asker, self._vote_at = asker, place
+            self._proposer, self._vote_point = proposer, point
 
     def _decide(self, here: int) -> None:
-        """Stop here, or have the flag wait for the place where all do."""
+        """Stop here, or clear the flag until the stop point where all ranks stop."""
         if self._due is None and self._store.check([self._key("due")]):
             self._due = int(self._store.get(self._key("due")))
-        if self._due is None and here == self._vote_at:
+        if self._due is None and here == self._vote_point:
             self._due = self._vote(here)
         if self._due is not None and here >= self._due:
-            self._trainer.should_stop, self._wants, self._is_agreed = True, False, True
-            if here > self._vote_at:
+            self._trainer.should_stop, self._wants_stop, self._is_agreed = True, False, True
+            if here > self._vote_point:
                 rank_zero_info(
-                    f"trainer.should_stop was set on rank {self._asker}, and not on all ranks after the same batch:"
+                    f"trainer.should_stop was set on rank {self._proposer}, and not on all ranks after the same batch:"
                     f" all take it as set now, {self._where()}"
                 )
         else:
             self._trainer.should_stop = False
 
     def _vote(self, here: int) -> int:
-        """Where all ranks stop; those that want to stop here wait until the others have come."""
-        if not self._wants:
+        """Return the stop point of all ranks; those that want to stop here wait until the others have come."""
+        if not self._wants_stop:
             return int(self._store.compare_set(self._key("due"), "", str(here + 1)))
         if self._store.add(self._key("yes"), 1) == self._mesh.layout.world_size:
             self._store.set(self._key("due"), str(here))
         return int(self._store.get(self._key("due"))) if self._wait_for("due") else here
 
     def _wait_for(self, name: str) -> bool:
-        """Wait until another rank has said this; whether it did."""
+        """Wait until another rank has set this key; return whether it did."""
         end, pause = time.monotonic() + self._timeout.total_seconds(), pauses()
         while not self._store.check([self._key(name)]):
             if time.monotonic() > end or self._is_over():
@@ -241,7 +233,7 @@ class Stopping:
         return True
 
     def _where(self) -> str:
-        """Which batch this rank is at."""
+        """Describe the batch that this rank is at."""
         trainer = self._trainer
         if not trainer.training:
             return f"in batch {self._batches} of this run"

@@ -1,8 +1,8 @@
-"""Failures of ranks: peers learn of one within seconds.
+"""Failures of ranks: the other ranks learn of one within seconds.
 
 Without this, a rank that raises and lives on (its error was caught, or it lingers in code after ``fit``) would leave
-the others waiting for its messages until their timeout. What ranks tell each other goes through the store by which they
-met: it works while collectives do not.
+the others waiting for its messages until their timeout. Ranks report failures through the store by which they met: it
+works while collectives do not.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_hybrid.mesh import Mesh, is_lost_connection
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, error_notes_of
 from lightning_hybrid.shared_memory.peer_sockets import close_peer_sockets
-from lightning_hybrid.strategies.world.graceful_stop import Stopping
+from lightning_hybrid.strategies.world.graceful_stop import GracefulStop
 from lightning_hybrid.strategies.world.rendezvous import Rendezvous
 from lightning_hybrid.strategies.world.run_callbacks import RunCallback
-from lightning_hybrid.strategies.world.slurm_requeue import Requeue
+from lightning_hybrid.strategies.world.slurm_requeue import SlurmRequeue
 
-# So long a rank that failed lets the others fail by themselves, as they do where the mistake is everybody's.
+# Time for the others to fail by themselves, as they do where all ranks make the same mistake.
 _SECONDS_FOR_PEERS = 1.0
-# So long the rank that may host the store stays, for the others to read why it failed.
+# Time that the rank which may host the store stays, for the others to read why it failed.
 _SECONDS_FOR_READERS = 2.0
 _NEVER_SENT = 0x7FFFFFFE
 _SHOWN_CHARS = 500
@@ -39,36 +39,29 @@ _closed: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 _HOOK_CALLERS = ("_call_lightning_module_hook", "_call_callback_hooks", "_call_strategy_hook")
 
 
-class Failures(RunCallback):
-    """Stands before the user's callbacks: theirs may wait for ranks that this one wakes or brings along first.
+class RankFailures(RunCallback):
+    """Runs before the user's callbacks, which may wait for ranks that this one wakes or synchronizes first.
 
     Attributes:
-        cut_off: Whether this rank has closed its connections, so that no collective can succeed any more.
-        rendezvous: Where ranks meet before something is gathered from all.
+        is_disconnected: Whether this rank has closed its connections, so that no collective can succeed any more.
+        rendezvous: Synchronizes ranks before a collective of the whole world.
     """
 
     def __init__(self, trainer: Any, mesh: Mesh, timeout: timedelta) -> None:
-        """Begin to watch.
-
-        Args:
-            trainer: About to run.
-            mesh: Of this run; every rank watches over as many runs as the others.
-            timeout: For ranks of which nothing is heard.
-        """
-        self.cut_off = False
+        self.is_disconnected = False
         self._trainer = trainer
         self._mesh = mesh
         self._store = dist.distributed_c10d._get_default_store()
         # The same number on every rank, whoever made the strategy; nothing of an earlier run is read again.
         self._prefix = f"hybrid3d/run-{self._store.add(f'hybrid3d/runs-of-rank-{mesh.rank}', 1)}/"
         self._reported = False
-        trainer.callbacks[:] = [self, *(other for other in trainer.callbacks if not isinstance(other, Failures))]
-        self._requeue = Requeue(trainer, mesh, self._store, self._prefix)
+        trainer.callbacks[:] = [self, *(other for other in trainer.callbacks if not isinstance(other, RankFailures))]
+        self._requeue = SlurmRequeue(trainer, mesh, self._store, self._prefix)
         self.rendezvous = Rendezvous(trainer, mesh, self._store, self._prefix)
-        self._stopping = Stopping(trainer, mesh, self._store, self._prefix, timeout, self.any_reported)
+        self._stopping = GracefulStop(trainer, mesh, self._store, self._prefix, timeout, self.any_reported)
 
     def stop_watching(self) -> None:
-        """Undo what was done to the trainer."""
+        """Undo the changes to the trainer."""
         self._trainer.callbacks[:] = [callback for callback in self._trainer.callbacks if callback is not self]
         self._requeue.stop_listening()
         self._stopping.stop_listening()
@@ -78,18 +71,14 @@ class Failures(RunCallback):
         self.report(exception)
 
     def report(self, error: BaseException) -> None:
-        """Tell the other ranks, and make sure that none of them waits for this one; say who failed if they did.
-
-        Args:
-            error: What ends the run on this rank; gets a note if the cause lies with another rank.
-        """
+        """Report the error that ends the run here, so that no rank waits for this one; note which rank failed first."""
         if self._reported or self._mesh.layout.world_size == 1:
             return
         self._reported = True
         here = self._where(error)
         lost = is_lost_connection(error)
         mine = f"another rank has died without a word; {here} noticed" if lost else f"{here} failed: {_brief(error)}"
-        first = self._tell(mine)
+        first = self._publish(mine)
         if lost:
             reason = "another rank of the job has died without a word" if first == mine else first
             add_error_note(error, f"{here} had to stop: {reason}")
@@ -99,8 +88,8 @@ class Failures(RunCallback):
             if self._mesh.rank == 0:
                 self._all_reported(_SECONDS_FOR_READERS)
 
-    def _tell(self, mine: str) -> str:
-        """Publish a reason unless there is one already; the one that stands."""
+    def _publish(self, mine: str) -> str:
+        """Publish a reason unless there is one already; return the one that stands."""
         with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
             first = self._store.compare_set(self._prefix + "reason", "", mine).decode(errors="replace")
             self._store.add(self._prefix + "failed", 1)
@@ -124,8 +113,8 @@ class Failures(RunCallback):
         return False
 
     def _close(self, reason: str) -> None:
-        """Close this rank's connections; whoever waits for it gets an error."""
-        self.cut_off = True
+        """Close this rank's connections; ranks that wait for it get an error."""
+        self.is_disconnected = True
         world: Any = dist.group.WORLD
         _closed[world] = reason
         for group in {id(group): group for group in (world, *self._mesh.groups)}.values():
@@ -133,7 +122,7 @@ class Failures(RunCallback):
                 _close_group(group)
 
     def _where(self, error: BaseException) -> str:
-        """This rank, its stage and what it was doing."""
+        """Describe this rank, its stage and what it was doing."""
         size = self._mesh.size("pp")
         rank = f"rank {self._mesh.rank} (pipeline rank {self._mesh.rank_in('pp')} of {size})"
         for text in error_notes_of(error):
@@ -155,7 +144,7 @@ class Failures(RunCallback):
 
 
 def check_connections() -> None:
-    """See that no run that failed has closed the connections that another would use.
+    """Check that no run that failed has closed the connections of this process.
 
     Raises:
         RuntimeError: One has.
@@ -169,7 +158,7 @@ def check_connections() -> None:
 
 
 def warn_of_missing_checkpoint(path: Any) -> None:
-    """Say why a checkpoint that was asked for after a failure is not written."""
+    """Warn that a checkpoint requested after a failure is not written."""
     rank_zero_warn(
         f"no checkpoint is written to {path}: a rank has failed, and the parameters of its stage cannot be reached;"
         " resume from the last checkpoint of the run"
@@ -194,7 +183,7 @@ def _close_group(group: dist.ProcessGroup) -> None:
 
 
 def _hook_of(error: BaseException) -> str:
-    """The innermost hook of Lightning's that an error came through."""
+    """Return the innermost hook of Lightning that an error came through."""
     hook, frames = "", error.__traceback__
     while frames is not None:
         if frames.tb_frame.f_code.co_name in _HOOK_CALLERS:

@@ -1,4 +1,4 @@
-"""The ranks of a run: process groups, collectives of user code, the world that user code sees, and failures."""
+"""The ranks of a run: process groups, collectives of user code, the world visible to user code, and failures."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.world.device_mesh import published
-from lightning_hybrid.strategies.world.rank_failures import Failures
-from lightning_hybrid.strategies.world.replica_world import UserWorld
+from lightning_hybrid.strategies.world.rank_failures import RankFailures
+from lightning_hybrid.strategies.world.replica_world import VisibleWorld
 from lightning_hybrid.strategies.world.run_callbacks import EpochMetrics
 from lightning_hybrid.strategies.world.skipped_steps import allow_skipped_steps
 from lightning_hybrid.strategies.world.uneven_evaluation import evaluate_each_sample_once
@@ -53,36 +53,35 @@ class RankWorld:
         num_processes: int,
         num_nodes: int,
     ) -> None:
-        """Keep what is known of the ranks; the class describes the arguments."""
         self.layout, self.mesh, self.device = layout, mesh, device
         self.timeout = timeout or default_pg_timeout
         self.num_processes, self.num_nodes = num_processes, num_nodes
         self.data_rank = layout.data_rank(mesh.rank)
-        self._user_world: UserWorld | None = None
-        self._failures: Failures | None = None
+        self._user_world: VisibleWorld | None = None
+        self._failures: RankFailures | None = None
         self._in_step = False
         self._until_failure = contextlib.ExitStack()
         self._until_end = contextlib.ExitStack()
 
     def connect(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Show user code its own world in the hooks of a trainer, and run its evaluation over replicas."""
+        """Make user code in hooks of a trainer see its own world, and split its evaluation over replicas."""
         module._device_mesh = published(self.mesh.published(), self.as_launcher)
         name_layers(module)
-        self._user_world = UserWorld(self.mesh)
-        self._until_failure.callback(self._user_world.show_to_hooks(trainer))
+        self._user_world = VisibleWorld(self.mesh)
+        self._until_failure.callback(self._user_world.wrap_hooks(trainer))
         self._until_end.callback(evaluate_each_sample_once(trainer, self.mesh, self.any_failed))
         if self.layout.world_size > 1:
             self._until_end.callback(allow_skipped_steps(trainer))
 
     def watch_failures(self, trainer: pl.Trainer) -> None:
-        """Learn of ranks that fail, from now on."""
+        """Watch for ranks that fail, from now on."""
         if self.layout.world_size > 1:
-            self._failures = Failures(trainer, self.mesh, self.timeout)
+            self._failures = RankFailures(trainer, self.mesh, self.timeout)
             self._until_end.callback(self._failures.stop_watching)
             self._until_end.callback(EpochMetrics().enter(trainer))
 
     def close(self) -> None:
-        """Leave the trainer's loops as they were, and its hooks with the launcher's world."""
+        """Restore the trainer's loops, and show its hooks the launcher's world."""
         self._until_failure.close()
         self._until_end.close()
 
@@ -91,11 +90,11 @@ class RankWorld:
     @property
     def is_user_code(self) -> bool:
         """Whether code of the user runs now, and sees its own world."""
-        return self._user_world is not None and self._user_world.is_shown
+        return self._user_world is not None and self._user_world.is_visible
 
     def as_user(self) -> AbstractContextManager[None]:
         """Enter the world that user code sees."""
-        return contextlib.nullcontext() if self._user_world is None else self._user_world.shown()
+        return contextlib.nullcontext() if self._user_world is None else self._user_world.visible()
 
     def as_launcher(self) -> AbstractContextManager[None]:
         """Enter the world of all ranks, below user code."""
@@ -103,45 +102,42 @@ class RankWorld:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Enter a step: other stages are not at the same line, and collectives of user code ask replicas alone."""
+        """Enter a step: other stages are not at the same line, so collectives of user code run over replicas only."""
         before, self._in_step = self._in_step, True
         try:
             yield
         finally:
             self._in_step = before
 
-    def show_to_loader(self, dataloader: object) -> None:
+    def wrap_loader(self, dataloader: object) -> None:
         """Let the datasets, samplers and workers of a loader see the world of user code."""
         if self._user_world is not None:
-            self._user_world.show_to_loader(dataloader)
+            self._user_world.wrap_loader(dataloader)
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
     @property
-    def is_cut_off(self) -> bool:
+    def is_disconnected(self) -> bool:
         """Whether this rank has closed its connections after a failure."""
-        return self._failures is not None and self._failures.cut_off
+        return self._failures is not None and self._failures.is_disconnected
 
     def any_failed(self) -> bool:
         """Whether a rank of this run is known to have failed."""
         return self._failures is not None and self._failures.any_reported()
 
     def report(self, exception: BaseException) -> None:
-        """Tell the other ranks that this one has failed."""
+        """Report to the other ranks that this one has failed."""
         self._until_failure.close()
         if self._failures is not None:
             self._failures.report(exception)
 
     def passes(self) -> None:
-        """Say that this rank goes on to a collective that other ranks take part in."""
+        """Record that this rank goes on to a collective that other ranks join."""
         if self._failures is not None:
             self._failures.rendezvous.passes()
 
     def rendezvous(self, what: str) -> None:
-        """Wait until all ranks are about to do something.
-
-        Args:
-            what: The call, for the message.
+        """Wait until all ranks are about to make the call ``what``.
 
         Raises:
             NotOnAllRanks: Another rank has gone on without it.
@@ -158,7 +154,7 @@ class RankWorld:
 
     def barrier(self) -> None:
         """Wait for all ranks, unless one of them has failed and will not come."""
-        if self.is_cut_off or not dist.is_initialized():
+        if self.is_disconnected or not dist.is_initialized():
             return
         group = self._group
         with self.as_launcher():

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.strategies.world.distributed_samplers import deal_to_replicas
+from lightning_hybrid.strategies.world.distributed_samplers import split_sampler_over_replicas
 from lightning_hybrid.strategies.world.rank_world import RankWorld
 
 
@@ -39,12 +39,6 @@ class RankedStrategy(ParallelStrategy):
     """
 
     def __init__(self, options: Options, **lightning: Any) -> None:
-        """Keep the options.
-
-        Args:
-            options: The arguments of the strategy.
-            lightning: Arguments of Lightning's own strategies.
-        """
         super().__init__(**lightning)
         self.num_nodes = 1
         self._connected = frozenset(vars(self))  # names of what a Trainer, and a copy of this object, keeps
@@ -60,12 +54,12 @@ class RankedStrategy(ParallelStrategy):
 
     @property
     def local_rank(self) -> int:
-        """This rank on its node."""
+        """Index of this rank on its node."""
         return 0 if self._is_one_process else super().local_rank
 
     @property
     def node_rank(self) -> int:
-        """This node."""
+        """Index of this node."""
         return 0 if self._is_one_process else super().node_rank
 
     @property
@@ -75,7 +69,7 @@ class RankedStrategy(ParallelStrategy):
 
     @property
     def _is_one_process(self) -> bool:
-        """Whether this process is the whole world; no environment is asked then, which may lack variables."""
+        """Whether this process is the whole world; environments, which may lack variables, are not read then."""
         return self.num_nodes * self.num_processes == 1
 
     @property
@@ -85,7 +79,7 @@ class RankedStrategy(ParallelStrategy):
 
     @property
     def layout(self) -> ParallelLayout:
-        """The sizes of this run, as soon as a Trainer has said how many devices there are."""
+        """The sizes of this run, once a Trainer has set the number of devices."""
         return self._resolve_layout() if self._world is None else self._world.layout
 
     def _resolve_layout(self) -> ParallelLayout:
@@ -95,11 +89,7 @@ class RankedStrategy(ParallelStrategy):
 
     @property
     def world(self) -> RankWorld:
-        """The ranks of this run, once they have met.
-
-        Raises:
-            RuntimeError: They have not.
-        """
+        """The ranks of this run; a RuntimeError before they have met."""
         if self._world is None:
             raise RuntimeError("the mesh is there once the processes run; ask in setup() or later")
         return self._world
@@ -111,18 +101,18 @@ class RankedStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether samplers must be split: with one replica the user's order of samples stands."""
+        """Whether samplers must be split: with one replica the user's order of samples stays."""
         return self.layout.data_parallel_size > 1
 
     @property
     def global_rank(self) -> int:
-        """This rank in the launcher's world; to user code its index among the ranks that see other data."""
+        """The launcher's rank; in user code its index among the ranks that see other data."""
         rank = self._launcher_rank
         return self.layout.data_rank(rank) if self._is_user_code else rank
 
     @property
     def world_size(self) -> int:
-        """Ranks in the launcher's world; to user code those that see different data."""
+        """The launcher's number of ranks; in user code that of the ranks that see different data."""
         return self.layout.data_parallel_size if self._is_user_code else self._num_ranks
 
     @property
@@ -224,10 +214,10 @@ class RankedStrategy(ParallelStrategy):
             self._world.connect(module._trainer, module)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Give all ranks of a replica one order of samples: samplers built by users, and worker seeds, are by rank."""
+        """Give all ranks of a replica one order of samples: split users' samplers, seed workers by replica."""
         self.split_over_replicas(dataloader)
         if self._world is not None:
-            self._world.show_to_loader(dataloader)
+            self._world.wrap_loader(dataloader)
         if (
             isinstance(dataloader, DataLoader)
             and dataloader.worker_init_fn is None
@@ -239,7 +229,7 @@ class RankedStrategy(ParallelStrategy):
     def split_over_replicas(self, dataloader: object) -> None:
         """Let a ``DistributedSampler`` that the user built split samples over replicas, not over ranks."""
         replicas, ranks = self.layout.data_parallel_size, self.layout.world_size
-        deal_to_replicas(dataloader, replicas=replicas, replica=self.data_rank, world_size=ranks)
+        split_sampler_over_replicas(dataloader, replicas=replicas, replica=self.data_rank, world_size=ranks)
 
     # -- collectives of user code -------------------------------------------------------------------------------------
 

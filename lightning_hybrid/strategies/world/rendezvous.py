@@ -1,8 +1,8 @@
-"""A rendezvous of ranks before a collective of the whole world: or an error where some have gone on.
+"""A rendezvous of ranks before a collective of the whole world; an error where some have gone on.
 
 ``if trainer.is_global_zero: trainer.save_checkpoint(...)`` asks one rank for what only all of them have. The others do
-not come: their messages of the next step would meet those of the checkpoint. So a rank first says, through the store,
-that it is there, and waits. A rank that is seen to go past that moment will not come any more.
+not come: their messages of the next step would meet those of the checkpoint. So a rank first records in the store that
+it is there, and waits. A rank that is seen to go past that moment will not come any more.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from lightning_hybrid.mesh import Mesh
 
-# So long the others usually take to come; then it is asked where they are.
+# The others usually come within this time; then their progress is read.
 _SECONDS_TO_ASK = 0.1
 _LONGEST_PAUSE_SECONDS = 0.05
 
 
 def pauses() -> Iterator[None]:
-    """Asked for the next one, it waits, longer each time: for whoever asks the store again and again."""
+    """Sleep before each next item, longer each time: for loops that poll the store."""
     seconds = 0.001
     while True:
         time.sleep(seconds)
@@ -32,14 +32,13 @@ def pauses() -> Iterator[None]:
 
 
 class NotOnAllRanks(RuntimeError):
-    """Some ranks call what all must call."""
+    """Only some ranks make a call that all must make."""
 
 
 class Rendezvous:
-    """Where this rank is in a run, and where the others are."""
+    """Progress of this rank in a run, and of the others."""
 
     def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store, prefix: str) -> None:
-        """Args: trainer, mesh: of this run. store: by which the ranks met. prefix: of this run's keys in it."""
         self._trainer = trainer
         self._mesh = mesh
         self._store = store
@@ -48,7 +47,7 @@ class Rendezvous:
         self._is_needed = any(mesh.size(axis) > 1 for axis in ("pp", "holders"))
 
     def passes(self) -> None:
-        """Say that this rank goes on to what other ranks take part in; a message that nobody waits for."""
+        """Record that this rank goes on to a collective; a message that no rank waits for."""
         if self._is_needed:
             self._passed += 1
             self._trained += self._trainer.training  # replicas have different numbers of batches in validation
@@ -56,15 +55,10 @@ class Rendezvous:
                 self._store.set(self._key("at", self._mesh.rank), f"{self._passed} {self._trained}")
 
     def meet(self, what: str, timeout: timedelta, is_over: Callable[[], bool]) -> None:
-        """Wait until all ranks are here.
-
-        Args:
-            what: What they are about to do, for the message.
-            timeout: For those of whom nothing is known.
-            is_over: Whether a rank has failed; then nobody is waited for.
+        """Wait until all ranks are here, to make the call ``what``, or one has failed (``is_over``).
 
         Raises:
-            NotOnAllRanks: Another rank has gone on.
+            NotOnAllRanks: Another rank has gone on, or not come within the timeout.
         """
         if not self._is_needed:
             return
@@ -81,7 +75,7 @@ class Rendezvous:
                 if gone:
                     raise NotOnAllRanks(
                         f"{what} on rank {self._mesh.rank} needs all {len(ranks)} ranks, since each has only its own"
-                        f" part, but ranks {gone} "
+                        f" shard, but ranks {gone} "
                         + (f"have not come within {waited:.0f} s" if late else "have gone on without it")
                         + "; call it on all ranks: only the first writes the file"
                     )
@@ -89,7 +83,7 @@ class Rendezvous:
                 arrived = self._store.add(self._key("arrived", self._met), 0)
 
     def _is_gone(self, rank: int, late: bool) -> bool:
-        """Whether another rank has passed this moment; where it is must be read before whether it is here."""
+        """Whether another rank has passed this moment; its progress must be read before its arrival."""
         layout, here = self._mesh.layout, self._mesh.rank
         at = self._store.get(self._key("at", rank)).split() if self._store.check([self._key("at", rank)]) else (0, 0)
         passed, trained = map(int, at)

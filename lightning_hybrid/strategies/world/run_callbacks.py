@@ -9,22 +9,15 @@ import lightning.pytorch as pl
 
 
 class RunCallback(pl.Callback):
-    """A callback that belongs to one run; where a trainer's callbacks are copied or pickled, one that does nothing."""
+    """A callback that belongs to one run; copies and pickles of a trainer's callbacks have an empty one instead."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A plain callback."""
+        """Pickles a plain callback."""
         del protocol
         return pl.Callback, ()
 
     def enter(self, trainer: Any) -> Callable[[], None]:
-        """Put this callback before those of the user.
-
-        Args:
-            trainer: About to run.
-
-        Returns:
-            Takes it out of the trainer again.
-        """
+        """Put this callback before those of the user; return a function that removes it."""
         trainer.callbacks[:] = [self, *(other for other in trainer.callbacks if type(other) is not type(self))]
 
         def leave() -> None:
@@ -37,7 +30,7 @@ class EpochMetrics(RunCallback):
     """Computes the metrics of an epoch on all ranks, before a progress bar behind it asks for one on one rank."""
 
     def _compute(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compute them as Lightning does after these hooks; the result is cached until there is more of it."""
+        """Compute them as Lightning does after these hooks; the result is cached until more is logged."""
         _ = trainer.callback_metrics
 
     on_train_epoch_end = _compute
@@ -49,11 +42,6 @@ class FullAtTrainEnd(RunCallback):
     """Makes the module full at the end of training, before hooks of the user read it."""
 
     def __init__(self, make_full: Callable[[], None]) -> None:
-        """Keep a function.
-
-        Args:
-            make_full: Gives every rank the full module.
-        """
         self._make_full = make_full
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""Skipped training steps: None on all replicas, as in one process; Lightning refuses it beyond that."""
+"""Skipped training steps: ``training_step`` returns None on all replicas; Lightning refuses that on several ranks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ from lightning.pytorch.trainer import call
 
 
 def allow_skipped_steps(trainer: Any) -> Callable[[], None]:
-    """Let the optimization loop take None from the strategy, which has seen to it that all replicas returned it.
-
-    Args:
-        trainer: About to fit.
-
-    Returns:
-        What undoes it.
-    """
+    """Let the loop accept None from the strategy, which checks that all replicas returned it; return the undo."""
     optimization = trainer.fit_loop.epoch_loop.automatic_optimization
 
     def training_step(kwargs: dict[str, Any]) -> Any:
-        """Lightning's own, without its look at the world size."""
+        """Lightning's own method, without its check of the world size."""
         output = call._call_strategy_hook(trainer, "training_step", *kwargs.values())
         trainer.strategy.post_training_step()
         return optimization.output_result_cls.from_training_step_output(output, trainer.accumulate_grad_batches)

@@ -1,6 +1,6 @@
-"""Requeue of a SLURM job: all ranks save after the same batch, and the first one asks for its return.
+"""SlurmRequeue of a SLURM job: all ranks save after the same batch, and the first one requeues the job.
 
-Lightning saves where the signal finds a rank. Ranks that share a model are then in different places of a step, and a
+Lightning saves where the signal finds a rank. Ranks that share a model are then at different points of a step, and a
 file needs all of them.
 """
 
@@ -19,18 +19,10 @@ from lightning_hybrid.strategies.world.run_callbacks import RunCallback
 _HANDLER = "_slurm_sigusr_handler_fn"
 
 
-class Requeue(RunCallback):
-    """Stands after all other callbacks, so that what they do at the end of a batch is saved as done."""
+class SlurmRequeue(RunCallback):
+    """Runs after all other callbacks, so that their changes at the end of a batch are saved."""
 
     def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store, prefix: str) -> None:
-        """Begin to listen.
-
-        Args:
-            trainer: About to run.
-            mesh: The ranks.
-            store: By which they met; it works where collectives do not.
-            prefix: Of this run's keys in the store.
-        """
         self._trainer = trainer
         self._store = store
         self._prefix = prefix
@@ -39,14 +31,14 @@ class Requeue(RunCallback):
         self._signum = 0
         environment = trainer._accelerator_connector.cluster_environment
         listens = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
-        trainer.callbacks[:] = [other for other in trainer.callbacks if not isinstance(other, Requeue)]
+        trainer.callbacks[:] = [other for other in trainer.callbacks if not isinstance(other, SlurmRequeue)]
         if listens and mesh.layout.world_size > 1:
             self._signum = int(environment.requeue_signal or 0)
             trainer.callbacks.append(self)
             setattr(trainer._signal_connector, _HANDLER, self._on_signal)
 
     def stop_listening(self) -> None:
-        """Undo what was done to the trainer."""
+        """Undo the changes to the trainer."""
         self._trainer.callbacks[:] = [callback for callback in self._trainer.callbacks if callback is not self]
         vars(self._trainer._signal_connector).pop(_HANDLER, None)
 

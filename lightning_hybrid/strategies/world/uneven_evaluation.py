@@ -1,7 +1,7 @@
-"""Evaluation over replicas that sees each sample once, with different numbers of batches.
+"""Evaluation over replicas that uses each sample once, with different numbers of batches per replica.
 
-No step may wait for another replica, then: the last batch of one may be no batch of the others. So what steps log is
-kept per replica, and reduced once, when all of them have come to the end of a loader.
+No step may wait for another replica, then: the last batch of one may have no counterpart on the others. So logged
+values are kept per replica, and reduced once, when all replicas have reached the end of a loader.
 """
 
 from __future__ import annotations
@@ -30,19 +30,13 @@ from lightning_hybrid.strategies.world.rendezvous import pauses
 
 _EVALUATION = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING)
 _STEPS = ("validation_step", "test_step")
-_JOINT = "_joint_results"  # on a loop; its hooks are wrapped by others too
+_RESULTS = "_joint_results"  # on a loop; its hooks are wrapped by others too
 
 
 def evaluate_each_sample_once(trainer: Any, mesh: Mesh, is_over: Callable[[], bool]) -> Callable[[], None]:
-    """Let the trainer's validation and test see every sample once, whatever the number of replicas.
+    """Evaluate every sample once in the trainer's validation and test, for any number of replicas; return the undo.
 
-    Args:
-        trainer: About to set up its loops.
-        mesh: The ranks.
-        is_over: Whether a rank has failed; then nobody is waited for.
-
-    Returns:
-        What undoes it.
+    ``is_over`` returns whether a rank has failed; then no rank is waited for.
     """
     if mesh.size("data") == 1:
         return lambda: None
@@ -57,33 +51,28 @@ def evaluate_each_sample_once(trainer: Any, mesh: Mesh, is_over: Callable[[], bo
             vars(loop).pop("_store_dataloader_outputs", None)
             vars(loop).pop("on_run_end", None)
             vars(loop).pop("on_run_start", None)
-            vars(loop).pop(_JOINT, None)
+            vars(loop).pop(_RESULTS, None)
 
     undo()  # what a run that was cut short left behind
-    connector._resolve_sampler = partial(_sampler_of_replica, connector._resolve_sampler)
-    arrivals = _Arrivals(mesh, is_over)
+    connector._resolve_sampler = partial(_replica_sampler, connector._resolve_sampler)
+    arrivals = _LoaderProgress(mesh, is_over)
     for loop in loops:
-        joint = _JointResults(trainer, loop, mesh, arrivals)
+        joint = _LoopResults(trainer, loop, mesh, arrivals)
         loop._store_dataloader_outputs = joint.store
         loop.on_run_end = joint.end
         loop.on_run_start = joint.begin
-        vars(loop)[_JOINT] = joint
+        vars(loop)[_RESULTS] = joint
     return undo
 
 
-def asked_in_common_batches(trainer: Any, mesh: Mesh, step: str) -> AbstractContextManager[None]:
-    """Where a step may ask other replicas: in batches that all of them have; in another one nobody would answer.
-
-    Args:
-        trainer: That runs a step of validation or test.
-        mesh: The ranks.
-        step: Name of the step, for the message.
+def forbid_unmatched_collectives(trainer: Any, mesh: Mesh, step: str) -> AbstractContextManager[None]:
+    """Allow collectives over replicas in a step only in batches that all replicas have: others would wait for ever.
 
     Raises:
         RanksDisagree: Inside, where the step communicates in a batch that some replicas do not have.
     """
     loop = trainer._active_loop
-    joint: _JointResults | None = vars(loop).get(_JOINT)
+    joint: _LoopResults | None = vars(loop).get(_RESULTS)
     if joint is None or not joint.counts or not loop._is_sequential:  # steps are recorded before a loop has loaders
         return nullcontext()
     loader, batch = loop._results.dataloader_idx or 0, joint.batches_read - 1
@@ -110,14 +99,14 @@ def asked_in_common_batches(trainer: Any, mesh: Mesh, step: str) -> AbstractCont
     return collectives_forbidden(refusal, [mesh.group("data"), world])
 
 
-class _KeptBatchSampler(BatchSampler):
-    """A batch sampler that the user built: of torch's own class Lightning would take the sampler alone."""
+class _UserBatchSampler(BatchSampler):
+    """A batch sampler that the user built: of torch's own class Lightning would keep only the inner sampler."""
 
     __reduce_ex__ = reduced_as(BatchSampler)
 
 
-def _sampler_of_replica(resolve: Callable[..., Any], dataloader: DataLoader[Any], *args: Any, **kw: Any) -> Any:
-    """Lightning's sampler, which in validation and test deals no sample twice to make the replicas even.
+def _replica_sampler(resolve: Callable[..., Any], dataloader: DataLoader[Any], *args: Any, **kw: Any) -> Any:
+    """Lightning's sampler, which in validation and test repeats no sample to make the replicas even.
 
     Raises:
         ValueError: There are fewer samples than replicas.
@@ -125,7 +114,7 @@ def _sampler_of_replica(resolve: Callable[..., Any], dataloader: DataLoader[Any]
     sampler = resolve(dataloader, *args, **kw)
     mode = kw.get("mode")
     if dataloader.batch_size is None and type(dataloader.batch_sampler) is BatchSampler:
-        dataloader.batch_sampler.__class__ = _KeptBatchSampler
+        dataloader.batch_sampler.__class__ = _UserBatchSampler
     if sampler is dataloader.sampler or not isinstance(sampler, DistributedSampler) or mode not in _EVALUATION:
         return sampler
     samples: int = len(sampler.dataset)  # type: ignore[arg-type]
@@ -140,8 +129,8 @@ def _sampler_of_replica(resolve: Callable[..., Any], dataloader: DataLoader[Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
-    """What the steps of one replica logged under one key.
+class _ReplicaLog:
+    """Values that the steps of one replica logged under one key.
 
     Attributes:
         meta: Lightning's description of the key, without what refers to this process.
@@ -154,97 +143,97 @@ class _Part:
     weight: torch.Tensor | None
 
 
-class _JointResults:
-    """The results of one evaluation loop, joined over the replicas loader by loader."""
+class _LoopResults:
+    """The results of one evaluation loop, reduced over the replicas loader by loader."""
 
-    def __init__(self, trainer: Any, loop: Any, mesh: Mesh, arrivals: _Arrivals) -> None:
+    def __init__(self, trainer: Any, loop: Any, mesh: Mesh, arrivals: _LoaderProgress) -> None:
         self._trainer, self._loop, self._mesh = trainer, loop, mesh
         self._arrivals, self._read_before = arrivals, 0
-        self._met: tuple[int, int] | None = None  # loader and batch at which all replicas were last
+        self._last_meeting: tuple[int, int] | None = None  # loader and batch at which all replicas were last
         self.counts: list[list[float]] = []  # batches that each replica has, by loader; inf where that is not known
 
     def begin(self) -> None:
-        """Before Lightning's own: say how many batches there are."""
+        """Exchange the numbers of batches, before Lightning's own method."""
         loaders = zip(self._loop._combined_loader.flattened, self._loop.max_batches, strict=True)
         mine = [math.inf if sized_len(loader) is None else batches for loader, batches in loaders]
         self.counts = [[] for _ in range(self._mesh.size("data"))]
         dist.all_gather_object(self.counts, mine, group=self._mesh.group("data"))
         self._arrivals.begin()
-        self._met = None
+        self._last_meeting = None
         self._read_before = self._loop.batch_progress.current.ready
         type(self._loop).on_run_start(self._loop)
 
     @property
     def batches_read(self) -> int:
-        """Of the loader that is read now; Lightning counts those of all loaders together."""
+        """Batches read of the present loader; Lightning counts those of all loaders together."""
         read: int = self._loop.batch_progress.current.ready - self._read_before
         return read
 
     def meet(self, loader: int, batch: int) -> list[float]:
-        """Wait until each replica has come to a batch, or to the end of its loader; how many batches each has."""
+        """Wait until each replica has reached a batch, or the end of its loader; return their numbers of batches."""
         counts = [each[loader] for each in self.counts]
-        if self._met != (loader, batch):  # a batch may ask several times, and in several microbatches
+        if self._last_meeting != (loader, batch):  # a batch may ask several times, and in several microbatches
             counts = self._arrivals.meet(loader, batch, counts)
             for each, count in zip(self.counts, counts, strict=True):
                 each[loader] = count
-            self._met = loader, batch
+            self._last_meeting = loader, batch
         return counts
 
     def store(self) -> None:
-        """In place of Lightning's own, which computes what a loader's steps logged once it has been read."""
+        """Replaces Lightning's own method, which computes what a loader's steps logged once it has been read."""
         read, self._read_before = self.batches_read, self._loop.batch_progress.current.ready
         self._store_up_to(self._loop._results.dataloader_idx or 0, read)
 
     def end(self) -> Any:
-        """Before Lightning's own."""
+        """Runs before Lightning's own method."""
         self._store_up_to(self._loop.num_dataloaders - 1 if self._loop._is_sequential else 0, 0)
         return type(self._loop).on_run_end(self._loop)
 
     def _store_up_to(self, loader: int, read: int) -> None:
-        """Lightning never speaks of a loader that is empty for this replica; the others still wait for it there."""
+        """Reduce the results of loaders, also empty ones of this replica, which Lightning skips and others wait for."""
         results, many = self._loop._results, self._loop._is_sequential and self._loop.num_dataloaders > 1
         for index in range(len(self._loop._logged_outputs), loader + 1):
             if any(each[index] == math.inf for each in self.counts):
                 self._arrivals.end(index, read if index == loader else 0)
             results.dataloader_idx = index if many else None
-            self._join(index)
+            self._reduce(index)
             type(self._loop)._store_dataloader_outputs(self._loop)
 
-    def _join(self, loader: int) -> None:
-        """Let each replica have the values of all.
+    def _reduce(self, loader: int) -> None:
+        """Reduce the logged values over the replicas.
 
         Raises:
             RanksDisagree: Metric objects are logged by some replicas only.
         """
         results = self._loop._results
-        mine = {k: _part_of(m) for k, m in results.valid_items() if m.meta.fx.split(".")[0] in _STEPS}
-        all_parts: list[dict[str, _Part]] = [{} for _ in range(self._mesh.size("data"))]
-        dist.all_gather_object(all_parts, mine, group=self._mesh.group("data"))
-        objects = [[key for key, part in parts.items() if part.value is None] for parts in all_parts]
+        mine = {k: _replica_log(m) for k, m in results.valid_items() if m.meta.fx.split(".")[0] in _STEPS}
+        all_logs: list[dict[str, _ReplicaLog]] = [{} for _ in range(self._mesh.size("data"))]
+        dist.all_gather_object(all_logs, mine, group=self._mesh.group("data"))
+        objects = [[key for key, entry in logs.items() if entry.value is None] for logs in all_logs]
         if any(names != objects[0] for names in objects):
             raise RanksDisagree(
                 f"replicas log different metric objects for loader {loader} of {self._loop._stage.value}: {objects};"
                 " log the same ones on every rank, and see that every replica gets a batch"
             )
-        for key in dict.fromkeys(key for parts in all_parts for key in parts):
-            logged = [parts[key] for parts in all_parts if key in parts]
+        for key in dict.fromkeys(key for logs in all_logs for key in logs):
+            logged = [logs[key] for logs in all_logs if key in logs]
             if logged[0].value is None:
                 continue
             if key not in results:
-                results[key] = self._metric_like(logged[0])
-            _set_joined(results[key], logged)
+                results[key] = self._new_metric(logged[0])
+            _set_reduced(results[key], logged)
 
-    def _metric_like(self, part: _Part) -> _ResultMetric:
-        """For a key that the steps of this replica did not log."""
-        meta = _Metadata(**part.meta)
+    def _new_metric(self, entry: _ReplicaLog) -> _ResultMetric:
+        """Make the result of a key that the steps of this replica did not log."""
+        meta = _Metadata(**entry.meta)
         meta.sync = _Sync(fn=self._trainer.strategy.reduce)
         return _ResultMetric(meta, is_tensor=True).to(self._trainer.strategy.root_device)
 
 
-class _Arrivals:
-    """How far replicas are in loaders that do not say how long they are, told through the store by which they met.
+class _LoaderProgress:
+    """Progress of replicas in loaders of unknown length, published in the store by which they met.
 
-    Nobody waits for it but a step that is about to ask the others.
+    No replica waits for it except in a step that is about to communicate with the others.
     """
 
     def __init__(self, mesh: Mesh, is_over: Callable[[], bool]) -> None:
@@ -254,38 +243,38 @@ class _Arrivals:
         self._evaluation = 0
 
     def begin(self) -> None:
-        """All replicas begin an evaluation."""
+        """Begin an evaluation, on all replicas."""
         self._evaluation += 1
 
     def end(self, loader: int, count: int) -> None:
-        """This replica has read a loader to its end."""
-        self._tell(f"end-{loader}", count)
+        """Publish that this replica has read a loader to its end."""
+        self._publish(f"end-{loader}", count)
 
     def meet(self, loader: int, batch: int, counts: Sequence[float]) -> list[float]:
-        """Wait until each replica has come to a batch of a loader, or to its end; how many batches each has by now."""
-        self._tell(f"at-{loader}", batch)
+        """Wait until each replica has reached a batch of a loader, or its end; return their numbers of batches."""
+        self._publish(f"at-{loader}", batch)
         found = list(counts)
         ranks = dist.get_process_group_ranks(self._mesh.group("data"))
-        waited_for = [place for place, count in enumerate(counts) if count == math.inf]
+        waited_for = [position for position, count in enumerate(counts) if count == math.inf]
         pause = pauses()
         while waited_for and not self._is_over():
-            for place in list(waited_for):
-                end = self._told(f"end-{loader}", ranks[place])
+            for position in list(waited_for):
+                end = self._published(f"end-{loader}", ranks[position])
                 if end is not None:
-                    found[place] = end
-                at = self._told(f"at-{loader}", ranks[place])
+                    found[position] = end
+                at = self._published(f"at-{loader}", ranks[position])
                 if end is not None or (at is not None and at >= batch):
-                    waited_for.remove(place)
+                    waited_for.remove(position)
             if waited_for:
                 next(pause)
         return found
 
-    def _tell(self, what: str, number: int) -> None:
+    def _publish(self, what: str, number: int) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
             self._store.set(f"{self._prefix}{what}-{self._mesh.rank}", f"{self._evaluation} {number}")
 
-    def _told(self, what: str, rank: int) -> int | None:
-        """What a rank has said in this evaluation."""
+    def _published(self, what: str, rank: int) -> int | None:
+        """Return the number that a rank has published in this evaluation."""
         key = f"{self._prefix}{what}-{rank}"
         if not self._store.check([key]):
             return None
@@ -293,22 +282,22 @@ class _Arrivals:
         return number if evaluation == self._evaluation else None
 
 
-def _part_of(metric: _ResultMetric) -> _Part:
+def _replica_log(metric: _ResultMetric) -> _ReplicaLog:
     names = [field.name for field in dataclasses.fields(metric.meta) if field.name != "_sync"]
     meta = {name: getattr(metric.meta, name) for name in names}
     if not metric.is_tensor:
-        return _Part(meta, None, None)
+        return _ReplicaLog(meta, None, None)
     weight = metric.cumulated_batch_size.cpu() if metric.meta.is_mean_reduction else None
-    return _Part(meta, metric.value.detach().cpu(), weight)
+    return _ReplicaLog(meta, metric.value.detach().cpu(), weight)
 
 
-def _set_joined(metric: _ResultMetric, parts: list[_Part]) -> None:
+def _set_reduced(metric: _ResultMetric, logs: list[_ReplicaLog]) -> None:
     device = metric.value.device
-    values = torch.stack([part.value.double() for part in parts if part.value is not None])
-    dtype = max((part.value.dtype for part in parts if part.value is not None), key=lambda dtype: dtype.itemsize)
+    values = torch.stack([entry.value.double() for entry in logs if entry.value is not None])
+    dtype = max((entry.value.dtype for entry in logs if entry.value is not None), key=lambda dtype: dtype.itemsize)
     joined = {"max": values.max(), "min": values.min()}.get(metric.meta.reduce_fx.__name__, values.sum())
     metric.value = joined.to(device=device, dtype=dtype)
     if metric.meta.is_mean_reduction:
-        metric.cumulated_batch_size = torch.stack([p.weight for p in parts if p.weight is not None]).sum().to(device)
+        metric.cumulated_batch_size = torch.stack([p.weight for p in logs if p.weight is not None]).sum().to(device)
     metric.has_reset, metric._computed = False, None
     metric._update_count = max(metric._update_count, 1)

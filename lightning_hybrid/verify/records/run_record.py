@@ -182,7 +182,7 @@ class RunRecorder:
         run = getattr(trainer.strategy, "run", None)
         if run is None:  # another strategy, whose steps are those of one process
             return
-        self.observed.unpartitioned_steps |= run.uncut_steps
+        self.observed.unpartitioned_steps |= run.unpartitioned_steps
         self.observed.unsplit_steps |= run.unsplit_step_names
         self.observed.shares = max(self.observed.shares, run.batch_shares)
         self.observed.pipelined = trainer.strategy.pipelined_batches
