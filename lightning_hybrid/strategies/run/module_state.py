@@ -271,7 +271,12 @@ class ModuleState:
         self._unpickled = contextlib.ExitStack()
         for optimizer in optimizers:
             if hasattr(optimizer, "__getstate__"):
-                undo = replace(optimizer, "__getstate__", partial(self._state_to_pickle, optimizer))
+                undo = replace(
+                    optimizer,
+                    "__getstate__",
+                    partial(self._state_to_pickle, optimizer),
+                    reason="pickles in full",
+                )
                 self._unpickled.callback(undo)
 
     def pickle_shards(self) -> None:

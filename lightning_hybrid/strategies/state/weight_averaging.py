@@ -125,7 +125,7 @@ class Averages:
 
     def _put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Let ``owner`` have another function, on this instance alone, until the module is whole."""
-        self._undo.callback(replace(owner, name, function))
+        self._undo.callback(replace(owner, name, function, reason="weight averaging of a sharded module"))
 
     def unshard_parameters(self) -> None:
         """Give every rank the whole copies; collective over the pipeline."""
@@ -167,5 +167,5 @@ def _only_present(module: nn.Module) -> Iterator[None]:
     def parameters(recurse: bool = True) -> Iterator[nn.Parameter]:
         return (p for p in type(module).parameters(module, recurse) if not is_absent(p))
 
-    with replaced(module, "parameters", parameters):
+    with replaced(module, "parameters", parameters, reason="averages of parameters that are here"):
         yield

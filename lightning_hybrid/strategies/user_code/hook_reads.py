@@ -145,7 +145,7 @@ def summarize_wholes(callback: Any, reads: HookReads) -> Callable[[], None]:
         with reads.hook("ModelSummary.on_fit_start"):
             original(*args, **kwargs)
 
-    return replace(callback, "on_fit_start", on_fit_start)
+    return replace(callback, "on_fit_start", on_fit_start, reason="reads full parameters")
 
 
 def steps_on_parts(optimizer: Optimizer) -> bool:

@@ -19,6 +19,7 @@ from lightning_hybrid.strategies.user_code.hook_context import NOT_OF_THE_USER
 from lightning_hybrid.strategies.user_code.reads_protocol import Reads
 
 _AROUND_STEP = "optimizer_step"
+_INSIDE_HOOK = "Lightning's own code, called by a hook"
 _ROUNDS = ("train", "validation", "test", "predict")
 # Hooks that run while the module may be in parts, on every rank; in the last one the training step runs.
 _HOOKS = (
@@ -76,9 +77,9 @@ def read_globally(
             of_lightning = (getattr(original, "__module__", None) or "").startswith(NOT_OF_THE_USER)
             if original is None or (of_lightning and not calls_user):
                 continue
-            undo.enter_context(replaced(user, name, watch.watched(user, name, original)))
+            undo.enter_context(replaced(user, name, watch.watched(user, name, original), reason="hooks read in full"))
     for owner, name, function in SavedByHooks(trainer, reads, in_parts, watch.watched, copies).members():
-        undo.enter_context(replaced(owner, name, function))
+        undo.enter_context(replaced(owner, name, function, reason="hooks save full values"))
     return undo.close
 
 
@@ -133,7 +134,7 @@ class _HookWatch:
                     *((optimizer, "step") for optimizer in self.trainer.optimizers),
                 ]
                 for owner, step in owners:
-                    around.enter_context(replaced(owner, step, unwatched(getattr(owner, step))))
+                    around.enter_context(replaced(owner, step, unwatched(getattr(owner, step)), reason=_INSIDE_HOOK))
                 if name == _AROUND_STEP:  # its closure, in which the training step runs, may be called by hand
                     args = tuple(unwatched(arg) if callable(arg) else arg for arg in args)
                     kwargs = {key: unwatched(arg) if callable(arg) else arg for key, arg in kwargs.items()}
@@ -160,7 +161,7 @@ def _lightning_of_its_own(trainer: pl.Trainer, reads: Reads) -> Iterator[None]:
                 with torch._C.DisableTorchFunction():
                     return original(*args, **kwargs)
 
-            stack.enter_context(replaced(owner, name, call))
+            stack.enter_context(replaced(owner, name, call, reason=_INSIDE_HOOK))
 
         unwatched(module, "log", reads.known)
         unwatched(module, "log_dict", reads.known)

@@ -71,7 +71,7 @@ def watch_step(optimizer: Optimizer, reads: Reads, in_parts: Callable[[], bool])
             return original(*args, **kwargs)
 
     _adopt(optimizer, reads)
-    return replace_step(optimizer, step)
+    return replace_step(optimizer, step, reason="reads full parameters")
 
 
 def search_by_mean_loss(optimizer: Optimizer, average: Callable[[Tensor], Tensor]) -> Callable[[], None]:
@@ -93,7 +93,7 @@ def search_by_mean_loss(optimizer: Optimizer, average: Callable[[Tensor], Tensor
 
         return original(averaged)
 
-    return replace_step(optimizer, step)
+    return replace_step(optimizer, step, reason="searches by the mean loss")
 
 
 def work_on_shards(optimizer: Optimizer, guards: ReadGuards) -> Callable[[], None]:
@@ -118,7 +118,8 @@ def work_on_shards(optimizer: Optimizer, guards: ReadGuards) -> Callable[[], Non
         with guards.off():
             zero_grad(*args, **kwargs)
 
-    undo, undo_clear = replace_step(optimizer, step), replace(optimizer, "zero_grad", clear)
+    why = "works on shards"
+    undo, undo_clear = replace_step(optimizer, step, reason=why), replace(optimizer, "zero_grad", clear, reason=why)
 
     def undo_both() -> None:
         undo()

@@ -62,7 +62,7 @@ class RankWorld:
         self._failures: Failures | None = None
         self._in_step = False
         self._until_failure = contextlib.ExitStack()
-        self._until_end = contextlib.ExitStack()
+        self.until_end = contextlib.ExitStack()
 
     def connect(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Show user code its own world in the hooks of a trainer, and run its evaluation over replicas."""
@@ -70,21 +70,21 @@ class RankWorld:
         name_layers(module)
         self._user_world = UserWorld(self.mesh)
         self._until_failure.callback(self._user_world.show_to_hooks(trainer))
-        self._until_end.callback(evaluate_each_sample_once(trainer, self.mesh, self.any_failed))
+        self.until_end.callback(evaluate_each_sample_once(trainer, self.mesh, self.any_failed))
         if self.layout.world_size > 1:
-            self._until_end.callback(allow_skipped_steps(trainer))
+            self.until_end.callback(allow_skipped_steps(trainer))
 
     def watch_failures(self, trainer: pl.Trainer) -> None:
         """Learn of ranks that fail, from now on."""
         if self.layout.world_size > 1:
             self._failures = Failures(trainer, self.mesh, self.timeout)
-            self._until_end.callback(self._failures.stop_watching)
-            self._until_end.callback(EpochMetrics().enter(trainer))
+            self.until_end.callback(self._failures.stop_watching)
+            self.until_end.callback(EpochMetrics().enter(trainer))
 
     def close(self) -> None:
         """Leave the trainer's loops as they were, and its hooks with the launcher's world."""
         self._until_failure.close()
-        self._until_end.close()
+        self.until_end.close()
 
     # -- user code ----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +23,14 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_hybrid.collectives.rank_agreement import RanksDisagree
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.patching import reduced_as
+from lightning_hybrid.patching import around, reduced_as, replace
 from lightning_hybrid.replicate.forbid_communication import collectives_forbidden
 from lightning_hybrid.strategies.world.rendezvous import pauses
 
 _EVALUATION = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING)
 _STEPS = ("validation_step", "test_step")
-_JOINT = "_joint_results"  # on a loop; its hooks are wrapped by others too
+_JOINT = "_joint_results"  # attribute of a loop
+_REASON = "each sample is evaluated once"
 
 
 def evaluate_each_sample_once(trainer: Any, mesh: Mesh, is_over: Callable[[], bool]) -> Callable[[], None]:
@@ -49,26 +49,16 @@ def evaluate_each_sample_once(trainer: Any, mesh: Mesh, is_over: Callable[[], bo
     # Lightning's advice to evaluate on one device is about samples that are repeated.
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders.*")
     connector = trainer._data_connector
-    loops = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
-
-    def undo() -> None:
-        vars(connector).pop("_resolve_sampler", None)
-        for loop in loops:
-            vars(loop).pop("_store_dataloader_outputs", None)
-            vars(loop).pop("on_run_end", None)
-            vars(loop).pop("on_run_start", None)
-            vars(loop).pop(_JOINT, None)
-
-    undo()  # what a run that was cut short left behind
-    connector._resolve_sampler = partial(_sampler_of_replica, connector._resolve_sampler)
+    undo = contextlib.ExitStack()
+    undo.callback(around(connector, "_resolve_sampler", _sampler_of_replica, reason=_REASON))
     arrivals = _Arrivals(mesh, is_over)
-    for loop in loops:
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         joint = _JointResults(trainer, loop, mesh, arrivals)
-        loop._store_dataloader_outputs = joint.store
-        loop.on_run_end = joint.end
-        loop.on_run_start = joint.begin
-        vars(loop)[_JOINT] = joint
-    return undo
+        undo.callback(replace(loop, "_store_dataloader_outputs", joint.store, reason=_REASON))
+        undo.callback(around(loop, "on_run_end", joint.end, reason=_REASON))
+        undo.callback(around(loop, "on_run_start", joint.begin, reason=_REASON))
+        undo.callback(replace(loop, _JOINT, joint, reason=_REASON))
+    return undo.close
 
 
 def asked_in_common_batches(trainer: Any, mesh: Mesh, step: str) -> AbstractContextManager[None]:
@@ -160,10 +150,11 @@ class _JointResults:
     def __init__(self, trainer: Any, loop: Any, mesh: Mesh, arrivals: _Arrivals) -> None:
         self._trainer, self._loop, self._mesh = trainer, loop, mesh
         self._arrivals, self._read_before = arrivals, 0
+        self._store_own = loop._store_dataloader_outputs  # Lightning's
         self._met: tuple[int, int] | None = None  # loader and batch at which all replicas were last
         self.counts: list[list[float]] = []  # batches that each replica has, by loader; inf where that is not known
 
-    def begin(self) -> None:
+    def begin(self, original: Callable[[], None]) -> None:
         """Before Lightning's own: say how many batches there are."""
         loaders = zip(self._loop._combined_loader.flattened, self._loop.max_batches, strict=True)
         mine = [math.inf if sized_len(loader) is None else batches for loader, batches in loaders]
@@ -172,7 +163,7 @@ class _JointResults:
         self._arrivals.begin()
         self._met = None
         self._read_before = self._loop.batch_progress.current.ready
-        type(self._loop).on_run_start(self._loop)
+        original()
 
     @property
     def batches_read(self) -> int:
@@ -195,10 +186,10 @@ class _JointResults:
         read, self._read_before = self.batches_read, self._loop.batch_progress.current.ready
         self._store_up_to(self._loop._results.dataloader_idx or 0, read)
 
-    def end(self) -> Any:
+    def end(self, original: Callable[[], Any]) -> Any:
         """Before Lightning's own."""
         self._store_up_to(self._loop.num_dataloaders - 1 if self._loop._is_sequential else 0, 0)
-        return type(self._loop).on_run_end(self._loop)
+        return original()
 
     def _store_up_to(self, loader: int, read: int) -> None:
         """Lightning never speaks of a loader that is empty for this replica; the others still wait for it there."""
@@ -208,7 +199,7 @@ class _JointResults:
                 self._arrivals.end(index, read if index == loader else 0)
             results.dataloader_idx = index if many else None
             self._join(index)
-            type(self._loop)._store_dataloader_outputs(self._loop)
+            self._store_own()
 
     def _join(self, loader: int) -> None:
         """Let each replica have the values of all.

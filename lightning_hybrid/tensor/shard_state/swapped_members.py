@@ -62,7 +62,7 @@ def put_forwards(modules: Modules, forwards: Mapping[str, Callable[..., Any]], u
             attributes = modules[fqn].__dict__
             around = getattr(attributes.get("forward"), FORWARD_WRAPPER, None)  # keys the random numbers of the module
             if around is not None:
-                undo.callback(replace(modules[fqn], "forward", around(forward)))
+                undo.callback(replace(modules[fqn], "forward", around(forward), reason="parallel linears"))
                 continue
             if "forward" in attributes:
                 undo.callback(attributes.__setitem__, "forward", attributes["forward"])
