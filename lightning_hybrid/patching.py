@@ -10,13 +10,12 @@ a replacement elsewhere becomes the attribute of that name of the copy. A loaded
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import copyreg
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -259,40 +258,27 @@ def _method_around(
     return method
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any, *, reason: str) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any, *, reason: str) -> ReplacedAll:
     """Context in which one attribute is replaced, as by ``replace``."""
-    undo = replace(owner, name, value, reason=reason)
-    try:
-        yield
-    finally:
-        undo()
+    return ReplacedAll([(owner, name, value)], reason=reason)
 
 
-@contextlib.contextmanager
 def replaced_forwards(
     modules: Mapping[str, Any], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]], *, reason: str
-) -> Iterator[None]:
+) -> ReplacedAll:
     """Context in which the forward of each module is ``wrap(FQN, forward)``, on the instance and below its hooks.
 
     The signature is that of the user's forward, which transformers inspects before it generates.
     """
-    undo = []
-    try:
-        for fqn, module in modules.items():
-            undo.append(replace(module, "forward", wrap(fqn, module.forward), reason=reason))
-        yield
-    finally:
-        for put_back in reversed(undo):
-            put_back()
+    return ReplacedAll(((m, "forward", wrap(fqn, m.forward)) for fqn, m in modules.items()), reason=reason)
 
 
 class ReplacedAll(AbstractContextManager[None]):
-    """Context in which attributes are replaced. A class, not a generator: it is entered for every step."""
+    """Context in which attributes are replaced, once. A class, not a generator: it is entered for every step."""
 
     def __init__(self, patches: Iterable[tuple[Any, str, Any]], *, reason: str) -> None:
-        """Args: patches: owner, name and value of each. reason: why, for ``active_patches``."""
-        self._patches, self._reason = tuple(patches), reason
+        """Args: patches: owner, name and value of each, read when it is entered. reason: why."""
+        self._patches, self._reason = patches, reason
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> None:

@@ -131,10 +131,7 @@ class ShardedExperts:
         """Runs the modules with sharded experts inside; in evaluation, code outside of them sees full experts."""
         sharded = [parameter for named in self._parameters.values() for parameter in named.values()]
         around = self._outside.on(sharded) if self._full is None else self.full_experts()
-        run = replaced_forwards(
-            self._modules, lambda fqn, forward: partial(self._run, fqn, forward), reason="expert parallelism"
-        )
-        with around, run:
+        with around, replaced_forwards(self._modules, partial(partial, self._run), reason="expert parallelism"):
             yield
 
     def _refuse(self, parameter: nn.Parameter) -> Tensor:

@@ -188,17 +188,11 @@ class TensorShardedExperts:
 
     def local_widths(self) -> AbstractContextManager[None]:
         """Runs the modules' own code on this rank's hidden features; innermost, inside expert parallelism."""
-        return replaced_forwards(
-            self._modules(),
-            lambda fqn, forward: partial(self._run_local, fqn, forward),
-            reason="local shards of experts",
-        )
+        return replaced_forwards(self._modules(), partial(partial, self._run_local), reason="local shards of experts")
 
     def running(self) -> AbstractContextManager[None]:
         """Sums results over the ranks; outside of expert parallelism, which exchanges rows that are not yet summed."""
-        return replaced_forwards(
-            self._modules(), lambda fqn, forward: partial(self._run, forward), reason="tensor parallel experts"
-        )
+        return replaced_forwards(self._modules(), lambda _, run: partial(self._run, run), reason="sharded experts")
 
     def _run_local(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         module = self._root.get_submodule(fqn)

@@ -271,13 +271,8 @@ class ModuleState:
         self._unpickled = contextlib.ExitStack()
         for optimizer in optimizers:
             if hasattr(optimizer, "__getstate__"):
-                undo = replace(
-                    optimizer,
-                    "__getstate__",
-                    partial(self._state_to_pickle, optimizer),
-                    reason="pickles in full",
-                )
-                self._unpickled.callback(undo)
+                state = partial(self._state_to_pickle, optimizer)
+                self._unpickled.callback(replace(optimizer, "__getstate__", state, reason="pickles in full"))
 
     def pickle_shards(self) -> None:
         """Let optimizers be copied and pickled as they are."""

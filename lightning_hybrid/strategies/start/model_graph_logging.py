@@ -42,5 +42,4 @@ def _skip_once(logger: Any) -> Callable[[], None]:
     def log_graph(*_: Any, **__: Any) -> None:
         put_back()
 
-    put_back = replace(logger, "log_graph", log_graph, reason="the graph is logged already")
-    return put_back
+    return (put_back := replace(logger, "log_graph", log_graph, reason="the graph is logged already"))

@@ -163,10 +163,10 @@ class ExpertPlanner:
             if self._widths is not None:
                 stack.enter_context(self._widths.running())
             modules = {fqn: self._module.get_submodule(fqn) for fqn in self._uncompiled}
-            experts = replaced_forwards(
-                modules, lambda fqn, forward: self._uncompiled[fqn].around(forward), reason="local experts"
+            run = replaced_forwards(
+                modules, lambda fqn, run: self._uncompiled[fqn].around(run), reason="expert parallelism"
             )
-            stack.enter_context(experts)
+            stack.enter_context(run)
             yield
 
 

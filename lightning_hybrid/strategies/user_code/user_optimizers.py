@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.parts.gather_on_read import ReadGuards
-from lightning_hybrid.patching import replace
+from lightning_hybrid.patching import replace, replaced
 from lightning_hybrid.strategies.user_code.reads_protocol import Reads
 from lightning_hybrid.zero.optimizer_states.replaced_step import replace_step
 
@@ -187,10 +187,7 @@ def _later_hooks_after(
         return
     later = [hook for key, hook in hooks.items() if key not in known]
     first = OrderedDict((key, hook) for key, hook in hooks.items() if key in known)
-    optimizer.__dict__["_optimizer_step_post_hooks"] = first
-    try:
+    with replaced(optimizer, "_optimizer_step_post_hooks", first, reason="later hooks run after the step"):
         yield
-    finally:
-        optimizer.__dict__["_optimizer_step_post_hooks"] = hooks
     for hook in later:
         hook(optimizer, args, kwargs)
