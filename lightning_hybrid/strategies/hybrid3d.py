@@ -251,8 +251,7 @@ class Hybrid3DStrategy(RankedStrategy):
         assert module is not None
         move_to_device(module, self.root_device)
         if self._lifecycle is not None and self._lifecycle.setting.needs_runner:
-            undo = log_graph_of_whole(module.trainer, module, is_empty=self._empty is not None)
-            self.world.until_end.callback(undo)
+            self.world.until_end.callback(log_graph_of_whole(module.trainer, module, is_empty=self._empty is not None))
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

@@ -41,6 +41,7 @@ class RankWorld:
         num_processes: Ranks on this node.
         num_nodes: Nodes.
         data_rank: Index of this rank's replica.
+        until_end: Closed at the end of the run.
     """
 
     def __init__(
