@@ -29,6 +29,7 @@ from pathlib import Path
 from types import CodeType
 
 import numpy as np
+import patches_left
 import torch
 import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
@@ -91,7 +92,9 @@ def _run(rank: int, world_size: int, scratch: Path, task: Task) -> Report:
         # Only a file: no port is open on any interface but loopback, and two sessions cannot meet.
         store = dist.FileStore(str(scratch / "store"), world_size)
         dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=_NEVER)
-        return Report("passed", result=pickle.dumps(function(*arguments, **keywords)))
+        result = pickle.dumps(function(*arguments, **keywords))
+        patches_left.check()
+        return Report("passed", result=result)
     except Skipped as skipped:
         return Report("skipped", text=str(skipped))
     except BaseException as error:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from lightning_hybrid.callbacks.expert_load_plot import LoadHistory, draw_loads
 from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
-from lightning_hybrid.callbacks.wrapped_methods import wrap_method
 from lightning_hybrid.experts.metrics import balance_of, entropy_of_load, shares_of
 from lightning_hybrid.experts.moe.moe_layer import MoE
 from lightning_hybrid.experts.moe.upcycling import UpcycledMLP
+from lightning_hybrid.patching import around_method
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.side_outputs import give_aside, taking_asides
 
@@ -101,7 +101,7 @@ class ExpertLoadMonitor(Callback):
         self._sums = {name: torch.zeros(size + 3, dtype=torch.float64) for name, (_, size, _) in layers.items()}
         for name, (layer, size, describe) in layers.items():
             self._wrap_layer(name, layer, size, describe)
-        self._unwraps.append(wrap_method(pl_module, "training_step", self._collect))
+        self._unwraps.append(around_method(pl_module, "training_step", self._collect, reason="collects loads"))
 
     def _wrap_layer(self, name: str, layer: nn.Module, size: int, describe: Describe) -> None:
         def emit(layer: nn.Module, run: Callable[[], Any]) -> Any:
@@ -110,7 +110,7 @@ class ExpertLoadMonitor(Callback):
                 give_aside(LayerLoad(name, *statistics))
             return out
 
-        self._unwraps.append(wrap_method(layer, "forward", emit))
+        self._unwraps.append(around_method(layer, "forward", emit, reason="emits loads"))
 
     def _collect(self, module: nn.Module, run: Callable[[], Any]) -> Any:
         with taking_asides(LayerLoad) as side_outputs:

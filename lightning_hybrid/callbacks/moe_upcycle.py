@@ -19,8 +19,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_hybrid.callbacks.wrapped_methods import wrap_method
 from lightning_hybrid.experts.moe.upcycling import AuxiliaryLoss, UpcycledMLP, upcycle_mlp
+from lightning_hybrid.patching import around_method
 from lightning_hybrid.step.tracing.side_outputs import taking_asides
 
 
@@ -210,7 +210,7 @@ class MoEUpcycle(Callback):
                 " use; set balance_loss=0 and z_loss=0, or use automatic optimization"
             )
         self._unwrap()
-        self._unwrap = wrap_method(pl_module, "training_step", _add_losses)
+        self._unwrap = around_method(pl_module, "training_step", _add_losses, reason="adds balance losses")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Unwraps the module's `training_step`."""

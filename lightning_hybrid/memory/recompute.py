@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_hybrid.memory.recomputable_values import ParameterGatherer
 from lightning_hybrid.memory.selective_layer import SelectiveCheckpointing
-from lightning_hybrid.randomness.keyed_draws import replaced_forwards
+from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.deep_copy import copied, may_change
 
 Policy: TypeAlias = Literal["keep", "full", "selective"] | float
@@ -133,7 +133,7 @@ class Recomputation:
 
     def running(self) -> AbstractContextManager[None]:
         """Replaces the layers' forwards inside the context by checkpointed ones."""
-        return replaced_forwards(self._layers, self._recomputed)
+        return replaced_forwards(self._layers, self._recomputed, reason="recomputes layers in the backward")
 
     def _recomputed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         policy = self.policies[fqn]

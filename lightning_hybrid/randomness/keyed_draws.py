@@ -22,7 +22,7 @@ from torch import nn
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from lightning_hybrid.patching import replace
+from lightning_hybrid.patching import replaced_forwards
 
 _DRAWING_NAMES = frozenset(
     {
@@ -251,7 +251,7 @@ class KeyedRandomness:
         self._drawing = drawing
         each = {fqn: module for fqn, module in drawing.items() if not _is_within(fqn, self.opaque_modules)}
         try:
-            with replaced_forwards(each, self._keyed):
+            with replaced_forwards(each, self._keyed, reason="random numbers keyed by module"):
                 yield
         finally:
             self._drawing = {}
@@ -377,21 +377,3 @@ def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
                 _push_mode(mode)
 
     return run
-
-
-@contextlib.contextmanager
-def replaced_forwards(
-    modules: Mapping[str, nn.Module], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Replace the forward of each module, on the instance alone and below its hooks, by ``wrap(FQN, forward)``.
-
-    The signature is that of the user's forward, which transformers inspects before it generates.
-    """
-    undo = []
-    try:
-        for fqn, module in modules.items():
-            undo.append(replace(module, "forward", wrap(fqn, module.forward)))
-        yield
-    finally:
-        for put_back in reversed(undo):
-            put_back()

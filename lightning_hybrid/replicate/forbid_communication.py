@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+
+from lightning_hybrid.patching import around
 
 _COLLECTIVES = (
     "allreduce",
@@ -50,25 +53,17 @@ def collectives_forbidden(
     Raises:
         Exception: The result of ``error``, at the call.
     """
-    group_class: Any = dist.ProcessGroup
-    # From the class's __dict__: `getattr` gives a plain function that, put back, would not be bound.
-    originals = {name: vars(group_class)[name] for name in _COLLECTIVES if name in vars(group_class)}
     names = None if groups is None else {group.group_name for group in groups}
 
-    def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.size() > 1 and (names is None or self.group_name in names):
-                refusal = error(name)
-                if refusal is not None:
-                    raise refusal
-            return original(self, *args, **kwargs)
+    def call(name: str, original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
+        if group.size() > 1 and (names is None or group.group_name in names):
+            refusal = error(name)
+            if refusal is not None:
+                raise refusal
+        return original(group, *args, **kwargs)
 
-        return call
-
-    for name in originals:
-        setattr(group_class, name, refusing(name, getattr(group_class, name)))
-    try:
+    with contextlib.ExitStack() as undo:
+        for name in _COLLECTIVES:
+            if name in vars(dist.ProcessGroup):
+                undo.callback(around(dist.ProcessGroup, name, partial(call, name), reason="others do not take part"))
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(group_class, name, original)

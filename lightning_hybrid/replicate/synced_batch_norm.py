@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from lightning_hybrid.patching import replaced
 from lightning_hybrid.step.instrument.autograd_functions import NotIntercepted
 
 # Bound at import: while a step runs, the functions of torch.distributed are replaced to intercept user calls.
@@ -42,13 +43,9 @@ class SyncedBatchNorm:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Uses the statistics of all replicas in training steps and backwards inside the context."""
-        before = torch.batch_norm
-        self._original = before
-        torch.batch_norm = self._batch_norm
-        try:
+        self._original = torch.batch_norm
+        with replaced(torch, "batch_norm", self._batch_norm, reason="statistics over all replicas"):
             yield
-        finally:
-            torch.batch_norm = before
 
     def _batch_norm(
         self,

@@ -240,7 +240,7 @@ class Hybrid3DStrategy(RankedStrategy):
         assert module is not None
         move_to_device(module, self.root_device)
         if self._lifecycle is not None and self._lifecycle.setting.needs_runner:
-            log_full_graph(module.trainer, module, is_empty=self._empty is not None)
+            self.world.until_end.callback(log_full_graph(module.trainer, module, is_empty=self._empty is not None))
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -298,7 +298,7 @@ class Hybrid3DStrategy(RankedStrategy):
     def on_train_start(self) -> None:
         """Let learning-rate searches of callbacks decide by the mean loss, equal on all ranks."""
         assert self.lightning_module is not None
-        search_by_mean_loss(self.lightning_module.trainer, self.mesh)
+        self.world.until_end.callback(search_by_mean_loss(self.lightning_module.trainer, self.mesh))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Change the layout, after hooks of the user, if this batch requires another."""

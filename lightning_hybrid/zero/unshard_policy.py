@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import GatherCallbacks, ReadGuards
-from lightning_hybrid.randomness.keyed_draws import replaced_forwards
+from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.gradient_hooks import GradientHook
 from lightning_hybrid.zero.agreed_unshard_order import GatherRounds, agree_on_step
 from lightning_hybrid.zero.memory_mapped_states import Region
@@ -314,7 +314,7 @@ class ZeroSharding:
 
     def running(self) -> AbstractContextManager[None]:
         """Inside, gather the parameters of each layer before its forward."""
-        return replaced_forwards(self._modules, self._gathering_forward)
+        return replaced_forwards(self._modules, self._gathering_forward, reason="gathers parameters of layers")
 
     def _neighbours(self) -> tuple[dict[str, list[ParameterGroup]], dict[str, list[ParameterGroup]]]:
         """The groups of the layers after and before each layer, in the same stage."""

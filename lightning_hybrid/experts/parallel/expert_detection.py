@@ -16,7 +16,7 @@ from lightning_hybrid.experts.parallel.equivalence_proof import prove
 from lightning_hybrid.experts.parallel.expert_adapters import Call, ExpertsAdapter, stacked_experts
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding, possible_widths
 from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
-from lightning_hybrid.randomness.keyed_draws import replaced_forwards
+from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.recording.unit_dedup import UnitKinds, without_deduplication
@@ -70,7 +70,7 @@ class ExpertCalls:
 
             return recorded
 
-        with without_deduplication(units), replaced_forwards(inside, wrap):
+        with without_deduplication(units), replaced_forwards(inside, wrap, reason="calls of experts"):
             yield
 
     def find(

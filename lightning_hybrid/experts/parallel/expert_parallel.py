@@ -18,7 +18,8 @@ from lightning_hybrid.parts.gather_on_read import GatherCallbacks, OutsideLayerG
 from lightning_hybrid.parts.local_shards import AxisSharding, LocalShards
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.parts.shard_boxes import shard_of
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness, replaced_forwards
+from lightning_hybrid.patching import replaced_forwards
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording import StepError
 
@@ -130,7 +131,7 @@ class ShardedExperts:
         """Runs the modules with sharded experts inside; in evaluation, code outside of them sees full experts."""
         sharded = [parameter for named in self._parameters.values() for parameter in named.values()]
         around = self._outside.on(sharded) if self._full is None else self.full_experts()
-        with around, replaced_forwards(self._modules, lambda fqn, forward: partial(self._run, fqn, forward)):
+        with around, replaced_forwards(self._modules, partial(partial, self._run), reason="expert parallelism"):
             yield
 
     def _refuse(self, parameter: nn.Parameter) -> Tensor:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.parts.placement import Piece, Shard
-from lightning_hybrid.randomness.keyed_draws import replaced_forwards
+from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
@@ -188,11 +188,11 @@ class TensorShardedExperts:
 
     def local_widths(self) -> AbstractContextManager[None]:
         """Runs the modules' own code on this rank's hidden features; innermost, inside expert parallelism."""
-        return replaced_forwards(self._modules(), lambda fqn, forward: partial(self._run_local, fqn, forward))
+        return replaced_forwards(self._modules(), partial(partial, self._run_local), reason="local shards of experts")
 
     def running(self) -> AbstractContextManager[None]:
         """Sums results over the ranks; outside of expert parallelism, which exchanges rows that are not yet summed."""
-        return replaced_forwards(self._modules(), lambda fqn, forward: partial(self._run, forward))
+        return replaced_forwards(self._modules(), lambda _, run: partial(self._run, run), reason="sharded experts")
 
     def _run_local(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         module = self._root.get_submodule(fqn)

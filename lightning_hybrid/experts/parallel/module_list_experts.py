@@ -29,7 +29,7 @@ from lightning_hybrid.experts.parallel.expert_adapters import (
     small_rows,
 )
 from lightning_hybrid.parts.placement import Shard
-from lightning_hybrid.randomness.keyed_draws import replaced_forwards
+from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.module_state.snapshot import TensorSnapshot
 from lightning_hybrid.step.objects.pytree import map_leaves
 
@@ -142,7 +142,7 @@ class ExpertList(ExpertsAdapter):
     def _replaced_experts(self, module: nn.Module, forward_of: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
         numbers = {name: number for number, name in enumerate(self.names)}
         experts = {name: module.get_submodule(name) for name in self.names}
-        with replaced_forwards(experts, lambda name, _: forward_of(numbers[name])):
+        with replaced_forwards(experts, lambda name, _: forward_of(numbers[name]), reason="calls of experts"):
             yield
 
     def compute(

@@ -233,7 +233,7 @@ class LossMeanWeights:
     @contextlib.contextmanager
     def _quiet(self, call: Call) -> Iterator[None]:
         grad = torch.set_grad_enabled(call.train or torch.is_grad_enabled())
-        silent = replaced(self._root, "log", lambda *_, **__: None)
+        silent = replaced(self._root, "log", lambda *_, **__: None, reason="runs without logs")
         with grad, call.context(), silent, contextlib.redirect_stdout(io.StringIO()):
             yield
 

@@ -159,7 +159,7 @@ class _CaptureContext(AbstractContextManager[None]):
         self._calls: list[_Call] = []
 
     def __enter__(self) -> None:
-        self._undo = replace(self._root, "log", self._log)
+        self._undo = replace(self._root, "log", self._log, reason="captures logs of a microbatch")
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self._undo()

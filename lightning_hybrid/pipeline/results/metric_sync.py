@@ -87,10 +87,10 @@ class MetricSync:
                     self._share_state(name, metric)
             return user_state()
 
-        self._undo.append(replace(metric, "__getstate__", state))
+        self._undo.append(replace(metric, "__getstate__", state, reason="pickles hold the user's state"))
         if metric.dist_sync_fn is None:
-            self._undo.append(replace(metric, "dist_sync_fn", gather))
-        self._undo.append(replace(metric, "compute", compute))
+            self._undo.append(replace(metric, "dist_sync_fn", gather, reason="syncs over replicas"))
+        self._undo.append(replace(metric, "compute", compute, reason="syncs over stages and replicas"))
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

@@ -17,6 +17,8 @@ from torchmetrics import MeanMetric, Metric
 
 from lightning_hybrid.patching import replace
 
+_REASON = "means weighed by microbatch"
+
 
 class CountedMetrics:
     """Patches the metrics of one module so that each batch counts once."""
@@ -36,8 +38,8 @@ class CountedMetrics:
         for sink in sinks.values():
             self.weigh_means(sink)
             self._undo += [
-                replace(sink, "update", self._counted(sink, sink.update, keeps=False)),  # type: ignore[arg-type]
-                replace(sink, "forward", self._counted(sink, sink.forward, keeps=True)),
+                replace(sink, "update", self._counted(sink, sink.update, keeps=False), reason=_REASON),  # type: ignore[arg-type]
+                replace(sink, "forward", self._counted(sink, sink.forward, keeps=True), reason=_REASON),
             ]
 
     def is_fed_in_shares(self, metric: Metric) -> bool:
@@ -66,7 +68,7 @@ class CountedMetrics:
         """Let means of numbers in a metric, or in a copy of one, weigh microbatches."""
         for metric in sink.modules():
             if isinstance(metric, MeanMetric) and type(metric).update is MeanMetric.update:
-                self._undo.append(replace(metric, "update", self._weighed(metric.update)))
+                self._undo.append(replace(metric, "update", self._weighed(metric.update), reason=_REASON))
 
     def _weighed(self, update: Callable[..., Any]) -> Callable[..., Any]:
         def weighed(value: Any, weight: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.nn import functional
 
+from lightning_hybrid.patching import replaced
 from lightning_hybrid.step.instrument.autograd_functions import NotIntercepted
 from lightning_hybrid.step.tracing.step_mode import CurrentRun
 
@@ -76,11 +77,10 @@ class SplitBackward:
             yield
             return
         self._current, _Active.later = current, self
-        functional.linear = _linear
         try:
-            yield
+            with replaced(functional, "linear", _linear, reason="split backward"):
+                yield
         finally:
-            functional.linear = _torch_linear
             self._current = _Active.later = None
 
     @contextlib.contextmanager

@@ -79,7 +79,7 @@ class SideEffectRun:
                 self._randomness.isolated(),
                 self._randomness.microbatch(self._call.number, self._call.first),
                 self._call.context(),
-                replaced(self._root, "log", lambda *_, **__: None),
+                replaced(self._root, "log", lambda *_, **__: None, reason="runs without logs"),
                 contextlib.redirect_stdout(io.StringIO()),  # the step has printed
             ):
                 run = replay.run(lambda: self._call.on(self._batch), {}, self._names, current)

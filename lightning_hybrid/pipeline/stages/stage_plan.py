@@ -266,7 +266,7 @@ class StagePlan:
             StepError: The step cannot be recorded.
         """
         grad = torch.set_grad_enabled(train or torch.is_grad_enabled())
-        with grad, context(), replaced(self._root, "log", lambda *_, **__: None):
+        with grad, context(), replaced(self._root, "log", lambda *_, **__: None, reason="runs without logs"):
             return record(
                 self._root,
                 step,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.utils.checkpoint
 
+from lightning_hybrid.patching import ReplacedAll
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.tracing.step_mode import CurrentRun, StepMode
 
@@ -54,14 +55,11 @@ def patched_checkpointing(
         with watch.recomputing():
             return fn(*args)
 
-    setattr(checkpoint_module, name, without_reentrant)
     # A class defined here would be a reference cycle.
-    checkpoint_module.CheckpointFunction = SimpleNamespace(apply=reentrant)
-    try:
+    in_class = "CheckpointFunction", SimpleNamespace(apply=reentrant)
+    patches = [(checkpoint_module, *patch) for patch in ((name, without_reentrant), in_class)]
+    with ReplacedAll(patches, reason="checkpoints recompute units with keyed random numbers"):
         yield
-    finally:
-        setattr(checkpoint_module, name, generator)
-        checkpoint_module.CheckpointFunction = function
 
 
 def _recompute_each_unit(watch: StepMode) -> Iterator[None]:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import Function, _SingleLevelFunction
 from torch.jit import ScriptFunction
 
+from lightning_hybrid.patching import ReplacedAll
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.instrument.metric_branches import branchless_normalization
 from lightning_hybrid.step.objects.pytree import flatten
@@ -76,7 +77,7 @@ def intercepted_functions(current: CurrentRun, bound: Iterable[BoundApply]) -> A
     """
     collectives = [(name, getattr(dist, name, None)) for name in _OUTPUT_ARGUMENTS]
     apply = _intercepted_apply(current)
-    return _Patched(
+    patches = (
         (_APPLY_OWNER, "apply", classmethod(apply)),
         *((one.owner, one.name, one.replacement(partial(apply, one.function))) for one in bound),
         *((dist, name, _intercepted_collective(current, name, run)) for name, run in collectives if run is not None),
@@ -85,6 +86,7 @@ def intercepted_functions(current: CurrentRun, bound: Iterable[BoundApply]) -> A
         *branchless_normalization(current),
         _TOLIST,
     )
+    return ReplacedAll(patches, reason="autograd functions, collectives and checks of numbers are nodes of a step")
 
 
 def functions_with_repeated_draws(
@@ -92,7 +94,8 @@ def functions_with_repeated_draws(
 ) -> AbstractContextManager[None]:
     """Let functions whose backward reruns their forward, as hand-written checkpoints do, draw equal numbers again."""
     takes_context = [function for function in functions if function.setup_context is Function.setup_context]
-    return _Patched(*(patch for function in takes_context for patch in _patched_methods(function, randomness)))
+    patches = (patch for function in takes_context for patch in _patched_methods(function, randomness))
+    return ReplacedAll(patches, reason="backwards repeat the draws of forwards")
 
 
 def _patched_methods(function: type[Function], randomness: KeyedRandomness) -> Iterable[tuple[Any, str, Any]]:
@@ -113,13 +116,9 @@ def _patched_methods(function: type[Function], randomness: KeyedRandomness) -> I
 
 def refuse_uninterceptable_functions(current: CurrentRun) -> AbstractContextManager[None]:
     """Let a function raise a ``StepError`` where a step calls it in a way that is not intercepted."""
-    return _Patched(
-        *(
-            (function, "forward", _refuse_call(current, function))
-            for function in functions_with_builtin_apply()
-            if "forward" in vars(function)
-        )
-    )
+    functions = [function for function in functions_with_builtin_apply() if "forward" in vars(function)]
+    patches = ((function, "forward", _refuse_call(current, function)) for function in functions)
+    return ReplacedAll(patches, reason="refuses calls that a recording does not see")
 
 
 def _refuse_call(current: CurrentRun, function: type[Function]) -> Any:
@@ -205,26 +204,4 @@ _TOLIST = (FakeTensor, "tolist", Tensor.tolist)
 
 def interceptable_tolist() -> AbstractContextManager[None]:
     """Let function modes intercept the ``tolist`` of absent tensors."""
-    return _Patched(_TOLIST)
-
-
-class _Patched(AbstractContextManager[None]):
-    """Replaces attributes while it is entered. A class, not a generator: it is entered for every step."""
-
-    def __init__(self, *patches: tuple[Any, str, Any]) -> None:
-        self._patches = patches
-
-    def __enter__(self) -> None:
-        self._originals = [vars(owner).get(name, _MISSING) for owner, name, _ in self._patches]
-        for owner, name, value in self._patches:
-            setattr(owner, name, value)
-
-    def __exit__(self, *_: object) -> None:
-        for (owner, name, _), original in zip(self._patches, self._originals, strict=True):
-            if original is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
-
-
-_MISSING = object()
+    return ReplacedAll([_TOLIST], reason="function modes see tolist")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.autograd import Function
 
+from lightning_hybrid.patching import replaced
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.instrument.activation_checkpointing import patched_checkpointing
 from lightning_hybrid.step.instrument.autograd_functions import functions_with_repeated_draws, intercepted_functions
@@ -142,11 +143,8 @@ def no_inference_mode() -> Iterator[None]:
         self._inference_mode_context = torch.no_grad()
         self._inference_mode_context.__enter__()
 
-    torch.inference_mode.__enter__ = enter_no_grad  # type: ignore[method-assign]
-    try:
+    with replaced(torch.inference_mode, "__enter__", enter_no_grad, reason="no inference tensors in steps"):
         yield
-    finally:
-        torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy
 from torch import Tensor, nn
 
+from lightning_hybrid.patching import replaced
 from lightning_hybrid.step.module_state.snapshot import PLAIN, generator_state, inside, is_generator, is_state
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.tracing.metric_nodes import find_sinks
@@ -83,11 +84,9 @@ class UnguardedReads:
             assert original.fget is not None
             return original.fget(module)
 
-        owner.trainer = property(trainer, original.fset, original.fdel)
-        try:
+        watched = property(trainer, original.fset, original.fdel)
+        with replaced(owner, "trainer", watched, reason="guards: a step reads the trainer"):
             yield
-        finally:
-            owner.trainer = original
 
 
 def modules_around(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

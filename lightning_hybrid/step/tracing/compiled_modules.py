@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_hybrid.randomness.keyed_draws import replaced_forwards
+from lightning_hybrid.patching import replaced_forwards
 
 
 class EagerSwitch:
@@ -63,7 +63,7 @@ def compiled_forward(module: nn.Module, original: Callable[..., Any]) -> Callabl
         return original
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with replaced_forwards({"": module}, lambda fqn, watched: original):
+        with replaced_forwards({"": module}, lambda fqn, watched: original, reason="runs a compiled module"):
             return compiled(*args, **kwargs)
 
     return run

@@ -41,7 +41,8 @@ def intercepted_methods(sinks: Mapping[str, nn.Module], intercept: Interceptor) 
     with contextlib.ExitStack() as undo:
         for fqn, sink in sinks.items():
             for method in _METHODS:
-                undo.callback(replace(sink, method, intercept(fqn, method, getattr(sink, method))))
+                function = intercept(fqn, method, getattr(sink, method))
+                undo.callback(replace(sink, method, function, reason="metrics are nodes of a step"))
         yield
 
 

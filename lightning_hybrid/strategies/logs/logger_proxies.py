@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_hybrid.patching import keep_clean
+from lightning_hybrid.patching import keep_clean, replaced
 
 # Attribute of the module while steps may run.
 _CALLS = "_hybrid_logger_calls"
@@ -58,14 +58,12 @@ def captured_loggers(module: pl.LightningModule) -> Iterator[None]:
         return
     calls = vars(module).setdefault(_CALLS, [])
     keep_clean(type(module))
-    trainer._loggers = [
+    proxies = [
         _LoggerProxy(lambda logger=logger: logger, calls, (index,), is_logger=True)  # type: ignore[misc]
         for index, logger in enumerate(loggers)
     ]
-    try:
+    with replaced(trainer, "_loggers", proxies, reason="loggers are told once, after the step"):
         yield
-    finally:
-        trainer._loggers = loggers
 
 
 def flush_logger_calls(module: pl.LightningModule) -> None:

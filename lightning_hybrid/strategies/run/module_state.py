@@ -30,7 +30,7 @@ from lightning_hybrid.checkpoint.single_file import (
 )
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.local_shards import LocalShards
-from lightning_hybrid.patching import replace, temporary_hook
+from lightning_hybrid.patching import Replacement, temporary_hook
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
@@ -241,8 +241,11 @@ class ModuleState:
         self._unpickled = contextlib.ExitStack()
         for optimizer in optimizers:
             if hasattr(optimizer, "__getstate__"):
-                undo = replace(optimizer, "__getstate__", partial(self._state_to_pickle, optimizer))
-                self._unpickled.callback(undo)
+                state, own = partial(self._state_to_pickle, optimizer), optimizer.__getstate__
+                # Not in the registry of patches: it stays after the run, which leaves shards of states.
+                pickled = Replacement(optimizer, "__getstate__", state, own, reason="pickles hold full states")
+                optimizer.__dict__["__getstate__"] = pickled
+                self._unpickled.callback(pickled.put_back)
 
     def pickle_shards(self) -> None:
         """Let optimizers be copied and pickled as they are."""

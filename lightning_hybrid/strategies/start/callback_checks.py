@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from lightning.pytorch.tuner.lr_finder import _LRCallback
 
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.patching import replace
+from lightning_hybrid.patching import around
 
 
 def check_callbacks(trainer: Any, layout: ParallelLayout, *, is_recorded: bool) -> None:
@@ -42,24 +43,31 @@ def check_callbacks(trainer: Any, layout: ParallelLayout, *, is_recorded: bool) 
             )
 
 
-def search_by_mean_loss(trainer: Any, mesh: Mesh) -> None:
-    """Let a search for the learning rate see the mean loss over the replicas, as one process does."""
-    if mesh.size("data") == 1:
-        return
+def search_by_mean_loss(trainer: Any, mesh: Mesh) -> Callable[[], None]:
+    """Let a search for the learning rate see the mean loss over the replicas, as one process does.
+
+    Args:
+        trainer: That begins to train.
+        mesh: The ranks.
+
+    Returns:
+        What undoes it.
+    """
+    undo = contextlib.ExitStack()
     for callback in trainer.callbacks:
-        if isinstance(callback, _LRCallback):
-            replace(callback, "on_train_batch_end", _with_mean_loss(callback.on_train_batch_end, mesh))
+        if isinstance(callback, _LRCallback) and mesh.size("data") > 1:
+            search = partial(_with_mean_loss, mesh)
+            undo.callback(around(callback, "on_train_batch_end", search, reason="the mean loss over replicas"))
+    return undo.close
 
 
-def _with_mean_loss(original: Callable[..., None], mesh: Mesh) -> Callable[..., None]:
-    @functools.wraps(original)
-    def on_train_batch_end(trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
-        loss = outputs if isinstance(outputs, torch.Tensor) else (outputs or {}).get("loss")
-        # A replica may have skipped its step.
-        mine = [0.0, 0.0] if loss is None else [float(loss), 1.0]
-        totals = mesh.all_reduce(torch.tensor(mine, dtype=torch.float64, device=trainer.strategy.root_device), "data")
-        total, count = totals.tolist()
-        outputs = {"loss": torch.tensor(total / count, dtype=torch.float64)} if count else outputs
-        original(trainer, pl_module, outputs, *args)
-
-    return on_train_batch_end
+def _with_mean_loss(
+    mesh: Mesh, original: Callable[..., None], trainer: Any, pl_module: Any, outputs: Any, *args: Any
+) -> None:
+    loss = outputs if isinstance(outputs, torch.Tensor) else (outputs or {}).get("loss")
+    # A replica may have skipped its step.
+    mine = [0.0, 0.0] if loss is None else [float(loss), 1.0]
+    known = mesh.all_reduce(torch.tensor(mine, dtype=torch.float64, device=trainer.strategy.root_device), "data")
+    total, count = known.tolist()
+    outputs = {"loss": torch.tensor(total / count, dtype=torch.float64)} if count else outputs
+    original(trainer, pl_module, outputs, *args)

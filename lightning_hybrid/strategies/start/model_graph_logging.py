@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,13 +12,19 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_hybrid.patching import replace
 
 
-def log_full_graph(trainer: Any, module: pl.LightningModule, *, is_empty: bool) -> None:
+def log_full_graph(trainer: Any, module: pl.LightningModule, *, is_empty: bool) -> Callable[[], None]:
     """Let each logger log its graph now, and not when Lightning asks: the module may be sharded then.
 
-    A module that was built empty (``is_empty``) has no weights to trace.
+    Args:
+        trainer: About to run.
+        module: With its weights, unless it was built empty.
+        is_empty: Whether it was.
+
+    Returns:
+        What undoes it, where Lightning does not ask: a run may fail before.
     """
+    undo = contextlib.ExitStack()
     for logger in trainer.loggers:
-        vars(logger).pop("log_graph", None)  # of a run that failed before Lightning asked
         if not is_empty:
             logger.log_graph(module)
         elif getattr(logger, "_log_graph", False):
@@ -24,13 +32,14 @@ def log_full_graph(trainer: Any, module: pl.LightningModule, *, is_empty: bool) 
                 f"{type(logger).__name__}(log_graph=True) runs the full module on one rank, and this one was built"
                 " with empty_init=True; no graph is logged: call logger.log_graph(module) after the run"
             )
-        _skip_once(logger)
+        undo.callback(_skip_once(logger))
+    return undo.close
 
 
-def _skip_once(logger: Any) -> None:
-    """Skip Lightning's next call to log the graph."""
+def _skip_once(logger: Any) -> Callable[[], None]:
+    """Do nothing when Lightning logs the graph the next time."""
 
     def log_graph(*_: Any, **__: Any) -> None:
         put_back()
 
-    put_back = replace(logger, "log_graph", log_graph)
+    return (put_back := replace(logger, "log_graph", log_graph, reason="the graph is logged already"))

@@ -117,8 +117,8 @@ class WeightAverages:
                     self._replace_method(owner, name, _on_present(function, [module, copy, average]))
 
     def _replace_method(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Replace a method of ``owner``, on this instance alone, until the module is full."""
-        self._undo.callback(replace(owner, name, function))
+        """Let ``owner`` have another function, on this instance alone, until the module is whole."""
+        self._undo.callback(replace(owner, name, function, reason="weight averaging of a sharded module"))
 
     def unshard_parameters(self) -> None:
         """Gather the full copies on every rank; collective over the pipeline."""
@@ -160,5 +160,5 @@ def _only_present(module: nn.Module) -> Iterator[None]:
     def parameters(recurse: bool = True) -> Iterator[nn.Parameter]:
         return (p for p in type(module).parameters(module, recurse) if not is_absent(p))
 
-    with replaced(module, "parameters", parameters):
+    with replaced(module, "parameters", parameters, reason="averages of parameters that are here"):
         yield

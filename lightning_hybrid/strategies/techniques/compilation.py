@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness, replaced_forwards, unwatched
+from lightning_hybrid.patching import replaced_forwards
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness, unwatched
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
@@ -154,7 +155,7 @@ class CompiledUnits:
             with (
                 config.patch(recompile_limit=limit, accumulated_recompile_limit=total),
                 contextlib.nullcontext() if self._shards is None else self._shards.compiling(),
-                replaced_forwards(units, lambda fqn, _: self._runs[fqn]),
+                replaced_forwards(units, lambda fqn, _: self._runs[fqn], reason="runs compiled units"),
             ):
                 yield
         finally:

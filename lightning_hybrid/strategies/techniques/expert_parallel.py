@@ -19,8 +19,9 @@ from lightning_hybrid.layout import LayoutError, ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.parts.local_shards import AxisSharding
+from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness, replaced_forwards
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.strategies.options.strategy_options import Options, compile_options
 from lightning_hybrid.strategies.techniques.tensor_parallel import check_is_sharded
 from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks, enter, leave, sum_gradients
@@ -146,7 +147,10 @@ class ExpertPlanner:
             if self._widths is not None:
                 stack.enter_context(self._widths.running())
             modules = {fqn: self._module.get_submodule(fqn) for fqn in self._uncompiled}
-            stack.enter_context(replaced_forwards(modules, lambda fqn, forward: self._uncompiled[fqn].around(forward)))
+            run = replaced_forwards(
+                modules, lambda fqn, run: self._uncompiled[fqn].around(run), reason="expert parallelism"
+            )
+            stack.enter_context(run)
             yield
 
 

@@ -48,7 +48,7 @@ def _fuse(optimizer: Optimizer) -> Callable[[], None]:
             finally:
                 first.remove()
 
-    return replace_step(optimizer, step)
+    return replace_step(optimizer, step, reason="fused steps on the host")
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import ReadGuards, can_guard
 from lightning_hybrid.parts.local_shards import AxisSharding
 from lightning_hybrid.parts.shard_boxes import shard_of
+from lightning_hybrid.patching import around
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers
@@ -337,25 +338,16 @@ def around_validation(trainer: Any, begin: Callable[[], None], end: Callable[[],
 
     Returns the undo.
     """
-    loop = trainer.fit_loop.epoch_loop.val_loop
-    before = {name: vars(loop).get(name) for name in ("on_run_start", "on_run_end")}
-    run_start, run_end = loop.on_run_start, loop.on_run_end
 
-    def on_run_start(*args: Any, **kwargs: Any) -> None:
-        run_start(*args, **kwargs)
+    def on_run_start(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
         begin()
 
-    def on_run_end(*args: Any, **kwargs: Any) -> Any:
+    def on_run_end(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         end()
-        return run_end(*args, **kwargs)
+        return original(*args, **kwargs)
 
-    loop.on_run_start, loop.on_run_end = on_run_start, on_run_end
-
-    def undo() -> None:
-        for name, member in before.items():
-            if member is None:
-                vars(loop).pop(name, None)
-            else:
-                vars(loop)[name] = member
-
-    return undo
+    loop, undo = trainer.fit_loop.epoch_loop.val_loop, contextlib.ExitStack()
+    undo.callback(around(loop, "on_run_start", on_run_start, reason="full tensors for a validation"))
+    undo.callback(around(loop, "on_run_end", on_run_end, reason="full tensors for a validation"))
+    return undo.close

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -27,6 +26,7 @@ from torch.utils.data import get_worker_info
 
 from lightning_hybrid.full_params.gather_on_read import OWN_PROPERTIES, GatheredParameters
 from lightning_hybrid.full_params.sharded_parameter_mode import IDENTITY
+from lightning_hybrid.patching import around
 from lightning_hybrid.pipeline.unpartitioned_steps import UnpartitionedSteps
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.absent_tensors import (
@@ -173,10 +173,7 @@ def wrap_loaders(
     meeting = weakref.WeakSet[_DataFetcher]()
 
     def served(name: str) -> None:
-        original = getattr(_DataFetcher, name)
-
-        @functools.wraps(original)
-        def method(fetcher: _DataFetcher) -> Any:
+        def method(original: Callable[[_DataFetcher], Any], fetcher: _DataFetcher) -> Any:
             if not _is_of(fetcher, trainer) or not is_sharded():
                 return original(fetcher)
             if name == "__iter__":
@@ -189,8 +186,7 @@ def wrap_loaders(
                 _check_content(result)
             return result
 
-        setattr(_DataFetcher, name, method)
-        undo.callback(setattr, _DataFetcher, name, original)
+        undo.callback(around(_DataFetcher, name, method, reason="loaders read full parameters"))
 
     served("__iter__")  # asks iterable datasets for their iterators, and starts workers
     served("__next__")

@@ -140,7 +140,7 @@ def summarize_full_parameters(callback: Any, reads: HookReads) -> Callable[[], N
         with reads.hook("ModelSummary.on_fit_start"):
             original(*args, **kwargs)
 
-    return replace(callback, "on_fit_start", on_fit_start)
+    return replace(callback, "on_fit_start", on_fit_start, reason="reads full parameters")
 
 
 def can_step_shards(optimizer: Optimizer) -> bool:

@@ -19,6 +19,7 @@ from lightning_hybrid.strategies.user_code.hook_context import LIBRARY_PREFIXES
 from lightning_hybrid.strategies.user_code.reads_protocol import Reads
 
 _AROUND_STEP = "optimizer_step"
+_INSIDE_HOOK = "Lightning's own code, called by a hook"
 _ROUNDS = ("train", "validation", "test", "predict")
 # Hooks that run while the module may be sharded, on every rank; in the last one the training step runs.
 _HOOKS = (
@@ -73,9 +74,9 @@ def wrap_user_hooks(
             of_lightning = (getattr(original, "__module__", None) or "").startswith(LIBRARY_PREFIXES)
             if original is None or (of_lightning and not calls_user):
                 continue
-            undo.enter_context(replaced(user, name, watch.watched(user, name, original)))
+            undo.enter_context(replaced(user, name, watch.watched(user, name, original), reason="hooks read in full"))
     for owner, name, function in CheckpointHooks(trainer, reads, is_sharded, watch.watched, copies).members():
-        undo.enter_context(replaced(owner, name, function))
+        undo.enter_context(replaced(owner, name, function, reason="hooks save full values"))
     return undo.close
 
 
@@ -130,7 +131,7 @@ class _HookWatch:
                     *((optimizer, "step") for optimizer in self.trainer.optimizers),
                 ]
                 for owner, step in owners:
-                    around.enter_context(replaced(owner, step, unwatched(getattr(owner, step))))
+                    around.enter_context(replaced(owner, step, unwatched(getattr(owner, step)), reason=_INSIDE_HOOK))
                 if name == _AROUND_STEP:  # its closure, in which the training step runs, may be called by hand
                     args = tuple(unwatched(arg) if callable(arg) else arg for arg in args)
                     kwargs = {key: unwatched(arg) if callable(arg) else arg for key, arg in kwargs.items()}
@@ -157,7 +158,7 @@ def _without_reads_in_lightning(trainer: pl.Trainer, reads: Reads) -> Iterator[N
                 with torch._C.DisableTorchFunction():
                     return original(*args, **kwargs)
 
-            stack.enter_context(replaced(owner, name, call))
+            stack.enter_context(replaced(owner, name, call, reason=_INSIDE_HOOK))
 
         unwatched(module, "log", reads.known)
         unwatched(module, "log_dict", reads.known)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.parts.gather_on_read import ReadGuards
-from lightning_hybrid.patching import replace
+from lightning_hybrid.patching import replace, replaced
 from lightning_hybrid.strategies.user_code.reads_protocol import Reads
 from lightning_hybrid.zero.optimizer_states.replaced_step import replace_step
 
@@ -62,7 +62,7 @@ def watch_step(optimizer: Optimizer, reads: Reads, is_sharded: Callable[[], bool
             return original(*args, **kwargs)
 
     _adopt(optimizer, reads)
-    return replace_step(optimizer, step)
+    return replace_step(optimizer, step, reason="reads full parameters")
 
 
 def search_by_mean_loss(optimizer: Optimizer, average: Callable[[Tensor], Tensor]) -> Callable[[], None]:
@@ -76,7 +76,7 @@ def search_by_mean_loss(optimizer: Optimizer, average: Callable[[Tensor], Tensor
 
         return original(averaged)
 
-    return replace_step(optimizer, step)
+    return replace_step(optimizer, step, reason="searches by the mean loss")
 
 
 def step_local_shards(optimizer: Optimizer, guards: ReadGuards) -> Callable[[], None]:
@@ -93,7 +93,8 @@ def step_local_shards(optimizer: Optimizer, guards: ReadGuards) -> Callable[[], 
         with guards.off():
             zero_grad(*args, **kwargs)
 
-    undo, undo_clear = replace_step(optimizer, step), replace(optimizer, "zero_grad", clear)
+    why = "works on shards"
+    undo, undo_clear = replace_step(optimizer, step, reason=why), replace(optimizer, "zero_grad", clear, reason=why)
 
     def undo_both() -> None:
         undo()
@@ -161,10 +162,7 @@ def _later_hooks_outside(
         return
     later = [hook for key, hook in hooks.items() if key not in known]
     first = OrderedDict((key, hook) for key, hook in hooks.items() if key in known)
-    optimizer.__dict__["_optimizer_step_post_hooks"] = first
-    try:
+    with replaced(optimizer, "_optimizer_step_post_hooks", first, reason="later hooks run after the step"):
         yield
-    finally:
-        optimizer.__dict__["_optimizer_step_post_hooks"] = hooks
     for hook in later:
         hook(optimizer, args, kwargs)

@@ -26,6 +26,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_zero_info
 
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.patching import around, replace
 from lightning_hybrid.strategies.world.rendezvous import pauses
 
 _INTERRUPT = 1 << 32  # above any number of stop points
@@ -64,7 +65,7 @@ class GracefulStop:
         self._proposer = -1
         self._vote_point = 0
         self._due: int | None = None
-        self._hooks: list[tuple[Any, str]] = []
+        self._undo = contextlib.ExitStack()
         # Lightning's own handler waits in a collective that the other ranks may never join.
         self._replace(trainer._signal_connector, "_sigterm_notifier_fn", self._on_sigterm)
         # It also asks rank 0 before every batch, and so makes all ranks wait for each other.
@@ -79,24 +80,22 @@ class GracefulStop:
             self._extend(trainer.fit_loop, "on_advance_end", after=self._agree_here)
 
     def stop_listening(self) -> None:
-        """Undo the changes to the trainer."""
-        for changed, name in self._hooks:
-            vars(changed).pop(name, None)
+        """Undo what was done to the trainer."""
+        self._undo.close()
 
     def _replace(self, changed: Any, name: str, method: Callable[..., Any]) -> None:
-        setattr(changed, name, method)
-        self._hooks.append((changed, name))
+        self._undo.callback(replace(changed, name, method, reason="all ranks stop after one batch"))
 
     def _extend(
         self, loop: Any, name: str, *, before: Callable[[], None] = _nothing, after: Callable[[], None] = _nothing
     ) -> None:
-        def extended(*args: Any) -> Any:
+        def extended(original: Callable[..., Any], *args: Any) -> Any:
             before()
-            result = getattr(type(loop), name)(loop, *args)
+            result = original(*args)
             after()
             return result
 
-        self._replace(loop, name, extended)
+        self._undo.callback(around(loop, name, extended, reason="all ranks stop after one batch"))
 
     # -- by a signal --------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Failures of ranks: the other ranks learn of one within seconds.
+"""RankFailures of ranks: the other ranks learn of one within seconds.
 
 Without this, a rank that raises and lives on (its error was caught, or it lingers in code after ``fit``) would leave
 the others waiting for its messages until their timeout. Ranks report failures through the store by which they met: it

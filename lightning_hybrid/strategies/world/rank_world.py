@@ -41,6 +41,7 @@ class RankWorld:
         num_processes: Ranks on this node.
         num_nodes: Nodes.
         data_rank: Index of this rank's replica.
+        until_end: Closed at the end of the run.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class RankWorld:
         self._failures: RankFailures | None = None
         self._in_step = False
         self._until_failure = contextlib.ExitStack()
-        self._until_end = contextlib.ExitStack()
+        self.until_end = contextlib.ExitStack()
 
     def connect(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Make user code in hooks of a trainer see its own world, and split its evaluation over replicas."""
@@ -69,21 +70,21 @@ class RankWorld:
         name_layers(module)
         self._user_world = VisibleWorld(self.mesh)
         self._until_failure.callback(self._user_world.wrap_hooks(trainer))
-        self._until_end.callback(evaluate_each_sample_once(trainer, self.mesh, self.any_failed))
+        self.until_end.callback(evaluate_each_sample_once(trainer, self.mesh, self.any_failed))
         if self.layout.world_size > 1:
-            self._until_end.callback(allow_skipped_steps(trainer))
+            self.until_end.callback(allow_skipped_steps(trainer))
 
     def watch_failures(self, trainer: pl.Trainer) -> None:
         """Watch for ranks that fail, from now on."""
         if self.layout.world_size > 1:
             self._failures = RankFailures(trainer, self.mesh, self.timeout)
-            self._until_end.callback(self._failures.stop_watching)
-            self._until_end.callback(EpochMetrics().enter(trainer))
+            self.until_end.callback(self._failures.stop_watching)
+            self.until_end.callback(EpochMetrics().enter(trainer))
 
     def close(self) -> None:
         """Restore the trainer's loops, and show its hooks the launcher's world."""
         self._until_failure.close()
-        self._until_end.close()
+        self.until_end.close()
 
     # -- user code ----------------------------------------------------------------------------------------------------
 

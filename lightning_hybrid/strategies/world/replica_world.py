@@ -9,11 +9,11 @@ and this package, sees the launcher's world.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from lightning.pytorch.trainer import call
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.patching import reduced_as
+from lightning_hybrid.patching import around, reduced_as
 from lightning_hybrid.strategies.user_code.hook_context import LIBRARY_PREFIXES
 
 # The training step runs inside the first; after a failure the world matters and not what the user means.
@@ -81,20 +81,15 @@ class VisibleWorld:
         stack.callback(self._restore_loaders)
         if self._differs:
             for name in _CALLERS:
-                original = getattr(call, name)
-                setattr(call, name, self._caller(trainer, original))
-                stack.callback(setattr, call, name, original)
+                stack.callback(around(call, name, partial(self._call_hook, trainer), reason="hooks see their replicas"))
         return stack.close
 
-    def _caller(self, mine: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def caller(trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
-            if trainer is not mine or not self._runs_user_code(trainer, hook_name):
-                return original(trainer, hook_name, *args, **kwargs)
-            with self.visible():
-                return original(trainer, hook_name, *args, **kwargs)
-
-        return caller
+    def _call_hook(
+        self, mine: Any, original: Callable[..., Any], trainer: Any, hook_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        is_users = trainer is mine and self._runs_user_code(trainer, hook_name)
+        with self.visible() if is_users else contextlib.nullcontext():
+            return original(trainer, hook_name, *args, **kwargs)
 
     def _runs_user_code(self, trainer: Any, hook_name: str) -> bool:
         """Whether a hook runs any user code; most hooks of a step are empty."""

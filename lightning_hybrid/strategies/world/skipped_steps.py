@@ -7,6 +7,8 @@ from typing import Any
 
 from lightning.pytorch.trainer import call
 
+from lightning_hybrid.patching import replace
+
 
 def allow_skipped_steps(trainer: Any) -> Callable[[], None]:
     """Let the loop accept None from the strategy, which checks that all replicas returned it; return the undo."""
@@ -18,5 +20,4 @@ def allow_skipped_steps(trainer: Any) -> Callable[[], None]:
         trainer.strategy.post_training_step()
         return optimization.output_result_cls.from_training_step_output(output, trainer.accumulate_grad_batches)
 
-    optimization._training_step = training_step
-    return lambda: vars(optimization).pop("_training_step", None)
+    return replace(optimization, "_training_step", training_step, reason="skipped steps on several ranks")

@@ -7,6 +7,7 @@ file needs all of them.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.patching import replace
 from lightning_hybrid.strategies.world.run_callbacks import RunCallback
 
 _HANDLER = "_slurm_sigusr_handler_fn"
@@ -29,18 +31,20 @@ class SlurmRequeue(RunCallback):
         self._round = 0
         self._batches = 0
         self._signum = 0
+        self._undo: Callable[[], None] = lambda: None
         environment = trainer._accelerator_connector.cluster_environment
         listens = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
         trainer.callbacks[:] = [other for other in trainer.callbacks if not isinstance(other, SlurmRequeue)]
         if listens and mesh.layout.world_size > 1:
             self._signum = int(environment.requeue_signal or 0)
             trainer.callbacks.append(self)
-            setattr(trainer._signal_connector, _HANDLER, self._on_signal)
+            connector = trainer._signal_connector
+            self._undo = replace(connector, _HANDLER, self._on_signal, reason="all ranks save after one batch")
 
     def stop_listening(self) -> None:
         """Undo the changes to the trainer."""
         self._trainer.callbacks[:] = [callback for callback in self._trainer.callbacks if callback is not self]
-        vars(self._trainer._signal_connector).pop(_HANDLER, None)
+        self._undo()
 
     @property
     def _key(self) -> str:

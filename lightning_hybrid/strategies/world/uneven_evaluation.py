@@ -12,7 +12,6 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +23,14 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_hybrid.collectives.rank_agreement import RanksDisagree
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.patching import reduced_as
+from lightning_hybrid.patching import around, reduced_as, replace
 from lightning_hybrid.replicate.forbid_communication import collectives_forbidden
 from lightning_hybrid.strategies.world.rendezvous import pauses
 
 _EVALUATION = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING)
 _STEPS = ("validation_step", "test_step")
-_RESULTS = "_joint_results"  # on a loop; its hooks are wrapped by others too
+_RESULTS = "_joint_results"  # attribute of a loop
+_REASON = "each sample is evaluated once"
 
 
 def evaluate_each_sample_once(trainer: Any, mesh: Mesh, is_over: Callable[[], bool]) -> Callable[[], None]:
@@ -43,26 +43,16 @@ def evaluate_each_sample_once(trainer: Any, mesh: Mesh, is_over: Callable[[], bo
     # Lightning's advice to evaluate on one device is about samples that are repeated.
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders.*")
     connector = trainer._data_connector
-    loops = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
-
-    def undo() -> None:
-        vars(connector).pop("_resolve_sampler", None)
-        for loop in loops:
-            vars(loop).pop("_store_dataloader_outputs", None)
-            vars(loop).pop("on_run_end", None)
-            vars(loop).pop("on_run_start", None)
-            vars(loop).pop(_RESULTS, None)
-
-    undo()  # what a run that was cut short left behind
-    connector._resolve_sampler = partial(_replica_sampler, connector._resolve_sampler)
+    undo = contextlib.ExitStack()
+    undo.callback(around(connector, "_resolve_sampler", _replica_sampler, reason=_REASON))
     arrivals = _LoaderProgress(mesh, is_over)
-    for loop in loops:
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         joint = _LoopResults(trainer, loop, mesh, arrivals)
-        loop._store_dataloader_outputs = joint.store
-        loop.on_run_end = joint.end
-        loop.on_run_start = joint.begin
-        vars(loop)[_RESULTS] = joint
-    return undo
+        undo.callback(replace(loop, "_store_dataloader_outputs", joint.store, reason=_REASON))
+        undo.callback(around(loop, "on_run_end", joint.end, reason=_REASON))
+        undo.callback(around(loop, "on_run_start", joint.begin, reason=_REASON))
+        undo.callback(replace(loop, _RESULTS, joint, reason=_REASON))
+    return undo.close
 
 
 def forbid_unmatched_collectives(trainer: Any, mesh: Mesh, step: str) -> AbstractContextManager[None]:
@@ -149,11 +139,12 @@ class _LoopResults:
     def __init__(self, trainer: Any, loop: Any, mesh: Mesh, arrivals: _LoaderProgress) -> None:
         self._trainer, self._loop, self._mesh = trainer, loop, mesh
         self._arrivals, self._read_before = arrivals, 0
+        self._store_own = loop._store_dataloader_outputs  # Lightning's
         self._last_meeting: tuple[int, int] | None = None  # loader and batch at which all replicas were last
         self.counts: list[list[float]] = []  # batches that each replica has, by loader; inf where that is not known
 
-    def begin(self) -> None:
-        """Exchange the numbers of batches, before Lightning's own method."""
+    def begin(self, original: Callable[[], None]) -> None:
+        """Before Lightning's own: say how many batches there are."""
         loaders = zip(self._loop._combined_loader.flattened, self._loop.max_batches, strict=True)
         mine = [math.inf if sized_len(loader) is None else batches for loader, batches in loaders]
         self.counts = [[] for _ in range(self._mesh.size("data"))]
@@ -161,7 +152,7 @@ class _LoopResults:
         self._arrivals.begin()
         self._last_meeting = None
         self._read_before = self._loop.batch_progress.current.ready
-        type(self._loop).on_run_start(self._loop)
+        original()
 
     @property
     def batches_read(self) -> int:
@@ -184,10 +175,10 @@ class _LoopResults:
         read, self._read_before = self.batches_read, self._loop.batch_progress.current.ready
         self._store_up_to(self._loop._results.dataloader_idx or 0, read)
 
-    def end(self) -> Any:
-        """Runs before Lightning's own method."""
+    def end(self, original: Callable[[], Any]) -> Any:
+        """Before Lightning's own."""
         self._store_up_to(self._loop.num_dataloaders - 1 if self._loop._is_sequential else 0, 0)
-        return type(self._loop).on_run_end(self._loop)
+        return original()
 
     def _store_up_to(self, loader: int, read: int) -> None:
         """Reduce the results of loaders, also empty ones of this replica, which Lightning skips and others wait for."""
@@ -197,7 +188,7 @@ class _LoopResults:
                 self._arrivals.end(index, read if index == loader else 0)
             results.dataloader_idx = index if many else None
             self._reduce(index)
-            type(self._loop)._store_dataloader_outputs(self._loop)
+            self._store_own()
 
     def _reduce(self, loader: int) -> None:
         """Reduce the logged values over the replicas.

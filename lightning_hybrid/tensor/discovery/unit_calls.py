@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.randomness.keyed_draws import replaced_forwards
+from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
 from lightning_hybrid.step.recording.unit_dedup import without_deduplication
@@ -74,8 +74,8 @@ def record_calls(units: Mapping[str, nn.Module], pipeline_units: Mapping[str, nn
 
     with (
         without_deduplication(units),
-        replaced_forwards(units, wrap),
-        replaced_forwards(pipeline_units, wrap_pipeline_unit),
+        replaced_forwards(units, wrap, reason="records calls of units"),
+        replaced_forwards(pipeline_units, wrap_pipeline_unit, reason="records calls of units"),
     ):
         yield calls
 

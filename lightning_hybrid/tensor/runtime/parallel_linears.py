@@ -72,7 +72,8 @@ class ParallelLinears:
             shown = [fqn for fqn in positions.shown if fqn and fqn not in plan.roles]
             self.forwards |= {fqn: partial(self._on_full_shape, fqn, modules[fqn].forward) for fqn in shown}
         self.forwards = {
-            fqn: Replacement(modules[fqn], "forward", run, modules[fqn].forward) for fqn, run in self.forwards.items()
+            fqn: Replacement(modules[fqn], "forward", run, modules[fqn].forward, reason="parallel linears")
+            for fqn, run in self.forwards.items()
         }
 
     def enter(self, tensor: Tensor, ranks: Ranks, *, fresh: bool = False) -> Tensor:

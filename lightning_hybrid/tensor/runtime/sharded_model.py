@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.parts.local_shards import AxisSharding
 from lightning_hybrid.parts.placement import Shard
-from lightning_hybrid.randomness.keyed_draws import replaced_forwards
+from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
 from lightning_hybrid.step.standins.deferred_tensors import materialize_call
 from lightning_hybrid.step.tracing.compiled_modules import compiled_modules
@@ -246,7 +246,8 @@ class ModelShards:
                 sharded = reads.of_layer(units[fqn], sharded)
             return partial(self._sharded_or_full, fqn, sharded, full)
 
-        with contextlib.nullcontext() if reads is None else reads.on(), replaced_forwards(units, run):
+        forwards = replaced_forwards(units, run, reason="runs sharded units")
+        with contextlib.nullcontext() if reads is None else reads.on(), forwards:
             yield
 
     def _sharded_or_full(

@@ -90,7 +90,7 @@ def sharded(
         around_draw=around_draw,
         around_local_draw=around_local_draw,
     )
-    with replaced(unit, "forward", runner.run_sharded):
+    with replaced(unit, "forward", runner.run_sharded, reason="runs a sharded unit"):
         yield runner
 
 

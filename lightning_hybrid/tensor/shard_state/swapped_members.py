@@ -62,7 +62,7 @@ def put_forwards(modules: Modules, forwards: Mapping[str, Callable[..., Any]], u
             attributes = modules[fqn].__dict__
             around = getattr(attributes.get("forward"), FORWARD_WRAPPER, None)  # keys the random numbers of the module
             if around is not None:
-                undo.callback(replace(modules[fqn], "forward", around(forward)))
+                undo.callback(replace(modules[fqn], "forward", around(forward), reason="parallel linears"))
                 continue
             if "forward" in attributes:
                 undo.callback(attributes.__setitem__, "forward", attributes["forward"])
@@ -72,8 +72,7 @@ def put_forwards(modules: Modules, forwards: Mapping[str, Callable[..., Any]], u
     for module in modules.values():
         # Torch's encoder layer bypasses the attention's forward and reads its weights in eval mode, unless this is 0.
         if isinstance(module, nn.TransformerEncoderLayer):
-            undo.callback(module.__dict__.__setitem__, _FAST_PATH, module.__dict__[_FAST_PATH])
-            module.__dict__[_FAST_PATH] = 0
+            undo.callback(replace(module, _FAST_PATH, 0, reason="parallel linears"))
 
 
 _FAST_PATH = "activation_relu_or_gelu"

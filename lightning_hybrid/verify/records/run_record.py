@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -114,6 +115,7 @@ class RunRecorder:
         self.observed = RunRecord()
         self._perturbation = perturbation
         self._grad_norms: dict[str, float] = {}
+        self._undo = contextlib.ExitStack()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Record the initial weights, perturb them, and wrap the optimizers' steps."""
@@ -124,7 +126,7 @@ class RunRecorder:
             perturb(pl_module, self._perturbation)
             self.observed.perturbed = local_copies(pl_module.named_parameters(), trainer)
         for optimizer in trainer.optimizers:
-            _after_steps(optimizer, self._after_step(trainer, pl_module))
+            self._undo.callback(_after_steps(optimizer, self._after_step(trainer, pl_module)))
 
     def _after_step(self, trainer: Any, module: nn.Module) -> Callable[[torch.optim.Optimizer], None]:
         def record_norms(optimizer: torch.optim.Optimizer) -> None:
@@ -154,6 +156,12 @@ class RunRecorder:
             )
         )
         self._grad_norms = {}
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        """Restore the optimizers' steps."""
+        self._undo.close()
+
+    on_exception = teardown
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Record the metrics that validation logged."""
@@ -258,7 +266,9 @@ def _raised_here(frame: TracebackType) -> bool:
     return dis.opname[code[frame.tb_lasti]] == "RAISE_VARARGS"
 
 
-def _after_steps(optimizer: torch.optim.Optimizer, callback: Callable[[torch.optim.Optimizer], None]) -> None:
+def _after_steps(
+    optimizer: torch.optim.Optimizer, callback: Callable[[torch.optim.Optimizer], None]
+) -> Callable[[], None]:
     """Call ``callback`` after each step; no hook, since wrappers that skip torch's ``__init__`` have no hooks."""
     original = optimizer.step
 
@@ -267,4 +277,4 @@ def _after_steps(optimizer: torch.optim.Optimizer, callback: Callable[[torch.opt
         callback(self)
         return result
 
-    replace_step(optimizer, step)
+    return replace_step(optimizer, step, reason="records each step")

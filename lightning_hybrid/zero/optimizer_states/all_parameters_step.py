@@ -51,7 +51,8 @@ class AllParametersStep(OffloadedStates):
             self._files.add(self.file)
         self._by_address: dict[int, _FileRegion] = {}  # by address
         self._original = optimizer.step
-        self._undo = replace_step(optimizer, lambda _, *args, **kwargs: self._step(*args, **kwargs))
+        step = lambda _, *args, **kwargs: self._step(*args, **kwargs)  # noqa: E731
+        self._undo = replace_step(optimizer, step, reason="offloaded states, all at once")
 
     def adopt(self) -> None:
         """Offload states that were loaded."""

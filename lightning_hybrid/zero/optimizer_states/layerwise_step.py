@@ -62,7 +62,7 @@ class LayerwiseStep(OffloadedStates):
             self._files.add(self.file)
         self._in_file: set[int] = set()  # data_ptr() of tensors in the file
         self._original = optimizer.step
-        self._undo = step_after_closure(optimizer, self._step)
+        self._undo = step_after_closure(optimizer, self._step, reason="offloaded states, layer by layer")
 
     def adopt(self) -> None:
         """Copy states that were loaded to the file."""

@@ -13,25 +13,29 @@ from torch.optim import Optimizer
 from lightning_hybrid.patching import replace
 
 
-def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[[], None]:
+def replace_step(optimizer: Optimizer, step: Callable[..., Any], *, reason: str) -> Callable[[], None]:
     """Replace the step of one optimizer; what learning rate schedulers have set on the old one stays on it.
 
     Args:
         optimizer: The user's.
         step: Called like the method.
+        reason: Why, for ``active_patches``.
 
     Returns:
         A function that restores it.
     """
-    return replace(optimizer, "step", MethodType(functools.wraps(optimizer.step)(step), optimizer))
+    return replace(optimizer, "step", MethodType(functools.wraps(optimizer.step)(step), optimizer), reason=reason)
 
 
-def step_after_closure(optimizer: Optimizer, step: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+def step_after_closure(
+    optimizer: Optimizer, step: Callable[[dict[str, Any]], None], *, reason: str
+) -> Callable[[], None]:
     """Replace the step of one optimizer by one that begins after the closure, if there is one.
 
     Args:
         optimizer: The user's.
         step: Called with the arguments of ``step`` but the closure.
+        reason: Why, for ``active_patches``.
 
     Returns:
         A function that restores it.
@@ -45,4 +49,4 @@ def step_after_closure(optimizer: Optimizer, step: Callable[[dict[str, Any]], No
         step(kwargs)
         return loss
 
-    return replace_step(optimizer, run)
+    return replace_step(optimizer, run, reason=reason)

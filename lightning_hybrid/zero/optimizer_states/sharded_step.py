@@ -54,7 +54,7 @@ class ShardedStep:
         if not self._has_placements:
             self.shard_states()
         self._original = optimizer.step
-        self._undo = step_after_closure(optimizer, self._step)
+        self._undo = step_after_closure(optimizer, self._step, reason="sharded states")
 
     def close(self) -> None:
         """Restore the optimizer's own step; its states stay shards."""

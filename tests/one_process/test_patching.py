@@ -1,0 +1,195 @@
+"""Attributes are replaced for a while, in several layers, and come back in whatever order these are undone."""
+
+import copy
+import functools
+import inspect
+import itertools
+import pickle
+from types import ModuleType
+
+import pytest
+from torch import nn
+
+from lightning_hybrid.patching import (
+    Replacement,
+    active_patches,
+    around,
+    around_method,
+    replace,
+    replaced,
+    replaced_forwards,
+)
+
+REASON = "tests"
+
+
+class Named(nn.Module):
+    name, limit = "a", 1
+
+    def step(self, batch, batch_idx):
+        return f"{self.name}{batch}{batch_idx}"
+
+    @staticmethod
+    def double(value):
+        return 2 * value
+
+
+def on_instance():
+    return Named()
+
+
+def on_class():
+    return type("Other", (Named,), {"step": lambda self, batch, batch_idx: Named.step(self, batch, batch_idx)})
+
+
+def on_module():
+    module = ModuleType("other")
+    module.step = lambda batch, batch_idx: f"a{batch}{batch_idx}"
+    return module
+
+
+def call(owner):
+    return (owner() if isinstance(owner, type) else owner).step(1, batch_idx=2)
+
+
+def bracket(kind):
+    return lambda original, *args, **kwargs: f"{kind[0]}{original(*args, **kwargs)}{kind[1]}"
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations("([{")), ids="".join)
+@pytest.mark.parametrize("make", [on_instance, on_class, on_module])
+def test_layers_are_undone_in_any_order(make, order):
+    owner = make()
+    before = dict(vars(owner))
+    kinds = {"(": "()", "[": "[]", "{": "{}"}
+    undo = {kind: around(owner, "step", bracket(kinds[kind]), reason=REASON) for kind in kinds}
+    left = list(kinds)
+    for kind in order:
+        expected = "a12"
+        for each in left:
+            expected = kinds[each][0] + expected + kinds[each][1]
+        assert call(owner) == expected
+        assert len(active_patches()) == len(left)
+        undo[kind]()
+        undo[kind]()
+        left.remove(kind)
+    assert call(owner) == "a12"
+    assert dict(vars(owner)) == before and not active_patches()
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_values_and_functions_in_layers(order):
+    for owner in (Named(), type("Other", (Named,), {})):
+        before = dict(vars(owner))
+        values = [2, len, 3, max]
+        undo = [replace(owner, "limit", value, reason=REASON) for value in values]
+        left = dict(enumerate(values))
+        for layer in order:
+            found = owner.limit
+            assert (found.func if isinstance(found, Replacement) else found) == left[max(left)]
+            undo[layer]()
+            del left[layer]
+        assert owner.limit == 1 and dict(vars(owner)) == before and not active_patches()
+
+
+@pytest.mark.parametrize("is_first_undone", [False, True])
+def test_what_an_owner_has_comes_back(is_first_undone):
+    module = Named()
+    own = module.step = lambda batch: f"own{batch}"
+    undo = [around(module, "step", bracket(kind), reason=REASON) for kind in ("()", "[]")]
+    assert module.step(3) == "[(own3)]"
+    assert list(inspect.signature(module.step).parameters) == ["batch"]
+    undo[not is_first_undone]()
+    undo[is_first_undone]()
+    assert module.step is own
+
+
+def test_a_class_gets_its_own_kind_of_member_back():
+    member = vars(Named)["double"]
+    with replaced(Named, "double", staticmethod(lambda value: 3 * value), reason=REASON):
+        assert Named.double(2) == Named().double(2) == 6
+    assert vars(Named)["double"] is member
+    with replaced(Named, "__len__", lambda _: 5, reason=REASON):
+        assert len(Named()) == 5
+    assert "__len__" not in vars(Named)
+
+
+def test_what_others_have_set_stays():
+    for owner in (Named(), ModuleType("other")):
+        undo = replace(owner, "limit", 2, reason=REASON)
+        owner.limit = 7
+        undo()
+        assert owner.limit == 7 and not active_patches()
+
+
+def test_an_error_undoes_all():
+    module = Named()
+    with pytest.raises(ZeroDivisionError), replaced(module, "step", lambda *_: "", reason=REASON):
+        raise ZeroDivisionError
+    modules = {"first": module, "second": nn.Linear(1, 1)}
+    with pytest.raises(KeyError), replaced_forwards(modules, lambda fqn, _: {"first": len}[fqn], reason=REASON):
+        pass
+    assert not {"step", "forward"} & set(vars(module)) and not active_patches()
+
+
+def test_signatures_are_those_of_the_originals():
+    for make in (on_instance, on_class, on_module):
+        owner = make()
+        expected = inspect.signature(owner.step)
+        undo = around(owner, "step", bracket("()"), reason=REASON)
+        assert inspect.signature(owner.step) == expected
+        undo()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_and_pickles_have_the_originals(duplicate):
+    module = Named()
+    module.size, module.held = 4, module.step
+    undo = [
+        around(module, "step", bracket("()"), reason=REASON),
+        replace(module, "size", 5, reason=REASON),
+        replace(module, "size", 6, reason=REASON),
+        replace(module, "limit", 7, reason=REASON),
+    ]
+    other = duplicate(module)
+    assert other.step(1, 2) == "a12" and other.size == 4 and other.limit == 1
+    assert not {"step", "limit"} & set(vars(other))
+    assert module.step(1, 2) == "(a12)" and module.size == 6 and len(active_patches()) == 4
+    for each in undo:
+        each()
+    assert module.size == 4
+
+
+def test_methods_of_callbacks_stay_on_deep_copies():
+    module = Named()
+
+    def of(kind):
+        return lambda module, run: f"{kind[0]}{module.name}:{run()}{kind[1]}"
+
+    first, second = (around_method(module, "step", of(kind), reason=REASON) for kind in ("()", "[]"))
+    with replaced(module, "step", lambda *_: "replaced", reason=REASON):
+        other = copy.deepcopy(module)
+    other.name = "b"
+    assert module.step(1, batch_idx=2) == "[a:(a:a12)]"
+    assert other.step(1, 2) == copy.deepcopy(other).step(1, 2).replace("a", "b") == "[b:(b:b12)]"
+    assert pickle.loads(pickle.dumps(module)).step(1, 2) == "a12"
+    first()
+    assert module.step(1, 2) == "[a:a12]" and copy.deepcopy(module).step(1, 2) == "[a:a12]"
+    second()
+    assert "step" not in vars(module) and not active_patches()
+
+
+def test_the_registry_describes_each():
+    module = Named()
+    undo = [replace(owner, "limit", 2, reason="why") for owner in (module, Named, ModuleType("there"))]
+    undo.append(replace(module, "step", functools.partial(max, 1), reason="why not"))
+    kind = f"{__name__}.Named"
+    assert sorted(active_patches()) == [
+        (f"class {kind}", "limit", "why"),
+        ("module there", "limit", "why"),
+        (f"object of {kind}", "limit", "why"),
+        (f"object of {kind}", "step", "why not"),
+    ]
+    for each in undo:
+        each()
+    assert not active_patches()
