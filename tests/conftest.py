@@ -1,1 +1,1 @@
-pytest_plugins = ["worlds_plugin"]
+pytest_plugins = ["harness.worlds.worlds_plugin"]
