@@ -192,3 +192,22 @@ def test_each_room_is_in_the_docs():
     rooms = {path.parent for path in sources() if path.name == "__init__.py"} - {Path(), Path("step")}
     rooms -= {Path("for_pytorch_lightning")}
     assert [str(room) for room in sorted(rooms) if not re.search(rf"[`/]{room.name}[`/]", text)] == []
+
+
+MIN_TESTED_LINES = 200
+
+
+def rooms_with_lines():
+    """Each room that has a floor, with the number of its lines."""
+    lines = {}
+    for path in sources():
+        room = room_of(module_parts(path))
+        lines[room] = lines.get(room, 0) + len((PACKAGE / path).read_text().splitlines())
+    return lines
+
+
+@pytest.mark.parametrize("room", sorted(room for room, lines in rooms_with_lines().items() if lines > MIN_TESTED_LINES))
+def test_each_room_has_tests_of_its_name(room):
+    tests = ROOT / "tests" / room
+    files = [*tests.glob("test_*.py"), *tests.glob("*/test_*.py"), *tests.parent.glob(f"test_{tests.name}.py")]
+    assert files, f"no test file in tests/{room}, and no {tests.parent.relative_to(ROOT)}/test_{tests.name}.py"
