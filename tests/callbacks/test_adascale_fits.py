@@ -5,26 +5,18 @@ import functools
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_hybrid
 from harness.fits import Run, assert_parity, fit_reference
 from harness.fits import fit as fit_run
 from lightning_hybrid.callbacks import AdaScale
+from models.regression import Sequential
 
 
-class Regression(pl.LightningModule):
+class Regression(Sequential):
     def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def training_step(self, batch):
-        x, y = batch
-        return (self.net(x) - y).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+        super().__init__(features=6, lr=0.05)
 
 
 class Gains(pl.Callback):

@@ -11,29 +11,16 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from torch import nn
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import PipelineTimeline, pipeline_timeline
 from lightning_hybrid.callbacks.pipeline_timeline import work_and_bound
 from lightning_hybrid.schedule import chain, make_schedule, simulate
+from models.regression import Sequential
 
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-class Regression(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return nn.functional.mse_loss(self.layers(x), y)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit(callback, max_steps=4, accumulate=1, **options):
@@ -51,7 +38,7 @@ def fit(callback, max_steps=4, accumulate=1, **options):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Regression(), loader)
+    trainer.fit(Sequential(), loader)
 
 
 def written(folder="."):

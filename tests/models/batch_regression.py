@@ -4,13 +4,11 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
-from lightning.pytorch import LightningModule
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from harness.layouts import under
 from harness.verification import COMBINED, LAYOUTS, TENSOR
-from models.regression import FEATURES
+from models.regression import FEATURES, EncoderDecoder
 
 BY_LAYOUT = [*LAYOUTS[2:], COMBINED]
 by_layout = under(BY_LAYOUT, slow=[TENSOR])
@@ -36,14 +34,8 @@ def columns(samples):
     return torch.stack(x), torch.stack(y), names
 
 
-class Regression(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
-        self.decoder = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def forward(self, x):
-        return self.decoder(self.encoder(x))
+class Regression(EncoderDecoder):
+    """Each module below says in `shared_step` what it does with its batches."""
 
     def shared_step(self, batch):
         raise NotImplementedError

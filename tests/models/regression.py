@@ -81,8 +81,11 @@ class Regressor(LightningModule):
 
 
 class Plain(LightningModule):
-    def __init__(self):
+    """Four layers in one `nn.Sequential` and a head, trained by Adam."""
+
+    def __init__(self, lr=1e-2):
         super().__init__()
+        self.lr = lr
         self.net = nn.Sequential(*(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()) for _ in range(4)))
         self.head = nn.Linear(FEATURES, 1)
 
@@ -100,7 +103,42 @@ class Plain(LightningModule):
         self.log("val_loss", F.mse_loss(self(x), y))
 
     def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
+class EncoderDecoder(LightningModule):
+    """Two parts of two layers each; logs nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.decoder = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        return self.decoder(self.encoder(x))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.mse_loss(self(x), y)
+
+    def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class Sequential(LightningModule):
+    """One `nn.Sequential`, trained by plain SGD; logs nothing."""
+
+    def __init__(self, features=4, lr=0.1):
+        super().__init__()
+        self.lr = lr
+        self.layers = nn.Sequential(nn.Linear(features, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx=None):
+        x, y = batch
+        return F.mse_loss(self.layers(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 class Normalised(Plain):

@@ -185,7 +185,7 @@ def one_step():
 # --- one process -----------------------------------------------------------------------------------------------------
 
 
-class Regression(LightningModule):
+class OverflowingRegression(LightningModule):
     """Overflows float16 gradients in step `overflow_at`."""
 
     def __init__(self, overflow_at=None):
@@ -233,7 +233,7 @@ def fit(model, tmp_path, ckpt_path=None, max_steps=-1, **kwargs):
 
 def test_float16_with_a_loss_scale_on_the_cpu(tmp_path):
     plugin = HybridPrecision("16-mixed", scaler=torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2))
-    model = Regression(overflow_at=2)
+    model = OverflowingRegression(overflow_at=2)
     trainer = fit(model, tmp_path, plugins=[plugin], gradient_clip_val=1.0)
     assert trainer.precision_plugin is plugin and trainer.precision == "16-mixed"
     assert trainer.scaler is plugin.scaler
@@ -249,9 +249,11 @@ def test_a_checkpoint_goes_over_to_lightnings_plugin_and_back(tmp_path, ours_fir
         scaler = torch.amp.GradScaler("cpu", init_scale=32.0, growth_interval=2)
         return HybridPrecision("16-mixed", scaler=scaler) if ours else MixedPrecision("16-mixed", "cpu", scaler)
 
-    first = fit(Regression(), tmp_path, plugins=[plugin(ours_first)], max_steps=5)
+    first = fit(OverflowingRegression(), tmp_path, plugins=[plugin(ours_first)], max_steps=5)
     first.save_checkpoint(tmp_path / "a.ckpt")
-    second = fit(Regression(), tmp_path, plugins=[plugin(not ours_first)], max_steps=5, ckpt_path=tmp_path / "a.ckpt")
+    second = fit(
+        OverflowingRegression(), tmp_path, plugins=[plugin(not ours_first)], max_steps=5, ckpt_path=tmp_path / "a.ckpt"
+    )
     assert first.scaler.state_dict()["scale"] == 128.0
     assert second.scaler.state_dict() == first.scaler.state_dict()
 
@@ -267,7 +269,7 @@ def test_a_fit_is_bitwise_lightnings(tmp_path, name):
     }[name]
     models = []
     for plugin in (stock(), HybridPrecision(name), HybridPrecision.of(stock())):
-        models.append(Regression())
+        models.append(OverflowingRegression())
         fit(models[-1], tmp_path, plugins=[plugin], gradient_clip_val=0.5)
     assert models[0].dtypes == models[1].dtypes == models[2].dtypes
     for model in models[1:]:

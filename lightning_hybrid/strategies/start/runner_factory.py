@@ -78,7 +78,7 @@ def runner_of_stages(
         "splitter": options.batch_splitter,
         "replica": replica,
         "metrics": metrics,
-        "uncut": unpartitioned,
+        "unpartitioned": unpartitioned,
     }
     if pipeline.size() == 1:
         everyone = mesh.group("data")

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from harness.worlds.worlds_plugin import RankError
 
 
-class Regression(LightningModule):
+class OneLayer(LightningModule):
     """The smallest module that fits."""
 
     def __init__(self):
@@ -34,7 +34,7 @@ class Regression(LightningModule):
 
 
 def fit(devices):
-    model = Regression()
+    model = OneLayer()
     trainer = Trainer(
         accelerator="cpu",
         devices=devices,

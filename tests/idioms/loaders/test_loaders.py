@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import CombinedLoader
-from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import (
     BatchSampler,
@@ -19,36 +17,12 @@ from torch.utils.data import (
 from harness.layouts import each, under
 from harness.trainer_runs import ignore_warnings, trainer_of
 from harness.verification import COMBINED, LAYOUTS, TENSOR, check
-from models.regression import FEATURES, regression_data
+from models.regression import FEATURES, Plain, regression_data
 
 STAGES = [layout for layout in LAYOUTS if layout.replicas == 1]
 by_layout = under([*LAYOUTS[1:], COMBINED], slow=[TENSOR])
 one_replica = under(STAGES)
 DP_PP = LAYOUTS[2]
-
-
-class Regression(LightningModule):
-    def __init__(self, lr=1e-2):
-        super().__init__()
-        self.lr = lr
-        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()) for _ in range(4)))
-        self.head = nn.Linear(FEATURES, 1)
-
-    def forward(self, x):
-        return self.head(self.body(x))
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        loss = F.mse_loss(self(x), y)
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        x, y = batch
-        self.log("val_loss", F.mse_loss(self(x), y))
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=self.lr)
 
 
 def samples(num=32):
@@ -58,7 +32,7 @@ def samples(num=32):
 # --- order -----------------------------------------------------------------------------------------------------------
 
 
-class Weighs(Regression):
+class Weighs(Plain):
     """Its loss depends on the order of the samples."""
 
     def training_step(self, batch, batch_idx):
@@ -163,13 +137,13 @@ KINDS = [batch_sampler_as_sampler, stream, without_batch_size, own_iterable, sho
 @each("make_data", KINDS, covered_by={without_batch_size: stream, short_last: stream})
 @under([STAGES[0], DP_PP])
 def test_kinds_of_loaders(worlds, make_data, layout):
-    report = check(worlds, Regression, layout, make_data=make_data, steps=4)
+    report = check(worlds, Plain, layout, make_data=make_data, steps=4)
     assert report.outcome == "same", str(report)
 
 
 @one_replica
 def test_a_batch_sampler(worlds, layout):
-    report = check(worlds, Regression, layout, make_data=batch_sampler)
+    report = check(worlds, Plain, layout, make_data=batch_sampler)
     assert report.outcome == "same", str(report)
 
 
@@ -181,7 +155,7 @@ def shapes_seen(kind):
     return module.seen
 
 
-class SeesShapes(Regression):
+class SeesShapes(Plain):
     def __init__(self):
         super().__init__()
         self.seen = []
@@ -200,7 +174,7 @@ def test_with_replicas_a_batch_sampler_still_makes_batches(worlds, kind):
     assert worlds.run(2, shapes_seen, kind) == [[(0, 4, FEATURES), (1, 4, FEATURES), (2, 4, FEATURES)]] * 2
 
 
-class TwoSources(Regression):
+class TwoSources(Plain):
     """Semi-supervised: labelled and unlabelled batches side by side, of different sizes."""
 
     def training_step(self, batch, batch_idx):
@@ -211,13 +185,13 @@ class TwoSources(Regression):
         return loss + 0.1 * consistency
 
 
-class ListOfSources(Regression):
+class ListOfSources(Plain):
     def training_step(self, batch, batch_idx):
         a, b = batch
         return F.mse_loss(self(a[0]), a[1]) + F.l1_loss(self(b[0]), b[1])
 
 
-class EitherSource(Regression):
+class EitherSource(Plain):
     """Sequential in training: the step is told which loader the batch is from."""
 
     def training_step(self, batch, batch_idx, dataloader_idx):
@@ -264,7 +238,7 @@ def test_batches_of_different_sizes_run_as_one_microbatch(worlds):
     assert report.outcome == "same", str(report)
 
 
-class OwnLoaders(Regression):
+class OwnLoaders(Plain):
     """Everything on the module; validation on two sets."""
 
     def prepare_data(self):
@@ -291,7 +265,7 @@ def test_loaders_of_the_module(worlds, layout):
     assert report.outcome == "same", str(report)
 
 
-class ReplayMemory(Regression):
+class ReplayMemory(Plain):
     """Reinforcement learning: the batch says little, the samples are drawn in the step."""
 
     def __init__(self):

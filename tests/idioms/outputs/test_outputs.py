@@ -7,41 +7,24 @@ from itertools import pairwise
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
 
 from harness.layouts import each_under, under
 from harness.trainer_runs import ignore_warnings, trainer_of
 from harness.verification import COMBINED, LAYOUTS, TENSOR, check
-from models.regression import FEATURES, regression_data
+from models.regression import EncoderDecoder, regression_data
 
 BY_LAYOUT = [*LAYOUTS[1:], COMBINED]
 by_layout = under(BY_LAYOUT, slow=[TENSOR])
 DP, DP_PP = LAYOUTS[1], LAYOUTS[2]
 
 
-class Regression(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
-        self.decoder = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def forward(self, x):
-        return self.decoder(self.encoder(x))
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return F.mse_loss(self(x), y)
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-2)
-
-
 # --- forms of the loss -----------------------------------------------------------------------------------------------
 
 
-class WithExtras(Regression):
+class WithExtras(EncoderDecoder):
     """Hooks read what the step returned."""
 
     def training_step(self, batch, batch_idx):
@@ -60,7 +43,7 @@ Losses = namedtuple("Losses", ["total", "parts"])
 Parts = namedtuple("Parts", ["fit", "penalty"])
 
 
-class WithNamedTuples(Regression):
+class WithNamedTuples(EncoderDecoder):
     def losses(self, x, y):
         out = self(x)
         parts = Parts(F.mse_loss(out, y), out.square().mean())
@@ -81,7 +64,7 @@ class LossDict(dict):
         return self[name]
 
 
-class WithMappingOfItsOwn(Regression):
+class WithMappingOfItsOwn(EncoderDecoder):
     def training_step(self, batch, batch_idx):
         x, y = batch
         out = self(x)
@@ -90,7 +73,7 @@ class WithMappingOfItsOwn(Regression):
         return losses
 
 
-class InForward(Regression):
+class InForward(EncoderDecoder):
     """The network computes its own loss, as those of transformers do."""
 
     @dataclasses.dataclass
@@ -112,7 +95,7 @@ class InForward(Regression):
         self.log("val_loss", self(*batch).loss)
 
 
-class WithoutBatchIdx(Regression):
+class WithoutBatchIdx(EncoderDecoder):
     def training_step(self, batch):
         x, y = batch
         return F.mse_loss(self(x), y)
@@ -121,13 +104,13 @@ class WithoutBatchIdx(Regression):
         self.log("val_loss", self.training_step(batch))
 
 
-class WithKeywords(Regression):
+class WithKeywords(EncoderDecoder):
     def training_step(self, *args, **kwargs):
         (x, y), batch_idx = args
         return F.mse_loss(self(x), y) * (1 + batch_idx)
 
 
-class OfOneElement(Regression):
+class OfOneElement(EncoderDecoder):
     """A loss of shape (1,)."""
 
     def training_step(self, batch, batch_idx):
@@ -135,7 +118,7 @@ class OfOneElement(Regression):
         return (self(x) - y).square().mean(0)
 
 
-class LossOfAModule(Regression):
+class LossOfAModule(EncoderDecoder):
     def __init__(self):
         super().__init__()
         self.criterion = nn.SmoothL1Loss()
@@ -189,22 +172,22 @@ class LossObject:
         self.loss = loss
 
 
-class ReturnsAnObject(Regression):
+class ReturnsAnObject(EncoderDecoder):
     def training_step(self, batch, batch_idx):
         return LossObject(super().training_step(batch, batch_idx))
 
 
-class ReturnsATuple(Regression):
+class ReturnsATuple(EncoderDecoder):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx), batch_idx
 
 
-class ReturnsADictWithoutLoss(Regression):
+class ReturnsADictWithoutLoss(EncoderDecoder):
     def training_step(self, batch, batch_idx):
         return {"objective": super().training_step(batch, batch_idx)}
 
 
-class ReturnsANumber(Regression):
+class ReturnsANumber(EncoderDecoder):
     def training_step(self, batch, batch_idx):
         return float(super().training_step(batch, batch_idx).detach())
 
@@ -236,7 +219,7 @@ class MappingWithoutDict(Mapping):
         return len(self._items)
 
 
-class ReturnsAMapping(Regression):
+class ReturnsAMapping(EncoderDecoder):
     """Lightning takes any Mapping."""
 
     def training_step(self, batch, batch_idx):
@@ -252,7 +235,7 @@ def test_any_mapping(worlds, layout):
 # --- None ------------------------------------------------------------------------------------------------------------
 
 
-class SkipsEverywhere(Regression):
+class SkipsEverywhere(EncoderDecoder):
     """Warm-up of a running statistic: nothing is learnt in every third batch."""
 
     def training_step(self, batch, batch_idx):
@@ -264,7 +247,7 @@ class SkipsEverywhere(Regression):
         return loss
 
 
-class SkipsBadBatches(Regression):
+class SkipsBadBatches(EncoderDecoder):
     """One replica may have a bad batch where the others have none."""
 
     def training_step(self, batch, batch_idx):
@@ -368,7 +351,7 @@ def fit_skipping_first(size, pp, options):
     return trainer.strategy.run.batch_shares, trained
 
 
-class SkipsFirst(Regression):
+class SkipsFirst(EncoderDecoder):
     def training_step(self, batch, batch_idx):
         return None if batch_idx == 0 else super().training_step(batch, batch_idx)
 

@@ -1,15 +1,15 @@
 """Keys that some ranks log and others do not: refused within a replica, taken as they come between replicas."""
 
 import pytest
-from idioms.outputs.test_outputs import Regression, fit_until_error
+from idioms.outputs.test_outputs import fit_until_error
 
 from harness.layouts import under
 from harness.verification import LAYOUTS, check
 from lightning_hybrid.verify import Layout
-from models.regression import regression_data
+from models.regression import EncoderDecoder, regression_data
 
 
-class LogsOnFirstRank(Regression):
+class LogsOnFirstRank(EncoderDecoder):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         if self.trainer.is_global_zero:
@@ -17,14 +17,14 @@ class LogsOnFirstRank(Regression):
         return loss
 
 
-class LogsOtherKeysOnOtherRanks(Regression):
+class LogsOtherKeysOnOtherRanks(EncoderDecoder):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log(f"loss_of_rank_{self.global_rank}", loss)
         return loss
 
 
-class ValidatesOnFirstRank(Regression):
+class ValidatesOnFirstRank(EncoderDecoder):
     def validation_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         if self.trainer.is_global_zero:
@@ -83,7 +83,7 @@ def test_replicas_may_log_other_keys(worlds, module, pp):
         assert (kind, message) == ("", "nothing was refused")
 
 
-class LogsThroughItsOwn(Regression):
+class LogsThroughItsOwn(EncoderDecoder):
     """Has a prefix of its own, and logs in prediction what only its own method understands: nothing."""
 
     def log(self, name, value, **options):
@@ -102,7 +102,7 @@ def test_an_own_method_for_logging_is_asked_first(worlds, layout):
     assert report.outcome == "same", str(report)
 
 
-class LogsNothing(Regression):
+class LogsNothing(EncoderDecoder):
     def training_step(self, batch, batch_idx):
         self.log("nothing", None)
         return super().training_step(batch, batch_idx)

@@ -2,30 +2,21 @@
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric, MeanSquaredError
 
 from harness.trainer_runs import ignore_warnings, trainer_of
 from harness.verification import LAYOUTS, check
-from models.regression import FEATURES, regression_data
+from models.regression import EncoderDecoder, regression_data
 
 DP_PP = LAYOUTS[2]
 REPLICAS = [layout for layout in LAYOUTS if layout.replicas > 1]
 by_replicas = pytest.mark.parametrize("layout", REPLICAS, ids=lambda layout: layout.name)
 
 
-class Regression(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
-        self.middle = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x):
-        return self.head(self.middle(self.encoder(x)))
+class Regression(EncoderDecoder):
+    """Logs in every way."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -41,9 +32,6 @@ class Regression(LightningModule):
         self.log("best", error.abs().min(), reduce_fx="min")
         self.log("num", float(len(x)), reduce_fx="sum", sync_dist=True)
         self.log("both", error.mean(), on_step=True, on_epoch=True)
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
 class WithMetrics(Regression):
