@@ -2,8 +2,9 @@
 
     python benchmarks/compatibility.py --write docs/compatibility.md
 
-Each is built tiny from its own configuration by general rules (tests/drawn.py), and its step is run in one process,
-whole and cut into stages. A Trainer trains each on two tensor ranks, and some of them over stages as well.
+Each is built tiny from its own configuration by general rules (tests/models/sampled/architectures.py), and its
+step is run in one process, whole and cut into stages. A Trainer trains each on two tensor ranks, and some of
+them over stages as well.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument("--trained", type=int, default=6, help="how many of them a Trainer trains")
     parser.add_argument("--write", type=Path, help="file of the report; printed if not given")
     options = parser.parse_args()
-    import drawn
+    from models.sampled import architectures as drawn
 
     rows: list[tuple[str, str, dict[int, Any]]] = []
     again: list[tuple[str, str, str]] = []
@@ -62,8 +63,8 @@ def trials(class_name: str, stages: Sequence[int]) -> Any:
     """A trial for each number of stages, or why there is none."""
     import logging
 
-    import drawn_parity
-    from drawn import Unavailable, make
+    from harness import sampled_parity as drawn_parity
+    from models.sampled.architectures import Unavailable, make
 
     logging.disable(logging.CRITICAL)
     try:
@@ -94,8 +95,8 @@ def in_a_child(function: Callable[[], Any]) -> Any:
 
 def tensor_trials(class_names: Sequence[str]) -> dict[str, Any]:
     """What comes of each architecture on two tensor ranks."""
-    from drawn_tensor import tensor_trial
-    from worlds_plugin import Worlds
+    from harness.sampled_tensor_parallel import tensor_trial
+    from harness.worlds.worlds_plugin import Worlds
 
     worlds = Worlds(capture=True)
     found = {}
@@ -108,9 +109,8 @@ def tensor_trials(class_names: Sequence[str]) -> dict[str, Any]:
 
 def trained_rows(class_name: str) -> list[str]:
     """The precision, and what training comes to under each layout."""
-    from drawn_runs import data_of, module_of
-
     from lightning_hybrid.verify import LAYOUTS, Experiment, Verification
+    from models.sampled.modules import data_of, module_of
 
     numbers = in_a_child(functools.partial(precision, class_name))
     experiment = Experiment(
@@ -125,7 +125,7 @@ def trained_rows(class_name: str) -> list[str]:
 
 
 def precision(class_name: str) -> str:
-    from drawn_runs import precision_of
+    from models.sampled.modules import precision_of
 
     return precision_of(class_name)
 

@@ -1,7 +1,8 @@
-import patches_left
 import pytest
 
-pytest_plugins = ["worlds_plugin"]
+from harness.worlds import patches_left
+
+pytest_plugins = ["harness.worlds.worlds_plugin"]
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,8 @@ import torch
 from conformance.case import Case
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from wild.suite import call_quietly
 
+from harness.verification import call_quietly
 from lightning_hybrid.step.batch.microbatch import split
 from lightning_hybrid.verify import Experiment, Layout, Report, Verification
 from lightning_hybrid.verify.layout_run import LayoutConnection, run_layout

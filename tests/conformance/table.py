@@ -5,7 +5,8 @@ import time
 
 from conformance.harness import Checked, layouts_of
 from conformance.registry import CASES
-from worlds_plugin import Worlds, start_server
+
+from harness.worlds.worlds_plugin import Worlds, start_server
 
 
 def main(names: list[str]) -> None:

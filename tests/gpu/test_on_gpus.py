@@ -8,16 +8,17 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from models import Layers, Samples, make
+from experts.moe.test_moe_layer_fits import Experts
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
-from trainer.fitting import Run, assert_parity, fit, fit_reference, fit_whole, trainer_of
-from trainer.test_experts import Experts
-from wider_models import Looped, Mixtral
 
+from harness.fits import Run, assert_parity, fit, fit_reference, fit_whole, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
+from models.cases import Samples, make
+from models.hand_written import Layers
+from models.mixtures import Looped, Mixtral
 
 ACCELERATOR = "gpu"
 ON = {"accelerator": ACCELERATOR}

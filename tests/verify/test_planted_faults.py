@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from wild.suite import call_quietly, regression_data
-from wild.test_first import Dropping, Logging, Normalised, Plain
 
+from harness.verification import call_quietly
 from lightning_hybrid.verify import Experiment, Layout, Verification
+from models.regression import Dropping, Logging, Normalised, Plain, regression_data
 
 
 class Tied(Plain):

@@ -1,0 +1,213 @@
+"""The folder list is the architecture: a file imports only from floors below its own (docs/design, the house)."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "lightning_hybrid"
+MAX_LINES, MAX_FILES = 400, 12
+
+# Low to high. The rooms of one floor do not import each other, except those of plain Python; nor do peers.
+FLOORS = [
+    {"layout"},
+    {"schedule", "planner", "graph"},
+    {"shared_memory", "patching"},
+    {"mesh", "step", "step/objects"},
+    {"randomness", "step/standins"},
+    {"collectives", "equivalence", "step/deferred_init", "step/module_state"},
+    {"parts", "step/tracing"},
+    {"step/batch", "step/batch_means", "step/instrument"},
+    {"step/recording", "full_params"},
+    {"step/replay"},
+    {"pipeline/stages", "tensor/plan", "zero", "experts/moe", "memory", "replicate"},
+    {"tensor", "tensor/collectives", "tensor/shard_state", "zero/optimizer_states", "experts/parallel"},
+    {"experts"},
+    {"tensor/vocabulary"},
+    {"tensor/runtime"},
+    {"tensor/discovery", "tensor/trial"},
+    {"tensor/requests"},
+    {"tensor/search"},
+    {"pipeline/runtime", "pipeline/results"},
+    {"pipeline/loss_weights", "pipeline/side_effects"},
+    {"pipeline"},
+    {"checkpoint", "verify/records"},
+    {"verify/one_process"},
+    {"verify"},
+    {"namespaces"},
+    {"precision", "callbacks"},
+    {"strategies/state"},
+    {"strategies/user_code"},
+    {"strategies/options"},
+    {"strategies/world"},
+    {"strategies/logs", "strategies/start", "strategies/techniques"},
+    {"strategies/run"},
+    {"strategies/execution"},
+    {"strategies"},
+    {"strategy_registration", "for_lightning", "for_pytorch_lightning"},
+    {"cli", "__init__"},
+]
+PEERS = {"pipeline", "tensor", "zero", "experts", "memory", "replicate"}
+PURE = FLOORS[0] | FLOORS[1]
+FRAMEWORKS = {"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning"}
+LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
+MAY_IMPORT_LIGHTNING = {"strategies", "precision", "callbacks", "cli", "__init__"}
+VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
+
+
+def sources():
+    return sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+
+def room_of(parts):
+    """The room of a file or module, given as the parts of its path below the package."""
+    parts = tuple(parts) or ("__init__",)
+    inner = "/".join(parts[:2])
+    return inner if floor_of(inner) is not None else parts[0]
+
+
+def floor_of(room):
+    return next((number for number, rooms in enumerate(FLOORS) if room in rooms), None)
+
+
+def module_parts(path):
+    """`graph/step_graph.py` -> ("step", "graph"); `step/__init__.py` -> ("step",); `__init__.py` -> ()."""
+    parts = path.with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def imports_of(source, path):
+    """Every imported name as absolute parts, `from a import b` as a.b, since b may be a module."""
+    package = ("lightning_hybrid", *path.parts[:-1])
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, tuple(alias.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            base += tuple(node.module.split(".")) if node.module else ()
+            for alias in node.names:
+                yield node.lineno, (*base, alias.name)
+
+
+def violations(source, path):
+    """What the imports of a file do that its floor forbids, one sentence each."""
+    room = room_of(module_parts(path))
+    floor = floor_of(room)
+    if floor is None:
+        yield f"{path} is on no floor; name its room in FLOORS"
+        return
+    for line, (top, *rest) in imports_of(source, path):
+        where = f"{path}:{line}"
+        if top in FRAMEWORKS and room in PURE:
+            yield f"{where}: {room} is plain Python but imports {top}"
+        elif top in LIGHTNING and room.split("/")[0] not in MAY_IMPORT_LIGHTNING:
+            yield f"{where}: only {', '.join(sorted(MAY_IMPORT_LIGHTNING))} may import {top}"
+        elif top == "lightning_hybrid":
+            # `from lightning_hybrid import X` means a room if there is one, and else a public name.
+            other = room_of(rest)
+            other_floor = floor_of(other)
+            if other_floor is None:
+                other, other_floor = "__init__", len(FLOORS) - 1
+            siblings = {room, other} <= FLOORS[1]
+            are_peers = other != room and {other.split("/")[0], room.split("/")[0]} <= PEERS
+            are_peers &= other.split("/")[0] != room.split("/")[0]
+            if are_peers or (other != room and not siblings and other_floor >= floor):
+                yield f"{where}: {room} (floor {floor}) imports {other} (floor {other_floor}), which is not below it"
+
+
+@pytest.mark.parametrize("path", sources(), ids=str)
+def test_imports_point_down(path):
+    assert not list(violations((PACKAGE / path).read_text(), path))
+
+
+@pytest.mark.parametrize("path", sources(), ids=str)
+def test_a_file_holds_one_idea(path):
+    num_lines = len((PACKAGE / path).read_text().splitlines())
+    assert num_lines <= MAX_LINES, f"{path} has {num_lines} lines; above {MAX_LINES} it holds two ideas: split it"
+    assert not VAGUE_NAMES & set(path.with_suffix("").parts), f"{path} has a name that says nothing; name its idea"
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in sources()}), ids=str)
+def test_a_folder_holds_one_idea(folder):
+    count = len([path for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"])
+    assert count <= MAX_FILES, f"{folder} has {count} files; above {MAX_FILES} it holds two ideas: split it"
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("layout.py", "from .schedule.actions import Action"),
+        ("schedule/picture.py", "import torch"),
+        ("planner/search.py", "from torch import nn"),
+        ("graph/step_graph.py", "import torch.fx"),
+        ("graph/step_graph.py", "from lightning_hybrid.step.recording.record_step import record"),
+        ("graph/partition.py", "from ..step.recording import record_step"),
+        ("step/recording/recorder.py", "import lightning.pytorch"),
+        ("step/recording/recorder.py", "from lightning_hybrid.pipeline.runtime.executor import run"),
+        ("step/tracing/step_mode.py", "from lightning_hybrid.step.recording.guards import UnguardedReads"),
+        ("step/recording/recorder.py", "from ..replay.stage_replay import StageReplay"),
+        ("pipeline/runner.py", "from lightning_hybrid.tensor.plan.unit_plan import UnitPlan"),
+        ("mesh.py", "from lightning_hybrid import step"),
+        ("pipeline/runtime/executor.py", "from lightning_hybrid.zero import shard"),
+        ("pipeline/runtime/executor.py", "from ...zero.shard import shard"),
+        ("zero/shard.py", "from .. import strategies"),
+        ("zero/shard.py", "def late():\n    from lightning_hybrid.checkpoint import save"),
+        ("checkpoint/save.py", "from lightning_hybrid.verify import compare"),
+        ("callbacks/timeline.py", "from lightning_hybrid import HybridStrategy"),
+        ("strategies/hybrid.py", "from lightning_hybrid.cli import main"),
+        ("misplaced.py", ""),
+    ],
+)
+def test_a_wrong_import_is_found(path, source):
+    assert len(list(violations(source, Path(path)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("schedule/picture.py", "import math\nfrom .actions import Action\nfrom lightning_hybrid.layout import AXES"),
+        ("planner/search.py", "from lightning_hybrid.schedule import simulator\nfrom ..graph import step_graph"),
+        (
+            "step/recording/recorder.py",
+            "import torch\nfrom ...graph import step_graph\nfrom ...mesh import Mesh",
+        ),
+        (
+            "pipeline/runtime/executor.py",
+            "from lightning_hybrid.step.replay.stage_replay import replay\nfrom . import transport",
+        ),
+        ("strategies/hybrid.py", "import lightning.pytorch\nfrom ..callbacks import timeline\nfrom .. import layout"),
+        ("__init__.py", "from lightning_hybrid.strategies.hybrid import HybridStrategy\nfrom .layout import AXES"),
+        ("cli/plan.py", "from lightning_hybrid.planner import search"),
+    ],
+)
+def test_a_right_import_passes(path, source):
+    assert not list(violations(source, Path(path)))
+
+
+def test_each_room_is_in_the_docs():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = {path.parent for path in sources() if path.name == "__init__.py"} - {Path(), Path("step")}
+    rooms -= {Path("for_pytorch_lightning")}
+    assert [str(room) for room in sorted(rooms) if not re.search(rf"[`/]{room.name}[`/]", text)] == []
+
+
+MIN_TESTED_LINES = 200
+
+
+def rooms_with_lines():
+    """Each room that has a floor, with the number of its lines."""
+    lines = {}
+    for path in sources():
+        room = room_of(module_parts(path))
+        lines[room] = lines.get(room, 0) + len((PACKAGE / path).read_text().splitlines())
+    return lines
+
+
+@pytest.mark.parametrize("room", sorted(room for room, lines in rooms_with_lines().items() if lines > MIN_TESTED_LINES))
+def test_each_room_has_tests_of_its_name(room):
+    tests = ROOT / "tests" / room
+    files = [*tests.glob("test_*.py"), *tests.glob("*/test_*.py"), *tests.parent.glob(f"test_{tests.name}.py")]
+    assert files, f"no test file in tests/{room}, and no {tests.parent.relative_to(ROOT)}/test_{tests.name}.py"

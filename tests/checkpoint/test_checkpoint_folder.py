@@ -1,0 +1,331 @@
+"""Folders of distributed checkpoints by themselves: whole or refused, whatever happened to them."""
+
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+from torch.utils._pytree import tree_leaves
+
+from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.checkpoint import checkpoint_folder as folder
+from lightning_hybrid.checkpoint import writing
+from lightning_hybrid.checkpoint.background_save import BackgroundSave
+from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError, IncompleteCheckpoint
+from lightning_hybrid.checkpoint.convert_checkpoint import to_file, to_folder
+from lightning_hybrid.checkpoint.inspect_checkpoint import problems
+from lightning_hybrid.checkpoint.reading import SavedFolder, _Index
+from lightning_hybrid.checkpoint.writing import covered, prepare
+from lightning_hybrid.cli import main as command_line
+
+ROOT = Path(__file__).parents[2]
+
+
+def checkpoint(step):
+    """A small one of Lightning's, with tied weights and an optimizer."""
+    weight = torch.arange(12.0).reshape(3, 4) + step
+    state = {
+        0: {"step": torch.tensor(float(step)), "exp_avg": weight / 3, "none": None},
+        1: {"step": torch.tensor(2.0), "exp_avg": torch.ones(2, dtype=torch.bfloat16)},
+    }
+    groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}]
+    return {
+        "epoch": 1,
+        "global_step": step,
+        "pytorch-lightning_version": "2.6.0",
+        "state_dict": {"a.weight": weight, "head.weight": weight, "b.bias": torch.ones(2), "b.count": torch.tensor(3)},
+        "optimizer_states": [{"state": state, "param_groups": groups}],
+        "callbacks": {"average": {"weights": [torch.arange(5000.0)], "best": torch.tensor(0.25)}},
+        "lr_schedulers": [{"last_epoch": step}],
+    }
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder of step 3, and where it was made from."""
+    torch.save(checkpoint(3), tmp_path / "plain.ckpt")
+    to_folder(tmp_path / "plain.ckpt", tmp_path / "saved.ckpt")
+    return tmp_path / "saved.ckpt"
+
+
+def step_of(path):
+    return SavedFolder(path).manifest["step"]
+
+
+def save(path, step):
+    return prepare(checkpoint(step), path, None, {"layout": {}, "versions": {}, "step": step, "epoch": 0})
+
+
+def test_a_file_and_a_folder_are_made_of_each_other(saved, tmp_path, capsys):
+    back = tmp_path / "back.ckpt"
+    assert command_line(["checkpoint", "convert", str(saved), str(back)]) == 0
+    got, expected = torch.load(back), torch.load(tmp_path / "plain.ckpt")
+    assert list(got) == list(expected)
+    assert got["state_dict"]["a.weight"].data_ptr() == got["state_dict"]["head.weight"].data_ptr()
+    leaves, wanted = tree_leaves(got), tree_leaves(expected)
+    assert len(leaves) == len(wanted)
+    for leaf, other in zip(leaves, wanted, strict=True):
+        assert type(leaf) is type(other) and (torch.equal(leaf, other) if torch.is_tensor(leaf) else leaf == other)
+    assert sorted(os.listdir(tmp_path)) == ["back.ckpt", "plain.ckpt", "saved.ckpt"]
+    assert command_line(["checkpoint", "inspect", str(saved)]) == 0
+    shown = capsys.readouterr().out
+    assert "step 3, epoch 1" in shown and "optimizer/0/#1/exp_avg" in shown and "bfloat16" in shown
+    assert "head.weight" not in shown  # saved once
+
+
+def test_large_tensors_go_by_the_disk(tmp_path):
+    whole = {"state_dict": {"w": torch.randn(700, 1000), "half": torch.randn(700_000).bfloat16()}}
+    torch.save(whole, tmp_path / "plain.ckpt")
+    to_folder(tmp_path / "plain.ckpt", tmp_path / "saved.ckpt")
+    told = []
+    to_file(tmp_path / "saved.ckpt", tmp_path / "back.ckpt", tell=told.append)
+    assert told == ["model/w (700, 1000)", "model/half (700000,)"]
+    torch.testing.assert_close(torch.load(tmp_path / "back.ckpt"), whole, rtol=0, atol=0)
+
+
+CONVERTS = """
+import sys, threading
+from pathlib import Path
+
+import torch
+
+from lightning_hybrid.checkpoint.convert_checkpoint import to_file, to_folder
+
+
+def own_bytes():
+    # Of this process, without what is mapped from files.
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return 1024 * int(line.split()[1])
+
+
+def convert(name, number):
+    torch.save({"state_dict": {f"w{i}": torch.ones(1000, 1000) for i in range(number)}}, f"{name}.ckpt")
+    begin, most, done = own_bytes(), [0], threading.Event()
+
+    def watch():
+        while not done.wait(0.002):
+            most[0] = max(most[0], own_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    to_folder(Path(f"{name}.ckpt"), Path(name))
+    to_file(Path(name), Path(f"{name}_again.ckpt"), tell=lambda _: None)
+    done.set()
+    watcher.join()
+    return most[0] - begin
+
+
+convert("small", 1)  # loads the modules, which take memory too
+print(convert("large", 30))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is counted by Linux's /proc")
+def test_converting_holds_few_tensors_at_a_time(tmp_path):
+    # Of a process of its own, whose allocator gives back what is freed.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", CONVERTS]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert 0 < int(ran.stdout) < 4 * 1000 * 1000 * 4  # of 30
+
+
+class Killed(BaseException):
+    """Nothing is tidied up after it."""
+
+
+@pytest.mark.parametrize("last_words", ["write_file", "finish", "_publish"])
+def test_a_save_that_is_killed_leaves_the_one_before(saved, monkeypatch, last_words):
+    def dies(*_):
+        raise Killed
+
+    monkeypatch.setattr(folder, last_words, dies)
+    with pytest.raises(Killed):
+        writing.write(save(saved, 4), None)
+    fresh = saved.with_name("fresh.ckpt")
+    with pytest.raises(Killed):
+        writing.write(save(fresh, 4), None)
+    monkeypatch.undo()
+    assert step_of(saved) == 3
+    with pytest.raises(
+        IncompleteCheckpoint, match=r"fresh.ckpt is not there: a save to it began.*beside it: .*saved.ckpt"
+    ):
+        SavedFolder(fresh)
+    for path in (saved, fresh):  # over what the killed ones left
+        writing.write(save(path, 5), None)
+        assert step_of(path) == 5 and not folder.incomplete_path(path).exists()
+
+
+_SAVES_FOR_EVER = """
+import itertools, sys, torch
+from pathlib import Path
+from lightning_hybrid.checkpoint.writing import prepare, write
+for step in itertools.count(1):
+    state = {"state_dict": {"w": torch.full((1000, 500), float(step))}, "global_step": step}
+    write(prepare(state, Path(sys.argv[1]), None, {"layout": {}, "versions": {}, "step": step, "epoch": 0}), None)
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_leaves_a_complete_one(tmp_path):
+    path, last = tmp_path / "model.ckpt", 0
+    for number in range(3):
+        command = [sys.executable, "-c", _SAVES_FOR_EVER, str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+            assert process.stdout is not None
+            seen = [int(process.stdout.readline()) for _ in range(number + 1)]
+            threading.Event().wait(0.004 * number)  # anywhere in the next save
+            process.kill()
+            seen += [int(line) for line in process.stdout.read().split()]
+        saved = SavedFolder(path)
+        assert saved.manifest["step"] - seen[-1] in (0, 1) and not list(problems(path))
+        assert torch.equal(saved.tensor("model/w"), torch.full((1000, 500), float(saved.manifest["step"])))
+        last = seen[-1]
+    assert last >= 3
+
+
+def test_options_that_need_each_other():
+    with pytest.raises(ValueError, match="async_checkpoint=True writes distributed checkpoints"):
+        Hybrid3DStrategy(async_checkpoint=True)
+
+
+def test_without_a_swap_of_two_names(saved, monkeypatch):
+    monkeypatch.setattr(folder, "_exchange", lambda *_: False)
+    writing.write(save(saved, 6), None)
+    assert step_of(saved) == 6 and {p.name for p in saved.parent.iterdir()} == {"plain.ckpt", "saved.ckpt"}
+
+
+def test_a_folder_takes_the_place_of_a_file(saved):
+    writing.write(save(saved.with_name("plain.ckpt"), 7), None)
+    assert step_of(saved.with_name("plain.ckpt")) == 7
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+        (lambda path: (path / "meta.pt").write_bytes(b""), "meta.pt has 0 bytes instead of"),
+        (lambda path: (path / "manifest.json").unlink(), "has no manifest.json but .metadata"),
+        (lambda path: (path / "manifest.json").write_text("{"), "is torn"),
+        (lambda path: [entry.unlink() for entry in path.iterdir()], "is empty: a save to it began"),
+    ],
+)
+def test_what_is_not_complete_is_refused(saved, harm, said, capsys):
+    harm(saved)
+    with pytest.raises(CheckpointError, match=said):
+        SavedFolder(saved)
+    assert command_line(["checkpoint", "verify", str(saved)]) == 1
+    assert command_line(["checkpoint", "inspect", str(saved)]) == 2
+    assert "saved.ckpt" in capsys.readouterr().err
+
+
+def test_verify_reads_every_byte(saved, capsys):
+    assert command_line(["checkpoint", "verify", str(saved)]) == 0
+    flip(saved / "__0_0.distcp")
+    assert command_line(["checkpoint", "verify", str(saved)]) == 1
+    assert "__0_0.distcp has other content" in capsys.readouterr().out
+
+
+def test_folders_of_others_are_named(tmp_path):
+    torch.distributed.checkpoint.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of lightning_hybrid.*torch.distributed.checkpoint"):
+        SavedFolder(tmp_path / "dcp")
+    torch.save({}, tmp_path / "dcp" / "meta.pt")
+    with pytest.raises(CheckpointError, match="consolidate_checkpoint"):
+        SavedFolder(tmp_path / "dcp")
+    (tmp_path / "dcp" / "manifest.json").write_text(json.dumps({"format": "another"}))
+    with pytest.raises(CheckpointError, match="not the manifest of a checkpoint of lightning_hybrid"):
+        SavedFolder(tmp_path / "dcp")
+
+
+class Runs:
+    def __reduce__(self):
+        return print, ("run",)
+
+
+class Member:
+    """As some versions of Python write members of an enum."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_members_of_the_one_enum_of_an_index_are_read_however_they_are_written():
+    def read(value):
+        return _Index(io.BytesIO(pickle.dumps(value)), "folder").load()
+
+    member = _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    assert read(member) is read(Member(_MEM_FORMAT_ENCODING, member.name)) is member
+    for owner, name in ((_MEM_FORMAT_ENCODING, "__init__"), (Metadata, "__init__")):
+        with pytest.raises(CheckpointError, match="is not allowed in an index"):
+            read(Member(owner, name))
+
+
+def test_nothing_is_run_that_a_folder_asks_for(saved, capsys):
+    (saved / ".metadata").write_bytes(pickle.dumps(Runs()).ljust((saved / ".metadata").stat().st_size, b"."))
+    with pytest.raises(CheckpointError, match=r"names builtins\.print"):
+        SavedFolder(saved)
+    state = {**checkpoint(1), "hyper_parameters": {"object": Path("x")}}
+    writing.write(prepare(state, saved, None, {"layout": {}, "versions": {}, "step": 1, "epoch": 0}), None)
+    with pytest.raises(CheckpointError, match=r"objects of pathlib.*pass weights_only=False"):
+        SavedFolder(saved).checkpoint()
+    assert SavedFolder(saved, weights_only=False).checkpoint()["hyper_parameters"] == {"object": Path("x")}
+    assert command_line(["checkpoint", "verify", str(saved)]) == 1
+    assert command_line(["checkpoint", "verify", str(saved), "--trust"]) == 0
+    assert "run" not in capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize(
+    ("boxes", "said"),
+    [
+        ([((0, 0), (2, 4)), ((2, 0), (1, 4))], ""),
+        ([((0, 0), (2, 4))], "of which 8 are saved"),
+        ([((0, 0), (2, 4)), ((1, 0), (2, 4))], "two boxes contain"),
+        ([((0, 0), (2, 4)), ((2, 0), (2, 4))], "outside"),
+    ],
+)
+def test_every_element_lies_in_one_box(boxes, said):
+    assert said in covered((3, 4), boxes) and bool(said) == bool(covered((3, 4), boxes))
+
+
+def test_an_error_of_the_thread_is_told_and_leaves_the_one_before(saved, monkeypatch):
+    background = BackgroundSave()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folder, "finish", full)
+    new = saved.with_name("new.ckpt")
+    background.start(save(new, 4), None)
+    background.remove(saved)  # as a callback does that keeps the best one alone
+    with pytest.raises(CheckpointError, match=r"new.ckpt could not be written.*No space left.*kept.*saved.ckpt"):
+        background.wait()
+    monkeypatch.undo()
+    assert step_of(saved) == 3 and not folder.incomplete_path(new).exists()
+    background.start(save(new, 4), None)
+    background.remove(saved)
+    background.wait()
+    assert step_of(new) == 4 and not saved.exists()
+
+
+def test_torch_reads_the_folder(saved, tmp_path):
+    target = {"model/a.weight": torch.zeros(3, 4)}
+    torch.distributed.checkpoint.load(target, checkpoint_id=saved, no_dist=True)
+    assert torch.equal(target["model/a.weight"], checkpoint(3)["state_dict"]["a.weight"])

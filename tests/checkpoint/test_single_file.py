@@ -1,0 +1,257 @@
+"""One ordinary checkpoint: saved under any layout, loaded by plain Lightning and by any other layout."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.utils.data import DataLoader
+
+from harness.fits import trainer_of
+from harness.one_process_pipeline import assert_same_gradients
+from lightning_hybrid import Hybrid3DStrategy
+from models.cases import Samples, batch_of, make
+from models.hand_written import Decoder, Layers, Tied
+from models.hugging_face import GPT2
+from models.mixtures import Looped, Mixtral
+from models.wide import GPT2Wide
+
+MICROBATCHES = 2
+
+
+class OwnOptimizer(Tied):
+    """Builds its optimizer in `__init__`, with two groups, before any strategy is there."""
+
+    def __init__(self):
+        super().__init__()
+        self.double()
+        head, body = [self.embedding.weight], [*self.layers.parameters()]
+        self.own = torch.optim.AdamW([{"params": body}, {"params": head, "lr": 3e-3}], lr=1e-2)
+
+    def configure_optimizers(self):
+        return [self.own], [torch.optim.lr_scheduler.StepLR(self.own, 1)]
+
+
+class TwoLayers(GPT2):
+    layers = 2
+
+
+MODULES = {"GPT2": TwoLayers, "Tied": Tied, "Layers": Layers, "OwnOptimizer": OwnOptimizer, "Decoder": Decoder}
+MODULES |= {"Mixtral": Mixtral, "Looped": Looped, "GPT2Wide": GPT2Wide}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """None for plain Lightning."""
+
+    pp: int | None = None
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def world_size(self):
+        return (self.pp or 1) * self.dp * self.tp * self.cp
+
+    def strategy(self):
+        if self.pp is None:
+            return None
+        sizes = {"pipeline_parallel_size": self.pp, "tensor_parallel_size": self.tp, "context_parallel_size": self.cp}
+        return Hybrid3DStrategy(**sizes, num_microbatches=MICROBATCHES, **dict(self.options))
+
+
+PLAIN, PP1, PP2, PP4, DP2PP2 = Layout(), Layout(1), Layout(2), Layout(4), Layout(2, 2)
+TP2, PP2TP2 = Layout(1, tp=2), Layout(2, tp=2)
+INTERLEAVED = Layout(2, options=(("schedule", "interleaved_1f1b"), ("stages_per_rank", 2)))
+
+
+def loader_of(module, layout: Layout, trainer) -> DataLoader:
+    """Each replica sees every second sample of a batch: the union is the batch that one process sees."""
+    sampler = torch.utils.data.DistributedSampler(range(16), layout.dp, 0, shuffle=False) if layout.dp > 1 else None
+    if sampler is not None:
+        sampler.rank = int(trainer.strategy.cluster_environment.global_rank()) // (layout.tp * layout.cp) % layout.dp
+    return DataLoader(Samples(module.kind, 16), batch_size=8 // layout.dp, sampler=sampler)
+
+
+def train(case: str, layout: Layout, max_epochs: int, resume: str | None = None, save: str | None = None):
+    """Fit, two batches of 8 samples over all replicas per epoch, and give the state of module and optimizers."""
+    module = make(MODULES[case])
+    trainer = trainer_of(layout.world_size, layout.strategy(), [], max_epochs=max_epochs)
+    trainer.fit(module, loader_of(module, layout, trainer), ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return {name: value.clone() for name, value in module.state_dict().items()}, trainer.global_step
+
+
+class SaveAndTry(Callback):
+    """Saves in the middle of a run, while the module is in parts, and notes what `state_dict()` says then."""
+
+    def __init__(self, path):
+        self.path, self.message = path, ""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+            try:
+                pl_module.state_dict()
+            except RuntimeError as error:
+                self.message = str(error)
+
+
+def train_and_save(case: str, layout: Layout, path: str):
+    """One fit of two epochs; the file is written after the first."""
+    module = make(MODULES[case])
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    callback = SaveAndTry(path)
+    trainer = trainer_of(layout.world_size, layout.strategy(), [callback], max_epochs=2)
+    trainer.fit(module, DataLoader(Samples(module.kind, 16), batch_size=8))
+    after = {name: value.clone() for name, value in module.state_dict().items()}
+    still = [name for name, p in module.named_parameters() if p.requires_grad and torch.equal(p, before[name])]
+    return after, still, callback.message
+
+
+def assert_same_state(got, expected, tolerance=1e-9):
+    assert got.keys() == expected.keys()
+    assert_same_gradients(got, expected, tolerance=tolerance)
+
+
+def load(path):
+    return torch.load(path, weights_only=False)
+
+
+def each_written():
+    """Stages alone are in both by default, parts of tied weights in the one, several stages of a rank in the other."""
+    layouts = {"pp2": PP2, "interleaved": INTERLEAVED, "tp2": TP2, "pp2 x tp2": PP2TP2}
+    for name, layout in layouts.items():
+        for case in ("GPT2", "OwnOptimizer"):
+            default = (case, layout) in (("GPT2", PP2TP2), ("OwnOptimizer", INTERLEAVED))
+            yield pytest.param(case, layout, id=f"{name}-{case}", marks=[] if default else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("case", "layout"), list(each_written()))
+def test_the_file_is_the_one_that_plain_lightning_writes(worlds, tmp_path, case, layout):
+    plain, ours = str(tmp_path / "plain.ckpt"), str(tmp_path / "ours.ckpt")
+    [(expected, _, _)] = worlds.run(1, train_and_save, case, PLAIN, plain)
+    for state, still, message in worlds.run(layout.world_size, train_and_save, case, layout, ours):
+        assert_same_state(state, expected)
+        assert not still, f"trained parameters that did not move: {still}"
+        assert "are on other ranks" in message and "save_checkpoint" in message
+    a, b = load(plain), load(ours)
+    assert a["global_step"] == b["global_step"] == 2
+    assert_same_state(b["state_dict"], a["state_dict"])
+    assert all(type(value) is torch.Tensor for value in b["state_dict"].values())
+    [x], [y] = a["optimizer_states"], b["optimizer_states"]
+    assert x["param_groups"] == y["param_groups"] and x["state"].keys() == y["state"].keys()
+    for number, entry in x["state"].items():
+        assert entry.keys() == y["state"][number].keys()
+        for key, value in entry.items():
+            torch.testing.assert_close(y["state"][number][key], value, rtol=1e-8, atol=1e-14, msg=f"{number} {key}")
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param((PLAIN, DP2PP2, PP2TP2), id="combined"),
+        pytest.param((PP1, PP2, PP4, TP2), id="alone", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("case", ["GPT2", pytest.param("OwnOptimizer", marks=pytest.mark.slow)])
+def test_resumed_under_every_layout(worlds, tmp_path, case, layouts):
+    """Saved by two stages; each layout goes on to where an uninterrupted run ends."""
+    path = str(tmp_path / "half.ckpt")
+    [(expected, steps)] = worlds.run(1, train, case, PLAIN, 2)
+    worlds.run(2, train_and_save, case, PP2, path)
+    for layout in layouts:
+        for state, reached in worlds.run(layout.world_size, train, case, layout, 2, path):
+            assert reached == steps == 4, layout
+            assert_same_state(state, expected)
+
+
+def test_rows_in_unequal_shards(worlds, tmp_path):
+    path = str(tmp_path / "half.ckpt")
+    [(expected, _)] = worlds.run(1, train, "Decoder", PLAIN, 2)
+    worlds.run(2, train_and_save, "Decoder", TP2, path)
+    for layout in (PLAIN, PP2TP2):
+        for state, _ in worlds.run(layout.world_size, train, "Decoder", layout, 2, path):
+            assert_same_state(state, expected)
+
+
+def test_a_plain_file_is_resumed_by_stages(worlds, tmp_path):
+    path = str(tmp_path / "plain.ckpt")
+    [(expected, _)] = worlds.run(1, train, "Tied", PLAIN, 3)
+    worlds.run(1, train, "Tied", PLAIN, 1, None, path)
+    for state, steps in worlds.run(4, train, "Tied", PP4, 3, path):
+        assert steps == 6
+        assert_same_state(state, expected)
+
+
+def test_saved_after_fit(worlds, tmp_path):
+    path = str(tmp_path / "after.ckpt")
+    states = worlds.run(4, train, "Tied", DP2PP2, 1, None, path)
+    assert_same_state(load(path)["state_dict"], states[0][0], tolerance=0)
+    assert load(path)["optimizer_states"][0]["state"].keys() == set(range(17))
+
+
+def load_plainly(path):
+    module = Tied.load_from_checkpoint(path)
+    return dict(module.state_dict()), float(module.loss(batch_of("tokens", range(4))))
+
+
+def test_load_from_checkpoint_in_one_process(worlds, tmp_path):
+    path = str(tmp_path / "half.ckpt")
+    worlds.run(2, train_and_save, "Tied", PP2, path)
+    [(state, loss)] = worlds.run(1, load_plainly, path)
+    assert_same_state({k: v.double() for k, v in state.items()}, load(path)["state_dict"], tolerance=1e-6)
+    assert 0 < loss < 100
+
+
+def save_and_infer(path):
+    """What users do after fit, on every rank."""
+    module = make("GPT2")
+    trainer = trainer_of(2, PP2.strategy(), [])
+    trainer.fit(module, DataLoader(Samples(module.kind, 16), batch_size=8))
+    own = f"{path}/{trainer.global_rank}.pt"
+    torch.save(module.state_dict(), own)
+    module.eval()
+    with torch.no_grad():
+        loss = module.loss(batch_of("tokens", range(4)))
+    assert all(type(p) is torch.nn.Parameter for p in module.parameters())
+    assert module.model.lm_head.weight is module.model.transformer.wte.weight
+    fresh = make("GPT2").eval()
+    fresh.load_state_dict(torch.load(own))
+    with torch.no_grad():
+        return loss, fresh.loss(batch_of("tokens", range(4)))
+
+
+def test_the_module_is_full_after_fit_on_every_rank(worlds, tmp_path):
+    results = worlds.run(2, save_and_infer, str(tmp_path))
+    assert len({float(loss) for pair in results for loss in pair}) == 1
+    a, b = (torch.load(Path(tmp_path) / f"{rank}.pt") for rank in range(2))
+    assert_same_state(a, b, tolerance=0)
+
+
+def fit_twice(case):
+    """A second fit of the same module goes on from the first."""
+    module = make(MODULES[case])
+    data = DataLoader(Samples(module.kind, 16), batch_size=8)
+    for layout in (PP2, dataclasses.replace(PP2)):
+        trainer_of(2, layout.strategy(), []).fit(module, data)
+    return dict(module.state_dict())
+
+
+def fit_twice_plainly(case):
+    module = make(MODULES[case])
+    data = DataLoader(Samples(module.kind, 16), batch_size=8)
+    for _ in range(2):
+        trainer_of(1, None, []).fit(module, data)
+    return dict(module.state_dict())
+
+
+def test_a_module_is_fitted_twice(worlds):
+    [expected] = worlds.run(1, fit_twice_plainly, "Tied")
+    for state in worlds.run(2, fit_twice, "Tied"):
+        assert_same_state(state, expected)

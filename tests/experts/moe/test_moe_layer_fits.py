@@ -1,0 +1,93 @@
+"""Modules with layers of experts, under the strategy."""
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from harness.fits import Run, assert_parity, fit, fit_whole
+from harness.worlds.worlds_plugin import RankError
+from lightning_hybrid.experts import MoE
+from models.hand_written import WIDTH, Lit
+
+
+class Experts(Lit):
+    """Residual layers of experts; each adds losses of its own to the step's."""
+
+    options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self):
+        super().__init__()
+        options = {"num_experts": 4, "balance_loss": 0.1, "z_loss": 0.01, **self.options}
+        self.layers = nn.ModuleList(MoE(WIDTH, 24, **options) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def loss(self, batch):
+        x, reports = batch["x"], []
+        for layer in self.layers:
+            y, report = layer(x)
+            x = x + y
+            reports.append(report)
+        self.log("load", torch.stack([report.load.max() for report in reports]).max())
+        return F.mse_loss(self.head(x), batch["y"]) + sum(report.loss for report in reports)
+
+
+class Dropping(Experts):
+    options: ClassVar = {"capacity_factor": 0.75, "shared_experts": 1}
+
+
+class Counting(Experts):
+    options: ClassVar = {"score": "sigmoid", "bias_update_rate": 0.1, "balance_loss": 0.0}
+
+    def on_train_batch_end(self, *_):
+        for layer in self.layers:
+            load = self.all_gather(layer.router.load)
+            layer.update_bias(load.view(-1, layer.router.num_experts).sum(0))
+
+
+class Choosing(Experts):
+    options: ClassVar = {"router": "expert_choice", "jitter": 0.1, "gated": False, "activation": "gelu", "bias": True}
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(Experts, pp=2),
+        Run(Counting, pp=2, strategy={"recompute": "full"}),
+        pytest.param(Run(Counting, pp=2, dp=2), marks=pytest.mark.slow),
+        pytest.param(Run(Dropping, pp=2, dp=2), marks=pytest.mark.slow),
+        pytest.param(Run(Dropping, tp=2), marks=pytest.mark.slow),
+        pytest.param(Run(Experts, dp=2, strategy={"zero_stage": 3}), marks=pytest.mark.slow),
+        pytest.param(Run(Choosing, pp=2, strategy={"recompute": "selective"}), marks=pytest.mark.slow),
+    ],
+    ids=lambda run: f"{run.case.__name__}-pp{run.pp}-dp{run.dp}-tp{run.tp}",
+)
+def test_parity(worlds, run):
+    """The reference sees the same microbatches: losses that balance are means over those."""
+    [expected] = worlds.run(1, fit_whole, run)
+    ranks = worlds.run(run.world_size, fit, run)
+    assert_parity(ranks, expected, run)
+    biases = [value for name, value in expected.state.items() if name.endswith("router.bias")]
+    assert bool(biases) == any(bias.any() for bias in biases) == (run.case is Counting)
+    assert all(rank.logged["load"] == expected.logged["load"] > 0 for rank in ranks)
+    for name, stages in ranks[0].stages.items():
+        _, number, *_ = name.split(".")
+        assert run.pp == 1 or not name.startswith("layers") or stages == (int(number) // 2,), name
+
+
+class Breaking(Experts):
+    """A router loses its weights in the second batch."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 1:
+            with torch.no_grad():
+                self.layers[3].router.weight.fill_(float("nan"))
+
+
+def test_logits_that_are_not_finite_name_their_layer_and_step(worlds):
+    with pytest.raises(RankError) as caught:
+        worlds.run(2, fit, Run(Breaking, dp=2))  # on both ranks, so that none is only told of it
+    assert "layers.3" in str(caught.value)
+    assert "in training_step of batch 1 (step 1)" in str(caught.value)

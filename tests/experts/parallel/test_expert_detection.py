@@ -1,0 +1,173 @@
+"""Experts in models as they are: what is recognised, what is proved, and what is not taken for experts."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
+from lightning_hybrid.experts.moe.upcycling import ListedExperts
+from lightning_hybrid.experts.parallel.equivalence_proof import prove
+from lightning_hybrid.experts.parallel.expert_adapters import BatchedPairs, BatchedRows
+from lightning_hybrid.experts.parallel.expert_detection import ExpertCalls
+from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
+from models.cases import batch_of, make
+from models.mixtures import WIDTH, LoopedExperts, Mixtral
+from models.sampled.architectures import Unavailable
+from models.sampled.architectures import make as make_drawn
+
+
+def found_in(root, call, size=2):
+    calls = ExpertCalls()
+    torch.manual_seed(0)
+    with calls.watching(dict(root.named_children())):
+        call()
+    return calls.find(root, size)
+
+
+class Jittered(LoopedExperts):
+    """Draws, writes to its input and counts: once for each forward of the user's."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, hidden):
+        self.calls += 1
+        self.seen += 1
+        hidden *= torch.empty_like(hidden).uniform_(0.9, 1.1)
+        return super().forward(hidden)
+
+
+class Chained(nn.Module):
+    """A list of modules of which each gets some rows of what the one before answered: no experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, hidden):
+        for number, step in enumerate(self.steps):
+            rows = step(hidden[number:])
+            hidden = torch.cat([hidden[:number], torch.tanh(rows)])
+        return hidden
+
+
+class SwappedNames(nn.Module):
+    """Stacked weights, arguments in an order of its own, and a width that equals its number of experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = self.width = 4
+        self.a = nn.Parameter(torch.randn(4, 4, 8))
+        self.b = nn.Parameter(torch.randn(4, 8, 4))
+
+    def forward(self, gate, tokens, *, choice):
+        out = tokens.new_zeros(tokens.shape[0], self.width)
+        for number in range(self.count):
+            row, place = (choice == number).nonzero(as_tuple=True)
+            out = out.index_add(
+                0, row, (F.gelu(tokens[row] @ self.a[number]) @ self.b[number]) * gate[row, place, None]
+            )
+        return out
+
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def rows_of(*sizes):
+    return torch.randn(*sizes, dtype=torch.float32)
+
+
+CASES = {
+    "a list": (LoopedExperts, lambda m: m(rows_of(2, 7, WIDTH)), ExpertList),
+    "a list that draws and counts": (Jittered, lambda m: m(rows_of(2, 7, WIDTH)), ExpertList),
+    "copies of a layer": (
+        lambda: ListedExperts([nn.Linear(WIDTH, WIDTH) for _ in range(4)], takes_rows=True),
+        lambda m: m(rows_of(9, WIDTH), torch.tensor([4, 0, 3, 2])),
+        ExpertList,
+    ),
+    "our own": (
+        lambda: GroupedExperts(4, WIDTH, 8, bias=True),
+        lambda m: m(rows_of(9, WIDTH), torch.tensor([4, 0, 3, 2])),
+        BatchedRows,
+    ),
+    "other names": (
+        SwappedNames,
+        lambda m: m(torch.rand(6, 2), rows_of(6, 4), choice=torch.randint(4, (6, 2))),
+        BatchedPairs,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("size", [2, 4])
+def test_recognised_and_proved(case, size):
+    build, call, kind = CASES[case]
+    root = Around(build())
+    found = found_in(root, lambda: call(root), size)
+    assert {fqn: type(adapter) for fqn, adapter in found.adapters.items()} == {"inner": kind}
+    assert not found.replicated
+
+
+def test_what_is_no_expert_is_not_taken_for_one():
+    root = Around(Chained())
+    found = found_in(root, lambda: root(rows_of(9, WIDTH)))
+    assert not found.adapters
+    assert (
+        "depend on what other experts answer" in found.replicated["inner"] or "differs by" in found.replicated["inner"]
+    )
+
+
+@pytest.mark.parametrize("fault", ["wrong part", "weights twice", "too many"])
+def test_a_planted_fault_fails_the_proof(monkeypatch, fault):
+    root = make(Mixtral)
+    [(fqn, adapter), *_] = found_in(root, lambda: root.loss(batch_of("tokens", range(4)))).adapters.items()
+    module = root.get_submodule(fqn)
+    tokens = torch.zeros(3, WIDTH), torch.zeros(3, 2).long(), torch.zeros(3, 2)
+    assert prove(module, adapter, (tokens, {}), 2).is_right
+    compute = type(adapter).compute
+    faults = {
+        "wrong part": lambda self, m, f, rows, counts, first: compute(self, m, f, rows, counts[::-1], first),
+        "weights twice": lambda self, m, f, rows, counts, first: 2 * compute(self, m, f, rows, counts, first),
+        "too many": lambda self, m, f, rows, counts, first: compute(self, m, f, rows.detach(), counts, first),
+    }
+    monkeypatch.setattr(type(adapter), "compute", faults[fault])
+    verdict = prove(module, adapter, (tokens, {}), 2)
+    assert not verdict.is_right and "differs by" in verdict.reason
+
+
+def mixtures():
+    """Classes with a causal head whose configuration speaks of experts."""
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    for name, found in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        try:
+            config = configuration_auto.CONFIG_MAPPING[name]().to_dict()
+        except Exception:
+            continue
+        if any(re.search(r"experts?$|_experts_.*num$", key) for key in config):
+            yield found if isinstance(found, str) else found[0]
+
+
+@pytest.mark.slow
+def test_mixtures_of_transformers():
+    shared, others = [], []
+    for name in mixtures():
+        try:
+            module, batch = make_drawn(name)
+        except Unavailable:
+            continue
+        found = found_in(module, lambda module=module, batch=batch: module.training_step(batch, 0))
+        (shared if found.adapters else others).append(name)
+    print(f"{len(shared)} of {len(shared) + len(others)}; not {', '.join(others)}")
+    assert len(shared) >= 0.9 * (len(shared) + len(others))

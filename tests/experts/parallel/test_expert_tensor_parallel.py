@@ -1,0 +1,154 @@
+"""Stacked experts are cut over tensor ranks: how they lie is found, and what would be wrong is not done."""
+
+import re
+
+import pytest
+import torch
+from experts.parallel.test_expert_detection import Around, SwappedNames, rows_of
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
+from lightning_hybrid.experts.parallel.equivalence_proof import prove
+from lightning_hybrid.experts.parallel.expert_detection import ExpertCalls
+from lightning_hybrid.experts.parallel.expert_tensor_parallel import TensorShardedExperts, WidthSharding
+from lightning_hybrid.parts.placement import Piece, Shard, shard_tensor
+from models.cases import batch_of, make
+from models.mixtures import WIDTH, GptOss, Mixtral
+
+
+def found_in(root, call, tensor_size=2, size=1):
+    calls = ExpertCalls()
+    torch.manual_seed(0)
+    with calls.watching(dict(root.named_children())):
+        call()
+    return calls.find(root, size, tensor_size)
+
+
+def grouped(**options):
+    return lambda: GroupedExperts(4, WIDTH, 8, **options)
+
+
+def rows(root):
+    return root(rows_of(9, WIDTH), torch.tensor([4, 0, 3, 2]))
+
+
+def pairs(root):
+    return root(torch.rand(6, 2), rows_of(6, 4), choice=torch.randint(4, (6, 2)))
+
+
+class Normed(GroupedExperts):
+    """What lies between the products mixes features."""
+
+    def forward(self, tokens, counts):
+        parts = tokens.split(counts.tolist())
+        hidden = [F.layer_norm(part @ up.T, (up.shape[0],)) for part, up in zip(parts, self.up, strict=True)]
+        return torch.cat([part @ down.T for part, down in zip(hidden, self.down, strict=True)])
+
+
+class Scaled(nn.Module):
+    """The width is written in a number; one scale between the weights, one behind the sum, and a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.randn(4, 4, 6)), nn.Parameter(torch.randn(4, 6, 4))
+        self.between, self.scale = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(4))
+        self.shift, self.hidden = nn.Parameter(torch.randn(4, 4)), 6
+
+    def forward(self, tokens, counts):
+        out = []
+        for number, part in enumerate(tokens.split(counts.tolist())):
+            inside = torch.tanh((part @ self.first[number]).view(-1, self.hidden) * self.between[number])
+            out.append(inside @ self.last[number] * self.scale[number] + self.shift[number])
+        return torch.cat(out)
+
+
+def even(dim, length, size=2):
+    return Shard.evenly(dim, length, size)
+
+
+def two(dim, length, size=2):
+    return Shard(dim, (Piece(length, size), Piece(length, size)))
+
+
+CASES = {
+    "gated": (grouped(), rows, {"up": two(1, 8), "down": even(2, 8)}, ()),
+    "biases": (grouped(gated=False, bias=True), rows, {"up": even(1, 8), "up_bias": even(1, 8), "down": even(2, 8)},
+               ("down_bias",)),
+    "transposed, other names": (SwappedNames, pairs, {"a": even(2, 8), "b": even(1, 8)}, ()),
+    "scales": (Scaled, lambda root: root(rows_of(7, 4), torch.tensor([4, 0, 3, 0])),
+                 {"first": even(2, 6), "between": even(1, 6), "last": even(1, 6)}, ("scale", "shift")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "size"), [(case, size) for case in CASES for size in (1, 2)])
+def test_found_and_proved(case, size):
+    """With and without ranks that share the experts."""
+    build, call, placements, summed = CASES[case]
+    root = Around(build())
+    found = found_in(root, lambda: call(root), 2, size)
+    assert found.widths["inner"].placements == placements, found
+    assert found.widths["inner"].summed == summed and len(found.adapters) == size - 1
+    assert not found.unsharded_widths
+
+
+def test_in_transformers():
+    for case, gate in ((Mixtral, two(1, 32, 4)), (GptOss, even(2, 64, 4))):
+        root = make(case)
+        found = found_in(root, lambda root=root: root.loss(batch_of("tokens", range(4))), 4)
+        assert len(found.widths) == 2 and not found.unsharded_widths
+        assert next(iter(found.widths.values())).placements["gate_up_proj"] == gate
+
+
+@pytest.mark.parametrize(
+    ("build", "size", "reason"),
+    [
+        (lambda: Normed(4, WIDTH, 8, gated=False), 2, "not the same in the proof: .* differs by"),
+        (grouped(), 3, "the width 8 of its experts is no multiple of 3 tensor ranks"),
+    ],
+    ids=["mixes features", "uneven"],
+)
+def test_what_cannot_be_cut_stays_full(build, size, reason):
+    root = Around(build())
+    found = found_in(root, lambda: rows(root), size)
+    assert not found.widths
+    assert re.search(reason, found.unsharded_widths["inner"]), found.unsharded_widths
+
+
+class OneOfTwo:
+    """A tensor rank whose partner's addend is nothing."""
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.enter = self.leave = lambda tensor: tensor
+        self.sum_gradients = list
+
+
+def test_the_module_is_as_before_and_later_ranks_leave_biases_out():
+    module = GroupedExperts(4, WIDTH, 8, bias=True)
+    root = Around(module)
+    width = found_in(root, lambda: rows(root)).widths["inner"]
+    before = dict(module._parameters)
+    wholes = {name: parameter.data for name, parameter in module.named_parameters()}
+    given = rows_of(9, WIDTH), torch.tensor([4, 0, 3, 2])
+    whole, outs = module(*given), []
+    for rank in range(2):
+        for name, placement in width.placements.items():
+            module.get_parameter(name).data = shard_tensor(wholes[name], placement, rank, 2)
+        cut_widths = TensorShardedExperts(root, {"inner": width}, OneOfTwo(rank))
+        with cut_widths.local_widths(), cut_widths.running():
+            outs.append(root(*given))
+    assert "forward" not in module.__dict__
+    assert all(module._parameters[name] is parameter for name, parameter in before.items())
+    torch.testing.assert_close(outs[0] + outs[1], whole)
+
+
+def test_a_planted_fault_fails_the_proof():
+    module = GroupedExperts(4, WIDTH, 8)
+    call = (rows_of(9, WIDTH), torch.tensor([4, 0, 3, 2])), {}
+    root = Around(module)
+    found = found_in(root, lambda: root(*call[0]), size=2)
+    adapter, right = found.adapters["inner"], found.widths["inner"]
+    assert prove(module, adapter, call, 2, right).is_right and prove(module, adapter, call, 1, right).is_right
+    wrong = WidthSharding(2, 8, {"up": even(1, 16), "down": even(2, 8)})  # gates on one rank, the rest on the other
+    assert not prove(module, adapter, call, 2, wrong).is_right

@@ -1,0 +1,37 @@
+"""What is still held of what a stretch of code has made."""
+
+import time
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LiveStorages(TorchDispatchMode):
+    """The storages that were made inside and still live."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    def count(self, nbytes):
+        return sum(size == nbytes for reference, size in self.made.values() if not reference.expired())
+
+    def least(self, nbytes, seconds=0.2):
+        """The least of some counts: gloo's threads hold what they exchanged for a moment after the wait."""
+        end, least = time.monotonic() + seconds, self.count(nbytes)
+        while time.monotonic() < end:
+            time.sleep(0.005)
+            least = min(least, self.count(nbytes))
+        return least
+
+    def bytes(self):
+        return sum(size for reference, size in self.made.values() if not reference.expired())

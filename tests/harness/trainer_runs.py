@@ -1,0 +1,79 @@
+"""A tiny LightningModule with its data, and how the tests of the Trainer run it on a rank."""
+
+import contextlib
+import logging
+import warnings
+
+import torch
+from lightning.pytorch import Trainer
+from lightning_utilities.core import rank_zero
+
+import lightning_hybrid
+
+
+def trainer_of(size=1, pp=1, **options):
+    """A quiet Trainer on this rank: hybrid3d over `size` ranks, or Lightning's own strategy for size 1 and pp 1."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    strategy_options = options.pop("strategy_options", {})
+    if size > 1 or strategy_options:
+        strategy = lightning_hybrid.Hybrid3DStrategy(pipeline_parallel_size=pp, **strategy_options)
+    else:
+        strategy = "auto"
+    defaults = {
+        "accelerator": "cpu",
+        "devices": size,
+        "num_nodes": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "strategy": strategy,
+    }
+    return Trainer(**{**defaults, **options})
+
+
+def weights_of(module):
+    """Every parameter by name."""
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def assert_same(result, expected, *, rtol=1e-10, atol=1e-12):
+    """Both hold the same numbers under the same names."""
+    assert set(result) == set(expected)
+    far = {
+        name: (result[name], expected[name])
+        for name in expected
+        if not torch.allclose(
+            torch.as_tensor(result[name], dtype=torch.float64),
+            torch.as_tensor(expected[name], dtype=torch.float64),
+            rtol=rtol,
+            atol=atol,
+        )
+    }
+    assert not far
+
+
+def ignore_warnings():
+    """For a run whose warnings another test is about."""
+    warnings.simplefilter("ignore")
+
+
+@contextlib.contextmanager
+def lines_of_lightning():
+    """What is logged inside on this rank, at the level that users see; make the Trainer before.
+
+    Where `pytorch_lightning` has been imported too, what either package says on the first rank is logged by that one.
+    """
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    loggers = {logging.getLogger(name) for name in ("lightning.pytorch", ".".join(rank_zero.log.name.split(".")[:2]))}
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+            logger.setLevel(logging.ERROR)

@@ -1,0 +1,441 @@
+"""Steps that no pipeline can run: its ranks hold shards, and run shares of a batch only where numbers stay equal."""
+
+import warnings
+
+import numpy
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from harness.trainer_runs import trainer_of
+from harness.verification import COMBINED, LAYOUTS, check
+from lightning_hybrid.pipeline.side_effects.module_changes import ModuleChanges
+from models.regression import FEATURES, Regressor, mlp, regression_data
+
+PP2, *_ = LAYOUTS
+
+
+class Branching(Regressor):
+    """Asks for a number that stages after the first do not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = mlp(), nn.Linear(FEATURES, 1)
+
+    def forward(self, x):
+        h = self.body(x)
+        return self.head(h) if h.abs().mean().item() < 10 else self.head(2 * h)
+
+
+class Counting(Branching):
+    """Logs what adds up over the samples, and keeps the last batch, so that it runs whole."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("seen", float(len(batch[0])), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.last = batch[0]
+        return super().training_step(batch, batch_idx)
+
+
+class Streams(Branching):
+    """Carries a state that has a row per sample from batch to batch."""
+
+    state = None
+
+    def forward(self, x):
+        h = super().forward(x)
+        if not self.training:
+            return h
+        last = torch.zeros_like(h) if self.state is None else self.state[0]
+        self.state = ((h + 0.5 * last).detach(), h.detach())
+        return h + 0.1 * last
+
+
+class Returns(Branching):
+    """A hook reads what the step has returned for each sample."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        h = self(x)
+        return {"loss": F.mse_loss(h, y), "h": h}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        assert len(outputs["h"]) == len(batch[0])
+        self.log("spread", outputs["h"].std())
+
+
+class Inner(Branching):
+    """Takes a step of its own for every four samples: half a batch would take half the steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        for x, y in zip(*(column.split(4) for column in batch), strict=True):
+            loss = F.mse_loss(self(x), y)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        self.log("train_loss", loss)
+
+
+class Contrasts(Branching):
+    """Compares each sample with all others of its batch."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        h = self(x)
+        loss = F.cross_entropy(h @ y.T, torch.arange(len(x)))
+        self.log("train_loss", loss)
+        return loss
+
+
+class SomeRows(Branching):
+    """A mean over the samples that a label leaves, another number in each half of the batch."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.mse_loss(self(x)[y > 0.2], y[y > 0.2])
+        self.log("train_loss", loss)
+        return loss
+
+
+class WritesParameters(Branching):
+    """A codebook that follows what a batch holds, as a parameter that takes no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(torch.zeros(FEATURES), requires_grad=False)
+
+    def training_step(self, batch, batch_idx):
+        self.codes.data.mul_(0.9).add_(0.1 * batch[0].mean(0))
+        x, y = batch
+        loss = F.mse_loss(self(x - self.codes), y)
+        self.log("train_loss", loss)
+        return loss
+
+
+class CountsSamples(Branching):
+    """A number of samples decides."""
+
+    seen = 0
+
+    def training_step(self, batch, batch_idx):
+        self.seen += len(batch[0])
+        return super().training_step(batch, batch_idx) * (1 + self.seen / 100)
+
+
+class CountsWithNumpy(Branching):
+    """Keeps a matrix of counts outside torch, which weighs the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = numpy.zeros((2, 2))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        for wanted, found in zip((y > 0).flatten().tolist(), (out > 0).flatten().tolist(), strict=True):
+            self.counts[int(wanted), int(found)] += 1
+        loss = F.mse_loss(out, y) * (1 + float(self.counts[1].sum()) / 100)
+        self.log("train_loss", loss)
+        return loss
+
+
+CASES = [
+    *((module, PP2) for module in (Branching, Counting, Streams, Returns, Inner)),
+    *((module, PP2) for module in (Contrasts, SomeRows, CountsSamples, WritesParameters, CountsWithNumpy)),
+    (Branching, COMBINED),
+    (Contrasts, COMBINED),
+]
+
+
+@pytest.mark.parametrize(("module", "layout"), CASES, ids=lambda value: getattr(value, "__name__", None) or value.name)
+def test_same_numbers(worlds, module, layout):
+    report = check(worlds, module, layout, steps=3)
+    assert report.outcome == "same", str(report)
+    assert "sharded instead of pipelined" in str(report)
+
+
+class KeepsLater(Branching):
+    """Begins in the third batch to keep what it sees, by which it scales its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1))
+        self.bank, self.counts, self.seen = torch.zeros(4), numpy.zeros(2), []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx >= 2:
+            self.center.mul_(0.5).add_(out.detach().mean(0))
+            self.bank[1] += out.detach().sum()
+            self.counts[0] += len(x)
+        loss = F.mse_loss(out + 0.1 * self.center + 0.01 * self.bank[1], y) * (1 + float(self.counts[0]) / 100)
+        self.log("train_loss", loss)
+        self.seen.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("seen", float(len(self.seen)))
+
+
+class ContrastsLater(Branching):
+    """Compares samples with each other from the third batch on."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        loss = F.mse_loss(out, y)
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx >= 2:
+            loss = loss + 0.1 * F.cross_entropy(out @ y.T, torch.arange(len(x)))
+        self.log("train_loss", loss)
+        return loss
+
+
+class ContrastsByEpoch(Branching):
+    """Weighs the comparison by the epoch; the first has none."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        loss = F.mse_loss(out, y) + 0.1 * self.current_epoch * F.cross_entropy(out @ y.T, torch.arange(len(x)))
+        self.log("train_loss", loss)
+        return loss
+
+
+def longer_data():
+    return regression_data(num_train=96)
+
+
+LATER = [
+    (PP2, {"num_microbatches": 1}),
+    (PP2, {"num_microbatches": 2}),
+    (COMBINED, {"num_microbatches": 1}),
+    (PP2, {"num_microbatches": 1, "trainer": {"accumulate_grad_batches": 3}}),
+    (COMBINED, {"num_microbatches": 1, "trainer": {"accumulate_grad_batches": 4}}),
+]
+
+
+class RampsUp(Branching):
+    """Weighs the comparison by an attribute, which is 0 at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = 0.0
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.weight = 0.1 * (self.trainer.fit_loop.epoch_loop.total_batch_idx >= 2)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        return F.mse_loss(out, y) + self.weight * F.cross_entropy(out @ y.T, torch.arange(len(x)))
+
+
+class Flags(Branching):
+    """Keeps a decision of one batch for the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_hard, self.phase = False, "easy"
+
+    def training_step(self, batch, batch_idx):
+        scale = 2 if self.is_hard else 1
+        loss = scale * super().training_step(batch, batch_idx)
+        self.is_hard, self.phase = bool(loss > 0.3), "hard" if loss > 0.3 else "easy"
+        return loss
+
+
+class SkipsSome(Branching):
+    """Skips a batch whose loss is small, which is not small on each share."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx and loss.item() < 0.35 else loss
+
+
+class Tracker:
+    """Holds a state, and is called."""
+
+    def __init__(self):
+        self.mean = 1.0
+
+    def __call__(self, loss):
+        self.mean = 0.5 * self.mean + 0.5 * loss
+        return self.mean
+
+
+class Tracks(Branching):
+    def __init__(self):
+        super().__init__()
+        self.track = Tracker()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * self.track(loss.item())
+
+
+def trained(module_class, devices, options, epochs):
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    if options is None:
+        trainer = Trainer(accelerator="cpu", max_epochs=epochs, precision="64-true", logger=False, **QUIET)
+    else:
+        trainer = trainer_of(devices, 2, max_epochs=epochs, precision="64-true", strategy_options=options)
+    torch.manual_seed(0)
+    module = module_class()
+    loader = regression_data(num_train=48)["train_dataloaders"]
+    trainer.fit(module, DataLoader(loader.dataset, 8))
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+QUIET = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+ALONE = [(ContrastsLater, 1), (ContrastsByEpoch, 3), (RampsUp, 1), (Flags, 1), (SkipsSome, 1), (Tracks, 1)]
+
+
+@pytest.mark.parametrize(("module", "epochs"), ALONE, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_trains_to_the_weights_of_plain_lightning(worlds, module, epochs):
+    """What shares would make another number of, from the first batch on or later."""
+    [expected] = worlds.run(1, trained, module, 1, None, epochs)
+    for found in worlds.run(2, trained, module, 2, {"num_microbatches": 1}, epochs):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("layout", "options"), LATER, ids=lambda value: getattr(value, "name", None) or str(value))
+def test_a_step_that_stores_something_only_later_runs_again_unsplit(worlds, layout, options):
+    report = check(worlds, KeepsLater, layout, make_data=longer_data, steps=5, **options)
+    assert report.outcome == "same" and "sharded instead of pipelined" in str(report), str(report)
+
+
+class Straight(Regressor):
+    """Two layers more than stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = mlp(), nn.Linear(FEATURES, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+class Pairs(Straight):
+    training_step = Contrasts.training_step
+
+
+class Correlates(Straight):
+    """Normalizes over its batch whatever the mode, which one sample alone cannot do."""
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        h = F.batch_norm(self.body(x), None, None, training=True)
+        return ((h.T @ h) / len(x) - torch.eye(h.shape[1])).square().sum() + self.head(h).square().mean()
+
+
+class Rows(Straight):
+    """Its mean is known to a pipeline, which weighs microbatches by it."""
+
+    training_step = SomeRows.training_step
+
+
+def warned(module_class, options):
+    torch.manual_seed(0)
+    given = dict(options)
+    trainer = trainer_of(2, given.pop("pipeline_parallel_size", 1), strategy_options=given, precision="64-true")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module_class(), regression_data()["train_dataloaders"])
+    texts = [str(warning.message) for warning in caught]
+    return trainer.strategy.run.shares_batches, [text for text in texts if "mixes samples" in text]
+
+
+PP, TP = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2, "num_microbatches": 2}
+MIXED = {
+    "shares": (Branching, PP, True, ""),
+    "contrasts in shares": (Contrasts, PP, False, "So each rank runs full batches"),
+    "rows in shares": (SomeRows, PP, False, "So each rank runs full batches"),
+    "microbatches": (Branching, TP, False, ""),
+    "contrasts in microbatches": (Contrasts, TP, False, "as with gradient accumulation"),
+    "stages": (Straight, PP, False, ""),
+    "contrasts in stages": (Pairs, PP, False, "as with gradient accumulation"),
+    "correlations in stages": (Correlates, PP, False, "as with gradient accumulation"),
+    "rows in stages": (Rows, PP, False, ""),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_the_first_batch_shows_whether_an_objective_mixes_samples(worlds, case):
+    module, options, in_shares, text = MIXED[case]
+    first, second = worlds.run(2, warned, module, options)
+    assert first[0] == second[0] == in_shares and second[1] == []
+    assert len(first[1]) == bool(text) and all(text in message for message in first[1]), first[1]
+
+
+class Keeps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.table, self.extra = numpy.zeros(3), torch.ones(2)
+        self.state, self.outputs, self.by_loader, self.steps, self.best = None, [], {0: []}, 0, 1.0
+
+
+def appends(module):
+    module.outputs.append(torch.ones(1))
+    module.by_loader[0].append({"loss": torch.ones(1)})
+    module.steps += 1
+
+
+LEAVES = {
+    "nothing": (lambda module: None, False),
+    "what lists have grown by": (appends, False),
+    "a buffer": (lambda module: module.count.add_(1), True),
+    "a tensor": (lambda module: setattr(module, "state", torch.ones(1)), True),
+    "a tuple": (lambda module: setattr(module, "state", (torch.ones(1), torch.ones(1))), True),
+    "a number of samples": (lambda module: setattr(module, "steps", module.steps + 8), True),
+    "a number that was not there": (lambda module: setattr(module, "size", 8), True),
+    "a float": (lambda module: setattr(module, "best", 0.5), True),
+    "a buffer by its data": (lambda module: module.count.data.add_(1), True),
+    "an array": (lambda module: module.table.__setitem__(1, 4.0), True),
+    "a tensor that is gone": (lambda module: delattr(module, "extra"), True),
+    "an entry of a list": (lambda module: module.outputs.__setitem__(0, torch.ones(1)), True),
+}
+
+
+@pytest.mark.parametrize("case", LEAVES)
+def test_what_a_step_leaves_behind(case):
+    step, leaves = LEAVES[case]
+    module = Keeps()
+    module.outputs.append(torch.zeros(1))
+    left = ModuleChanges(module, by_content=True)
+    step(module)
+    assert left.something() is leaves
+
+
+class Series(Straight):
+    """Its samples are series, which the model takes together: fewer of them broadcast against the others' targets."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        mask = torch.ones_like(y)
+        found = self(x).T  # one row of all series
+        return ((found - y).abs() * mask).sum() / mask.sum()
+
+
+class WithBalance(Straight):
+    """A mean over some rows beside one over the samples: each weighs as it should."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        return F.mse_loss(out[y > 0.2], y[y > 0.2]) + out.square().mean()
+
+
+@pytest.mark.parametrize(("module", "count"), [(Series, 1), (WithBalance, 0)])
+def test_stages_that_weigh_means_warn_of_what_is_none(worlds, module, count):
+    first, second = worlds.run(2, warned, module, PP)
+    assert len(first[1]) == count and second[1] == [], first[1]

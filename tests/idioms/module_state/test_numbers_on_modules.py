@@ -1,0 +1,408 @@
+"""Numbers read from the model in a step and kept on the module: as in one process, once per batch, on every rank."""
+
+import math
+import warnings
+from collections import defaultdict, deque
+
+import numpy
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from harness.trainer_runs import ignore_warnings, trainer_of
+from harness.verification import LAYOUTS
+from harness.verification import check_there_and_back as check
+from lightning_hybrid.schedule import Kind
+from lightning_hybrid.verify import Layout
+from models.regression import FEATURES, regression_data
+
+SAMPLES, BATCH = 20, 8  # the last batch is a short one
+PP2, _, BOTH, INTERLEAVED, *_ = LAYOUTS
+
+
+class Keeps(LightningModule):
+    """Each test says what its step keeps; `kept()` is what is compared."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(FEATURES, 1)
+        self.double()
+        self.logged = {}
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        loss = F.mse_loss(out, y)
+        self.keep(loss, out, batch, batch_idx)
+        return loss
+
+    def keep(self, loss, out, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def correct(out, y):
+    return (out > 0).eq(y > 0)
+
+
+class Appends(Keeps):
+    """The commonest: a list of losses, a running sum, a moving average, counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses, self.recent, self.pairs = [], deque(maxlen=2), []
+        self.history = defaultdict(list)
+        self.total, self.running, self.correct, self.seen, self.steps = 0.0, 1.0, 0, 0, 0
+        self.last = None
+        self.epochs = []
+
+    def keep(self, loss, out, batch, batch_idx):
+        x, y = batch
+        self.losses.append(loss.item())
+        self.recent.append(round(float(loss.detach()), 8))
+        self.pairs.append((batch_idx, {"loss": loss.item() * len(x)}))
+        self.history["error"].append(math.sqrt(loss.item()))
+        self.total += float(loss) * x.size(0)
+        self.running = 0.9 * self.running + 0.1 * loss.item()
+        self.correct += correct(out, y).sum().item()
+        self.seen += len(x)
+        self.steps += 1
+        self.last = float(correct(out, y).double().mean())
+
+    def on_train_epoch_end(self):
+        self.epochs.append(self.total / self.seen)
+        self.log("mean", sum(self.losses) / len(self.losses))
+
+
+class Meter:
+    """The plain object of many a repository."""
+
+    def __init__(self):
+        self.sum = self.count = self.value = self.average = 0.0
+
+    def update(self, value, n):
+        self.value, self.sum, self.count = value, self.sum + value * n, self.count + n
+        self.average = self.sum / self.count
+
+
+class Meters(Keeps):
+    def __init__(self):
+        super().__init__()
+        self.meters = {"loss": Meter(), "accuracy": Meter()}
+
+    def keep(self, loss, out, batch, batch_idx):
+        x, y = batch
+        self.meters["loss"].update(loss.item(), x.size(0))
+        self.meters["accuracy"].update(correct(out, y).sum().item() / len(y), x.size(0))
+
+
+class Contents(Keeps):
+    """Arrays and lists of what the model computed, and numbers taken over the samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.outputs, self.flat, self.names, self.tensors = [], [], {}, []
+        self.sums, self.most, self.last = 0.0, [], None
+
+    def keep(self, loss, out, batch, batch_idx):
+        self.outputs.append(out.detach().cpu().numpy())
+        self.flat.extend(out.flatten().tolist())
+        self.names["loss"] = loss.detach().numpy()
+        self.tensors.append((out.detach(), torch.tensor(loss.item())))
+        self.sums += correct(out, batch[1]).double().sum().item()
+        self.most.append([out.max().item(), out.detach().min().item()])
+        self.last = out.detach()
+
+
+class SteersNext(Keeps):
+    """A number of the last batch weighs the next one's loss, on an early stage and on the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.difficulty = 1.0
+
+    def forward(self, x):
+        return super().forward(x * self.difficulty)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx) * self.difficulty
+        self.difficulty = 0.5 * self.difficulty + 0.5 * loss.item()
+        return loss
+
+
+class Centre(Keeps):
+    """A moving mean of outputs, read in the next batch; and a number, so that each microbatch sees the last batch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.centre, self.norm = torch.zeros(1, dtype=torch.float64), 0.0
+
+    def training_step(self, batch, batch_idx):
+        out = self(batch[0])
+        loss = F.mse_loss(out - self.centre, batch[1])
+        self.centre = 0.9 * self.centre + 0.1 * out.detach().mean(0)
+        self.norm += loss.item()
+        return loss
+
+
+class Tensors(Keeps):
+    """No numbers: attributes bound anew, lists of dicts, and a count."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.steps, self.best = [], 0, None
+
+    def keep(self, loss, out, batch, batch_idx):
+        self.out, self.target, self.columns = out.detach(), batch[1], out.detach().T
+        self.loss, self.correct, self.seen = loss.detach(), correct(out, batch[1]).sum(), torch.tensor(len(out))
+        self.rows.append({"out": out.detach(), "n": len(out)})
+        self.best = (out.max().detach(), {"mean": out.mean(0).detach()})
+        self.steps += 1
+
+
+class Returns(Keeps):
+    """Numbers in what steps return, read by hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.returned = []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        out = self(batch[0])
+        return {"loss": loss, "correct": correct(out, batch[1]).sum().item(), "name": "x", "out": [out.detach()]}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.returned.append({name: value for name, value in outputs.items() if name != "loss"})
+
+    def validation_step(self, batch, batch_idx):
+        return F.l1_loss(self(batch[0]), batch[1]).item()
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx):
+        self.returned.append(outputs)
+
+
+def kept_by(module):
+    """What stays in attributes of the module, as plain lists and dicts."""
+    own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "log"}
+    return {name: plain(value) for name, value in own.items() if name not in ("training", "prepare_data_per_node")}
+
+
+def plain(value):
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [type(value).__name__, *map(plain, value)]
+    if isinstance(value, torch.Tensor):
+        return ["tensor", *plain(value.tolist())] if value.dim() else ["tensor", value.item()]
+    if isinstance(value, numpy.ndarray):
+        return ["array", plain(value.tolist())]
+    if isinstance(value, Meter):
+        return plain(vars(value))
+    return value
+
+
+def assert_alike(ours, theirs, where="self"):
+    assert type(ours) is type(theirs), f"{where}: {ours} and {theirs}"
+    if isinstance(ours, dict | list):
+        assert len(ours) == len(theirs), f"{where}: {ours} and {theirs}"
+        keys = ours if isinstance(ours, dict) else range(len(ours))
+        for key in keys:
+            assert_alike(ours[key], theirs[key], f"{where}[{key!r}]")
+    elif isinstance(ours, float):
+        assert ours == pytest.approx(theirs, rel=1e-9), where
+    else:
+        assert ours == theirs, where
+
+
+def data():
+    x = torch.cos(torch.arange(SAMPLES * FEATURES, dtype=torch.float64).reshape(SAMPLES, FEATURES) ** 1.3)
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True).tanh()), BATCH)
+
+
+def run(make, size, options, steps=3):
+    """What the module holds after two epochs, and what was logged."""
+    ignore_warnings()
+    module = make()
+    pp = options.pop("pipeline_parallel_size", 1)
+    trainer = trainer_of(size, pp, max_epochs=2, limit_train_batches=steps, strategy_options=options)
+    trainer.fit(module, data(), data() if make is Returns else None)
+    weights = {name: parameter.tolist() for name, parameter in module.named_parameters()}
+    return kept_by(module), {name: float(value) for name, value in trainer.callback_metrics.items()}, weights
+
+
+class PicksRows(Keeps):
+    """The first samples of a batch, for a picture, and single ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.firsts, self.shown, self.last = [], [], None
+
+    def keep(self, loss, out, batch, batch_idx):
+        self.firsts.append(out[0, 0].item())
+        self.shown.append(out[:5].detach().cpu())
+        self.last = out[-1].detach()
+
+
+class AppendsLosses(Keeps):
+    """Lightning's idiom, with numbers, tensors and what is known of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses, self.outputs, self.by_name = [], [], {"target": []}
+
+    def keep(self, loss, out, batch, batch_idx):
+        self.losses.append((batch_idx, loss.item()))
+        self.outputs.append({"out": out.detach(), "loss": loss.detach(), "error": (out - batch[1]).abs().mean().item()})
+        self.by_name["target"].append(batch[1])
+
+
+class WritesItsBatch(Keeps):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step([batch[0].mul_(2), batch[1]], batch_idx)
+        self.logged["loss"] = loss.item()
+        return loss
+
+
+_KEEP = [AppendsLosses, WritesItsBatch, Appends, Meters, Contents, SteersNext, Centre, Tensors, Returns, PicksRows]
+
+
+_CUTS = {"pp2-m1": (PP2, 1), "pp2-m3": (PP2, 3), "pp2 x 2 stages-m2": (INTERLEAVED, 2)}
+_alone = {}  # what one process keeps, by module
+
+
+def each_cut():
+    """How stages of one rank are joined is the same whatever is kept."""
+    for make in _KEEP:
+        for cut in _CUTS:
+            default = cut == "pp2-m3" or (cut == "pp2 x 2 stages-m2" and make is Appends)
+            yield pytest.param(make, cut, id=f"{make.__name__}-{cut}", marks=[] if default else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("make", "cut"), list(each_cut()))
+def test_every_rank_stores_what_one_process_stores(worlds, make, cut):
+    if make not in _alone:
+        [_alone[make]] = worlds.run(1, run, make, 1, {})
+    layout, num_microbatches = _CUTS[cut]
+    for rank in worlds.run(2, run, make, 2, {**layout.strategy, "num_microbatches": num_microbatches}):
+        for ours, theirs in zip(rank, _alone[make], strict=True):
+            assert_alike(ours, theirs)
+
+
+def test_ranks_of_a_pipeline_store_the_numbers_of_their_replica(worlds):
+    ranks = worlds.run(4, run, Appends, 4, {**BOTH.strategy, "num_microbatches": 2})
+    kept = [rank[0] for rank in ranks]
+    for ours in kept:
+        alike = [theirs for theirs in kept if theirs["losses"] == ours["losses"]]
+        assert len(alike) == 2
+        assert_alike(*alike)
+
+
+class KeepsLargest(Keeps):
+    def keep(self, loss, out, batch, batch_idx):
+        self.logged["likeliest"] = out.argmax().item()
+
+
+class KeepsAMemory(Keeps):
+    """A tensor per sample that the next batch reads, and a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory, self.losses = None, []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x if self.memory is None else x + self.memory)
+        self.memory = out.detach()
+        loss = F.mse_loss(out, y)
+        self.losses.append(loss.item())
+        return loss
+
+
+class BuildsLazily(Keeps):
+    """A mask of the first batch's shape, used ever after, and a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.mask, self.losses = None, []
+
+    def training_step(self, batch, batch_idx):
+        if self.mask is None:
+            self.mask = (batch[0] > 0).double()
+        loss = F.mse_loss(self(batch[0] * self.mask), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+
+class KeepsFromTheSecondBatchOn(Keeps):
+    def keep(self, loss, out, batch, batch_idx):
+        if batch_idx:
+            self.logged["loss"] = loss.item()
+
+
+class PicksScatteredRows(Keeps):
+    def keep(self, loss, out, batch, batch_idx):
+        self.shown = out[::3].detach()
+
+
+_AT_ONCE = {
+    PicksScatteredRows: "self.shown keeps a tensor of the model",
+    KeepsLargest: "self.logged['likeliest'] keeps a number read from the model",
+    BuildsLazily: "self.mask keeps a row for each sample",
+    Appends: "keeps a number read from the model",
+}
+
+
+@pytest.mark.parametrize("make", _AT_ONCE, ids=lambda make: make.__name__)
+def test_what_microbatches_cannot_tell_is_named_where_the_layout_is_strict(worlds, make):
+    strict = Layout("strict", devices=2, strategy={**PP2.strategy, "strict_layout": True})
+    report = check(worlds, make, strict, num_microbatches=2)
+    assert report.outcome == "refused" and _AT_ONCE[make] in report.message, str(report)
+
+
+def fit_warned(size, make):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = trainer_of(size, size, strategy_options={"num_microbatches": 2}, limit_train_batches=2)
+        trainer.fit(make(), data())
+    counts = {span.action.microbatch for span in trainer.strategy.spans if span.action.kind is Kind.F}
+    return [str(warning.message) for warning in caught if "one microbatch" in str(warning.message)], len(counts)
+
+
+@pytest.mark.parametrize(("make", "count"), [(KeepsLargest, 1), (AppendsLosses, 2)])
+def test_a_step_that_appends_to_lists_alone_has_microbatches(worlds, make, count):
+    for rank, (told, microbatches) in enumerate(worlds.run(2, fit_warned, 2, make)):
+        assert microbatches == count
+        assert len(told) == (count == 1 and rank == 0), told
+        assert not told or "self.logged['likeliest'] keeps a number read from the model" in told[0]
+
+
+def fit_remembering(size, make):
+    ignore_warnings()
+    torch.manual_seed(0)
+    module = make().double()
+    trainer_of(size, size, strategy_options={}).fit(module, regression_data()["train_dataloaders"])
+    return [parameter.tolist() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("make", [KeepsAMemory, BuildsLazily])
+def test_each_part_of_the_batch_stores_a_memory_of_its_samples(worlds, make):
+    [expected] = worlds.run(1, fit_remembering, 1, make)
+    for found in worlds.run(2, fit_remembering, 2, make):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-9, atol=1e-12)
+
+
+def test_a_number_stored_later_than_it_was_recorded(worlds):
+    report = check(worlds, KeepsFromTheSecondBatchOn, PP2)
+    assert report.outcome == "same", str(report)

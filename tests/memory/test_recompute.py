@@ -1,0 +1,82 @@
+"""What layers that are computed again keep for their backward."""
+
+import torch
+from torch import nn
+
+from harness.live_storages import LiveStorages
+from lightning_hybrid.memory.recompute import Recomputation, layer_policies
+from lightning_hybrid.step.objects.repeated_layers import find_layers
+
+
+def block(width):
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+def test_a_layer_saves_its_input_alone():
+    """Twelve layers: of the eleven values that each keeps, one is its input."""
+    model = nn.Sequential(*(block(16) for _ in range(12)))
+    x = torch.randn(64, 16, requires_grad=True)
+    layers = find_layers({"": model})
+    assert len(layers) == 12
+    kept, grads = {}, {}
+    for recompute in ("keep", "full", 3):
+        policies = layer_policies(recompute, list(layers))
+        with LiveStorages() as live, Recomputation(layers, policies).running():
+            out = model(x)
+        kept[recompute] = live.bytes()
+        grads[recompute] = torch.autograd.grad(out.sin().sum(), list(model.parameters()))
+    assert kept["full"] < 0.25 * kept["keep"] and kept["full"] < kept[3] < kept["keep"]
+    for recompute in ("full", 3):
+        assert all(torch.equal(a, b) for a, b in zip(grads["keep"], grads[recompute], strict=True))
+
+
+def test_statistics_are_written_once():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
+    again = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
+    again.load_state_dict(model.state_dict())
+    x = torch.randn(8, 4)
+    model(x).sum().backward()
+    with Recomputation({"0": again[0]}, {"0": "full"}).running():
+        out = again(x)
+        out.sum().backward()
+    for (name, one), (_, other) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+        assert torch.equal(one, other), name
+    assert "forward" not in again[0].__dict__
+
+
+class Filling(nn.Module):
+    """Keeps what it has computed in an object that it is given, and uses what is there."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+
+    def forward(self, x, cache):
+        if "keys" not in cache:
+            cache["keys"] = self.net(x)
+        cache["calls"].append(self)
+        return x * cache["keys"].exp() * len(cache["calls"])
+
+
+def test_a_cache_is_as_it_was():
+    layer, x, grads = Filling(), torch.randn(3, 4), {}
+    for policy in ("keep", "full", "selective"):
+        cache = {"calls": []}
+        with Recomputation({"0": layer}, {"0": policy}).running():
+            out = layer(layer(x, cache), cache)
+            grads[policy] = torch.autograd.grad(out.sum(), list(layer.parameters()))
+        assert len(cache["calls"]) == 2 and cache["calls"][0] is layer
+    for policy in ("full", "selective"):
+        assert all(torch.equal(a, b) for a, b in zip(grads["keep"], grads[policy], strict=True))
+
+
+def test_weights_that_a_layer_was_given_for_one_call():
+    layer, x, grads = block(4), torch.randn(3, 4), {}
+    scale = torch.tensor(0.5, requires_grad=True)
+    for policy in ("keep", "full", "selective"):
+        with Recomputation({"0": layer}, {"0": policy}).running():
+            weights = {name: p * scale for name, p in layer.named_parameters()}
+            out = torch.func.functional_call(layer, weights, (x,))
+            grads[policy] = torch.autograd.grad(out.square().sum(), [scale, *layer.parameters()])
+    for policy in ("full", "selective"):
+        assert all(torch.equal(a, b) for a, b in zip(grads["keep"], grads[policy], strict=True)), policy

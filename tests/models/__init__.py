@@ -1,0 +1,1 @@
+"""Modules, blocks, optimizers and data that several tests use."""

@@ -1,0 +1,1 @@
+"""Architectures sampled from transformers, each built tiny by rules for the names of its sizes."""

@@ -1,0 +1,327 @@
+"""Losses that are means over tokens, weights or rows: over microbatches they are those of the whole batch."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+import transformers
+from step.batch_means.test_batch_scalars import SAMPLES, Classifier, assert_steps_agree
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from harness.trainer_runs import ignore_warnings, lines_of_lightning, trainer_of
+from harness.verification import COMBINED, TENSOR, check
+from lightning_hybrid.pipeline.loss_weights.recorded_means import LossMeanWeights
+from lightning_hybrid.verify import Layout
+from lightning_hybrid.verify.first_step_comparison import FirstStepError
+
+VOCABULARY, LENGTH, CLASSES, FEATURES = 24, 7, 4, 6
+
+
+def tokens():
+    """Labels of which each sample has another number, some none at all; masks, weights and rows."""
+    generator = torch.Generator().manual_seed(5)
+    samples = []
+    for index in range(SAMPLES):
+        ids = torch.randint(1, VOCABULARY, (LENGTH,), generator=generator)
+        count = 0 if index in (2, 3) else 1 + index * 5 % LENGTH
+        labels = torch.where(torch.arange(LENGTH) < LENGTH - count, -100, ids)
+        x = torch.randn(LENGTH, FEATURES, generator=generator, dtype=torch.float64)
+        samples.append({"input_ids": ids, "labels": labels, "x": x, "mask": labels != -100, "y": labels % CLASSES})
+    return samples
+
+
+class Tokens(Classifier):
+    """A prediction per position of a sequence."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(self.head(self.body(batch["x"])), batch)
+
+    def validation_step(self, batch, batch_idx):
+        loss = self.training_step(batch, batch_idx)
+        self.log("val_loss", loss["loss"] if isinstance(loss, dict) else loss)
+
+    def labels(self, batch):
+        return torch.where(batch["mask"], batch["y"], -100)
+
+
+class Ignoring(Tokens):
+    def loss(self, logits, batch):
+        loss = F.cross_entropy(logits.flatten(0, 1), self.labels(batch).flatten())
+        self.log("loss", loss)
+        self.log("perplexity", loss.exp())
+        return loss
+
+
+class ByClass(Tokens):
+    """Class weights, another label that is ignored, smoothed labels; a module of torch, in two dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        weight = torch.tensor([0.1, 1.0, 2.0, 3.0], dtype=torch.float64)
+        self.criterion = nn.CrossEntropyLoss(weight, ignore_index=3, label_smoothing=0.1)
+
+    def loss(self, logits, batch):
+        loss = self.criterion(logits.transpose(1, 2), batch["y"])
+        self.log("loss", loss)
+        return loss
+
+
+class NegativeLogLikelihood(Tokens):
+    def loss(self, logits, batch):
+        return 0.5 * F.nll_loss(logits.log_softmax(-1).permute(0, 2, 1), self.labels(batch)) / 3
+
+
+class MaskedSum(Tokens):
+    """Divided by the number of tokens, of which there might be none."""
+
+    def loss(self, logits, batch):
+        each = F.cross_entropy(logits.transpose(1, 2), batch["y"] % CLASSES, reduction="none")
+        mask = batch["mask"].double()
+        loss = (each * mask).sum() / mask.sum().clamp(min=1)
+        self.log("loss", loss)
+        correct = ((logits.argmax(-1) == batch["y"]) * mask).sum()
+        self.log("accuracy", correct / mask.sum())
+        return loss
+
+
+class SumByCount(Tokens):
+    """A loss that sums, divided by a number read from the batch."""
+
+    def loss(self, logits, batch):
+        summed = F.cross_entropy(logits.flatten(0, 1), self.labels(batch).flatten(), reduction="sum")
+        return -(-summed / max(1, int(batch["mask"].sum())))
+
+
+class Picked(Tokens):
+    """The rows that a mask picks."""
+
+    def loss(self, logits, batch):
+        mask = batch["mask"]
+        self.log("size", logits[mask].square().mean())
+        return F.mse_loss(logits[mask].sum(-1), batch["x"][mask].sum(-1))
+
+
+class SeveralTerms(Tokens):
+    """Means over tokens, over weights, over samples and a penalty; one has a weight that is learnt."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+
+    def loss(self, logits, batch):
+        token = F.cross_entropy(logits.flatten(0, 1), self.labels(batch).flatten())
+        weights = batch["x"][..., 0].exp()
+        weighted = (logits.square().mean(-1) * weights).sum() / weights.sum()
+        plain = logits.square().mean()
+        penalty = sum(p.square().sum() for p in self.head.parameters())
+        losses = {"token": token, "weighted": weighted, "plain": plain, "penalty": penalty}
+        self.log_dict(losses)
+        total = (
+            token * torch.exp(-self.log_scale) / (1 + self.log_scale.square())
+            + self.log_scale
+            + 0.1 * weighted
+            + 0.2 * plain
+            + 0.01 * penalty
+        )
+        self.log("total", total)
+        return {"loss": total, **{name: value.detach() for name, value in losses.items()}}
+
+
+class TimesItsCount(Tokens):
+    """Made a sum again, per sample: no weights are wanted."""
+
+    def loss(self, logits, batch):
+        token = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten() % 5 - 1, ignore_index=-1)
+        return token * (batch["labels"] % 5 != 0).sum() / len(logits)
+
+
+class Finetuned(Classifier):
+    """A model of transformers that returns its loss."""
+
+    model_class: ClassVar = None
+    options: ClassVar = {}
+
+    def __init__(self):
+        super().__init__()
+        del self.body, self.head
+        torch.manual_seed(0)
+        self.model = self.model_class(self.model_class.config_class(**self.options)).double()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+class Causal(Finetuned):
+    """Computes its loss in float32."""
+
+    model_class = transformers.GPT2LMHeadModel
+    options: ClassVar = {
+        "vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 16, "n_layer": 4, "n_head": 2,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    }  # fmt: skip
+
+
+class CausalByHand(Causal):
+    def training_step(self, batch, batch_idx):
+        logits = self.model(input_ids=batch["input_ids"]).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+
+class Masked(Finetuned):
+    model_class = transformers.BertForMaskedLM
+    options: ClassVar = {**SIZES, **NO_DROPOUT, "vocab_size": VOCABULARY, "max_position_embeddings": 16}
+
+
+class SequenceToSequence(Finetuned):
+    model_class = transformers.T5ForConditionalGeneration
+    options: ClassVar = {
+        "vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2,
+        "decoder_start_token_id": 0, "relative_attention_num_buckets": 8, "dropout_rate": 0.0,
+    }  # fmt: skip
+
+
+def fit(module_class, pp, count, validates=False):
+    ignore_warnings()
+    options: ClassVar = {"num_microbatches": count} if count > 1 else {}
+    trainer = trainer_of(pp, pp, strategy_options=options)
+    module = module_class()
+    loader = DataLoader(tokens(), 8)
+    if validates:
+        trainer.validate(module, loader, verbose=False)
+        return {name: float(value) for name, value in trainer.callback_metrics.items()}
+    trainer.fit(module, loader)
+    return module.seen
+
+
+class OwnLabels(Tokens):
+    """Labels of the batch itself, of which none is ignored but in the last batch."""
+
+    seen: ClassVar = []  # what grows on the module itself may be what the step goes by
+
+    def __init__(self):
+        super().__init__()
+        del self.seen
+
+    def loss(self, logits, batch):
+        return F.cross_entropy(logits.flatten(0, 1), batch["own"].view(-1))
+
+
+def own_tokens():
+    samples = tokens()
+    for index, sample in enumerate(samples):
+        sample["own"] = sample.pop("y").clone()
+        if index >= 2 * SAMPLES // 3:
+            sample["own"][: index % 5] = -100
+        del sample["labels"]
+    return samples
+
+
+def fit_counting(pp):
+    """The steps, and before which batches the step ran once more to count."""
+    ignore_warnings()
+    counted, count = [], LossMeanWeights._counted
+    module = OwnLabels()
+
+    def noted(shares, call, parts, **options):
+        counted.append(call.number)
+        return count(shares, call, parts, **options)
+
+    LossMeanWeights._counted = noted
+    trainer = trainer_of(pp, pp, strategy_options={"num_microbatches": 3} if pp > 1 else {})
+    trainer.fit(module, DataLoader(own_tokens(), 8))
+    return module.seen, counted
+
+
+def test_nothing_is_counted_where_no_label_is_ignored(worlds):
+    [(expected, _)] = worlds.run(1, fit_counting, 1)
+    ranks = worlds.run(2, fit_counting, 2)
+    assert [counted for _, counted in ranks] == [[0, 2]] * 2
+    assert_steps_agree(expected, [seen for seen, _ in ranks])
+
+
+def tolerance_of(module_class):
+    return 1e-6 if module_class is Causal else 1e-10
+
+
+FORMS = [Ignoring, ByClass, NegativeLogLikelihood, MaskedSum, SumByCount, Picked, SeveralTerms, TimesItsCount]
+MODELS = [Causal, CausalByHand, Masked, SequenceToSequence]
+
+
+@pytest.mark.parametrize("count", [4, 3])
+@pytest.mark.parametrize("module_class", FORMS + MODELS)
+def test_means_over_what_counts_are_those_of_the_batch(worlds, module_class, count):
+    [expected] = worlds.run(1, fit, module_class, 1, 1)
+    assert_steps_agree(expected, worlds.run(2, fit, module_class, 2, count), tolerance_of(module_class))
+
+
+@pytest.mark.parametrize("module_class", [Ignoring, MaskedSum, SeveralTerms, *MODELS])
+def test_means_of_validation_are_those_of_the_batches(worlds, module_class):
+    [expected] = worlds.run(1, fit, module_class, 1, 1, True)
+    for logged in worlds.run(2, fit, module_class, 2, 4, True):
+        assert logged == pytest.approx(expected, rel=tolerance_of(module_class))
+
+
+def lines_at_start(module_class, options):
+    ignore_warnings()
+    trainer = trainer_of(2, 2, strategy_options={"num_microbatches": 4, **options}, limit_train_batches=1)
+    with lines_of_lightning() as lines:
+        trainer.fit(module_class(), DataLoader(tokens(), 8))
+    [table] = [line for line in lines if line.startswith("hybrid3d")] or [""]
+    return [line for line in table.splitlines() if line.startswith("means over")]
+
+
+def by_sample(microbatch):
+    return len(microbatch["mask"])
+
+
+def test_the_table_names_the_means(worlds):
+    [line], _ = worlds.run(2, lines_at_start, SeveralTerms, {})
+    assert "cross_entropy (test_objectives.py:" in line and "div (test_objectives.py:" in line
+    assert worlds.run(2, lines_at_start, TimesItsCount, {"microbatch_weight": by_sample}) == [[], []]
+
+
+def fit_verified(module_class):
+    """The message of the check of the first step, if it fails."""
+    ignore_warnings()
+    options = {"num_microbatches": 4, "verify_first_step": True}
+    trainer = trainer_of(2, 2, strategy_options=options, limit_train_batches=1)
+    try:
+        trainer.fit(module_class(), DataLoader(tokens(), 8))
+    except FirstStepError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("module_class", [Ignoring, SequenceToSequence])
+def test_the_check_of_the_first_step_knows_the_mean_of_the_batch(worlds, module_class):
+    assert worlds.run(2, fit_verified, module_class) == [None, None]
+
+
+def loaders():
+    return {"train_dataloaders": DataLoader(tokens(), 8), "val_dataloaders": DataLoader(tokens(), 8)}
+
+
+PP2 = Layout("pp2 x 4 microbatches", 2, {"pipeline_parallel_size": 2, "num_microbatches": 4})
+VERIFIED = [
+    (Ignoring, PP2), (SeveralTerms, PP2), (Ignoring, COMBINED), (SequenceToSequence, COMBINED), (MaskedSum, COMBINED),
+    (Ignoring, TENSOR), (Masked, TENSOR),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module_class", "layout"), VERIFIED, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_verify_compares_with_the_mean_of_the_batch(worlds, module_class, layout):
+    """Over replicas it is the mean of theirs, as under DDP."""
+    report = check(worlds, module_class, layout, make_data=loaders, steps=3)
+    assert report.outcome == "same", str(report)

@@ -1,0 +1,153 @@
+"""torchmetrics objects: updated where their inputs are, synced over replicas, the same value everywhere."""
+
+import pytest
+import torch
+import torchmetrics
+
+from harness.layouts import under_sizes
+from harness.trainer_runs import assert_same, ignore_warnings, trainer_of
+from models.tiny import FEATURES, Tiny, loader
+
+LAYOUTS = under_sizes({"pp2": (2, 2), "dp2xpp2": (4, 2)})
+
+
+class WithMetrics(Tiny):
+    """Errors of the regression, over an epoch and per step."""
+
+    def __init__(self):
+        super().__init__()
+        self.train_error = torchmetrics.MeanAbsoluteError()
+        self.errors = torchmetrics.MetricCollection(
+            {"mae": torchmetrics.MeanAbsoluteError(), "mse": torchmetrics.MeanSquaredError()}, prefix="val_"
+        )
+        self.at_end = torchmetrics.MeanSquaredError()
+        self.computed = []
+
+    def training_step(self, batch, batch_idx):
+        predicted = self(batch["x"])
+        self.train_error(predicted, batch["y"])
+        self.log("train_mae", self.train_error, on_step=True, on_epoch=True)
+        return torch.nn.functional.mse_loss(predicted, batch["y"])
+
+    def validation_step(self, batch, batch_idx):
+        predicted = self(batch["x"])
+        self.errors.update(predicted, batch["y"])
+        self.log_dict(self.errors, on_step=False, on_epoch=True)
+        self.at_end.update(predicted, batch["y"])
+
+    def on_validation_epoch_end(self):
+        value = self.at_end.compute()
+        self.computed.append(float(value))
+        self.log("val_end", value)
+        self.at_end.reset()
+
+
+def run_metrics(size, pp, batch_size, count):
+    ignore_warnings()
+    model = WithMetrics()
+    options = {"num_microbatches": count} if size > 1 else {}
+    trainer = trainer_of(size, pp, max_epochs=2, strategy_options=options)
+    # Epochs of dealt samples: the replicas see together what one process sees.
+    trainer.fit(model, loader(batch_size, replicas=1 if size == pp else None), loader(batch_size))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, model.computed
+
+
+@LAYOUTS
+def test_metrics_equal_one_process_over_all_samples_on_every_rank(worlds, size, pp):
+    [(expected, computed)] = worlds.run(1, run_metrics, 1, 1, 8, 1)
+    results = worlds.run(size, run_metrics, size, pp, 8 * pp // size, 2)
+    for values, at_ends in results:
+        # A step's value is that of the replica's own batch.
+        ours = {name: value for name, value in values.items() if name != "train_mae_step"}
+        one_process = {name: value for name, value in expected.items() if name != "train_mae_step"}
+        assert_same(ours, one_process, rtol=1e-6)
+        assert at_ends == pytest.approx(computed, rel=1e-6)
+
+
+class ForwardValue(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.error = torchmetrics.MeanAbsoluteError()
+        self.steps = []
+        self.means = []
+
+    def training_step(self, batch, batch_idx):
+        predicted = self(batch["x"])
+        self.means.append(predicted.detach().mean())
+        self.log("batch_mae", self.error(predicted, batch["y"]))
+        return torch.nn.functional.mse_loss(predicted, batch["y"])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.steps.append(float(self.trainer.callback_metrics["batch_mae"]))
+
+    def on_train_epoch_end(self):
+        self.log("epoch_mae", self.error.compute())
+        self.error.reset()
+
+
+def run_forward(size, pp):
+    ignore_warnings()
+    model = ForwardValue()
+    trainer = trainer_of(size, pp, max_epochs=2)
+    trainer.fit(model, loader(8))
+    return model.steps, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_the_value_of_a_forward_is_that_of_the_full_batch(worlds):
+    [(steps, end)] = worlds.run(1, run_forward, 1, 1)
+    for ours, our_end in worlds.run(2, run_forward, 2, 2):
+        assert ours == pytest.approx(steps, rel=1e-6)
+        assert_same(our_end, end, rtol=1e-6)
+
+
+class OnFirstStage(Tiny):
+    """The metric's inputs live on the first stage; nothing of it reaches the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.layers[0](batch["x"])
+        assert hidden.shape[1] == FEATURES
+        self.mean.update(hidden.abs())
+        self.log("hidden", self.mean, on_step=False, on_epoch=True)
+        return torch.nn.functional.mse_loss(self.layers[1:](hidden), batch["y"])
+
+
+def run_first_stage(size, pp):
+    ignore_warnings()
+    trainer = trainer_of(size, pp)
+    trainer.fit(OnFirstStage(), loader(8))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_a_metric_whose_inputs_live_on_one_stage_only(worlds):
+    [expected] = worlds.run(1, run_first_stage, 1, 1)
+    for result in worlds.run(2, run_first_stage, 2, 2):
+        assert_same(result, expected, rtol=1e-6)
+
+
+class Validated(Tiny):
+    """A metric on the validation monitored by a scheduler and by nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy = torchmetrics.Accuracy(task="binary")
+
+    def validation_step(self, batch, batch_idx):
+        self.accuracy(self(batch["x"]).squeeze(1).sigmoid(), (batch["y"].squeeze(1) > 0).long())
+        self.log("accuracy", self.accuracy, prog_bar=True)
+
+
+def run_validated(size, pp):
+    ignore_warnings()
+    [result] = trainer_of(size, pp).validate(Validated(), loader(8 * pp // size), verbose=False)
+    return result
+
+
+@LAYOUTS
+def test_validate_alone_counts_every_sample_once(worlds, size, pp):
+    [expected] = worlds.run(1, run_validated, 1, 1)
+    for result in worlds.run(size, run_validated, size, pp):
+        assert_same(result, expected, rtol=1e-6)

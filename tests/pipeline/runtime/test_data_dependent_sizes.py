@@ -1,0 +1,91 @@
+"""Rows picked by what the model computes cross a cut: nobody knows their number before, so a header goes ahead."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from harness.fits import Run, assert_parity, fit, fit_reference
+from harness.strict_group import as_on_gpus
+from lightning_hybrid.pipeline.runtime.transport import GroupTransport, HostTransport
+from lightning_hybrid.shared_memory import peer_sockets as streams
+from models.hand_written import Layers
+
+
+class RowsByHidden(Layers):
+    """Layers see the rows that a layer before has picked: another number in each microbatch."""
+
+    def loss(self, batch):
+        x = batch["x"] + self.layers[0](batch["x"])
+        picked = x.detach()[:, 0] > 0.0
+        rows = self.layers[2](self.layers[1](x[picked]))
+        x = x.clone()
+        x[picked] = self.layers[3](rows)
+        return F.cross_entropy(self.head(x), batch["label"])
+
+
+@contextlib.contextmanager
+def on_hosts_of_their_own():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "_host", lambda: f"host {dist.get_rank()}")
+        yield
+
+
+FORWARD_WRAPPER = {"one host": contextlib.nullcontext, "two hosts": on_hosts_of_their_own, "as on GPUs": as_on_gpus}
+
+
+def fit_and_note(run, name):
+    """A fit; also the rows of what arrived where the number was not known, and the kind of transport."""
+    noted = []
+
+    def notes(kind):
+        original = kind.receive
+
+        def receive(self, message, peer, values):
+            incoming = original(self, message, peer, values)
+            wait = incoming.wait
+
+            def waited():
+                tensors = wait()
+                pairs = zip(values, tensors, strict=True)
+                noted.extend((kind.__name__, len(tensor)) for value, tensor in pairs if value.dynamic)
+                return tensors
+
+            incoming.wait = waited
+            return incoming
+
+        return kind, "receive", receive
+
+    with FORWARD_WRAPPER[name](), pytest.MonkeyPatch.context() as patch:
+        for kind in (GroupTransport, HostTransport):
+            patch.setattr(*notes(kind))
+        fitted = fit(run)
+    return fitted, noted
+
+
+RUN = Run(RowsByHidden, pp=2, batch_size=6, microbatches=3)
+GPIPE = Run(RowsByHidden, pp=4, dp=2, batch_size=6, microbatches=3, strategy={"schedule": "gpipe"})
+INTERLEAVED = Run(RowsByHidden, pp=2, batch_size=6, microbatches=2, strategy={"stages_per_rank": 2})
+CASES = [
+    (RUN, "one host"),
+    (RUN, "two hosts"),
+    (RUN, "as on GPUs"),
+    pytest.param(GPIPE, "one host", marks=pytest.mark.slow),
+    pytest.param(GPIPE, "two hosts", marks=pytest.mark.slow),
+    pytest.param(GPIPE, "as on GPUs", marks=pytest.mark.slow),
+    pytest.param(INTERLEAVED, "as on GPUs", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("run", "name"), CASES)
+def test_parity(worlds, run, name):
+    [expected] = worlds.run(1, fit_reference, run)
+    ranks = worlds.run(run.world_size, fit_and_note, run, name, timeout=60)
+    assert_parity([fitted for fitted, _ in ranks], expected, run)
+    noted = [arrival for _, arrivals in ranks for arrival in arrivals]
+    kind = "HostTransport" if name == "one host" else "GroupTransport"
+    assert noted and {used for used, _ in noted} == {kind}
+    assert len({rows for _, rows in noted}) > 1, "each microbatch has another number of rows"
+    assert not torch.equal(expected.losses[0], expected.losses[1])

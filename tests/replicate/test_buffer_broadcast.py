@@ -1,0 +1,127 @@
+"""Buffers of replicas are treated as DDP treats them: those of the first replica are sent to all before each step."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from harness.fits import Run, _fit, fit
+from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
+from models.hand_written import BatchNorms
+
+
+class Sees(Callback):
+    """The buffers that this rank has around steps and validation."""
+
+    def __init__(self):
+        self.noted = []
+
+    def see(self, when, module):
+        held = {name: b.detach().clone() for name, b in module.named_buffers() if b.is_floating_point()}
+        self.noted.append((when, held))
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.see("step", pl_module)
+
+    def on_validation_batch_end(self, trainer, pl_module, *_):
+        self.see("validation", pl_module)
+
+
+def under_ddp(run):
+    return _fit(run, run.dp, DDPStrategy(process_group_backend="gloo"), batch_size=run.batch_size)
+
+
+def assert_same(run, ranks, expected):
+    """Each rank has seen what its replica saw under DDP."""
+    val_loss = sum(each.logged["val_loss"] for each in expected) / run.dp  # there each rank logs its own
+    for rank, fitted in enumerate(ranks):
+        replica = rank % run.dp
+        assert [when for when, _ in fitted.extra] == [when for when, _ in expected[replica].extra]
+        for (when, held), (_, theirs) in zip(fitted.extra, expected[replica].extra, strict=True):
+            assert held.keys() == theirs.keys()
+            for name, buffer in held.items():
+                if run.pp > 1 and not any(name.startswith(f"{unit}.") for unit in fitted.units[rank // run.dp]):
+                    continue  # of a layer of another stage
+                torch.testing.assert_close(buffer, theirs[name], rtol=1e-10, atol=1e-12, msg=f"{rank} {when} {name}")
+        assert fitted.logged["val_loss"] == pytest.approx(val_loss, rel=1e-9)
+
+
+ACCUMULATED = {"accumulate_grad_batches": 2, "val_check_interval": 2}
+RUNS = {
+    "dp2": Run("BatchNorms", dp=2, microbatches=1, num_batches=3, validate=True, callback=Sees),
+    "accumulated": Run(
+        "BatchNorms", dp=2, microbatches=1, num_batches=5, validate=True, callback=Sees, trainer=ACCUMULATED
+    ),
+    "pp2": Run("BatchNorms", pp=2, dp=2, microbatches=1, num_batches=3, validate=True, callback=Sees),
+    "zero": Run(
+        "BatchNorms", dp=2, microbatches=1, num_batches=3, validate=True, callback=Sees, strategy={"zero_stage": 3}
+    ),
+}
+
+
+@pytest.mark.parametrize("run", list(RUNS.values()), ids=list(RUNS))
+def test_as_under_ddp(worlds, run):
+    expected = worlds.run(2, under_ddp, run)
+    last = [held for when, held in expected[0].extra if when == "step"][-1]
+    others = [held for when, held in expected[1].extra if when == "step"][-1]
+    assert any((last[name] != others[name]).any() for name in last), "replicas have statistics of their own in a step"
+    assert_same(run, worlds.run(run.world_size, fit, run, timeout=60), expected)
+
+
+# --- the message ------------------------------------------------------------------------------------------------------
+
+
+class Many(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.register_buffer("flag", torch.tensor([bool(value)] * 3))
+        self.register_buffer("number", torch.tensor(float(value), dtype=torch.float64))
+        self.register_buffer("turned", torch.full((2, 3), value, dtype=torch.complex64).t())
+        self.register_buffer("count", torch.tensor(value, dtype=torch.int16))
+        self.register_buffer("small", torch.full((5,), value, dtype=torch.bfloat16))
+        self.register_buffer("nothing", torch.zeros(0))
+        self.register_buffer("none", None)
+        self.register_buffer("ours", torch.tensor([value]), persistent=False)
+        self._ddp_params_and_buffers_to_ignore = ["ours"]
+
+
+def shared():
+    rank = dist.get_rank()
+    module = Many(7 if rank == 0 else 0)
+    buffers = ReplicaBufferBroadcast(module, dist.group.WORLD, torch.device("cpu"))
+    if rank == 1:
+        module.small = torch.zeros(2, dtype=torch.bfloat16)  # a cache that was made anew, of another size
+    buffers.share()
+    first = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    module.number.fill_(rank)
+    buffers.share()
+    undue = float(module.number)
+    buffers.after_step(averaged=False)
+    buffers.share()
+    buffers.after_step(averaged=True)
+    buffers.share()
+    return first, undue, float(module.number)
+
+
+def test_buffers_of_every_kind(worlds):
+    expected = dict(Many(7).named_buffers())
+    for rank, (first, undue, number) in enumerate(worlds.run(2, shared)):
+        assert first.keys() == expected.keys()
+        for name, buffer in first.items():
+            if rank == 1 and name in ("ours", "small"):
+                assert not buffer.any(), name
+            else:
+                assert torch.equal(buffer, expected[name]) and buffer.stride() == expected[name].stride(), name
+        assert (undue, number) == (rank, 0.0)
+
+
+def test_one_replica_sends_nothing():
+    module = BatchNorms()
+
+    class Alone:
+        def size(self):
+            return 1
+
+    ReplicaBufferBroadcast(module, Alone(), torch.device("cpu")).share()

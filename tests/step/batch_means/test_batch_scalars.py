@@ -1,0 +1,205 @@
+"""Numbers of a step over several microbatches are those of the whole batch: metrics, and what is made of means."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from harness.trainer_runs import ignore_warnings, trainer_of
+
+CLASSES, FEATURES, SAMPLES, BATCH = 4, 6, 24, 8
+
+
+def samples():
+    index = torch.arange(SAMPLES, dtype=torch.float64).unsqueeze(1)
+    x = torch.cos(index * torch.arange(1, FEATURES + 1) + index)
+    return TensorDataset(x, (index.squeeze(1).square() % 7 % CLASSES).long())
+
+
+class Classifier(LightningModule):
+    """Logs in each step what the tests compare."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.head = nn.Sequential(nn.Tanh(), nn.Linear(8, CLASSES))
+        self.double()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        return self.step(self.head(self.body(batch[0])), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.step(self.head(self.body(batch[0])), batch[1])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        logged = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        with torch._C.DisableTorchFunction():
+            grads = {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
+        self.seen.append((float(outputs["loss"]), logged, grads))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def accuracy(**options):
+    return torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES, **options)
+
+
+class Called(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.accuracy = accuracy(average="macro")
+
+    def step(self, logits, y):
+        self.log("accuracy", self.accuracy(logits, y), on_step=True, on_epoch=True)
+        return F.cross_entropy(logits, y)
+
+
+class LoggedObject(Called):
+    def step(self, logits, y):
+        self.accuracy(logits, y)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        return F.cross_entropy(logits, y)
+
+
+class Collection(Classifier):
+    def __init__(self):
+        super().__init__()
+        metrics = {"accuracy": accuracy(average="macro"), "top2": accuracy(top_k=2)}
+        metrics["f1"] = torchmetrics.F1Score(task="multiclass", num_classes=CLASSES, average="macro")
+        metrics["auroc"] = torchmetrics.AUROC(task="multiclass", num_classes=CLASSES, thresholds=5)
+        self.metrics = torchmetrics.MetricCollection(metrics, prefix="train/")
+
+    def step(self, logits, y):
+        self.log_dict(self.metrics(logits.softmax(1), y))
+        return F.cross_entropy(logits, y)
+
+
+class LoggedCollection(Collection):
+    def step(self, logits, y):
+        self.metrics(logits.softmax(1), y)
+        self.log_dict(self.metrics, on_step=True)
+        return F.cross_entropy(logits, y)
+
+
+class Returned(Classifier):
+    """A value per class, of which the step logs each; one made of it; another call of the same metric."""
+
+    def __init__(self):
+        super().__init__()
+        self.each = accuracy(average=None)
+        self.error = torchmetrics.MeanSquaredError(squared=False)
+
+    def step(self, logits, y):
+        each = self.each(logits, y)
+        for number, value in enumerate(each):
+            self.log(f"accuracy_{number}", value)
+        self.log("percent", 100 * each.mean())
+        self.log("error", self.error(logits[:, 0], y.double()))
+        self.log("other", self.error(logits[:, 1], y.double()).sqrt())
+        return F.cross_entropy(logits, y)
+
+
+class Cumulative(Classifier):
+    """Updated and computed in each step: of all that it has seen so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy = accuracy(average="macro")
+
+    def step(self, logits, y):
+        self.accuracy.update(logits, y)
+        self.log("accuracy", self.accuracy.compute())
+        return F.cross_entropy(logits, y)
+
+
+class OfTheLoss(Classifier):
+    """Perplexity, and the root of a mean."""
+
+    def step(self, logits, y):
+        loss = F.cross_entropy(logits, y)
+        self.log("loss", loss, prog_bar=True)
+        self.log("perplexity", torch.exp(loss.detach()))
+        self.log("root", (logits.square().mean() + 1).sqrt() / 2)
+        return loss
+
+
+class Squared(torch.autograd.Function):
+    calls: ClassVar = []
+
+    @staticmethod
+    def forward(ctx, x):
+        Squared.calls.append(float(x))
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.zeros_like(gradient)
+
+
+class OwnFunction(Classifier):
+    """Logs a number that a function of the user's makes, which runs once per microbatch."""
+
+    def step(self, logits, y):
+        loss = F.cross_entropy(logits, y)
+        self.log("squared", Squared.apply(loss))
+        return loss
+
+
+def fit_own_function(pp):
+    fit(OwnFunction, pp, 4)
+    return len(Squared.calls)
+
+
+def test_functions_of_the_users_are_not_run_again(worlds):
+    counts = worlds.run(2, fit_own_function, 2)
+    executed = max(counts) - min(counts)  # a recording runs it on both ranks
+    assert executed == 4 * SAMPLES // BATCH
+
+
+def fit(module_class, pp, count, validates=False):
+    ignore_warnings()
+    options = {"num_microbatches": count} if count > 1 else {}
+    trainer = trainer_of(pp, pp, strategy_options=options)
+    module = module_class()
+    if validates:
+        trainer.validate(module, DataLoader(samples(), BATCH), verbose=False)
+        return {name: float(value) for name, value in trainer.callback_metrics.items()}
+    trainer.fit(module, DataLoader(samples(), BATCH))
+    return module.seen
+
+
+MODULES = [Called, LoggedObject, Collection, LoggedCollection, Returned, Cumulative, OfTheLoss]
+
+
+@pytest.mark.parametrize("module_class", MODULES)
+def test_numbers_of_a_step_are_those_of_the_batch(worlds, module_class):
+    [expected] = worlds.run(1, fit, module_class, 1, 1)
+    assert_steps_agree(expected, worlds.run(2, fit, module_class, 2, 4))
+
+
+def assert_steps_agree(expected, ranks, tolerance=1e-10):
+    assert len(expected) == SAMPLES // BATCH
+    for steps in zip(expected, *ranks, strict=True):
+        loss, logged, grads = steps[0]
+        for ours, our_logged, our_grads in steps[1:]:
+            assert ours == pytest.approx(loss, rel=tolerance)
+            # A torchmetrics object keeps float32; as its numbers are counts of samples, these are the same.
+            assert our_logged == pytest.approx(logged, rel=tolerance)
+            for name, grad in our_grads.items():
+                torch.testing.assert_close(grad, grads[name], rtol=tolerance, atol=tolerance / 100)
+        assert set().union(*(our_grads for _, _, our_grads in steps[1:])) == grads.keys()
+
+
+@pytest.mark.parametrize("module_class", [Called, OfTheLoss])
+def test_numbers_of_validation_are_those_of_the_batches(worlds, module_class):
+    [expected] = worlds.run(1, fit, module_class, 1, 1, True)
+    for logged in worlds.run(2, fit, module_class, 2, 4, True):
+        assert logged == pytest.approx(expected, rel=1e-10)

@@ -1,0 +1,235 @@
+"""What users copy and pickle during fit and after it is theirs alone: full values, and no trace of this package."""
+
+import copy
+import itertools
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+
+from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weights_of
+from lightning_hybrid.step.module_state.parameter_pickling import NotOnThisRank
+from models.pickled_objects import IN_BATCH, KINDS, WHEN, Writes, data, made, write
+from models.tiny import Tiny, loader
+
+TESTS = Path(__file__).parents[2]
+LAYOUTS = {
+    "one device": (1, 1, {"num_microbatches": 1}),
+    "microbatches": (1, 1, {"num_microbatches": 2}),
+    "dp2": (2, 1, {"num_microbatches": 1}),
+    "zero3": (2, 1, {"zero_stage": 3}),
+    "tp2": (2, 1, {"tensor_parallel_size": 2}),
+    "pp2": (2, 2, {"num_microbatches": 1}),
+    "pp2 with microbatches": (2, 2, {"num_microbatches": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Loads a pickle in a process where this package is not installed, and says what it holds."""
+    command = [sys.executable, str(TESTS / "models" / "pickled_objects.py")]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+
+        def load(path):
+            process.stdin.write(f"{path}\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                if line.startswith("loaded "):
+                    return json.loads(line.removeprefix("loaded "))
+            raise AssertionError(f"{path} does not load:\n{process.stderr.read()[-3000:]}")
+
+        yield load
+        process.stdin.close()
+
+
+def fit(folder, size, pp, options, norm, reference_of_replicas):
+    ignore_warnings()
+    module = made(norm)
+    prefix = os.environ.get("RANK", "0") if size > 1 else "0"
+    callback = Writes(f"{folder}/{prefix}")
+    kwargs = {"logger": True, "default_root_dir": folder, "callbacks": [callback], "limit_val_batches": 2}
+    trainer = trainer_of(size, pp, strategy_options=options, **kwargs)
+    replicas = size // pp // options.get("tensor_parallel_size", 1)
+    trainer.fit(module, *data(4 // replicas, reference_of_replicas))
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    write(trainer, module, "after")
+
+
+def without_metric(tree):
+    if isinstance(tree, dict):
+        for key in ("metric", "value", "tp", "fp", "tn", "fn"):
+            tree.pop(key, None)
+        for value in tree.values():
+            without_metric(value)
+
+
+def differences(found, expected, path=""):
+    """Where two trees of numbers differ."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for key in sorted(found.keys() | expected.keys()):
+            if key not in found or key not in expected:
+                yield f"{path}/{key} is in one only"
+            else:
+                yield from differences(found[key], expected[key], f"{path}/{key}")
+    elif isinstance(expected, list) and isinstance(found, list) and len(found) == len(expected):
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            yield from differences(one, other, f"{path}/{index}")
+    elif isinstance(expected, float) and isinstance(found, float):
+        if found != pytest.approx(expected, rel=1e-10, abs=1e-12):
+            yield f"{path}: {found} and not {expected}"
+    elif found != expected:
+        yield f"{path}: {found} and not {expected}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_pickled_loads_without_the_package_and_is_full(worlds, tmp_path, alone, layout):
+    size, pp, options = LAYOUTS[layout]
+    replicas = size // pp // options.get("tensor_parallel_size", 1)
+    norm = replicas == 1 and options.get("num_microbatches", 1) == 1  # else its statistics are another batch's
+    one, parts = tmp_path / "one", tmp_path / "parts"
+    for folder in (one, parts):
+        folder.mkdir()
+    worlds.run(1, fit, str(one), 1, 1, {}, norm, replicas > 1)
+    worlds.run(size, fit, str(parts), size, pp, options, norm, False)
+    far = []
+    names = [f"{rank}.{when}.{kind}" for rank, when, kind in itertools.product(range(size), WHEN, KINDS)]
+    names += [f"{rank}.batch.{kind}" for rank, kind in itertools.product(range(size), IN_BATCH)]
+    for name in (*names, "batch.ckpt", "after.ckpt"):
+        expected, found = alone(one / name.replace("1.", "0.")), alone(parts / name)
+        if replicas > 1:  # each replica has counted its own samples
+            for holder in (found, expected):
+                without_metric(holder)
+        if replicas > 1 and name.endswith(("batch", "outputs")):  # of its own samples
+            continue
+        far += list(differences(found, expected, name))
+    assert not far, "\n".join(far)
+
+
+class Teacher(Tiny):
+    """Makes a teacher in its first step, and learns to agree with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = None
+
+    def training_step(self, batch, batch_idx):
+        if self.teacher is None:
+            self.teacher = [copy.deepcopy(self.layers).requires_grad_(False)]
+        return self.loss(batch) + (self(batch["x"]) - self.teacher[0](batch["x"])).square().mean()
+
+
+class TeacherOfDropout(Teacher):
+    """Its layers draw: an operation that draws knows its layer by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers.insert(2, nn.Dropout(0.0))
+
+
+def taught(options, kind):
+    ignore_warnings()
+    module = kind()
+    trainer_of(1, 1, strategy_options=options).fit(module, loader(4))
+    return weights_of(module), weights_of(kind())
+
+
+@pytest.mark.parametrize("kind", [Teacher, TeacherOfDropout], ids=lambda kind: kind.__name__)
+def test_a_copy_made_in_a_step_computes_with_its_own_weights(worlds, kind):
+    [(expected, before)] = worlds.run(1, taught, {}, kind)
+    [(found, _)] = worlds.run(1, taught, {"recompute": "full"}, kind)
+    assert_same(found, expected)
+    assert any(not torch.equal(before[name], expected[name]) for name in before)
+
+
+class PicklesInStep(Tiny):
+    def training_step(self, batch, batch_idx):
+        pickle.dumps(self.layers)
+        return super().training_step(batch, batch_idx)
+
+
+class PicklesOnFirst(Tiny):
+    """Only the first rank pickles."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+    def on_train_batch_end(self, *_):
+        if self.trainer.is_global_zero:
+            pickle.dumps(self if self.what == "module" else self.trainer.optimizers[0])
+
+
+def said_by(size, pp, options, make, *args):
+    ignore_warnings()
+    module = make(*args)
+    try:
+        trainer_of(size, pp, strategy_options=options).fit(module, loader(4, 8))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+ASKED = {
+    "in a step": (PicklesInStep,),
+    "the module on one rank": (PicklesOnFirst, "module"),
+    "an optimizer on one rank": (PicklesOnFirst, "optimizer"),
+}
+FULL = "in a step", "zero3"  # gathered there
+SAID = {"in a step": "is pickled where it has no content", "the module on one rank": "read them on every rank"}
+SAID["an optimizer on one rank"] = "a copy or pickle of AdamW on rank 0 needs all 2 ranks"
+
+
+@pytest.mark.parametrize(
+    ("asked", "layout"), [(asked, layout) for asked in ASKED for layout in ("zero3", "pp2") if (asked, layout) != FULL]
+)
+def test_what_cannot_be_full_is_an_error_within_seconds(worlds, layout, asked):
+    size, pp, options = LAYOUTS[layout]
+    said = worlds.run(size, said_by, size, pp, {**options, "strict_layout": True}, *ASKED[asked], timeout=30)
+    assert SAID[asked] in said[0]
+    assert all(each != "nothing" for each in said)
+
+
+class Keeps(Callback):
+    """Keeps a copy of the module, as averages of weights do."""
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.kept = copy.deepcopy(pl_module)
+
+
+def kept(size, options):
+    """What is said of a copy after fit, and the copy's weights, pickled."""
+    ignore_warnings()
+    module, keeps = Tiny(), Keeps()
+    pp = size if "zero_stage" not in options else 1
+    trainer_of(size, pp, strategy_options=options, callbacks=[keeps]).fit(module, loader(4 // (size // pp), 16))
+    assert any(keeps.kept.layers[0][0].forward.__self__ is each for each in keeps.kept.modules())
+    try:
+        return "", weights_of(pickle.loads(pickle.dumps(keeps.kept))), weights_of(module)
+    except NotOnThisRank as error:
+        with pytest.raises(RuntimeError, match=r"state_dict\(\) was called while"):
+            keeps.kept.state_dict()
+        return str(error), None, None
+
+
+def test_a_copy_made_in_a_hook_is_full_where_shards_were_gathered(worlds):
+    for said, weights, trained in worlds.run(2, kept, 2, {"zero_stage": 3}):
+        assert said == ""
+        assert_same(weights, trained)
+
+
+def test_a_copy_made_in_a_hook_over_stages_is_full_after_fit(worlds):
+    for said, weights, trained in worlds.run(2, kept, 2, {"num_microbatches": 2}):
+        assert said == ""
+        assert_same(weights, trained)

@@ -1,0 +1,60 @@
+"""The modules that a cut never enters."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness.one_process_pipeline import assert_same_gradients, cut, pipeline, reference
+from lightning_hybrid.step.recording.choose_units import choose_units
+from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, ControlFlowError, drop
+from models.cases import batch_of
+from models.hand_written import WIDTH, Layers
+
+
+def layers():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(2)))
+
+
+def test_each_layer_is_one_unit():
+    assert list(choose_units(layers(), 2)) == ["0", "1"]
+
+
+def test_a_rank_with_shards_of_some_layers_and_nothing_of_others_chooses_the_same():
+    root = layers()
+    for parameter in root[0].parameters():
+        parameter.__dict__[FULL_SHAPE] = parameter.shape
+        parameter.data = torch.zeros_like(parameter)[: len(parameter) // 2]
+    for parameter in root[1].parameters():
+        drop(parameter)
+    assert list(choose_units(root, 2)) == ["0", "1"]
+
+
+class Branching(nn.Module):
+    """What lies inside cannot be followed; as a whole it can."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(2 * x if x.sum() > 0 else x)
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_unit_that_cannot_be_opened_for_balance_stays_whole(count):
+    module, batch = Layers(), batch_of(Layers.kind, range(4))
+    module.layers = nn.ModuleList(Branching() for _ in range(count))
+    module.double()
+    outcome = pipeline(module, lambda: module.loss(batch), 2)
+    assert outcome.units[0] == [f"layers.{index}" for index in range(len(outcome.units[0]))]
+    assert all(outcome.units)
+    assert_same_gradients(outcome.grads, reference(module, lambda: module.loss(batch)).grads)
+
+
+def test_where_no_cut_goes_without_opening_it_says_why_it_cannot_be_opened():
+    module, batch = Layers(), batch_of(Layers.kind, range(4))
+    module.layers = nn.ModuleList([Branching()])
+    module.double()
+    with pytest.raises(ControlFlowError, match=r"test_units\.py:\d+: the step branches on a value"):
+        cut(module, lambda: module.loss(batch), 3)

@@ -1,0 +1,78 @@
+"""Absent tensors, numbers and arrays: they answer for their shape, and refuse what would need their content."""
+
+import math
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from lightning_hybrid.step.standins.absent_arrays import AbsentArray, has_absent_content, stand_in_for_content
+from lightning_hybrid.step.standins.absent_tensors import (
+    AbsentFloat,
+    ControlFlowError,
+    drop,
+    fill,
+    is_absent,
+    make_absent,
+    user_attributes,
+)
+from lightning_hybrid.step.standins.comparison_order import in_canonical_order
+
+
+def test_a_dropped_parameter_stays_the_object_and_is_filled_again():
+    parameter = nn.Parameter(torch.ones(2, 3))
+    parameter.tag = "of the user"
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    drop(parameter)
+    assert is_absent(parameter) and isinstance(parameter, nn.Parameter) and parameter.shape == (2, 3)
+    assert user_attributes(parameter) == {"tag": "of the user"}
+    fill(parameter, nn.Parameter(torch.full((2, 3), 4.0)))
+    assert not is_absent(parameter) and optimizer.param_groups[0]["params"][0] is parameter
+    assert torch.equal(parameter.detach(), torch.full((2, 3), 4.0)) and parameter.tag == "of the user"
+
+
+def test_a_stand_in_has_strides_and_mixes_with_real_tensors():
+    absent = make_absent(torch.ones(4, 2).T, requires_grad=True)
+    assert absent.stride() == (1, 2) and absent.requires_grad
+    assert is_absent(absent + torch.ones(4)) and (absent + torch.ones(4)).shape == (2, 4)
+
+
+def test_an_absent_number_is_no_decision():
+    number = AbsentFloat("train.py:3", frozenset({1}))
+    assert math.isnan(number + 1) and is_absent(number)
+    with pytest.raises(ControlFlowError, match=r"train\.py:3"):
+        bool(number > 0)
+
+
+def test_a_finiteness_check_notes_the_values_that_it_assumes():
+    assumed = set()
+    array = AbsentArray("train.py:3", torch.ones(2, 3), frozenset({5, 6}), assumed)
+    assert len(array) == 2 and array.shape == (2, 3) and has_absent_content(array)
+    assert numpy.isfinite(array).all() and numpy.isfinite(array).shape == (2, 3)
+    assert assumed == {5, 6}
+    with pytest.raises(ControlFlowError, match=r"train\.py:3"):
+        array + 1
+    with pytest.raises(ControlFlowError):
+        array[0]
+
+
+def test_a_list_has_a_number_for_each_element():
+    nested = stand_in_for_content("tolist", "train.py:3", torch.ones(2, 3), frozenset(), None, None)
+    assert [len(row) for row in nested] == [3, 3] and all(is_absent(number) for row in nested for number in row)
+    assert stand_in_for_content("tolist", "", torch.ones(2), frozenset(), None, 0.5) == [0.5, 0.5]
+
+
+def test_a_comparison_is_the_same_from_either_side():
+    first, second, batch = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]), torch.tensor([0.0, 9.0])
+
+    def ordered(name, func, *args):
+        marks = {id(first): 1, id(second): 2}
+        return in_canonical_order(name, func, args, lambda tensor: marks.get(id(tensor)), ())
+
+    name, func, args = ordered("le", torch.le, second, first)
+    assert name == "ge" and args[0] is first and torch.equal(func(*args), second <= first)
+    name, func, args = ordered("gt", torch.gt, batch, first)
+    assert name == "lt" and args[0] is first and torch.equal(func(*args), batch > first)
+    assert ordered("lt", torch.lt, first, second)[0] == "lt"
+    assert ordered("lt", torch.lt, second, 3)[0] == "lt"

@@ -1,0 +1,104 @@
+"""What a step tells its logger itself: once per batch and with real numbers, as in one process."""
+
+import pytest
+import torch
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import rank_zero_experiment
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from harness.fits import trainer_of
+from lightning_hybrid import Hybrid3DStrategy
+from models.regression import Regression, regression_data
+
+
+class Experiment:
+    directory = "here"
+
+    def __init__(self):
+        self.told = []
+
+    def add_scalar(self, name, value, step):
+        self.told.append((name, float(value), step))
+
+
+class Notebook(Logger):
+    """A logger as others write them: its experiment is real on rank 0 alone."""
+
+    name, version = "notebook", 0
+
+    def __init__(self):
+        super().__init__()
+        self.own = Experiment()
+
+    @property
+    @rank_zero_experiment
+    def experiment(self):
+        return self.own
+
+    @rank_zero_only
+    def log_metrics(self, metrics, step=None):
+        self.own.told.append(("metrics", {name: float(value) for name, value in metrics.items()}, step))
+
+    def log_hyperparams(self, *_):
+        pass
+
+
+class Tells(Regression):
+    def training_step(self, batch, batch_idx):
+        assert isinstance(self.logger, Notebook)
+        h = self.layers[0](batch[0])
+        loss = self.loss(batch)
+        experiment = self.logger.experiment
+        experiment.add_scalar("loss", loss.item(), self.global_step)
+        self.logger.log_metrics({"first": h.detach().mean()}, step=self.global_step)
+        if batch_idx % 2:
+            experiment.add_scalar("twice", 2 * float(loss), self.global_step)
+        experiment.add_scalar("rate", 0.1, self.global_step)
+        return loss
+
+
+class TellsTwoNumbers(Regression):
+    """The same method twice: two calls of one batch, not one of two microbatches."""
+
+    def training_step(self, batch, batch_idx):
+        h = self.layers[0](batch[0])
+        loss = self.loss(batch)
+        self.logger.experiment.add_scalar("loss", loss.item(), self.global_step)
+        self.logger.experiment.add_scalar("first", h.detach().mean(), self.global_step)
+        return loss
+
+
+class TellsNoNumbers(Regression):
+    """Nothing of the model, by a call per microbatch."""
+
+    def training_step(self, batch, batch_idx):
+        self.logger.experiment.add_scalar("batch", batch_idx, self.global_step)
+        return self.loss(batch)
+
+
+def run_told(module, strategy, devices):
+    torch.manual_seed(0)
+    logger, model = Notebook(), module().double()
+    trainer = trainer_of(devices, strategy, [], max_epochs=1, logger=logger, limit_val_batches=0)
+    data = regression_data()
+    trainer.fit(model, torch.utils.data.DataLoader(data["train_dataloaders"].dataset, 8))
+    assert "_hybrid_logger_calls" not in vars(model)
+    return logger.own.told
+
+
+def run_over_stages(module, num_microbatches, stages):
+    options = {"pipeline_parallel_size": 2, "num_microbatches": num_microbatches, "stages_per_rank": stages}
+    return run_told(module, Hybrid3DStrategy(**options), 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "num_microbatches"), [(Tells, 2), (Tells, 1), (TellsTwoNumbers, 2), (TellsNoNumbers, 2)]
+)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_loggers_are_told_once_and_with_numbers(worlds, module, num_microbatches, stages):
+    [expected] = worlds.run(1, run_told, module, "auto", 1)
+    told, nothing = worlds.run(2, run_over_stages, module, num_microbatches, stages)
+    assert nothing == [] and len(told) == len(expected) > 3
+    for ours, theirs in zip(told, expected, strict=True):
+        assert ours[::2] == theirs[::2]
+        assert ours[1] == pytest.approx(theirs[1], rel=1e-9)

@@ -1,0 +1,191 @@
+"""What a user sees of a run: the table at its start, rates that follow a metric, files of loggers, the bar."""
+
+import csv
+import inspect
+import io
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ThroughputMonitor, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from harness.fits import Run, fit, fit_reference
+from harness.trainer_runs import ignore_warnings, lines_of_lightning, trainer_of
+from lightning_hybrid import Hybrid3DStrategy
+from models.tiny import Tiny, loader
+
+
+def test_the_options_that_others_build_on():
+    found = inspect.signature(Hybrid3DStrategy.__init__).parameters
+    positional = {name: p.default for name, p in found.items() if p.kind is p.POSITIONAL_OR_KEYWORD and name != "self"}
+    timeout = positional.pop("timeout")
+    assert timeout.total_seconds() > 0
+    assert list(positional.items()) == [
+        ("data_parallel_size", "auto"),
+        ("tensor_parallel_size", 1),
+        ("pipeline_parallel_size", 1),
+        ("num_microbatches", "auto"),
+        ("schedule", "1f1b"),
+        ("stages_per_rank", 1),
+        ("pipeline_cuts", None),
+        ("batch_splitter", None),
+        ("process_group_backend", None),
+    ]
+
+
+class Validated(Tiny):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+
+def run_table():
+    ignore_warnings()
+    module = Validated()
+    trainer = trainer_of(4, 2, strategy_options={"num_microbatches": 2}, max_epochs=2)
+    with lines_of_lightning() as lines:
+        trainer.fit(module, loader(4), loader(4))
+    return [line for line in lines if line.startswith("hybrid3d")]
+
+
+def test_the_table_is_printed_once_and_says_what_lies_where(worlds):
+    first, *others = worlds.run(4, run_table)
+    assert others == [[], [], []]
+    [table] = first
+    head, titles, *stages = table.splitlines()
+    assert head == "hybrid3d: 4 ranks = pipeline 2 x data 2 x tensor 1, schedule 1f1b"
+    assert [title.strip() for title in titles.split("  ") if title.strip()] == [
+        "stage",
+        "pipeline rank",
+        "units",
+        "parameters",
+        "cost",
+        "sends per microbatch",
+    ]
+    rows = [[cell.strip() for cell in row.split("  ") if cell.strip()] for row in stages]
+    assert [row[:2] for row in rows] == [["0", "0"], ["1", "1"]]
+    assert [row[2] for row in rows] == ["layers.0 .. layers.1 (2)", "layers.2 .. layers.4 (3)"]
+    assert [row[3] for row in rows] == ["320 B", "360 B"]  # of 64-bit numbers
+    assert sum(int(row[4].removesuffix(" %")) for row in rows) == 100
+    assert [row[5] for row in rows] == ["64 B to 1", "-"]  # two samples of four numbers
+
+
+# --- rates that follow a metric ---------------------------------------------------------------------------------------
+
+
+class Plateau(Tiny):
+    """The metric rises in some epochs and falls in others."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch) + (0.5 if self.current_epoch in (2, 3, 5) else 0.0), sync_dist=True)
+
+    def configure_optimizers(self):
+        sgd = torch.optim.SGD(self.parameters(), 0.05)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd, patience=0, factor=0.5)
+        return {"optimizer": sgd, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+class Rates(Callback):
+    def __init__(self):
+        self.noted = []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.noted.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def run_plateau(size, pp):
+    ignore_warnings()
+    rates = Rates()
+    options = {"num_microbatches": 2} if size > 1 else {}
+    trainer = trainer_of(size, pp, max_epochs=7, callbacks=[rates], strategy_options=options)
+    batch_size, replicas = 8 * pp // size, 1 if size == pp else None
+    trainer.fit(Plateau(), loader(batch_size, replicas=replicas), loader(batch_size))
+    return rates.noted
+
+
+def test_a_rate_falls_on_all_ranks_when_its_metric_does_not(worlds):
+    [expected] = worlds.run(1, run_plateau, 1, 1)
+    assert len(set(expected)) == 4 and expected[:3] == [0.05] * 3, "it must fall in some epochs and not in others"
+    for size in (2, 4):
+        assert worlds.run(size, run_plateau, size, 2) == [expected] * size
+
+
+# --- a loss scale -----------------------------------------------------------------------------------------------------
+
+
+def without_first_layers(module):
+    plain = module.loss
+    module.loss = lambda batch: plain(batch) * 1e3
+    module.optimizer = "sgd"
+    module.layers[:2].requires_grad_(False)
+
+
+def test_a_loss_scale_changes_on_all_ranks_where_a_stage_is_frozen(worlds):
+    options = {"dtype": torch.float32, "precision": "16-mixed", "num_batches": 4, "change": without_first_layers}
+    run = Run("Layers", pp=2, **options)
+    [expected] = worlds.run(1, fit_reference, run)
+    ranks = worlds.run(2, fit, run)
+    assert ranks[0].units[0] == ["layers.0", "layers.1"], "the first stage must be frozen as a whole"
+    assert not any(ranks[0].grads), "it has no gradients"
+    assert 1.0 < expected.scale < 2.0**16, "gradients must have overflown"
+    assert [rank.scale for rank in ranks] == [expected.scale] * 2
+
+
+# --- loggers and the bar ----------------------------------------------------------------------------------------------
+
+
+class Logged(Tiny):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss, prog_bar=True)
+        self.log("hidden", self.layers[0](batch["x"]).mean(), prog_bar=True)  # on the first stage
+        return loss
+
+
+def run_loggers(size, pp, folder):
+    ignore_warnings()
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch["x"]), window_size=2)
+        trainer = trainer_of(
+            size,
+            pp,
+            callbacks=[monitor, TQDMProgressBar(refresh_rate=1)],
+            logger=[CSVLogger(folder, "csv", flush_logs_every_n_steps=1), TensorBoardLogger(folder, "board")],
+            log_every_n_steps=1,
+            enable_progress_bar=True,
+            max_epochs=2,
+        )
+        trainer.fit(Logged(), loader(4))
+    shown = (out.getvalue() + err.getvalue()).replace("\r", "\n").splitlines()
+    last = [line.split("hidden=")[1] for line in shown if "hidden=" in line][-1:]
+    return [line.split(",")[0].strip() for line in last], [line.count("loss=") for line in shown if "loss=" in line][
+        -1:
+    ]
+
+
+def numbers_of(folder):
+    [path] = folder.glob("csv/*/metrics.csv")
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    [board] = folder.glob("board/*")
+    events = EventAccumulator(str(board)).Reload()
+    return {
+        "csv": [(int(row["step"]), float(row["loss"]), float(row["hidden"])) for row in rows if row["loss"]],
+        "samples": [float(row["train/samples"]) for row in rows if row.get("train/samples")],
+        "board": [(event.step, event.value) for event in events.Scalars("loss")],
+    }
+
+
+def test_loggers_and_the_bar_show_the_numbers_of_one_process(worlds, tmp_path):
+    [(bar, _)] = worlds.run(1, run_loggers, 1, 1, tmp_path / "one")
+    expected = numbers_of(tmp_path / "one")
+    assert bar and len(expected["csv"]) == len(expected["board"]) == 8 and expected["samples"]
+    first, second = worlds.run(2, run_loggers, 2, 2, tmp_path / "two")
+    assert first == (bar, [1]) and second == ([], []), "one rank has a bar"
+    found = numbers_of(tmp_path / "two")
+    assert found["samples"] == expected["samples"]
+    for kind in ("csv", "board"):
+        for row, known in zip(found[kind], expected[kind], strict=True):
+            assert row == pytest.approx(known, rel=1e-6)

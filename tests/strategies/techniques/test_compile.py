@@ -1,0 +1,220 @@
+"""Layers run compiled, over stages, replicas and tensor ranks, to the numbers of one process that compiles nothing."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from lightning.pytorch import Callback
+from strategies.techniques.test_expert_parallel import Balanced
+from torch.nn import functional as F
+
+from harness.fits import Run, assert_parity, fit, fit_reference
+from models.hand_written import Dropouts, Layers
+from models.mixtures import Looped, Mixtral
+
+QUICK = {"compile": {"backend": "aot_eager"}}  # all but the C++ compiler
+
+
+class Looks(Callback):
+    """At what is left on the modules, and at what is said of the units."""
+
+    def __init__(self):
+        self.noted = {}
+
+    def on_train_start(self, trainer, pl_module):
+        self.module = pl_module
+        self.noted["lines"] = trainer.strategy.run.compiled.lines()
+
+    def teardown(self, trainer, pl_module, stage):
+        self.noted["left"] = [name for name, m in self.module.named_modules() if {"forward"} & m.__dict__.keys()]
+
+
+def graphs_of(run):
+    """The fit, and how many graphs torch compiled in it on this rank."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    torch.compiler.reset()
+    fitted = fit(dataclasses.replace(run, callback=Looks))
+    fitted.extra["graphs"] = counters["stats"]["unique_graphs"]
+    assert not fitted.extra["left"]
+    return fitted
+
+
+def check(worlds, run, *, tolerance=1e-10):
+    [expected] = worlds.run(1, fit_reference, run)
+    ranks = worlds.run(run.world_size, graphs_of, run, timeout=240)
+    assert_parity(ranks, expected, run, tolerance=tolerance)
+    return ranks
+
+
+def name_of(run):
+    return f"{run.case}-pp{run.pp}-dp{run.dp}-tp{run.tp}-m{run.microbatches}"
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+GRID = [
+    # An input that needs a gradient and one that needs none are two graphs.
+    slow(Run("Layers", dp=2, microbatches=1, strategy=QUICK), 2),  # without a pipeline; recomputed below
+    (Run("Layers", pp=2, strategy=QUICK), 2),
+    (Run("Layers", tp=2, strategy=QUICK), 2),
+    slow(Run("Layers", dp=2, strategy={**QUICK, "zero_stage": 3, "reshard_after_forward": True}), 2),
+    slow(Run("Layers", pp=2, dp=2, strategy=QUICK), 2),
+    slow(Run("Layers", pp=2, tp=2, strategy=QUICK), 2),
+    # Transformers' cache for generation is a list of layers, at which each layer looks.
+    slow(Run("GPT2", tp=2, microbatches=1, strategy=QUICK), 4),
+    slow(Run("GPT2", dp=2, microbatches=1, strategy=QUICK), 4),
+    slow(Run("GPT2", pp=2, strategy=QUICK), 2),
+    slow(Run("GPT2", pp=2, dp=2, strategy=QUICK), 2),
+    slow(Run("GPT2", pp=2, tp=2, strategy=QUICK), 2),
+    slow(Run("Llama", dp=2, microbatches=1, strategy=QUICK), 4),
+    slow(Run("Llama", pp=2, strategy=QUICK), 2),
+    slow(Run("Llama", pp=2, dp=2, strategy=QUICK), 2),
+    slow(Run("Llama", tp=2, strategy=QUICK), 4),  # two ranks hold the same key head
+    slow(Run("Llama", pp=2, tp=2, strategy=QUICK), 2),
+]
+
+
+@pytest.mark.parametrize(("run", "graphs"), GRID, ids=lambda value: name_of(value) if isinstance(value, Run) else "")
+def test_parity(worlds, run, graphs):
+    ranks = check(worlds, run)
+    assert max(rank.extra["graphs"] for rank in ranks) == graphs
+    assert not any("not compiled" in line for line in ranks[0].extra["lines"])
+
+
+WITH_EXPERTS = {
+    "own": slow(Run(Balanced, dp=2, ep=2, microbatches=1, num_batches=1, strategy=QUICK)),
+    "Mixtral": slow(Run(Mixtral, dp=2, ep=2, strategy=QUICK)),
+    "width": slow(Run(Mixtral, tp=2, strategy=QUICK)),
+    "both": slow(Run(Mixtral, dp=2, tp=2, ep=2, strategy={**QUICK, "recompute": "full"}, validate=True)),
+    "a list": slow(Run(Looped, dp=2, ep=2, strategy=QUICK)),
+    "by the compiler": slow(Run(Balanced, dp=2, ep=2, strategy={"compile": "units"})),
+}
+
+
+@pytest.mark.parametrize("run", list(WITH_EXPERTS.values()), ids=list(WITH_EXPERTS))
+def test_sharded_experts_run_as_they_are_inside_of_compiled_layers(worlds, run):
+    """What lies before and behind them is compiled, once for all like layers."""
+    ranks = check(worlds, run, tolerance=1e-9 if run.strategy["compile"] == "units" else 1e-10)
+    assert 0 < ranks[0].extra["graphs"] <= 12
+    assert not any("not compiled" in line for line in ranks[0].extra["lines"])
+
+
+def by_sgd(module):
+    module.optimizer = "sgd"  # Adam makes differences of float32's size in tiny gradients large
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        # Without a cache on the disk, the C++ compiler takes most of a minute.
+        slow(Run("Layers", pp=2, strategy={"compile": "units"})),
+        slow(Run("Layers", dp=2, microbatches=1, strategy={"compile": "units"})),
+        slow(Run("GPT2", pp=2, strategy={"compile": {"backend": "inductor", "dynamic": False}})),
+        slow(Run("GPT2", tp=2, strategy={"compile": "units"})),
+        slow(Run("Llama", pp=2, tp=2, strategy={"compile": "units"}, change=by_sgd)),
+    ],
+    ids=name_of,
+)
+def test_parity_of_compiled_code(worlds, run):
+    # Llama's norms compute in float32 whatever they are given.
+    for rank in check(worlds, run, tolerance=1e-6 if run.case == "Llama" else 1e-9):
+        assert rank.extra["graphs"] and rank.extra["lines"][0].startswith("compiled with inductor")
+
+
+class TwelveLayers(Layers):
+    def __init__(self):
+        super().__init__(12)
+
+
+def test_equal_layers_are_compiled_once_and_evaluation_has_a_graph_of_its_own(worlds):
+    """Train and evaluation, with and without a gradient of the input, and once more with any number of samples."""
+    run = Run(TwelveLayers, last=3, validate=True, strategy=QUICK)
+    for rank in check(worlds, run):
+        assert rank.extra["graphs"] <= 8, "fewer than layers"
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, slow({})], ids=str)
+def test_dropout_is_the_same_in_each_run_and_over_any_stages(worlds, layout):
+    alone, again = (
+        worlds.run(1, graphs_of, Run("Dropouts", strategy=QUICK))[0],
+        Run("Dropouts", **layout, strategy=QUICK),
+    )
+    [without] = worlds.run(1, fit, Run("Layers"))
+    for rank in worlds.run(again.world_size, graphs_of, again):
+        assert all(torch.equal(a, b) for a, b in zip(rank.losses, alone.losses, strict=True))
+        assert all(torch.equal(rank.state[name], alone.state[name]) for name in alone.state)
+    assert not torch.equal(alone.losses[0], without.losses[0]), "dropout must be on"
+    assert len({float(loss) for loss in alone.losses}) == 2
+
+
+class Recomputed(Layers):
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+class RecomputedDropouts(Dropouts):
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.dropout(x + torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False), 0.1, self.training)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("microbatches", [1, slow(2)])
+def test_recomputed_layers_run_compiled_both_times(worlds, microbatches):
+    check(worlds, Run(Recomputed, dp=2, microbatches=microbatches, strategy=QUICK))
+
+
+@pytest.mark.slow  # as the strategy's own recomputation below
+def test_recomputation_draws_what_the_forward_drew(worlds):
+    expected, ranks = (
+        worlds.run(2, graphs_of, Run(case, pp=2, strategy=QUICK)) for case in ("Dropouts", RecomputedDropouts)
+    )
+    for a, b in zip(ranks, expected, strict=True):
+        assert all(torch.equal(a.state[name], b.state[name]) for name in b.state)
+
+
+def compile_a_layer(module):
+    module.layers[0].compile(backend="eager")
+
+
+def test_what_is_compiled_already_stays_as_it_is(worlds):
+    [rank] = check(worlds, Run("Layers", change=compile_a_layer, strategy=QUICK))
+    assert rank.extra["lines"] == [
+        "compiled with aot_eager: layers.1 .. layers.3 (3)",
+        "not compiled (compiled by you): layers.0",
+    ]
+
+
+@pytest.mark.slow
+def test_dealt_positions_are_left_alone(worlds):
+    ranks = check(worlds, Run("GPT2", tp=2, sequence=True, strategy=QUICK))
+    assert ranks[0].extra["lines"] == [
+        "not compiled (positions are sharded over ranks): model.transformer.h.0 .. model.transformer.h.3 (4)"
+    ]
+    assert not any(rank.extra["graphs"] for rank in ranks)
+
+
+@pytest.mark.parametrize("case", [slow("Layers"), "Dropouts"])
+def test_the_first_step_is_verified(worlds, case):
+    """Where layers draw random numbers it is not compiled, since no other process would draw the same."""
+    worlds.run(2, graphs_of, Run(case, pp=2, strategy={**QUICK, "verify_first_step": True}))
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2, "microbatches": 1}, slow({"pp": 2}), slow({"tp": 2})], ids=str)
+def test_layers_that_the_strategy_computes_again(worlds, layout):
+    check(worlds, Run("Layers", **layout, strategy={**QUICK, "recompute": "full"}))
+
+
+def test_they_draw_what_the_forward_drew(worlds):
+    expected, ranks = (
+        worlds.run(2, graphs_of, Run("Dropouts", pp=2, strategy={**QUICK, **more})) for more in ({}, {"recompute": 2})
+    )
+    for a, b in zip(ranks, expected, strict=True):
+        assert all(torch.equal(a.state[name], b.state[name]) for name in b.state)

@@ -1,0 +1,166 @@
+"""What users compile themselves: layers run compiled, and a model whose layers are watched runs as it is written."""
+
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+
+from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weights_of
+from models.tiny import FEATURES, Tiny, loader
+
+OPERATIONS: list[list[str]] = []  # of each graph that this process compiled
+
+
+def note(graph, inputs):
+    """A backend that runs what it is given."""
+    OPERATIONS.append([node.name for node in graph.graph.nodes if node.op not in ("placeholder", "output")])
+    return graph.forward
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(FEATURES, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Plain(Tiny):
+    def __init__(self):
+        super().__init__(layers=0)
+        torch.manual_seed(2)
+        self.model = Model().double()
+        self.squared = nn.functional.mse_loss
+
+    def forward(self, x):
+        return self.model(x)
+
+    def training_step(self, batch, batch_idx):
+        return self.squared(self(batch["x"]), batch["y"])
+
+
+class Whole(Plain):
+    def __init__(self):
+        super().__init__()
+        self.model = torch.compile(self.model, backend=note)
+
+
+class WholeInPlace(Plain):
+    def __init__(self):
+        super().__init__()
+        self.model.compile(backend=note)
+
+
+class Forward(Plain):
+    def __init__(self):
+        super().__init__()
+        self.model.forward = torch.compile(self.model.forward, backend=note)
+
+
+class Loss(Plain):
+    def __init__(self):
+        super().__init__()
+        self.squared = torch.compile(nn.functional.mse_loss, backend=note)
+
+
+class Layers(Plain):
+    def __init__(self):
+        super().__init__()
+        for place, layer in enumerate(self.model.layers):
+            self.model.layers[place] = torch.compile(layer, backend=note)
+
+
+class LayersInPlace(Plain):
+    def __init__(self):
+        super().__init__()
+        for layer in self.model.layers:
+            layer.compile(backend=note)
+
+
+class Policies(Callback):
+    """How each layer is computed again."""
+
+    def on_train_start(self, trainer, pl_module):
+        chosen = getattr(getattr(trainer.strategy, "run", None), "recomputation", None)
+        self.noted = {} if chosen is None else dict(chosen.policies)
+
+
+def policies_of(case, options):
+    ignore_warnings()
+    warnings.simplefilter("ignore")
+    policies = Policies()
+    trainer_of(2, 2, strategy_options=options, callbacks=[policies]).fit(case(), loader(4, 8))
+    return policies.noted
+
+
+def run(size, pp, case, options):
+    ignore_warnings()
+    torch.compiler.reset()
+    OPERATIONS.clear()
+    model = case()
+    trainer = trainer_of(size, pp, strategy_options=options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, loader(4, 14))  # the last batch is short
+    weights = {name.replace("_orig_mod.", ""): weight for name, weight in weights_of(model).items()}
+    said = [str(warning.message) for warning in caught if "compiled" in str(warning.message)]
+    return weights, [graph for graph in OPERATIONS if graph], said
+
+
+def check(worlds, case, options):
+    [(expected, _, _)] = worlds.run(1, run, 1, 1, Plain, {})
+    ranks = worlds.run(2, run, 2, 2, case, {"num_microbatches": 2, **options})
+    for weights, _, _ in ranks:
+        assert_same(weights, expected)
+    return ranks
+
+
+@pytest.mark.parametrize("case", [Whole, WholeInPlace, Forward, Loss])
+def test_what_is_compiled_around_layers_of_stages_runs_as_it_is_written(worlds, case):
+    for rank, (_, graphs, said) in enumerate(check(worlds, case, {})):
+        assert not graphs, "nothing of what watches the step is compiled either"
+        names_it = case in (Whole, WholeInPlace) and rank == 0
+        assert len(said) == names_it
+        if names_it:
+            assert "model: you compiled it as a whole" in said[0] and "compile='units'" in said[0]
+
+
+@pytest.mark.parametrize("case", [Layers, LayersInPlace])
+def test_compiled_layers_run_compiled(worlds, case):
+    for _, graphs, said in check(worlds, case, {}):
+        assert graphs and all("tanh" in graph for graph in graphs), "layers, and nothing around them"
+        assert not said
+
+
+def test_layers_of_a_compiled_model_are_compiled_one_by_one_if_asked_for(worlds):
+    for _, graphs, _ in check(worlds, Whole, {"compile": {"backend": note}}):
+        assert graphs and all("tanh" in graph for graph in graphs)
+
+
+@pytest.mark.parametrize("case", [Whole, WholeInPlace])
+def test_layers_of_a_compiled_model_over_stages_are_cut(worlds, case):
+    [(expected, _, _)] = worlds.run(1, run, 1, 1, Plain, {})
+    for weights, _, _ in worlds.run(4, run, 4, 2, case, {"tensor_parallel_size": 2, "num_microbatches": 2}):
+        assert_same(weights, expected)
+
+
+@pytest.mark.parametrize(("case", "policy"), [(Plain, "selective"), (Whole, "selective"), (Layers, "full")])
+def test_layers_of_a_compiled_model_over_stages_are_recomputed_in_part(worlds, case, policy):
+    options = {"num_microbatches": 2, "recompute": "selective"}
+    for policies in worlds.run(2, policies_of, case, options):
+        assert {policies[name] for name in policies if ".layers." in name} == {policy}

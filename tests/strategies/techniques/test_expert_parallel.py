@@ -1,0 +1,279 @@
+"""Expert parallelism: replicas share the experts of unmodified models, to the numbers of one process."""
+
+import re
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+from checkpoint.test_distributed_checkpoints import ZERO, folders, save_halfway
+from checkpoint.test_single_file import PLAIN, PP2, TP2, Layout, assert_same_state, train
+from experts.moe.test_moe_layer_fits import Experts
+from lightning.pytorch import Callback
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from harness.fits import Run, assert_parity, fit, fit_reference, refusal
+from lightning_hybrid.cli import main as command_line
+from lightning_hybrid.experts import register_experts
+from models.mixtures import DeepseekV3, FewTokens, FewTokensForAll, GptOss, Looped, Mixtral, Qwen3Moe
+
+SLOW = pytest.mark.slow
+
+
+def check(worlds, run, *, tolerance=1e-10):
+    [expected] = worlds.run(1, fit_reference, run)
+    ranks = worlds.run(run.world_size, fit, run, timeout=120)
+    assert_parity(ranks, expected, run, tolerance=tolerance)
+    return ranks, expected
+
+
+def shared(case=Mixtral, *, slow=False, **options):
+    run = Run(case, **{"dp": 2, "ep": 2, **options})
+    return pytest.param(run, marks=SLOW) if slow else run
+
+
+def slow(run):
+    return pytest.param(run, marks=SLOW)
+
+
+class Four(Mixtral):
+    """As many key heads as heads."""
+
+    key_heads = 4
+
+
+class Balanced(Experts):
+    """Losses of its routers are means over each batch, so they are left out: replicas have others than one process."""
+
+    options: ClassVar = {"balance_loss": 0.0, "shared_experts": 1}
+
+
+class Alone(Experts):
+    """There is nothing but experts that tensor ranks could share."""
+
+    options: ClassVar = {"balance_loss": 0.0}
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Identity()
+
+
+CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+
+RUNS = {
+    "Mixtral": shared(trainer=CLIPPED),
+    "a list of experts": shared(Looped, trainer=CLIPPED),
+    "experts without rows": shared(FewTokens, batch_size=1, microbatches=1, num_batches=3),
+    "experts called without rows": shared(FewTokensForAll, batch_size=1, microbatches=1, num_batches=3, slow=True),
+    "Qwen3": shared(Qwen3Moe, slow=True),
+    "DeepSeek": shared(DeepseekV3, slow=True),
+    "gpt-oss": shared(GptOss),
+    "our layer": shared(Balanced),
+    "two copies": shared(dp=4, trainer=CLIPPED, slow=True),
+    "over stages": shared(pp=2, validate=True),
+    "over tensor ranks": shared(tp=2, trainer=CLIPPED, slow=True),  # as without data ranks
+    "cut by tensor ranks alone": Run(GptOss, tp=2, trainer=CLIPPED),
+    "cut by tensor ranks alone, Mixtral": slow(Run(Mixtral, tp=2, validate=True, trainer=CLIPPED)),
+    "cut by tensor ranks alone, our layer": slow(Run(Balanced, tp=2)),
+    "cut by tensor ranks alone, DeepSeek": slow(Run(DeepseekV3, tp=2)),
+    "cut by tensor ranks, gpt-oss": shared(GptOss, tp=2, validate=True, slow=True),
+    "cut by tensor ranks, in chunks": shared(Qwen3Moe, tp=2, strategy={"expert_chunks": 2}, slow=True),
+    "cut by tensor ranks, zero3 by layer": slow(
+        Run(GptOss, dp=2, tp=2, strategy={"zero_stage": 3, "reshard_after_forward": True}, trainer=CLIPPED)
+    ),
+    "cut by tensor ranks, zero3": shared(GptOss, dp=4, tp=2, strategy={"zero_stage": 3}, trainer=CLIPPED, slow=True),
+    "cut by tensor ranks, recomputed": shared(GptOss, tp=2, pp=2, strategy={"recompute": "full"}, slow=True),
+    "cut by tensor ranks, a short batch": slow(Run(GptOss, tp=2, num_batches=3, last=3)),
+    "over context ranks, a short batch": shared(Qwen3Moe, dp=1, cp=2, num_batches=3, last=3, slow=True),
+    "cut by tensor ranks, nothing else": slow(Run(Alone, tp=2)),
+    "cut by tensor ranks, four": slow(Run(Four, tp=4)),
+    "dp2tp2pp2": shared(tp=2, pp=2, slow=True),
+    "zero3": shared(dp=4, strategy={"zero_stage": 3}, trainer=CLIPPED),
+    "in chunks": shared(strategy={"expert_chunks": 2}),
+    "recomputed": shared(strategy={"recompute": "full"}),
+    "validated": shared(validate=True, strategy={"verify_first_step": True}, slow=True),
+    "ep4": shared(dp=4, ep=4, slow=True),
+    "ep4, a list": shared(Looped, dp=4, ep=4, slow=True),
+    "ep4 over stages": shared(Qwen3Moe, dp=4, ep=4, pp=2, slow=True),
+    "a list over stages and tensor ranks": shared(Looped, pp=2, tp=2, slow=True),
+    "a list, zero3": shared(Looped, dp=4, strategy={"zero_stage": 3}, trainer=CLIPPED, slow=True),
+    "a list, zero3 by layer": shared(
+        Looped, dp=4, strategy={"zero_stage": 3, "reshard_after_forward": True}, slow=True
+    ),
+    "zero3 by layer": shared(dp=4, strategy={"zero_stage": 3, "reshard_after_forward": True}, slow=True),
+    "zero2 within the experts' ranks": shared(dp=4, ep=4, strategy={"zero_stage": 2, "shard_size": 2}, slow=True),
+    "zero1 over stages": shared(dp=2, pp=2, strategy={"zero_stage": 1}, validate=True, slow=True),
+    "a list, recomputed": shared(Looped, strategy={"recompute": "full"}, slow=True),
+    "recomputed in part": shared(strategy={"recompute": "selective"}, slow=True),
+    "a list, validated": shared(Looped, validate=True, slow=True),
+    "interleaved": shared(pp=2, strategy={"stages_per_rank": 2}, slow=True),
+    "over context ranks": shared(dp=1, cp=2, trainer=CLIPPED),
+    "over context ranks, Qwen3": shared(Qwen3Moe, dp=1, cp=2, slow=True),
+    "over context ranks, a list": shared(Looped, dp=1, cp=2, trainer=CLIPPED, slow=True),
+    "over context and data ranks": shared(cp=2, ep=4, trainer=CLIPPED, slow=True),
+    "over context and data ranks, Qwen3": shared(Qwen3Moe, cp=2, ep=4, slow=True),
+    "over context ranks of two replicas": shared(cp=2, slow=True),
+    "over context ranks of two replicas, Qwen3": shared(Qwen3Moe, cp=2, strategy={"recompute": "full"}, slow=True),
+    "over context and tensor ranks": shared(Looped, dp=1, cp=2, tp=2, slow=True),
+    "over context ranks, cut by tensor ranks": shared(Four, dp=1, cp=2, tp=2, slow=True),
+    "over context ranks, zero3": shared(cp=2, strategy={"zero_stage": 3}, trainer=CLIPPED, slow=True),
+    "over context ranks, few rows": shared(FewTokens, cp=2, dp=1, batch_size=1, microbatches=1, slow=True),
+    "context, a list": shared(Looped, cp=2, slow=True),
+    "sequence dealt": shared(tp=2, sequence=True, slow=True),
+}
+
+
+# Their routers work in float32 whatever the parameters are.
+IN_FLOAT32 = {DeepseekV3: 1e-5}
+
+
+@pytest.mark.parametrize("run", list(RUNS.values()), ids=list(RUNS))
+def test_parity(worlds, run):
+    check(worlds, run, tolerance=IN_FLOAT32.get(run.case, 1e-10))
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [pytest.param("32-true", 1e-3, marks=SLOW), ("bf16-mixed", 0.2)])
+def test_number_formats(worlds, precision, tolerance):
+    """Where rounding changes which expert a token goes to, as in a tiny Mixtral, replicas alone differ as much."""
+    options = {"trainer": {"precision": precision}, "dtype": torch.float32, "change": with_sgd}
+    check(worlds, shared(Looped, **options), tolerance=tolerance)
+
+
+def with_sgd(module):
+    module.optimizer = "sgd"
+
+
+# --- what a rank holds and sends --------------------------------------------------------------------------------------
+
+
+class CountsExperts(Callback):
+    """Bytes of experts between two steps, and the all-to-alls of the run."""
+
+    noted = None
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        [optimizer] = trainer.optimizers
+        with torch._C.DisableTorchFunction():
+            experts = [p for name, p in pl_module.named_parameters() if ".experts." in name]
+            held = {
+                "parameters": sum(p.untyped_storage().nbytes() for p in experts),
+                "gradients": sum(p.grad.nbytes for p in experts if p.grad is not None),
+                "states": sum(v.nbytes for p in experts for v in optimizer.state[p].values() if v.dim()),
+            }
+        shared = getattr(getattr(trainer.strategy, "run", None), "experts", None)
+        self.noted = held, shared.ranks.num_exchanges if shared is not None else 0
+
+
+@pytest.mark.parametrize(
+    "run",
+    [shared(), shared(Looped, slow=True), shared(dp=1, cp=2, slow=True), Run(Mixtral, tp=2), shared(tp=2, slow=True)],
+    ids=["Mixtral", "a list", "over context ranks", "tensor ranks", "and tensor ranks"],
+)
+def test_bytes_are_sharded_and_exchanges_counted(worlds, run):
+    run = replace(run, microbatches=1, callback=CountsExperts)
+    [(whole, _)] = worlds.run(1, held_by_one, run)
+    ranks = [rank.extra for rank in worlds.run(run.world_size, fit, run)]
+    for what, size in whole.items():
+        assert sum(held[what] for held, _ in ranks) == size > 0, (what, whole, ranks)
+        assert ranks[0][0][what] == size // run.world_size, what
+    layers, steps = 2 * (run.ep > 1), 2
+    assert all(number == (2 + 2) * layers * steps for _, number in ranks)  # two forward and two backward
+
+
+def held_by_one(run):
+    return fit_reference(run).extra
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+EP2 = Layout(1, dp=2, options=(("expert_parallel_size", 2),))
+EP2_PP2 = Layout(2, dp=2, options=(("expert_parallel_size", 2),))
+EP2_CP2 = Layout(1, cp=2, options=(("expert_parallel_size", 2),))
+EP2_TP2 = Layout(1, dp=2, tp=2, options=(("expert_parallel_size", 2), ("zero_stage", 2)))
+EP4_CP2 = Layout(1, dp=2, cp=2, options=(("expert_parallel_size", 4), ("zero_stage", 1)))
+EP2_ZERO = Layout(1, dp=4, options=(("expert_parallel_size", 2), ("zero_stage", 3)))
+
+
+@pytest.mark.parametrize(
+    ("case", "saving", "loading"),
+    [
+        pytest.param("Looped", EP2, (ZERO, PLAIN), id="a list of experts, by others"),
+        pytest.param("Mixtral", EP2_ZERO, (EP2_PP2,), id="zero x ep2, by ep2 over stages", marks=SLOW),
+        pytest.param("Mixtral", EP2_ZERO, (PP2,), id="zero x ep2, by stages", marks=SLOW),
+        pytest.param("Mixtral", PP2, (EP2, EP2_ZERO), id="by ep2", marks=SLOW),
+        pytest.param("Mixtral", EP2_CP2, (EP2, EP4_CP2), id="over context, by others", marks=SLOW),
+        pytest.param("Mixtral", EP4_CP2, (PLAIN, EP2_CP2), id="over both, by others", marks=SLOW),
+        pytest.param("Mixtral", TP2, (PLAIN, EP2_TP2), id="tp2, by ep2 over tensor ranks", marks=SLOW),
+        pytest.param("Mixtral", EP2_TP2, (PLAIN, TP2), id="ep2 over tensor ranks, by others", marks=SLOW),
+        pytest.param("Looped", EP2_CP2, (PLAIN, EP4_CP2), id="a list over context", marks=SLOW),
+    ],
+)
+@pytest.mark.parametrize("kind", ["file", pytest.param("folder", marks=SLOW)])
+def test_resumed_under_every_layout(worlds, tmp_path, case, saving, loading, kind):
+    path = str(tmp_path / "half.ckpt")
+    [(expected, steps)] = worlds.run(1, train, case, PLAIN, 2)
+    worlds.run(saving.world_size, save_halfway, case, folders(saving) if kind == "folder" else saving, path)
+    for layout in loading:
+        resumed = path
+        if layout is PLAIN and kind == "folder":
+            resumed = str(tmp_path / "one.ckpt")
+            assert command_line(["checkpoint", "convert", path, resumed]) == 0
+        for state, reached in worlds.run(layout.world_size, train, case, layout, 2, resumed):
+            assert reached == steps == 4, layout
+            assert_same_state(state, expected)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class OfAllRows(MixtralExperts):
+    """What it does to a row depends on the other ones, so that rows cannot be computed elsewhere."""
+
+    def forward(self, hidden, which, weights):
+        return super().forward(hidden - hidden.mean(0), which, weights)
+
+
+def mixed_up(module):
+    for layer in module.model.model.layers:
+        layer.mlp.experts.__class__ = OfAllRows
+
+
+def ragged(module):
+    """The second batch of the second replica is shorter."""
+
+    def cut(batch, dataloader_idx):
+        is_short = module.trainer.global_rank == 1 and module.trainer.global_step == 1
+        return {name: value[:2] for name, value in batch.items()} if is_short else batch
+
+    module.on_before_batch_transfer = cut
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (Run("Layers", dp=2, ep=2), r"finds no experts that 2 ranks can share \(no module has stacked experts"),
+        (
+            Run(Mixtral, dp=3, ep=3),
+            r"its 4 experts are no multiple of 3\); set a size that divides",
+        ),
+        (
+            shared(change=mixed_up),
+            r"experts \(2\): not the same in the proof: an argument.s gradient differs by",
+        ),
+        (shared(change=ragged), r"have batches of 1 to 2 microbatches \(. here\); give them batches of equal size"),
+        (
+            shared(strategy={"compile": {"backend": "aot_eager", "fullgraph": True}}),
+            "wants one graph of each layer, but experts that ranks share run between two graphs; leave fullgraph out",
+        ),
+        (Run(Mixtral, dp=2, ep=4), "expert_parallel_size=4 does not divide; set expert_parallel_size=2"),
+    ],
+    ids=["no experts", "uneven", "fails its proof", "ragged", "in one graph", "too many"],
+)
+def test_refused(worlds, run, message):
+    for said in worlds.run(run.world_size, refusal, fit, run):
+        assert re.search(message, said), said
+
+
+def test_an_adapter_is_a_class():
+    with pytest.raises(TypeError, match="give a subclass of"):
+        register_experts(Mixtral)

@@ -1,0 +1,200 @@
+"""Layers recomputed in the backward: the same numbers to the last bit, and less kept for it."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+from torch.nn import functional as F
+
+from harness.fits import Run, fit, refusal, trainer_of
+from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.callbacks import ActivationCheckpointing
+from lightning_hybrid.strategies.techniques.recomputation import describe_policies
+from models.hand_written import Layers, mlp
+from models.hugging_face import GPT2Dropout
+
+
+def assert_same_bits(worlds, run):
+    plain = worlds.run(run.world_size, fit, run)
+    for recompute in ("full", "selective"):
+        again = worlds.run(run.world_size, fit, replace(run, strategy={**run.strategy, "recompute": recompute}))
+        for one, other in zip(plain, again, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
+            assert one.state.keys() == other.state.keys()
+            for name, value in one.state.items():
+                assert torch.equal(value, other.state[name]), name
+            for a, b in zip(one.grads, other.grads, strict=True):
+                assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class Forces(Layers):
+    """The derivative of one part of the model by positions, in a step whose other part lies elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.species = nn.ModuleList(mlp() for _ in range(4))
+
+    def loss(self, batch):
+        kinds, positions = batch["x"], batch["x"].clone().requires_grad_(True)
+        for layer in self.species:
+            kinds = kinds + layer(kinds)
+        out = self(positions * kinds)
+        [force] = torch.autograd.grad(out.sin().sum(), positions, create_graph=True)
+        return force.square().mean() + F.cross_entropy(out, batch["label"])
+
+
+class TwoLayers(GPT2Dropout):
+    layers = 2
+
+
+RUNS = [
+    Run(TwoLayers, microbatches=1, dtype=torch.float32),
+    Run(TwoLayers, pp=2, dtype=torch.float32, precision="bf16-mixed"),
+    Run(Forces, pp=2),
+    pytest.param(Run("GPT2Dropout", pp=2, dp=2), marks=pytest.mark.slow),
+    pytest.param(Run(TwoLayers, tp=2, sequence=True), marks=pytest.mark.slow),
+    Run("BatchNorms", pp=2),
+    pytest.param(Run("Llama", pp=2, strategy={"stages_per_rank": 2}), marks=pytest.mark.slow),
+    pytest.param(Run("GPT2", cp=2), marks=pytest.mark.slow),
+    pytest.param(Run("T5", pp=2, tp=2), marks=pytest.mark.slow),
+    pytest.param(Run("ViT", pp=2, strategy={"schedule": "gpipe"}), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.case}-pp{run.pp}-dp{run.dp}-tp{run.tp}-cp{run.cp}")
+def test_the_same_numbers_to_the_last_bit(worlds, run):
+    """With dropout, in half precision, with statistics that a second run must not write, with derivatives."""
+    assert_same_bits(worlds, run)
+
+
+LAYERS = [f"model.transformer.h.{k}" for k in range(4)]
+SOME = [
+    (["model.transformer.h.1"], LAYERS[1:2]),
+    ({"*": "full", "model.transformer.h.*": "keep", "model.transformer.h.3": "full"}, LAYERS[3:]),
+    ({"*": "selective", "model.transformer.h.*": 0.3, "model.transformer.h.0": "full"}, LAYERS[:1]),
+]
+
+
+@pytest.mark.parametrize(("recompute", "chosen"), SOME, ids=["names", "policies", "selective"])
+def test_some_layers(worlds, recompute, chosen):
+    [policies] = worlds.run(1, policies_of, recompute)
+    assert [name for name in LAYERS if policies[name] == "full"] == chosen
+
+
+def test_every_second_layer(worlds):
+    [policies] = worlds.run(1, policies_of, 2)
+    assert list(policies.values()) == ["full" if k % 2 == 0 else "keep" for k in range(len(policies))]
+    assert set(LAYERS) <= policies.keys()
+
+
+class Notes(Callback):
+    def on_train_start(self, trainer, pl_module):
+        self.noted = dict(trainer.strategy.run.recomputation.policies)
+
+
+def policies_of(recompute):
+    return fit(Run("GPT2", num_batches=1, strategy={"recompute": recompute}, callback=Notes)).extra
+
+
+class Runs(Callback):
+    """How often a layer's own code runs in a step; its hook would open the layer for a recording."""
+
+    def __init__(self):
+        self.noted = []
+
+    def on_train_batch_start(self, trainer, pl_module, *_):
+        norm = pl_module.model.transformer.h[1].ln_1
+        self.count, forward = 0, type(norm).forward
+
+        def counted(x):
+            self.count += 1
+            return forward(norm, x)
+
+        norm.__dict__["forward"] = counted
+
+    def on_train_batch_end(self, *_):
+        self.noted.append(self.count)
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("full", 2), ("keep", 1), ("selective", 1)])
+def test_a_plain_step_recomputes_too(worlds, recompute, times):
+    """One process and one microbatch need no replay."""
+    run = Run("GPT2", microbatches=1, num_batches=2, strategy={"recompute": recompute}, callback=Runs)
+    assert worlds.run(1, fit, run)[0].extra == [times] * 2
+
+
+def test_from_either_side(worlds):
+    """The callback is the option; both at once must ask for the same."""
+    [option] = worlds.run(1, policies_of, "full")
+    [callback] = worlds.run(1, policies_by_callback, None)
+    assert option == callback and set(option.values()) == {"full"}
+    [said] = worlds.run(1, refusal, policies_by_both, None)
+    assert "recompute='full' and recompute=2 are both asked for" in said
+
+
+class Lines(Notes):
+    def on_train_start(self, trainer, pl_module):
+        self.noted = describe_policies(
+            trainer.strategy.run.recomputation.policies, trainer.strategy.options.recompute
+        ).splitlines()
+
+
+def lines_of(run):
+    return fit(run).extra
+
+
+def compile_a_layer(module):
+    module.layers[1].compile(backend="eager")
+
+
+def test_what_is_compiled_is_computed_again_as_a_whole(worlds):
+    """No one can look into it; the start table says so."""
+    layers = "recomputed in the backward except expensive operations"
+    whole = "recomputed in the backward (in full: compiled)"
+    run = Run("Layers", num_batches=1, microbatches=1, strategy={"recompute": "selective"}, callback=Lines)
+    for changes, expected in [
+        ({}, [f"{layers}: layers.0 .. head (5)"]),
+        ({"change": compile_a_layer}, [f"{layers}: layers.0, layers.2 .. head (3)", f"{whole}: layers.1"]),
+        (
+            {"strategy": {"recompute": {"layers.*": 0.3}, "compile": {"backend": "eager"}}},
+            [f"{whole}: layers.0 .. layers.3 (4)"],
+        ),
+    ]:
+        assert worlds.run(1, lines_of, replace(run, **changes)) == [expected]
+
+
+def policies_by_callback(_):
+    return fit(Run("GPT2", num_batches=1, callback=Asks)).extra
+
+
+class Asks(ActivationCheckpointing, Notes):
+    def __init__(self):
+        ActivationCheckpointing.__init__(self, "full")
+
+
+class AsksForHalf(ActivationCheckpointing, Notes):
+    def __init__(self):
+        ActivationCheckpointing.__init__(self, 2)
+
+
+def policies_by_both(_):
+    return fit(Run("GPT2", num_batches=1, callback=AsksForHalf, strategy={"recompute": "full"}))
+
+
+def test_what_cannot_be_asked_for(worlds):
+    with pytest.raises(ValueError, match="recompute='half'; use 'full' for all layers, 'selective' or"):
+        Hybrid3DStrategy(recompute="half")
+    for nothing in (0, 1.5, True, {"*": 2}):
+        with pytest.raises(ValueError, match=re.escape(f"recompute={nothing!r}; use")):
+            ActivationCheckpointing(nothing)
+    [said] = worlds.run(1, refusal, policies_of, ["model.transformer.g.*"])
+    assert "'model.transformer.g.*' is the name of no layer; the nearest are model.tran" in said
+
+
+def test_another_strategy_is_told():
+    trainer = trainer_of(1, "auto", [])
+    with pytest.raises(TypeError, match="needs a strategy of lightning_hybrid, and this is SingleDeviceStrategy"):
+        ActivationCheckpointing().setup(trainer, None, "fit")

@@ -1,0 +1,85 @@
+"""`sync_batchnorm=True`: replicas normalise by the statistics of all, as one process does on their joined batches."""
+
+import dataclasses
+
+import pytest
+import torch
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from torch.utils.data import DataLoader
+
+from harness.fits import Run, assert_parity, fit, fit_reference, trainer_of
+from lightning_hybrid import Hybrid3DStrategy
+from models.cases import make
+
+SYNC = {"sync_batchnorm": True}
+FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
+slow = pytest.mark.slow
+RUNS = [
+    Run("BatchNorms", dp=2, microbatches=1, trainer=SYNC),
+    Run("BatchNorms", dp=2, microbatches=1, trainer=SYNC, strategy=FULL),
+    Run("BatchNorms", pp=2, dp=2, trainer=SYNC, strategy={**FULL, "zero_stage": 3, "reshard_after_forward": True}),
+    pytest.param(Run("BatchNorms", pp=2, dp=2, trainer=SYNC, strategy={"stages_per_rank": 2}), marks=slow),
+    pytest.param(Run("BatchNorms", dp=2, trainer=SYNC, strategy=SELECTIVE), marks=slow),
+    pytest.param(Run("BatchNorms", dp=2, microbatches=1, trainer=SYNC, strategy=SELECTIVE), marks=slow),
+    pytest.param(Run("BatchNorms", dp=2, tp=2, microbatches=1, trainer=SYNC), marks=slow),
+    pytest.param(Run("BatchNorms", pp=2, dp=2, trainer=SYNC, strategy={"compile": "units"}), marks=slow),
+    pytest.param(Run("BatchNorms", dp=4, microbatches=1, trainer=SYNC), marks=slow),
+]
+
+
+def named(run):
+    return f"pp{run.pp}-dp{run.dp}-tp{run.tp}-m{run.microbatches}-{run.strategy}"
+
+
+def accumulated(run):
+    """What one process does with it: each microbatch of all replicas is a batch, and their gradients add up."""
+    size, times = run.batch_size // run.microbatches, run.microbatches
+    trainer = {**run.trainer, "accumulate_grad_batches": times}
+    return dataclasses.replace(
+        run, batch_size=size, num_batches=run.num_batches * times, microbatches=1, trainer=trainer
+    )
+
+
+@pytest.mark.parametrize("run", RUNS, ids=named)
+def test_statistics_are_those_of_all_replicas(worlds, run):
+    [expected] = worlds.run(1, fit_reference, accumulated(run))
+    times = run.microbatches
+    losses = [expected.losses[i : i + times] for i in range(0, len(expected.losses), times)]
+    expected.losses = [torch.stack(each).sum() for each in losses]  # Lightning divides each by their number
+    assert_parity(worlds.run(run.world_size, fit, run), expected, run, tolerance=1e-9)
+
+
+def test_without_it_replicas_have_statistics_of_their_own(worlds):
+    run = Run("BatchNorms", dp=2, microbatches=1)
+    [expected] = worlds.run(1, fit_reference, run)
+    rank, _ = worlds.run(2, fit, run)
+    assert not torch.allclose(rank.state["norm.running_mean"], expected.state["norm.running_mean"], rtol=1e-3)
+
+
+class OwnSync(LayerSync):
+    def apply(self, model):
+        return model
+
+    def revert(self, model):
+        return model
+
+
+def fit_refused(trainer, strategy):
+    module = make("BatchNorms", torch.float64)
+    strategy = Hybrid3DStrategy(data_parallel_size=2, **strategy)
+    try:
+        trainer_of(2, strategy, [], **trainer).fit(module, DataLoader(range(4)))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("trainer", "strategy", "message"),
+    [
+        (SYNC, {"verify_first_step": True}, "set verify_first_step=False"),
+        ({"plugins": [OwnSync()]}, {}, "OwnSync replaces layers"),
+    ],
+)
+def test_refused(worlds, trainer, strategy, message):
+    assert all(message in said for said in worlds.run(2, fit_refused, trainer, strategy))

@@ -1,0 +1,219 @@
+"""Tensor parallelism, with stages and replicas too, is parity with one process; nothing but a size is given."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging
+
+from harness.fits import Run, assert_parity, fit, fit_reference, refusal
+from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks
+from models.mixtures import Routers
+
+
+def check(worlds, run, *, tolerance=1e-10):
+    [expected] = worlds.run(1, fit_reference, run)
+    ranks = worlds.run(run.world_size, fit, run, timeout=120)
+    assert_parity(ranks, expected, run, tolerance=tolerance)
+    return ranks, expected
+
+
+def name_of(run):
+    return f"{run.case}-pp{run.pp}-dp{run.dp}-tp{run.tp}-m{run.microbatches}"
+
+
+def slow(*runs):
+    """Runs that the others of a list have in parts."""
+    return [pytest.param(run, marks=pytest.mark.slow) for run in runs]
+
+
+GRID = [
+    *slow(Run("GPT2", tp=2, microbatches=1)),  # as with positions
+    *slow(Run("GPT2", pp=2, tp=2), Run("GPT2", pp=2, dp=2, tp=2), Run("T5", pp=2, dp=2, tp=2)),  # as Tied below
+    *slow(Run("Llama", tp=2, pp=2)),  # as below, with clipping
+    Run("T5", tp=2),
+    # Their plans are proved in one process.
+    *slow(Run("Bert", tp=2), Run("ViT", dp=2, tp=2), Run("Encoder", pp=2, tp=2)),
+    *slow(Run("Attention", tp=2)),  # as in Encoder
+    Run("Encoder", tp=2),
+    Run("UNet", tp=2),
+    Run("Tied", pp=2, dp=2, tp=2),
+    *slow(Run("Tied", pp=2, tp=2)),
+    Run("Recurrent", tp=2),
+    Run("InPlace", tp=2),
+    Run("GlueParameters", tp=2),
+    Run("EncoderDecoder", tp=2),
+    *slow(Run("Containers", tp=2)),
+    Run("SeveralForwards", tp=2),
+]
+
+
+@pytest.mark.parametrize("run", GRID, ids=name_of)
+def test_parity(worlds, run):
+    ranks, _ = check(worlds, run)
+    for fqn, plan in ranks[0].plans.items():
+        if fqn.rpartition(".")[2].isdecimal():  # a layer of a list
+            assert not any(group.role == "gathered" for group in plan.groups), plan.lines()
+            # The model brings a plan along.
+            origin = "the model's own plan" if run.case == "Llama" else "found"
+            assert all(group.origin == origin for group in plan.groups), plan.lines()
+
+
+def test_a_layer_that_reads_numbers_stays_full(worlds):
+    """It may decide by them, in each batch otherwise."""
+    ranks, _ = check(worlds, Run(Routers, tp=2, microbatches=1))
+    assert not any(plan.num_sharded for plan in ranks[0].plans.values())
+
+
+def test_running_statistics_of_channels(worlds):
+    """A bias before a norm has a gradient of zero, but for rounding."""
+    check(worlds, Run("BatchNorms", tp=2, microbatches=1), tolerance=1e-8)
+
+
+@pytest.mark.parametrize(
+    "run", [Run("Llama", pp=2, tp=2), *slow(Run("GPT2", pp=2, tp=2), Run("GPT2", tp=2))], ids=name_of
+)
+def test_clipping_counts_each_element_once(worlds, run):
+    """Llama has fewer key heads than tensor ranks: they hold the same one."""
+    _, expected = check(worlds, dataclasses.replace(run, trainer={"gradient_clip_val": 0.05}))
+    norm = torch.stack([grad.norm() for grad in expected.grads[0].values()]).norm()
+    torch.testing.assert_close(norm, torch.tensor(0.05, dtype=norm.dtype), rtol=1e-4, atol=0)  # it did clip
+
+
+def muon(module):
+    weights = [p for name, p in module.named_parameters() if p.dim() == 2 and ".h." in name]
+    module.configure_optimizers = lambda: torch.optim.Muon(weights, lr=1e-2)
+
+
+def adafactor(module):
+    module.configure_optimizers = lambda: torch.optim.Adafactor(module.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("change", [muon, pytest.param(adafactor, marks=pytest.mark.slow)])
+def test_optimizers_that_read_a_full_matrix(worlds, change):
+    check(worlds, Run("GPT2", tp=2, change=change), tolerance=1e-6)
+
+
+def test_dropout_differs_inside_of_regions_and_is_the_same_in_each_run(worlds):
+    run = Run("GPT2Dropout", tp=2, num_batches=1)
+    first, second = worlds.run(2, fit, run), worlds.run(2, fit, run)
+    [without] = worlds.run(1, fit_reference, Run("GPT2", num_batches=1))
+    for one, other in zip(first, second, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(one.losses, first[0].losses, strict=True))
+    assert not torch.equal(first[0].losses[0], without.losses[0]), "dropout must be on"
+
+
+def test_a_size_that_divides_nothing_is_refused_if_the_layout_is_strict(worlds):
+    message = (
+        r"tensor_parallel_size=5 shards no layer .*\(2 heads of model.transformer.h.0.attn.c_attn and 3 more are"
+        r" not a multiple of 5; .* set a size .*\(such as 2\), or tensor_parallel_size=1"
+    )
+    for said in worlds.run(5, refusal, fit, Run("GPT2", tp=5, strategy={"strict_layout": True})):
+        assert re.search(message, said), said
+
+
+def test_weights_that_the_step_reads_by_itself_are_named(worlds):
+    for said in worlds.run(2, refusal, fit, Run("AuxiliaryLosses", tp=2, strategy={"strict_layout": True})):
+        assert re.search(r"tensor_parallel_size=2 shards no layer .*read by the step at .*models.py", said), said
+
+
+class Tells(Callback):
+    """What hooks are told of sizes, and what a rank really holds."""
+
+    def __init__(self):
+        self.noted = {}
+
+    def on_train_start(self, trainer, pl_module):
+        self.noted["shapes"] = {name: tuple(p.shape) for name, p in pl_module.named_parameters()}
+        self.noted["numel"] = sum(p.numel() for p in pl_module.parameters())
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        with torch._C.DisableTorchFunction():
+            [optimizer] = trainer.optimizers
+            self.noted["held"] = {
+                name: [p.numel(), p.grad.numel(), *(v.numel() for v in optimizer.state[p].values() if v.dim())]
+                for name, p in pl_module.named_parameters()
+                if p.grad is not None
+            }
+
+
+def test_hooks_see_full_tensors_and_ranks_have_shards(worlds):
+    ranks = worlds.run(2, fit, Run("GPT2", tp=2, callback=Tells))
+    [expected] = worlds.run(1, fit_reference, Run("GPT2", callback=Tells))
+    for rank in ranks:
+        assert rank.extra["shapes"] == expected.extra["shapes"] and rank.extra["numel"] == expected.extra["numel"]
+        cut = [name for name in rank.extra["held"] if ".attn.c_" in name or ".mlp.c_" in name]
+        for name in cut:
+            share = 1 if name.endswith("c_proj.bias") else 2
+            assert [share * size for size in rank.extra["held"][name]] == expected.extra["held"][name], name
+        assert len(cut) == 4 * 8
+
+
+def count_sums(run):
+    """All-reduces over the tensor ranks in one step, and the fit."""
+    counts = []
+
+    class Counts(Callback):
+        noted = counts
+
+        def on_train_batch_start(self, trainer, *_):
+            self.before = len(sums)
+
+        def on_train_batch_end(self, trainer, *_):
+            counts.append(len(sums) - self.before)
+
+    sums = []
+    original = GroupRanks.all_reduce
+    GroupRanks.all_reduce = lambda self, tensor: (sums.append(tuple(tensor.shape)), original(self, tensor))[1]
+    try:
+        return fit(dataclasses.replace(run, callback=Counts)).extra
+    finally:
+        GroupRanks.all_reduce = original
+
+
+def test_one_sum_forward_and_one_backward_for_each_pair(worlds):
+    """Four blocks with an attention and an MLP; one microbatch. A lookup, the targets' logits, one into the head."""
+    for counts in worlds.run(2, count_sums, Run("GPT2", tp=2, microbatches=1)):
+        assert counts[1:] == [4 * 2 * 2 + 1 + 1 + 1]  # layers are tried once more in the first batch
+
+
+class Average(EMAWeightAveraging):
+    """What it holds in parts while it trains, and in a file."""
+
+    noted = None
+
+    def __init__(self):
+        super().__init__(decay=0.5)
+        self.noted = {}
+
+    def on_train_batch_end(self, trainer, *args):
+        super().on_train_batch_end(trainer, *args)
+        with torch._C.DisableTorchFunction():
+            self.noted["held"] = {n: p.numel() for n, p in self._average_model.module.named_parameters()}
+            self.noted["file"] = {k: v.clone() for k, v in self._average_model.state_dict().items()}
+
+
+@pytest.mark.slow  # averages over tensor ranks are in files, and go on, in test_checkpoint_callbacks.py
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "tp": 2}], ids=str)
+def test_averages_of_the_weights(worlds, layout):
+    """The averaged weights are those that the run ends with."""
+    ranks, expected = check(worlds, Run("GPT2", **layout, callback=Average))
+    [plain] = worlds.run(1, fit_reference, Run("GPT2"))
+    name = "model.transformer.h.0.mlp.c_fc.weight"
+    assert not torch.equal(plain.state[name], expected.state[name])
+    assert ranks[0].extra["held"][name] * 2 == expected.extra["held"][name]
+    for key, value in expected.extra["file"].items():
+        torch.testing.assert_close(ranks[0].extra["file"][key], value, rtol=1e-9, atol=1e-12)
+
+
+def compile_a_layer(module):
+    module.layers[0].compile(backend="eager")
+
+
+def test_a_compiled_layer_stays_full(worlds):
+    ranks, _ = check(worlds, Run("Layers", tp=2, change=compile_a_layer))
+    assert not ranks[0].plans["layers.0"].num_sharded and ranks[0].plans["layers.1"].num_sharded
+    assert "torch.compile" in ranks[0].plans["layers.0"].lines()[0]

@@ -1,0 +1,122 @@
+"""A plan of the user's under a Trainer, plans that are kept from run to run, and what is said about them."""
+
+import json
+import os
+import re
+import warnings
+from types import SimpleNamespace
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from harness.fits import Run, assert_parity, fit, fit_reference, refusal
+from lightning_hybrid.strategies.run import build_run as set_up
+from lightning_hybrid.strategies.start.plan_folder import plan_folder
+from lightning_hybrid.strategies.techniques.tensor_parallel import describe_tensor_plans, warn_across_nodes
+from lightning_hybrid.tensor.search.plan_cache import FILE_NAME
+
+
+def planned(**plan):
+    return Run("Layers", tp=2, strategy={"tensor_parallel_plan": plan}, microbatches=1)
+
+
+def origins(plans):
+    return {group.origin for plan in plans.values() for group in plan.groups}
+
+
+def test_a_plan_of_the_user_is_followed_by_stage_and_layer(worlds):
+    plan = {"layers.*.0": "colwise", "layers.1": "replicated", "head": "colwise_gather_output"}
+    run = Run("Layers", pp=2, tp=2, strategy={"tensor_parallel_plan": plan})
+    ranks = worlds.run(4, fit, run)
+    [expected] = worlds.run(1, fit_reference, run)
+    assert_parity(ranks, expected, run)
+    plans = ranks[0].plans
+    assert origins(plans) == {"your plan"} and plans.keys() == {*(f"layers.{k}" for k in range(4)), "head"}
+    assert not plans["layers.1"].num_sharded and plans["layers.2"].num_sharded and plans["head"].num_sharded
+    assert ranks[3].plans == plans
+    text = describe_tensor_plans(plans)
+    assert "layers.0 .. layers.3 (3)\n    0 -> 2 (your plan: by output features)" in text
+    assert "replicated (your plan has 'layers.1': 'replicated')" in text
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"layers.*.9": "rowwise"}, r"TensorPlanError.*'layers.\*.9', which is no module; nearest: \["),
+        ({"layers.*.0": "rowwise"}, r"TensorPlanError.*layers.0.0 is rowwise, but no colwise linear feeds it"),
+    ],
+)
+def test_a_plan_that_cannot_be_followed_stops_all_ranks(worlds, plan, words):
+    for said in worlds.run(2, refusal, fit, planned(**plan)):
+        assert re.search(words, said), said
+
+
+def fit_and_keep(folder):
+    """Two fits on this rank: what each found, and what was said at its start."""
+    seen = []
+    original, set_up.rank_zero_info = set_up.rank_zero_info, seen.append
+    try:
+        callback = {"callback": _Checkpoints, "trainer": {"default_root_dir": folder, "enable_checkpointing": True}}
+        fitted = [fit(Run("Layers", tp=2, microbatches=1, num_batches=1, **callback)) for _ in range(2)]
+    finally:
+        set_up.rank_zero_info = original
+    return [one.plans for one in fitted], [text for text in seen if "hybrid3d" in text]
+
+
+class _Checkpoints(ModelCheckpoint):
+    def __init__(self):
+        super().__init__(save_top_k=0)
+        self.noted = None
+
+
+def test_a_second_run_only_proves_what_the_first_one_found(worlds, tmp_path):
+    ranks = worlds.run(2, fit_and_keep, str(tmp_path))
+    for (first, second), _ in ranks:
+        kinds = [plan for plan in second.values() if plan.num_trials]  # like layers share a plan
+        assert kinds and all(plan.num_trials == 2 for plan in kinds)  # one proof, in one mode and unwatched
+        assert sum(plan.num_trials for plan in first.values()) > sum(plan.num_trials for plan in kinds)
+        for fqn, plan in first.items():
+            assert plan.groups == second[fqn].groups and plan.placements == second[fqn].placements
+    texts = [text.splitlines()[-1] for text in ranks[0][1]]
+    assert texts[0].startswith("plans of layers: 3 searched, 0 read from ") and "0 searched, 3 read from" in texts[1]
+    file = tmp_path / "checkpoints" / FILE_NAME
+    assert json.loads(file.read_text())["plans"] and not [name for name in os.listdir(file.parent) if name[0] == "."]
+
+
+def trainer_with(dirpath, *loggers, fast_dev_run=False):
+    callbacks = [] if dirpath is None else [SimpleNamespace(dirpath=dirpath)]
+    return SimpleNamespace(
+        checkpoint_callbacks=callbacks, loggers=list(loggers), default_root_dir="/root", fast_dev_run=fast_dev_run
+    )
+
+
+def test_plans_are_written_where_the_next_run_reads_them():
+    numbered = SimpleNamespace(save_dir="/logs", name="gpt", version=3)
+    named = SimpleNamespace(save_dir=None, name="gpt", version="abc")
+    assert plan_folder(trainer_with("/mine")) == "/mine"
+    assert plan_folder(trainer_with("/mine", numbered)) == "/mine"
+    assert plan_folder(trainer_with("/logs/gpt/version_3/checkpoints", numbered)) == "/logs/gpt"
+    assert plan_folder(trainer_with("/root/gpt/abc/checkpoints", named)) == "/root/gpt"
+    assert plan_folder(trainer_with(None)) is None
+    assert plan_folder(trainer_with("memory://mine")) is None
+    assert plan_folder(trainer_with("/mine", fast_dev_run=1)) is None
+
+
+def test_tensor_ranks_on_several_nodes_are_warned_of():
+    for ranks_per_node, lie in ((6, "4 to 7"), (2, "0 to 3")):
+        with pytest.warns(UserWarning, match=rf"=4 does not divide the {ranks_per_node} ranks of a node.* {lie} lie"):
+            warn_across_nodes(4, ranks_per_node, 4)
+    warn_across_nodes(4, 8, 2)
+    warn_across_nodes(4, 6, 1)
+
+
+def fit_on_two_nodes():
+    os.environ.update(GROUP_RANK=os.environ["RANK"], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(Run("Layers", tp=2, microbatches=1, num_batches=1, trainer={"devices": 1, "num_nodes": 2}))
+    return sum("tensor_parallel_size=2 does not divide the 1 ranks of a node" in str(w.message) for w in caught)
+
+
+def test_the_nodes_of_a_run_are_known(worlds):
+    assert worlds.run(2, fit_on_two_nodes) == [1, 0]

@@ -1,0 +1,101 @@
+"""What the strategy is given, and what is asked of it by hand, outside of a run, as of Lightning's own strategies."""
+
+from contextlib import contextmanager
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from strategies.trainer_contract.test_one_device import compared
+
+from harness.one_device import plain, result_of
+from harness.trainer_runs import ignore_warnings, trainer_of
+from models.small import Small
+
+
+class Doubles(Precision):
+    """Has ways of its own."""
+
+    def convert_input(self, data):
+        return 2 * data
+
+    @contextmanager
+    def train_step_context(self):
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+
+
+def own_precision(trainer):
+    module, run = Small(), trainer(plugins=[Doubles()], gradient_clip_val=0.05)
+    run.fit(module)
+    assert type(run.precision_plugin) is Doubles
+    return result_of(run, module)
+
+
+def test_a_precision_plugin_of_ones_own(worlds):
+    compared(worlds, own_precision)
+
+
+def own_precision_of(pp, options):
+    ignore_warnings()
+    trainer = trainer_of(2, pp, strategy_options=options, plugins=[Doubles()], max_steps=1)
+    try:
+        trainer.fit(Small())
+    except TypeError as error:
+        return str(error)
+    return type(trainer.precision_plugin).__name__
+
+
+def test_a_precision_plugin_of_ones_own_serves_replicas_and_is_refused_where_a_rank_has_parts(worlds):
+    assert worlds.run(2, own_precision_of, 1, {"data_parallel_size": 2}) == ["Doubles"] * 2
+    for pp, options in ((2, {}), (1, {"zero_stage": 3}), (1, {"tensor_parallel_size": 2})):
+        for message in worlds.run(2, own_precision_of, pp, options):
+            assert message.startswith("the precision plugin is a ") and "Doubles; supported are" in message
+
+
+class Plain(Small):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    validation_step = test_step = training_step
+
+
+def by_hand(trainer):
+    """The calls of Lightning's `Strategy`, outside of any run."""
+    module, run, batch = Plain().eval(), trainer(), torch.ones(2, 4)
+    strategy = run.strategy
+    strategy.setup_environment()
+    strategy.connect(module)
+    strategy.setup_environment()
+    strategy.model_to_device()
+    module.trainer = run
+    found = [strategy.training_step(batch=batch, batch_idx=0), strategy.validation_step(batch, 0)]
+    found += [strategy.test_step(batch, 0), strategy.predict_step(batch, 0)]
+    strategy.backward(found[0], None)
+    found += [parameter.grad for parameter in module.parameters()]
+    run.state.fn = TrainerFn.FITTING
+    strategy.setup(run)
+    strategy.teardown()
+    return plain([None if value is None else value.detach() for value in found]), len(strategy.optimizers)
+
+
+def test_the_strategy_can_be_used_by_hand(worlds):
+    compared(worlds, by_hand)
+
+
+class Reduces(Callback):
+    def on_train_start(self, trainer, pl_module):
+        values = [torch.tensor(True), torch.tensor([1, 2]), torch.tensor([1 + 2j]), torch.ones(2), 3, "word"]
+        ways = ["mean", "sum", "max", None]
+        reduced = [trainer.strategy.reduce(value, reduce_op=how) for value in values for how in ways]
+        self.seen = plain(reduced), plain(pl_module.all_gather({"a": torch.ones(2), "b": [torch.ones(1)]}))
+
+
+def reduced(trainer):
+    reduces = Reduces()
+    trainer(callbacks=[reduces]).fit(Small())
+    return reduces.seen
+
+
+def test_one_process_reduces_and_gathers_to_what_it_has(worlds):
+    compared(worlds, reduced)

@@ -1,0 +1,499 @@
+"""Loaders and batches as users have them: every rank of a replica sees what one process sees."""
+
+import dataclasses
+import itertools
+import random
+import warnings
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, seed_everything
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from transformers import BatchEncoding
+
+from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weights_of
+from models.tiny import Samples, Tiny, loader
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@dataclasses.dataclass
+class Sample:
+    x: torch.Tensor
+    y: torch.Tensor
+    note: str | None = None
+
+
+def as_dict(samples):
+    return {"x": torch.stack([s["x"] for s in samples]), "y": torch.stack([s["y"] for s in samples])}
+
+
+def collate_tuple(samples):
+    return tuple(as_dict(samples).values())
+
+
+def collate_named(samples):
+    return Pair(*as_dict(samples).values())
+
+
+def collate_dataclass(samples):
+    return Sample(**as_dict(samples), note="a batch")
+
+
+def collate_encoding(samples):
+    return BatchEncoding(as_dict(samples))
+
+
+def collate_strings(samples):
+    names = [f"sample {s['index']}" for s in samples]
+    return {**as_dict(samples), "names": names, "nothing": None, "scale": 2.0, "nested": {"names": tuple(names)}}
+
+
+def collate_zero_dim(samples):
+    return {**as_dict(samples), "temperature": torch.tensor(0.5, dtype=torch.float64), "flag": True}
+
+
+def parts_of(batch):
+    if isinstance(batch, (tuple, list)):
+        return batch[0], batch[1]
+    if isinstance(batch, Sample):
+        return batch.x, batch.y
+    return batch["x"], batch["y"]
+
+
+class AnyBatch(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = parts_of(batch)
+        if isinstance(batch, dict) and "names" in batch:
+            assert len(batch["names"]) == len(x) == len(batch["nested"]["names"]) and batch["nothing"] is None
+            self.names.extend(batch["names"])
+        if isinstance(batch, dict) and "temperature" in batch:
+            x = x * batch["temperature"]
+        loss = torch.nn.functional.mse_loss(self(x), y)
+        self.log("loss", loss)
+        return loss
+
+
+COLLATES = [
+    collate_tuple,
+    collate_named,
+    collate_dataclass,
+    collate_encoding,
+    collate_strings,
+    collate_zero_dim,
+]
+
+
+def run_collate(size, pp, options, collate):
+    model = AnyBatch()
+    trainer = trainer_of(size, pp, strategy_options=options)
+    trainer.fit(model, loader(8, collate_fn=collate))
+    return weights_of(model), float(trainer.callback_metrics["loss"]), model.names
+
+
+@pytest.mark.parametrize("collate", COLLATES, ids=lambda function: function.__name__)
+def test_batches_of_every_container_split(worlds, collate):
+    [(weights, loss, names)] = worlds.run(1, run_collate, 1, 1, {}, collate)
+    for ours, our_loss, our_names in worlds.run(2, run_collate, 2, 2, {"num_microbatches": 4}, collate):
+        assert_same(ours, weights)
+        assert our_loss == pytest.approx(loss, rel=1e-10)
+        assert our_names == names
+
+
+class Stream(IterableDataset):
+    def __init__(self, num=16):
+        self.num = num
+
+    def __iter__(self):
+        yield from (Samples()[index] for index in range(self.num))
+
+
+class Batches(torch.utils.data.Dataset):
+    """Hands out whole batches; its loader has batch_size=None."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return as_dict([Samples()[index * 4 + i] for i in range(4)])
+
+
+class TakesLists(Samples):
+    def __getitem__(self, indices):
+        return as_dict([Samples()[index] for index in indices])
+
+
+class ListOfBatches:
+    """An iterable that is no DataLoader."""
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return (Batches()[index] for index in range(4))
+
+
+def endless():
+    """Batches that differ from each other for ever, and draw by what all else draws by."""
+    for index in itertools.count():
+        yield {"x": torch.rand(4, 4, dtype=torch.float64) + index, "y": torch.rand(4, 1, dtype=torch.float64)}
+
+
+class Slices:
+    """Each time it is read, some more of one stream."""
+
+    def __init__(self, items, count):
+        self.items, self.count = items, count
+
+    def __iter__(self):
+        yield from itertools.islice(self.items, self.count)
+
+
+class StreamOfSamples(IterableDataset):
+    def __init__(self):
+        self.items = (Samples()[index % 16] | {"x": torch.rand(4, dtype=torch.float64)} for index in itertools.count())
+
+    def __iter__(self):
+        return itertools.islice(self.items, 10)
+
+
+class Zipped(DataLoader):
+    """What it hands out is known to its own code alone; it has a dataset that cannot be indexed."""
+
+    def __init__(self, *loaders):
+        super().__init__(Slices(loaders, 0), batch_size=1, sampler=range(len(loaders[0])))
+        self.loaders = loaders
+
+    def __iter__(self):
+        return iter([{"a": a, "b": b} for a, b in zip(*self.loaders, strict=False)])
+
+
+class Combined(Tiny):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch["a"]) + 2 * self.loss(batch["b"])
+
+
+class OwnLoaders(Tiny):
+    def train_dataloader(self):
+        return loader(4)
+
+    def val_dataloader(self):
+        return loader(8)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss(batch))
+
+
+class Data(LightningDataModule):
+    def setup(self, stage):
+        self.samples = Samples()
+
+    def train_dataloader(self):
+        return DataLoader(self.samples, batch_size=4)
+
+
+def fit_kind(kind, size, pp):
+    ignore_warnings()
+    model = Tiny()
+    train = None
+    options = {}
+    if kind == "workers":
+        train = loader(4, num_workers=2)
+    elif kind == "iterable":
+        train = DataLoader(Stream(), batch_size=4)
+    elif kind == "iterable_limited":
+        train, options = DataLoader(Stream(), batch_size=4), {"limit_train_batches": 3}
+    elif kind == "batch_sampler":
+        train = DataLoader(Samples(), batch_sampler=BatchSampler(SequentialSampler(range(16)), 4, drop_last=False))
+    elif kind == "sampler_of_batches":
+        sampler = BatchSampler(SequentialSampler(range(16)), 4, drop_last=False)
+        train = DataLoader(TakesLists(), sampler=sampler, batch_size=None)
+    elif kind == "no_batch_size":
+        train = DataLoader(Batches(), batch_size=None)
+    elif kind == "own_iterable":
+        train = ListOfBatches()
+    elif kind == "stream":
+        train, options = Slices(endless(), 3), {"max_epochs": 2}
+    elif kind == "streams":
+        model = Combined()
+        train, options = {"a": Slices(endless(), 3), "b": Slices(endless(), 3)}, {"max_epochs": 2}
+    elif kind == "bare_stream":
+        train, options = endless(), {"limit_train_batches": 3, "max_epochs": 2}
+    elif kind == "stream_of_samples":
+        train, options = DataLoader(StreamOfSamples(), batch_size=4), {"max_epochs": 2}
+    elif kind == "zipped":
+        model = Combined()
+        train = Zipped(loader(4, shuffle=True, generator=torch.Generator().manual_seed(5)), loader(4, num_workers=1))
+    elif kind == "short_last":
+        train = loader(6)
+    elif kind == "combined":
+        model = Combined()
+        train = CombinedLoader({"a": loader(4), "b": loader(4, 8)}, "max_size_cycle")
+    elif kind == "dict_of_loaders":
+        model = Combined()
+        train = {"a": loader(4), "b": loader(4, 8)}
+    elif kind == "own":
+        model = OwnLoaders()
+    elif kind == "datamodule":
+        trainer_of(size, pp).fit(model, datamodule=Data())
+        return weights_of(model)
+    elif kind == "overfit":
+        train, options = loader(4, shuffle=True), {"overfit_batches": 2, "max_epochs": 2}
+    elif kind == "shuffle_seeded":
+        seed_everything(3, verbose=False)
+        train = loader(4, shuffle=True)
+    elif kind == "own_generator":
+        train = loader(4, sampler=RandomSampler(Samples(), generator=torch.Generator().manual_seed(5)))
+    trainer_of(size, pp, **options).fit(model, train)
+    return weights_of(model)
+
+
+KINDS = [
+    "workers",
+    "iterable",
+    "iterable_limited",
+    "batch_sampler",
+    "sampler_of_batches",
+    "no_batch_size",
+    "own_iterable",
+    "stream",
+    "streams",
+    "bare_stream",
+    "stream_of_samples",
+    "zipped",
+    "short_last",
+    "combined",
+    "dict_of_loaders",
+    "own",
+    "datamodule",
+    "overfit",
+    "shuffle_seeded",
+    "own_generator",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loaders_of_every_kind_train_as_in_one_process(worlds, kind):
+    [expected] = worlds.run(1, fit_kind, kind, 1, 1)
+    for ours in worlds.run(2, fit_kind, kind, 2, 2):
+        assert_same(ours, expected)
+
+
+# -- batches that cannot be split -------------------------------------------------------------------------------------
+
+
+class Graph:
+    """Two concatenated graphs: the first dimension of `nodes` is no batch."""
+
+    def __init__(self, nodes, owner):
+        self.nodes, self.owner = nodes, owner
+
+    def to(self, device):
+        return Graph(self.nodes.to(device), self.owner.to(device))
+
+
+def two_graphs():
+    nodes = torch.stack([Samples()[i]["x"] for i in range(5)])
+    return Graph(nodes, torch.tensor([0, 0, 0, 1, 1]))
+
+
+class OnGraphs(Tiny):
+    def training_step(self, batch, batch_idx):
+        pooled = torch.zeros(int(batch.owner.max()) + 1, 4, dtype=torch.float64).index_add(0, batch.owner, batch.nodes)
+        return self(pooled).square().mean()
+
+
+def split_graph(graph, count):
+    assert count == 2
+    return [Graph(graph.nodes[:3], graph.owner[:3]), Graph(graph.nodes[3:], graph.owner[3:] - 1)]
+
+
+def run_graphs(size, pp, options):
+    model = OnGraphs()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        graphs = DataLoader([two_graphs(), two_graphs()], batch_size=None)
+        trainer_of(size, pp, strategy_options=options).fit(model, graphs)
+    return weights_of(model), [str(warning.message) for warning in caught if "cannot be split" in str(warning.message)]
+
+
+def test_a_batch_that_cannot_be_split_runs_as_one_microbatch_and_says_so(worlds):
+    [(expected, _)] = worlds.run(1, run_graphs, 1, 1, {})
+    results = worlds.run(2, run_graphs, 2, 2, {})
+    for weights, _ in results:
+        assert_same(weights, expected)
+    [message] = results[0][1]
+    assert "Graph" in message and "batch_splitter" in message
+
+
+def test_batch_splitter_splits_what_only_the_user_knows(worlds):
+    [(expected, _)] = worlds.run(1, run_graphs, 1, 1, {})
+    for weights, warned in worlds.run(2, run_graphs, 2, 2, {"batch_splitter": split_graph, "num_microbatches": 2}):
+        assert_same(weights, expected)
+        assert not warned
+
+
+# -- who sees which samples -------------------------------------------------------------------------------------------
+
+
+class SeesSamples(Tiny):
+    """Remembers the samples and the random glue of its steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.drawn, self.validated = [], [], []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch["index"].tolist())
+        mix = random.random(), float(np.random.beta(0.4, 0.4)), int(np.random.permutation(4)[0])
+        self.drawn.append((*mix, float(torch.rand(()))))
+        x = batch["x"] * mix[0] + batch["x"].flip(0) * mix[1]
+        return torch.nn.functional.mse_loss(self(x), batch["y"])
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append(batch["index"].tolist())
+        self.log("val", self.loss(batch))
+
+
+def run_seen(size, pp, seeded, shuffle, options):
+    ignore_warnings()
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(100 + rank)
+    np.random.seed(100 + rank)
+    random.seed(100 + rank)
+    if seeded:
+        seed_everything(7, verbose=False)
+    model = SeesSamples()
+    trainer = trainer_of(size, pp, strategy_options=options, max_epochs=2)
+    trainer.fit(model, loader(4, shuffle=shuffle), loader(4))
+    return model.seen, model.drawn, model.validated, weights_of(model)
+
+
+@pytest.mark.parametrize(
+    "seeded", [pytest.param(True, marks=pytest.mark.slow), False], ids=["seed_everything", "unseeded"]
+)
+def test_all_ranks_of_one_replica_see_the_same_batch_and_the_same_random_glue(worlds, seeded):
+    results = worlds.run(4, run_seen, 4, 2, seeded, True, {"num_microbatches": 2})
+    for first, second in ((0, 2), (1, 3)):
+        assert results[first][:3] == results[second][:3]
+    # Two replicas share each epoch's 16 samples.
+    for epoch in range(2):
+        dealt = [index for rank in (0, 1) for step in results[rank][0][epoch * 2 : epoch * 2 + 2] for index in step]
+        assert sorted(dealt) == list(range(16))
+    assert results[0][0][:2] != results[0][0][2:]
+    for result in results:
+        assert_same(result[3], results[0][3])
+
+
+def test_with_one_replica_the_order_of_the_user_stands(worlds):
+    for seen, _, validated, _ in worlds.run(2, run_seen, 2, 2, True, False, {"num_microbatches": 1}):
+        in_order = [list(range(start, start + 4)) for start in range(0, 16, 4)]
+        assert seen == in_order * 2
+        assert validated[-4:] == in_order
+
+
+class OnlySees(SeesSamples):
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch["index"].tolist())
+        return self.loss(batch)
+
+
+def run_after_a_draw(size, pp):
+    ignore_warnings()
+    seed_everything(7, verbose=False)
+    torch.rand(3)  # such as initial weights: the order of samples is drawn after them
+    model = OnlySees()
+    options = {"num_microbatches": 1} if pp > 1 else {}
+    trainer = trainer_of(size, pp, strategy_options=options, max_epochs=2)
+    trainer.fit(model, loader(4, shuffle=True), loader(4))
+    return model.seen
+
+
+def test_stages_shuffle_as_one_process_does(worlds):
+    [expected] = worlds.run(1, run_after_a_draw, 1, 1)
+    seen, _ = worlds.run(2, run_after_a_draw, 2, 2)
+    assert len(expected) == 8 and expected[:4] != expected[4:]
+    assert seen == expected
+
+
+class Augmented(Samples):
+    def __getitem__(self, index):
+        noise = torch.rand(()).item(), random.random(), np.random.rand()
+        return {**super().__getitem__(index), "noise": torch.tensor(noise, dtype=torch.float64)}
+
+
+class SeesNoise(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.noise = []
+
+    def training_step(self, batch, batch_idx):
+        self.noise.append(batch["noise"].tolist())
+        return self.loss(batch)
+
+
+def run_augmented(size, pp, workers, seed_workers):
+    ignore_warnings()
+    seed_everything(7, workers=seed_workers, verbose=False)
+    model = SeesNoise()
+    trainer_of(size, pp, max_epochs=2).fit(model, DataLoader(Augmented(), batch_size=8, num_workers=workers))
+    return model.noise
+
+
+def test_random_augmentation_is_equal_within_a_replica(worlds):
+    results = worlds.run(4, run_augmented, 4, 2, 0, False)
+    assert results[0] == results[2] and results[1] == results[3]
+
+
+class Branches(Tiny):
+    """Its step runs on shares of the batch."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if loss.item() > 1e9:
+            raise ValueError
+        return loss
+
+
+class Held:
+    """A batch of a class of its own."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def to(self, device, **_):
+        return self
+
+
+class OnObjects(Tiny):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch.held, batch_idx)
+
+
+def as_object(samples):
+    return Held(torch.utils.data.default_collate(samples))
+
+
+def run_differing(make, collate):
+    samples = torch.randperm(16, generator=torch.Generator().manual_seed(torch.distributed.get_rank())).tolist()
+    model = make()
+    before = weights_of(model)
+    try:
+        trainer_of(2, 2).fit(model, loader(4, sampler=samples, collate_fn=collate))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return before
+
+
+@pytest.mark.parametrize(("make", "collate"), [(Tiny, None), (Branches, None), (OnObjects, as_object)])
+def test_a_loader_that_differs_between_the_ranks_of_a_replica_is_caught(worlds, make, collate):
+    for name, message in worlds.run(2, run_differing, make, collate):
+        assert name == "RanksDisagree"
+        assert "batch differs" in message and "pipeline ranks 0 to 1" in message and "seed" in message

@@ -1,0 +1,270 @@
+"""Real launches: scripts started by Lightning and by torchrun, and jobs of which one rank fails."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[2]
+
+FIT = """
+    import sys, warnings
+    warnings.simplefilter("ignore")
+    from harness.worlds.not_installed import OPTIONAL, hide
+    hide({{*OPTIONAL, "pytorch_lightning", "lightning_fabric"}})
+    import lightning_hybrid
+    import torch
+    from lightning.pytorch import Trainer
+    from models.tiny import Tiny, loader
+
+    class Model(Tiny):
+        def training_step(self, batch, batch_idx):
+            {fault}
+            loss = self.loss(batch)
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+    trainer = Trainer(accelerator="cpu", devices={devices}, num_nodes={nodes}, max_epochs=1, logger=False,
+                      strategy=lightning_hybrid.Hybrid3DStrategy(pipeline_parallel_size=2, num_microbatches=2),
+                      enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(Model(), loader(4))
+    loss = float(trainer.callback_metrics["loss"])
+    print(f"rank {{trainer.global_rank}} of {{trainer.world_size}}: {{loss:.6f}}", flush=True)
+"""
+
+
+def write_script(folder, *, devices=2, nodes=1, fault="pass"):
+    path = folder / "train.py"
+    path.write_text(textwrap.dedent(FIT).format(devices=devices, nodes=nodes, fault=fault))
+    return str(path)
+
+
+def environment():
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PL_", "LIGHTNING_", "SLURM_"))}
+    paths = [str(TESTS), str(TESTS.parent), kept.get("PYTHONPATH", "")]
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def start(command):
+    # A session of its own: what a failed job leaves behind is ended with it.
+    return subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def run(command, timeout=150):
+    """Exit code, output and seconds of a job that must end by itself."""
+    began = time.monotonic()
+    process = start(command)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        pytest.fail(f"the job still ran after {timeout} s:\n{output[-4000:]}")
+    return process.returncode, output, time.monotonic() - began
+
+
+def losses_of(output):
+    return {int(rank): loss for rank, loss in re.findall(r"rank (\d+) of \d+: ([\d.]+)", output)}
+
+
+def torchrun(script, *options):
+    return [sys.executable, "-m", "torch.distributed.run", *options, script]
+
+
+def test_lightning_launches_the_script_once_per_device(tmp_path):
+    code, output, _ = run([sys.executable, write_script(tmp_path)])
+    assert code == 0, output
+    losses = losses_of(output)
+    assert set(losses) == {0, 1} and losses[0] == losses[1], output
+    assert "stage" in output and "pipeline 2" in output
+
+
+def two_nodes(script, tmp_path, per_node=1):
+    port = free_port()
+    common = ("--nnodes=2", f"--nproc-per-node={per_node}", "--master-addr=127.0.0.1", f"--master-port={port}")
+    other = start(torchrun(script, *common, "--node-rank=1"))
+    try:
+        code, output, seconds = run(torchrun(script, *common, "--node-rank=0"))
+        more, _ = other.communicate(timeout=60)
+    finally:
+        if other.poll() is None:
+            os.killpg(other.pid, 9)
+    return code, other.returncode, output, more, seconds
+
+
+def free_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.slow  # ranks of every other test are told of their world as torchrun tells them
+def test_torchrun_runs_two_nodes_on_loopback(tmp_path):
+    code, other_code, output, more, _ = two_nodes(write_script(tmp_path, devices=1, nodes=2), tmp_path)
+    assert (code, other_code) == (0, 0), output + more
+    losses = losses_of(output + more)
+    assert set(losses) == {0, 1} and losses[0] == losses[1]
+
+
+ON_RANK_1 = "if batch_idx == 1 and self.trainer.strategy.mesh.rank == 1: "
+RAISES = ON_RANK_1 + 'raise ZeroDivisionError("on purpose")'
+DIES = ON_RANK_1 + "import os; os._exit(3)"
+KILLED = ON_RANK_1 + "import os; os.kill(os.getpid(), 9)"
+TOLD_TO_STOP = ON_RANK_1 + "import os; os.kill(os.getpid(), 15)"
+
+
+def command_of(launcher, script):
+    return (
+        torchrun(script, "--nproc-per-node=2", f"--master-port={free_port()}")
+        if launcher == "torchrun"
+        else [
+            sys.executable,
+            script,
+        ]
+    )
+
+
+FAULTS = {"raises": RAISES, "dies": DIES, "killed": KILLED}
+EACH_FAULT = [
+    pytest.param(
+        fault,
+        launcher,
+        marks=[] if (name, launcher) == ("killed", "popen") else [pytest.mark.slow],
+        id=f"{name}-{launcher}",
+    )
+    for name, fault in FAULTS.items()
+    for launcher in ("popen", "torchrun")
+]
+
+
+@pytest.mark.parametrize(("fault", "launcher"), EACH_FAULT)
+def test_one_rank_that_fails_brings_the_job_down(tmp_path, fault, launcher):
+    code, output, _ = run(command_of(launcher, write_script(tmp_path, fault=fault)))
+    assert code != 0
+    survivor = re.search(r"rank 0 \(pipeline rank 0 of 2\) in (.*) had to stop: (.*)", output)
+    assert survivor is not None, output
+    assert "stage 0 of 2" in survivor[1] and "of training_step" in survivor[1], output
+    if fault == RAISES:
+        assert "on purpose" in output
+        assert "on pipeline rank 1, stage 1 of 2, action" in output and "training_step" in output
+        assert "rank 1 (pipeline rank 1 of 2) in stage 1 of 2" in survivor[2]
+    else:
+        assert survivor[2] == "another rank of the job has died without a word"
+
+
+@pytest.mark.slow
+def test_a_rank_that_catches_its_error_and_lives_on_does_not_hold_the_others(tmp_path):
+    script = Path(write_script(tmp_path, fault=RAISES))
+    text = script.read_text()
+    fit = "trainer.fit(Model(), loader(4))\n"
+    lingering = (
+        "try:\n    trainer.fit(Model(), loader(4))\nexcept ZeroDivisionError:\n    __import__('time').sleep(3600)\n"
+    )
+    assert text.count(fit) == 1
+    script.write_text(text.replace(fit, lingering))
+    # The rank that lingers is ended by torchrun, once the other one has.
+    code, output, seconds = run(command_of("torchrun", str(script)))
+    assert code != 0 and seconds < 90, output
+    assert re.search(r"rank 0 .* had to stop: rank 1 .* failed: ZeroDivisionError: on purpose", output), output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["popen", "torchrun"])
+def test_one_rank_that_is_told_to_stop_ends_the_job(tmp_path, launcher):
+    script = Path(write_script(tmp_path, fault=TOLD_TO_STOP))
+    # After fit comes what only a run to the end may print.
+    script.write_text(script.read_text().replace("loader(4)", "loader(4, 400)"))
+    code, output, seconds = run(command_of(launcher, str(script)))
+    assert code == 0 and seconds < 90, output
+    assert not losses_of(output), output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["popen", "torchrun"])
+def test_a_job_that_is_told_to_stop_leaves_no_process(tmp_path, launcher):
+    script = write_script(tmp_path, fault='print(f"batch {batch_idx}", flush=True); __import__("time").sleep(0.05)')
+    text = Path(script).read_text().replace("loader(4)", "loader(4, 4000)")
+    Path(script).write_text(text)
+    process = start(command_of(launcher, script))
+    try:
+        for line in process.stdout:
+            if line.startswith("batch 3"):
+                break
+        process.terminate()
+        # Its output ends when the last process that writes to it has.
+        output, _ = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        raise
+    assert not losses_of(output), output
+
+
+WORKERS = """
+    import lightning_hybrid
+    import torch
+    from lightning.pytorch import Trainer, seed_everything
+    from strategies.user_code.test_loaders import Augmented, SeesNoise
+    from torch.utils.data import DataLoader
+
+    seed_everything(7, workers=True, verbose=False)
+    model = SeesNoise()
+    trainer = Trainer(accelerator="cpu", devices=4, max_epochs=2, logger=False, enable_checkpointing=False,
+                      strategy=lightning_hybrid.Hybrid3DStrategy(pipeline_parallel_size=2),
+                      enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(model, DataLoader(Augmented(), batch_size=8, num_workers=2))
+    print(f"rank {trainer.global_rank} of 4: {float(torch.tensor(model.noise).abs().sum()):.6f}", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_random_augmentation_in_workers_is_equal_within_a_replica(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n" + textwrap.dedent(WORKERS))
+    code, output, _ = run([sys.executable, str(path)])
+    assert code == 0, output
+    noise = losses_of(output)
+    assert noise[0] == noise[2] and noise[1] == noise[3], "ranks of one replica see the same augmentation"
+    assert noise[0] != noise[1], "replicas see different augmentation"
+
+
+@pytest.mark.slow
+def test_forked_ranks_train_as_in_a_notebook(tmp_path):
+    path = Path(write_script(tmp_path))
+    text = path.read_text().replace("num_microbatches=2)", "num_microbatches=2, start_method='fork')")
+    path.write_text(text.replace("num_nodes=1, ", ""))
+    code, output, _ = run([sys.executable, str(path)])
+    assert code == 0, output
+    assert "Starting with 2 processes" in output, output
+    assert "stage  pipeline rank" in output, output
+
+
+@pytest.mark.slow
+def test_slurm_tells_each_task_its_rank(tmp_path):
+    script, port = write_script(tmp_path), free_port()
+    tasks = []
+    for rank in range(2):
+        slurm = {"JOB_NAME": "train", "NTASKS": 2, "NTASKS_PER_NODE": 2, "PROCID": rank, "LOCALID": rank, "NODEID": 0}
+        variables = {f"SLURM_{name}": str(value) for name, value in slurm.items()}
+        variables |= {"SLURM_JOB_ID": "17", "SLURM_NODELIST": "127.0.0.1", "MASTER_ADDR": "127.0.0.1"}
+        variables["MASTER_PORT"] = str(port)
+        command = ["env", *(f"{name}={value}" for name, value in variables.items()), sys.executable, script]
+        tasks.append(start(command))
+    outputs = []
+    for task in tasks:
+        try:
+            outputs.append(task.communicate(timeout=100)[0])
+        except subprocess.TimeoutExpired:
+            os.killpg(task.pid, 9)
+            outputs.append(task.communicate()[0])
+    assert [task.returncode for task in tasks] == [0, 0], "\n".join(outputs)
+    losses = losses_of("".join(outputs))
+    assert set(losses) == {0, 1} and losses[0] == losses[1]

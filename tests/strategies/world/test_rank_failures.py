@@ -1,0 +1,253 @@
+"""A rank that fails, dies or is told to stop: the others end within seconds and say why."""
+
+import os
+import signal
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+from harness.trainer_runs import ignore_warnings, lines_of_lightning, trainer_of, weights_of
+from models.tiny import Tiny, loader
+
+
+class Fails(Tiny):
+    """Fails on one rank in one place."""
+
+    def __init__(self, rank, place):
+        super().__init__()
+        self.rank, self.place = rank, place
+
+    def fail(self, place, batch_idx):
+        if place == self.place and batch_idx == 1 and self.trainer.strategy.mesh.rank == self.rank:
+            raise ZeroDivisionError("on purpose")
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.fail("step", self.trainer.fit_loop.epoch_loop.batch_idx if self.trainer.training else 0)
+        return y
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.fail("hook", batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.fail("validation", batch_idx)
+        self.log("val", self.loss(batch))
+
+
+def run_failing(size, pp, rank, place, options):
+    """What a rank says that caught its error and lives on."""
+    ignore_warnings()
+    trainer = trainer_of(
+        size, pp, strategy_options=options, callbacks=[OnExceptionCheckpoint(os.getcwd())], enable_checkpointing=True
+    )
+    try:
+        trainer.fit(Fails(rank, place), loader(4, 32), loader(4, 32))
+    except Exception as error:
+        return type(error).__name__, str(error), getattr(error, "__notes__", [])
+    return None
+
+
+LOST = ("RuntimeError", "DistNetworkError")  # of who loses its connection: gloo's, and that of shared memory
+PLACES = {
+    "step": "in stage 1 of 2, action 1F0 of training_step (forward of microbatch 0)",
+    "hook": "in on_train_batch_start",
+    "validation": "of validation_step (forward of microbatch 0)",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_peers_of_a_rank_that_raises_and_lives_on_stop_and_say_why(worlds, place):
+    peer, failed = worlds.run(2, run_failing, 2, 2, 1, place, {"num_microbatches": 2}, timeout=20)
+    assert failed[:2] == ("ZeroDivisionError", "on purpose")
+    assert not any("had to stop" in text for text in failed[2])
+    assert peer[0] in LOST
+    [said] = [text for text in peer[2] if "had to stop" in text]
+    assert said.startswith("rank 0 (pipeline rank 0 of 2) in ")
+    assert "rank 1 (pipeline rank 1 of 2)" in said and PLACES[place] in said, said
+    assert "ZeroDivisionError: on purpose" in said
+
+
+@pytest.mark.parametrize(
+    ("size", "pp"),
+    [(4, 2), (3, 3), pytest.param(3, 1, marks=pytest.mark.slow)],
+    ids=["2 x 2", "3 stages", "3 replicas"],
+)
+def test_every_rank_learns_which_one_failed_first(worlds, size, pp):
+    results = worlds.run(size, run_failing, size, pp, size - 1, "hook", {}, timeout=20)
+    for index, (name, _, notes) in enumerate(results):
+        if index != size - 1:
+            assert name in LOST
+            assert any(f"rank {size - 1} (pipeline rank {pp - 1} of {pp})" in text for text in notes), notes
+
+
+class FailsAlike(Tiny):
+    def on_train_batch_start(self, batch, batch_idx):
+        raise ZeroDivisionError("everywhere")
+
+
+def run_failing_alike():
+    ignore_warnings()
+    try:
+        trainer_of(2, 2).fit(FailsAlike(), loader(4))
+    except ZeroDivisionError as error:
+        notes = getattr(error, "__notes__", [])
+    model = Tiny()
+    trainer_of(2, 2).fit(model, loader(4))
+    return notes, weights_of(model)
+
+
+def test_a_mistake_of_all_ranks_leaves_their_connections_as_they_are(worlds):
+    for notes, weights in worlds.run(2, run_failing_alike, timeout=20):
+        assert notes == []
+        assert all(torch.isfinite(weight).all() for weight in weights.values())
+
+
+def run_after_one_failed():
+    """What two later runs say after one that failed on a rank alone and was caught."""
+    ignore_warnings()
+    said = []
+    for rank in (1, -1, -1):
+        try:
+            trainer_of(2, 2, num_sanity_val_steps=0).fit(Fails(rank, "hook"), loader(4))
+        except Exception as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_run_after_one_whose_connections_were_closed_says_which_rank_failed(worlds):
+    for _, second, third in worlds.run(2, run_after_one_failed, timeout=30):
+        assert second == third
+        assert second.startswith("a run in this process failed, and its connections to the other ranks were closed")
+        assert "rank 1 (pipeline rank 1 of 2) in on_train_batch_start failed: ZeroDivisionError: on purpose" in second
+        assert second.endswith("start the script again to train, validate or test on")
+
+
+class FailsOnce(Tiny):
+    """On all ranks, in one hook."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.hook = hook
+
+    def fail(self, hook):
+        if hook == self.hook:
+            self.hook = ""
+            raise ZeroDivisionError("everywhere")
+
+    def on_train_batch_end(self, *_):
+        self.fail("training")
+
+    def setup(self, stage):
+        self.fail("setup")
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss(batch))
+
+
+def run_used_again(hook, pp, options):
+    """What the same module does after a run that failed, in two processes that live on."""
+    ignore_warnings()
+    model = FailsOnce(hook)
+    failed = trainer_of(2, pp, strategy_options=options, num_sanity_val_steps=0)
+    with pytest.raises(ZeroDivisionError):
+        failed.fit(model, loader(4))
+    path = os.path.join(os.getcwd(), "whole.ckpt")
+    whole = trainer_of(2, pp, strategy_options=options, enable_checkpointing=True, max_steps=1)
+    whole.fit(Tiny(), loader(4))
+    whole.save_checkpoint(path)
+    again = trainer_of(2, pp, strategy_options=options, num_sanity_val_steps=0)
+    calls = {
+        "fit": lambda: again.fit(model, loader(4)),
+        "the same trainer": lambda: failed.fit(model, loader(4)),
+        "validate": lambda: trainer_of(2, pp, strategy_options=options).validate(model, loader(4), verbose=False),
+        "resume": lambda: trainer_of(2, pp, strategy_options=options).fit(model, loader(4), ckpt_path=path),
+        "state_dict": model.state_dict,
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except RuntimeError as error:
+            said[name] = str(error)
+    new = Tiny()
+    failed.fit(new, loader(4), ckpt_path=path)
+    return said, sorted(new.state_dict()), [bool(p.isfinite().all()) for p in new.parameters()]
+
+
+IN_PARTS = {
+    "stages": (2, {}),
+    "tensor": (1, {"tensor_parallel_size": 2}),
+    "zero": (1, {"zero_stage": 3}),
+}
+
+
+@pytest.mark.parametrize(("pp", "options"), IN_PARTS.values(), ids=list(IN_PARTS))
+def test_a_module_that_a_failed_run_left_sharded_is_refused(worlds, pp, options):
+    for said, names, finite in worlds.run(2, run_used_again, "training", pp, options, timeout=60):
+        assert set(said) == {"fit", "the same trainer", "validate", "resume", "state_dict"}
+        for message in said.values():
+            assert message.startswith("a run that failed or was stopped has left this FailsOnce sharded: ")
+            assert "of its 10 parameters (such as 'layers." in message
+            assert message.endswith("make a new module and load a checkpoint")
+        assert names == sorted(weights_of(Tiny())) and all(finite), "a trainer that failed trains another module"
+
+
+@pytest.mark.parametrize(("hook", "pp", "options"), [("setup", 2, {}), ("training", 1, {})], ids=["stages", "replicas"])
+def test_a_module_that_a_failed_run_left_full_trains(worlds, hook, pp, options):
+    for said, *_ in worlds.run(2, run_used_again, hook, pp, options, timeout=60):
+        assert said == {}
+
+
+class Signals(Callback):
+    def __init__(self, ranks, hook):
+        self.ranks, self.hook, self.batches = ranks, hook, 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.batches += 1
+        self.signal("train", trainer, batch_idx)
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        self.signal("validation", trainer, batch_idx)
+
+    def signal(self, hook, trainer, batch_idx):
+        if hook == self.hook and batch_idx == 2 and trainer.strategy.mesh.rank in self.ranks:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run_signalled(size, pp, ranks, hook, options):
+    ignore_warnings()
+    signals = Signals(ranks, hook)
+    callbacks = [signals, OnExceptionCheckpoint(os.getcwd())]
+    trainer = trainer_of(size, pp, callbacks=callbacks, num_sanity_val_steps=0, enable_checkpointing=True, **options)
+    model = Fails(-1, "")
+    before = signal.getsignal(signal.SIGTERM)
+    with lines_of_lightning() as lines:
+        try:
+            trainer.fit(model, loader(2, 64), loader(2, 64))
+            ended = "fit"
+        except SystemExit as error:
+            ended = type(error).__name__
+    assert signal.getsignal(signal.SIGTERM) == before
+    saved = os.path.exists("on_exception.ckpt") and torch.load("on_exception.ckpt", weights_only=False)["state_dict"]
+    return ended, signals.batches, saved and sorted(saved), [line for line in lines if "SIGTERM" in line]
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)], ids=["first", "last", "all"])
+@pytest.mark.parametrize("pp", [1, 2], ids=["replicas", "stages"])
+def test_a_rank_told_to_stop_stops_all_after_the_same_batch(worlds, ranks, pp):
+    first, second = worlds.run(2, run_signalled, 2, pp, ranks, "train", {}, timeout=20)
+    assert first[0] == second[0] == "SIGTERMException"
+    assert first[1] == second[1] == 5
+    assert first[2] == sorted(weights_of(Tiny())), "a callback may still save the whole module"
+    for rank, (*_, said) in enumerate((first, second)):
+        received = [f"[rank: {rank}] Received SIGTERM: 15"] * (rank in ranks)
+        assert said[: len(received)] == received
+        assert len(said) == len(received) + (rank == 0)
+    assert "has received SIGTERM: all ranks stop, after batch 4 of epoch 0" in first[3][-1]
+
+
+def test_a_rank_told_to_stop_while_validating_stops_all(worlds):
+    first, second = worlds.run(2, run_signalled, 2, 2, (1,), "validation", {"val_check_interval": 4}, timeout=20)
+    assert first[:2] == second[:2] == ("SIGTERMException", 4)

@@ -1,0 +1,196 @@
+"""Embeddings and output heads are cut by their vocabulary, and the loss is that of the whole logits."""
+
+import dataclasses
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.fits import Run, assert_parity, fit, fit_reference
+from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks
+from lightning_hybrid.tensor.vocabulary.vocabulary_shard import VocabularyShard
+from models.hand_written import WIDTH, Decoder, TiedByHand
+
+
+class Returned(TiedByHand):
+    """The step returns and keeps logits, counts what is right, and weighs the largest."""
+
+    def training_step(self, batch, batch_idx=0):
+        logits = self(batch["input_ids"])
+        self.last = logits.detach()
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), label_smoothing=0.1)
+        self.log("accuracy", (logits.argmax(-1) == batch["labels"]).double().mean())
+        self.log("top", logits.topk(2).values.mean())
+        return {"loss": loss + 0.01 * logits.logsumexp(-1).square().mean(), "logits": logits}
+
+
+class Large(Decoder):
+    """Logits are the largest tensors by far."""
+
+    rows = 1003
+
+
+def check(worlds, run):
+    [expected] = worlds.run(1, fit_reference, run)
+    ranks = worlds.run(run.world_size, fit, run, timeout=120)
+    assert_parity(ranks, expected, run)
+    return ranks, expected
+
+
+def cut_by_vocabulary(ranks):
+    return {f"{fqn}.{name}" for fqn, plan in ranks[0].plans.items() for name in plan.vocabulary}
+
+
+@pytest.mark.parametrize(
+    ("run", "cut"),
+    [
+        (
+            Run(Decoder, pp=2, tp=2, trainer={"gradient_clip_val": 0.05}, strategy={"verify_first_step": True}),
+            {"wte.weight", "head.weight", "head.bias"},
+        ),
+        (Run(TiedByHand, tp=2), {"wte.weight"}),
+        (Run(TiedByHand, pp=2, tp=2), {"wte.weight"}),
+        pytest.param(
+            Run(Decoder, tp=2, sequence=True),
+            {"wte.weight", "head.weight", "head.bias"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Run("Bert", pp=2, tp=2),
+            {
+                "model.bert.embeddings.word_embeddings.weight",
+                "model.cls.predictions.decoder.weight",
+                "model.cls.predictions.bias",
+            },
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Run("T5", pp=2, tp=2),
+            {f"model.{part}.weight" for part in ("shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head")},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=lambda value: f"{value.case}-pp{value.pp}-tp{value.tp}" if isinstance(value, Run) else "",
+)
+def test_parity(worlds, run, cut):
+    ranks, _ = check(worlds, run)
+    assert cut_by_vocabulary(ranks) == cut
+
+
+def test_logits_that_are_returned_stored_and_sorted_are_full(worlds):
+    ranks, expected = check(worlds, Run(Returned, tp=2, microbatches=1, callback=Kept))
+    assert cut_by_vocabulary(ranks) == {"wte.weight"}
+    for rank in ranks:
+        assert rank.logged == pytest.approx(expected.logged, rel=1e-9)
+        for ours, theirs in zip(rank.extra, expected.extra, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=0)
+
+
+class Kept(Callback):
+    """What the step returned and what it left on the module."""
+
+    def __init__(self):
+        self.noted = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, *_):
+        assert type(pl_module.last) is torch.Tensor
+        self.noted += [pl_module.last.clone(), outputs["logits"].detach().clone()]
+
+
+class Sizes(Callback):
+    """Shapes of what the second step makes, forward and backward, on this rank."""
+
+    def __init__(self):
+        self.noted = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 1:
+            self.mode = MadeShapes(self.noted)
+            self.mode.__enter__()
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if hasattr(self, "mode"):
+            self.mode.__exit__(None, None, None)
+            del self.mode
+
+
+class MadeShapes(TorchDispatchMode):
+    def __init__(self, noted):
+        super().__init__()
+        self.noted = noted
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, VocabularyShard) for kind in types):
+            return NotImplemented  # what it does with its part is seen
+        out = func(*args, **(kwargs or {}))
+        made = out if isinstance(out, tuple | list) else [out]
+        self.noted += [tuple(value.shape) for value in made if isinstance(value, torch.Tensor)]
+        return out
+
+
+def test_no_rank_makes_full_logits_or_gradients_of_rows(worlds):
+    tokens, rows = 2 * 5, Large.rows  # of a microbatch, but for the last position
+    for rank in worlds.run(2, fit, Run(Large, tp=2, callback=Sizes)):
+        assert any(shape == (tokens, 502) for shape in rank.extra) or any(
+            shape == (tokens, 501) for shape in rank.extra
+        )
+        assert not [shape for shape in rank.extra if rows in shape]
+    [expected] = worlds.run(1, fit_reference, Run(Large, callback=Sizes))
+    assert any(rows in shape for shape in expected.extra)
+
+
+class Held(Callback):
+    """Sizes of parameters, gradients and optimizer states on this rank."""
+
+    def __init__(self):
+        self.noted = {}
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        with torch._C.DisableTorchFunction():
+            [optimizer] = trainer.optimizers
+            for name, p in pl_module.named_parameters():
+                states = [v.numel() for v in optimizer.state[p].values() if v.dim()]
+                self.noted[name] = [p.numel(), p.grad.numel(), *states]
+
+
+def test_ranks_have_shards_of_rows_in_all_that_is_saved(worlds):
+    held = [rank.extra for rank in worlds.run(2, fit, Run(Decoder, tp=2, callback=Held))]
+    assert [sizes["wte.weight"] for sizes in held] == [[rows * WIDTH] * 4 for rows in (18, 17)]
+    assert [sizes["head.bias"] for sizes in held] == [[18] * 4, [17] * 4]
+
+
+def count_messages(run):
+    """Sums and gathers over the tensor ranks in one step."""
+    counts = []
+
+    class Counts(Callback):
+        noted = counts
+
+        def on_train_batch_start(self, trainer, *_):
+            calls.clear()
+
+        def on_train_batch_end(self, trainer, *_):
+            counts.append(list(calls))
+
+    calls = []
+    originals = {name: getattr(GroupRanks, name) for name in ("all_reduce", "all_gather")}
+    for name, original in originals.items():
+        setattr(
+            GroupRanks, name, lambda self, t, n=name, o=original: (calls.append((n, tuple(t.shape))), o(self, t))[1]
+        )
+    try:
+        return fit(dataclasses.replace(run, callback=Counts)).extra
+    finally:
+        for name, original in originals.items():
+            setattr(GroupRanks, name, original)
+
+
+def test_a_cross_entropy_takes_two_messages_of_one_number_for_each_position(worlds):
+    for counts in worlds.run(2, count_messages, Run(Decoder, tp=2, microbatches=1)):
+        for calls in counts:
+            of_blocks = [("all_reduce", (4, 6, WIDTH))] * 3
+            of_loss = [("all_gather", (4 * 5, 1)), ("all_reduce", (4 * 5, 1))]
+            lookup, into_head = ("all_reduce", (4, 6, WIDTH)), ("all_reduce", (4 * 6, WIDTH))
+            assert calls[:10] == [lookup, *of_blocks, *of_loss, into_head, *of_blocks]

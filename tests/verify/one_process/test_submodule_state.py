@@ -1,0 +1,64 @@
+"""What modules inside the LightningModule keep of the model: the reference keeps it as the strategy does."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from harness.verification import check
+from lightning_hybrid.verify import Layout
+from models.regression import FEATURES, Regression
+
+LAYOUTS = [
+    Layout("m2", 1, {"pipeline_parallel_size": 1, "num_microbatches": 2}),
+    Layout("dp2 x pp2", 4, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
+]
+
+
+class KeepsMoments(nn.Module):
+    """A loss without parameters that keeps a moving mean of its batches, as TiCo's does."""
+
+    def __init__(self):
+        super().__init__()
+        self.moments = torch.zeros(FEATURES, FEATURES, dtype=torch.float64)
+
+    def forward(self, h):
+        self.moments = 0.9 * self.moments.detach() + 0.1 * (h.T @ h) / len(h)
+        return (h @ self.moments * h).mean()
+
+
+class KeepsMomentsInBuffer(KeepsMoments):
+    def __init__(self):
+        super().__init__()
+        del self.moments
+        self.register_buffer("moments", torch.zeros(FEATURES, FEATURES, dtype=torch.float64))
+
+
+class WithCriterion(Regression):
+    kind = KeepsMoments
+
+    def __init__(self):
+        super().__init__()
+        self.criterion = self.kind()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        h = x
+        for layer in self.layers:
+            h = layer(h)
+        return F.mse_loss(self.head(h), y) + self.criterion(h)
+
+
+class WithBuffer(WithCriterion):
+    kind = KeepsMomentsInBuffer
+
+
+def test_a_tensor_that_a_loss_stores_is_the_one_before_the_batch(worlds):
+    for layout in LAYOUTS:
+        report = check(worlds, WithCriterion, layout, steps=3)
+        assert report.outcome == "same", str(report)
+
+
+def test_a_buffer_goes_on_microbatch_by_microbatch(worlds):
+    for layout in LAYOUTS:
+        report = check(worlds, WithBuffer, layout, steps=3)
+        assert report.outcome == "same", str(report)

@@ -1,0 +1,140 @@
+"""Plain modules train to the numbers of one process under every layout, and a wrong one is found out."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from harness.verification import LAYOUTS, check
+from lightning_hybrid.verify import Layout
+from models.regression import FEATURES, Dropping, Logging, Normalised, Plain
+
+
+class DroppingNormalised(Normalised):
+    def forward(self, x):
+        return self.head(F.dropout(self.net(x), 0.1, self.training))
+
+
+MODULES = [Plain, Normalised, Logging, Dropping, DroppingNormalised]
+
+
+def each_alone():
+    """Each over replicas of stages; without stages, and with several on each rank, the last has what others have."""
+    for module in MODULES:
+        for layout in LAYOUTS:
+            default = layout is LAYOUTS[2] or (layout in (LAYOUTS[1], LAYOUTS[3]) and module is DroppingNormalised)
+            default |= layout is LAYOUTS[1] and module is Plain
+            marks = [] if default else [pytest.mark.slow]
+            yield pytest.param(module, layout, id=f"{module.__name__}-{layout.name}", marks=marks)
+
+
+@pytest.mark.parametrize(("module", "layout"), list(each_alone()))
+def test_same_numbers(worlds, module, layout):
+    report = check(worlds, module, layout)
+    assert report.outcome == "same", str(report)
+    assert report.steps > 0
+    assert ("draws random numbers" in str(report)) == (module in (Dropping, DroppingNormalised))
+
+
+def test_one_microbatch(worlds):
+    assert check(worlds, Plain, LAYOUTS[0], num_microbatches=1).outcome == "same"
+    assert check(worlds, Logging, LAYOUTS[1], num_microbatches=1).outcome == "same"
+
+
+def test_accumulation_and_epochs(worlds):
+    report = check(worlds, Plain, LAYOUTS[2], epochs=2, trainer={"accumulate_grad_batches": 2})
+    assert report.outcome == "same", str(report)
+
+
+# --- what is wrong is found out --------------------------------------------------------------------------------------
+
+
+class Unseeded(Plain):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        noise = int.from_bytes(os.urandom(4), "little") / 2**32
+        return F.mse_loss(self(x + noise), y)
+
+
+class CountsRanks(Plain):
+    """Its objective depends on how many replicas there are."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.trainer.world_size
+
+
+class Manual(Plain):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Contrasts(Plain):
+    """The spread within a batch is no mean over samples."""
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).std()
+
+
+def test_an_unseeded_module_is_different(worlds):
+    report = check(worlds, Unseeded, LAYOUTS[0])
+    assert report.outcome == "different" and "source without a seed" in report.message
+    assert report.first is not None and report.first.key.step == 1
+
+
+def test_an_objective_of_the_layout_is_different(worlds):
+    report = check(worlds, CountsRanks, LAYOUTS[1])
+    assert report.outcome == "different"
+    assert str(report.first.key) == "loss" and report.first.key.step == 1
+    assert report.first.value == pytest.approx(2 * report.first.reference)
+
+
+def test_a_wrong_scale_is_different(worlds):
+    # Counts of 0 and 1 weigh microbatches in other ways in the two runs: the reference is not told of this one.
+    layout = Layout("weighted", 2, {"pipeline_parallel_size": 2, "microbatch_weight": first_counts_double})
+    report = check(worlds, Plain, layout)
+    assert report.outcome == "different" and report.first.key.step == 1
+
+
+def first_counts_double(microbatch):
+    first_counts_double.calls += 1
+    has_mesh = len(torch.distributed.distributed_c10d._world.pg_map) > 1  # the user's world is one replica in both
+    return 1.0 + first_counts_double.calls % 2 * has_mesh
+
+
+first_counts_double.calls = 0
+
+
+def test_a_refusal_is_an_outcome_of_its_own(worlds):
+    strict = Layout("strict", devices=2, strategy={**LAYOUTS[0].strategy, "strict_layout": True})
+    report = check(worlds, Manual, strict)
+    assert report.outcome == "refused" and "by hand" in report.message
+    assert report.passes() and not report.passes(strict=True)
+
+
+def test_an_objective_that_mixes_samples_is_named_with_both_numbers(worlds):
+    report = check(worlds, Contrasts, LAYOUTS[0])
+    assert report.outcome == "same", str(report)
+    assert any("mixes samples: full batch" in note and "mean of 2 microbatches" in note for note in report.notes)
+
+
+def of_pytorch_lightning():
+    """The same module on the other namespace's base class."""
+    import pytorch_lightning
+
+    body = {name: value for name, value in vars(Plain).items() if name not in ("__dict__", "__weakref__", "__init__")}
+
+    def __init__(self):
+        pytorch_lightning.LightningModule.__init__(self)
+        self.net = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(4)))
+        self.head = nn.Linear(FEATURES, 1)
+
+    return type("Plain", (pytorch_lightning.LightningModule,), {**body, "__init__": __init__})()
+
+
+@pytest.mark.slow
+def test_a_module_of_pytorch_lightning(worlds):
+    report = check(worlds, of_pytorch_lightning, LAYOUTS[0])
+    assert report.outcome == "same", str(report)

@@ -1,0 +1,197 @@
+"""Manual optimization under ZeRO: what replicas share out is the steps of the optimizers, to one process's numbers."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from harness.fits import refusal, trainer_of
+from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.zero.optimizer_states.sharded_step import numel_of_shard
+
+WIDTH = 7  # parts of three ranks are of different sizes
+
+
+class Gan(LightningModule):
+    """Two optimizers in turn, of which each step sees what the other has done."""
+
+    optimizer = torch.optim.AdamW
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH)).double()
+        self.critic = nn.Sequential(nn.Linear(WIDTH, 6), nn.LeakyReLU(0.2), nn.Linear(6, 1)).double()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        [real] = batch
+        for_generator, for_critic = self.optimizers()
+        ones, zeros = (torch.full((len(real), 1), value, dtype=real.dtype) for value in (1.0, 0.0))
+        self.toggle_optimizer(for_generator)
+        loss = F.binary_cross_entropy_with_logits(self.critic(self.generator(real.flip(1)) * self.scale), ones)
+        self.manual_backward(loss)
+        self.clip_gradients(for_generator, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
+        for_generator.step()
+        for_generator.zero_grad()
+        self.untoggle_optimizer(for_generator)
+        fake = self.generator(real.flip(1)).detach()
+        loss = F.binary_cross_entropy_with_logits(self.critic(real), ones)
+        loss = loss + F.binary_cross_entropy_with_logits(self.critic(fake * self.scale.detach()), zeros)
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:  # accumulated by hand over two batches
+            assert self.critic[0].weight.grad.shape == self.critic[0].weight.shape
+            for_critic.step()
+            for_critic.zero_grad()
+        self.log("loss", loss, sync_dist=True)
+
+    def configure_optimizers(self):
+        generator = self.optimizer([*self.generator.parameters(), self.scale], lr=0.02)
+        return [generator, torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.9)]
+
+
+class Closures(Gan):
+    """Backwards in closures, and gradients that are not averaged until the last one."""
+
+    optimizer = torch.optim.Adagrad
+
+    def training_step(self, batch, batch_idx):
+        [real] = batch
+        generator, critic = self.optimizers()
+        for optimizer, sign in ((generator, 1.0), (critic, -1.0)):
+            halves = real.chunk(2)
+            with optimizer.toggle_model(sync_grad=False):
+                self.manual_backward(sign * self.critic(self.generator(halves[0]) * self.scale).sigmoid().mean())
+
+            def closure(half=halves[1], sign=sign):
+                self.manual_backward(sign * self.critic(self.generator(half) * self.scale).sigmoid().mean())
+
+            with optimizer.toggle_model(sync_grad=True):
+                optimizer.step(closure)
+            self.zero_grad()
+        self.log("loss", real.mean(), sync_dist=True)
+
+
+class Counts(Callback):
+    def on_train_end(self, trainer, pl_module):
+        self.sizes = [
+            sum(v.numel() for p, entry in optimizer.state.items() if p.numel() > 1 for v in entry.values() if v.dim())
+            for optimizer in trainer.optimizers
+        ]
+
+
+class SavesHalfway(Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if self.path is not None and trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def train(case, size, options, epochs=1, save=None, resume=None, **kwargs):
+    module = case()
+    data = torch.rand(8 * 6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    strategy = None if options is None else Hybrid3DStrategy(**options)
+    counts = Counts()
+    trainer = trainer_of(size, strategy, [counts, SavesHalfway(save)], max_epochs=epochs, **kwargs)
+    sampler = None
+    if size > 1:
+        rank = trainer.strategy.cluster_environment.global_rank()
+        sampler = DistributedSampler(range(len(data)), size, rank, shuffle=False)
+    trainer.fit(module, DataLoader(TensorDataset(data), batch_size=12 // size, sampler=sampler), ckpt_path=resume)
+    return {name: value.clone() for name, value in module.state_dict().items()}, counts.sizes
+
+
+def assert_close(got, expected):
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "options"),
+    [
+        pytest.param(Gan, 2, {"zero_stage": 1}, id="gan"),
+        pytest.param(Gan, 3, {"zero_stage": 2}, id="gan, odd parts", marks=pytest.mark.slow),
+        pytest.param(Gan, 4, {"zero_stage": 1, "shard_size": 2}, id="gan, two copies", marks=pytest.mark.slow),
+        pytest.param(Closures, 2, {"zero_stage": 2}, id="closures"),
+        pytest.param(Gan, 2, {"zero_stage": 2, "recompute": "full"}, id="gan recomputed", marks=pytest.mark.slow),
+    ],
+)
+def test_parity(worlds, case, size, options):
+    """And each replica has its share of the states."""
+    [(expected, whole)] = worlds.run(1, train, case, 1, None)
+    ranks = worlds.run(size, train, case, size, options)
+    for state, _ in ranks:
+        assert_close(state, expected)
+    copies = size // options.get("shard_size", size)
+    for optimizer, numel in enumerate(whole):
+        assert sum(sizes[optimizer] for _, sizes in ranks) == copies * numel
+
+
+@pytest.mark.parametrize("case", [Gan, pytest.param(Closures, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["disk", pytest.param("cpu", marks=pytest.mark.slow)])
+def test_states_of_shards_are_offloaded(worlds, tmp_path, case, where):
+    """The same bits, also of a run that is resumed."""
+    path, place = str(tmp_path / "half.ckpt"), f"disk:{tmp_path}/states" if where == "disk" else "cpu"
+    options = {"zero_stage": 1, "offload": {"optimizer_states": place}}
+    plain = worlds.run(2, train, case, 2, {"zero_stage": 1}, 2)
+    worlds.run(2, train, case, 2, options, 1, path)
+    stored = worlds.run(2, train, case, 2, options, 2)
+    resumed = worlds.run(2, train, case, 2, options, 2, None, path)
+    for (state, sizes), *others in zip(plain, stored, resumed, strict=True):
+        for other, other_sizes in others:
+            assert all(torch.equal(other[name], value) for name, value in state.items())
+            assert other_sizes == sizes
+
+
+class Rank:
+    def __init__(self, rank, size):
+        self.rank, self.size = lambda: rank, lambda: size
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (2, 9), (6,), ()])
+def test_files_have_room_for_shards(shape):
+    p = torch.zeros(shape)
+    found = [numel_of_shard(p, Rank(rank, 3)) for rank in range(3)]
+    assert sum(found) == p.numel() if p.dim() else found == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        pytest.param((2, {"zero_stage": 1}), (1, None), id="shared, then one process"),
+        pytest.param((1, None), (2, {"zero_stage": 2}), id="one process, then shared"),
+        pytest.param((2, {"zero_stage": 1}), (2, {"zero_stage": 1}), id="shared twice", marks=pytest.mark.slow),
+    ],
+)
+def test_resumed(worlds, tmp_path, first, then):
+    [(expected, _)] = worlds.run(1, train, Gan, 1, None, 2)
+    path = str(tmp_path / "half.ckpt")
+    worlds.run(first[0], train, Gan, *first, 1, path)
+    for state, _ in worlds.run(then[0], train, Gan, *then, 2, None, path):
+        assert_close(state, expected)
+
+
+class Adafactored(Gan):
+    optimizer = torch.optim.Adafactor
+
+
+def refused(case_and_options):
+    case, options = case_and_options
+    return train(case, 2, options)
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "words"),
+    [
+        (Adafactored, {"zero_stage": 1}, "Adafactor may read full ones"),
+    ],
+)
+def test_what_cannot_be_is_refused(worlds, case, options, words):
+    for said in worlds.run(2, refusal, refused, (case, options)):
+        assert words in said
