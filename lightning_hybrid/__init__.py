@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_hybrid.namespaces.lightning_names import public_names
+from lightning_hybrid.namespaces.detect_lightning_namespace import public_names
 from lightning_hybrid.strategy_registration import register
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from lightning_hybrid.namespaces.lightning_names import PUBLIC, public_names
+from lightning_hybrid.namespaces.detect_lightning_namespace import PUBLIC, public_names
 
 if TYPE_CHECKING:
     from lightning_hybrid.callbacks.activation_checkpointing import ActivationCheckpointing

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning_hybrid.namespaces.converted_objects import accept_both
-from lightning_hybrid.namespaces.lightning_names import NAMESPACES, Namespace
+from lightning_hybrid.namespaces.detect_lightning_namespace import NAMESPACES, Namespace
 
 _NAMES: dict[str, dict[str, Any]] = {
     "hybrid3d": {},

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.mesh import as_sendable
-from lightning_hybrid.shared_memory.async_all_gather import start_all_gather
+from lightning_hybrid.shared_memory.async_row_all_gather import start_all_gather
 from lightning_hybrid.step.objects.pytree import tensors_inside
-from lightning_hybrid.step.objects.tensor_subclasses import as_plain_tensor
+from lightning_hybrid.step.objects.user_tensor_subclasses import as_plain_tensor
 
 _HEADER = 4
 _BROKEN = -1.0  # sent in place of the digest of the step

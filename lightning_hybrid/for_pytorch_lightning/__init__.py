@@ -5,7 +5,7 @@ The modules below this package are those below `lightning_hybrid`, loaded a seco
 
 from typing import Any
 
-from lightning_hybrid.namespaces.lightning_names import PUBLIC, public_names
+from lightning_hybrid.namespaces.detect_lightning_namespace import PUBLIC, public_names
 from lightning_hybrid.namespaces.twin_modules import find_twins
 
 # Type checkers see only files; what they say of `lightning_hybrid.for_lightning` holds here too.

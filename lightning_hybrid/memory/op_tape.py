@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_hybrid.memory.recomputable_values import GatheredValue, Geometry, Operation, Use, Value, materialize
-from lightning_hybrid.step.instrument.activation_checkpointing import SAVES_EACH
+from lightning_hybrid.memory.recompute_values import GatheredValue, Geometry, Operation, Use, Value, materialize
+from lightning_hybrid.step.instrument.user_activation_checkpointing import SAVES_EACH
 
 # They write running statistics or a state that their schema does not declare.
 _UNDECLARED_WRITES = ("batch_norm", "rnn", "lstm", "gru", "fused_moving_avg", "instance_norm")

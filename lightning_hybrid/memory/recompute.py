@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_hybrid.memory.recomputable_values import ParameterGatherer
+from lightning_hybrid.memory.recompute_values import ParameterGatherer
 from lightning_hybrid.memory.selective_layer import SelectiveCheckpointing
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.deep_copy import copied, may_change

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_hybrid.memory.knapsack import Step, choose_kept, needed
 from lightning_hybrid.memory.op_tape import SavedTensor, SavedValue, Tape, restore
-from lightning_hybrid.memory.recomputable_values import Operation, ParameterGatherer, Value, tensors_of
-from lightning_hybrid.step.objects.lru_cache import LRUCache
+from lightning_hybrid.memory.recompute_values import Operation, ParameterGatherer, Value, tensors_of
+from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
 
 # Cost of moving a byte, in floating-point operations of a matrix product; and of drawing one at random.
 _WORK_PER_BYTE = {"cpu": 16.0, "cuda": 100.0}

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Collection
 from typing import Any
 
-from lightning_hybrid.namespaces.lightning_names import NAMESPACES, PUBLIC, Namespace
+from lightning_hybrid.namespaces.detect_lightning_namespace import NAMESPACES, PUBLIC, Namespace
 
 _TRAINER_ARGUMENTS = ("strategy", "plugins", "callbacks")
 

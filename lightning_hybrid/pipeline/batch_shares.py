@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.collectives.rank_agreement import batches_differ, digest
-from lightning_hybrid.pipeline.loss_weights.mixed_objectives import LossWeighting, agree_on_weighting
+from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import LossWeighting, agree_on_weighting
 from lightning_hybrid.pipeline.results.log_capture import Entry, Key, keyed, keys_of
-from lightning_hybrid.pipeline.side_effects.appended_entries import Rows, merged
+from lightning_hybrid.pipeline.side_effects.join_appended_entries import Rows, merged
 from lightning_hybrid.step.batch.merge_outputs import join
 from lightning_hybrid.step.batch.microbatch import BatchSplitter, batch_size_of, split
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves

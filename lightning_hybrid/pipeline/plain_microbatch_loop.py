@@ -11,17 +11,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.batch_shares import BatchShare
-from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, TrainContext, backward_of
+from lightning_hybrid.pipeline.results.count_metric_batches_once import CountedMetrics
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
-from lightning_hybrid.pipeline.results.metric_weights import CountedMetrics
-from lightning_hybrid.pipeline.results.step_outputs import detached
-from lightning_hybrid.pipeline.side_effects.appended_entries import AppendedEntries
+from lightning_hybrid.pipeline.results.prepare_step_outputs import detached
+from lightning_hybrid.pipeline.runner_base import MicrobatchRunner, TrainContext, backward_of
+from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
 from lightning_hybrid.schedule import Action, Kind, Span
-from lightning_hybrid.step.module_state.attribute_tensors import put
 from lightning_hybrid.step.module_state.snapshot import reachable_leaves
+from lightning_hybrid.step.module_state.tensors_set_on_modules import put
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.standins.deferred_tensors import DeferredTensor, materialize
-from lightning_hybrid.step.tracing.call_trace import CallTrace, user_call_sites
+from lightning_hybrid.step.standins.sharded_tensor_base import DeferredTensor, materialize
+from lightning_hybrid.step.tracing.torch_call_sites import CallTrace, user_call_sites
 
 
 class MicrobatchLoop:

@@ -18,19 +18,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.batch_shares import BRANCHES, LEAVES, BatchShare, BatchSharing, MicrobatchResults
-from lightning_hybrid.pipeline.loss_weights.found_counts import LossWeightFinder
-from lightning_hybrid.pipeline.loss_weights.mixed_objectives import describe_mixing, measure_weighting
-from lightning_hybrid.pipeline.microbatch_runner import (
+from lightning_hybrid.pipeline.loss_weights.loss_weight_finder import LossWeightFinder
+from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import describe_mixing, measure_weighting
+from lightning_hybrid.pipeline.plain_microbatch_loop import MicrobatchLoop
+from lightning_hybrid.pipeline.plain_step_randomness import PlainStepRandomness
+from lightning_hybrid.pipeline.results.metric_sync import MetricSync
+from lightning_hybrid.pipeline.runner_base import (
     MicrobatchRunner,
     StepResult,
     TrainContext,
 )
-from lightning_hybrid.pipeline.plain_microbatch_loop import MicrobatchLoop
-from lightning_hybrid.pipeline.plain_step_randomness import PlainStepRandomness
-from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
-from lightning_hybrid.pipeline.side_effects.appended_entries import AppendedEntries
-from lightning_hybrid.pipeline.side_effects.module_changes import ModuleChanges
+from lightning_hybrid.pipeline.side_effects.detect_module_changes import ModuleChanges
+from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.pipeline.unpartitioned_steps import UnpartitionedSteps
@@ -47,7 +47,7 @@ from lightning_hybrid.step.instrument.instrument import slow_attention
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.guessed_reads import GUESSES
-from lightning_hybrid.step.tracing.compiled_modules import EagerSwitch, compiled_wrappers
+from lightning_hybrid.step.tracing.eager_around_compiled_layers import EagerSwitch, compiled_wrappers
 
 _MAX_SMALL = 3  # after so many batches that cannot be split, shares are given up
 

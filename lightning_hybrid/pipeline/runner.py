@@ -17,22 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.collectives.rank_agreement import StepBroken
-from lightning_hybrid.pipeline.loss_weights.mixed_objectives import LossWeighting
+from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import LossWeighting
 from lightning_hybrid.pipeline.loss_weights.recorded_means import LossMeanWeights, MeanWeights
-from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
+from lightning_hybrid.pipeline.results.prepare_step_outputs import check_content, detached, returned_batch
 from lightning_hybrid.pipeline.results.result_exchange import StepResultExchange
-from lightning_hybrid.pipeline.results.step_outputs import check_content, detached, returned_batch
+from lightning_hybrid.pipeline.runner_base import MicrobatchRunner, StepResult, TrainContext
+from lightning_hybrid.pipeline.runtime.build_programs import Programs
 from lightning_hybrid.pipeline.runtime.executor import Executor, Job, Outcome, fill_placeholders
-from lightning_hybrid.pipeline.runtime.programs import Programs
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.pipeline.runtime.transport import Transport
-from lightning_hybrid.pipeline.side_effects.appended_entries import AppendedEntries
+from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
+from lightning_hybrid.pipeline.side_effects.select_unsplit_steps import UnsplitSteps
 from lightning_hybrid.pipeline.side_effects.side_effect_run import SideEffectRun
-from lightning_hybrid.pipeline.side_effects.unsplit_steps import UnsplitSteps
+from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, ChosenTraces, TraceCache
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.pipeline.stages.trace_cache import Call, ChosenTraces, TraceCache
 from lightning_hybrid.pipeline.unpartitioned_steps import UnpartitionedSteps
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from lightning_hybrid.namespaces.lightning_names import public_names
+from lightning_hybrid.namespaces.detect_lightning_namespace import public_names
 from lightning_hybrid.precision.norm import MeshNorm
 from lightning_hybrid.precision.scaler import MeshGradScaler
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_hybrid.replicate.sparse_gradients import average_sparse
-from lightning_hybrid.step.objects.gradient_hooks import GradientHook
+from lightning_hybrid.step.objects.skippable_gradient_hook import GradientHook
 
 
 class GradientObserver(Protocol):

@@ -14,7 +14,6 @@ Read in this order: `actions` (the alphabet), `generators` (GPipe, 1F1B, eager 1
 The room is plain Python: it imports neither torch nor Lightning. Ranks are pipeline coordinates, not global ranks.
 """
 
-from lightning_hybrid.schedule.actions import NO_MICROBATCH, Action, Kind, Schedule
 from lightning_hybrid.schedule.checker import check_program, check_schedule
 from lightning_hybrid.schedule.errors import ScheduleError
 from lightning_hybrid.schedule.generators import (
@@ -28,9 +27,10 @@ from lightning_hybrid.schedule.generators import (
     zero_bubble,
 )
 from lightning_hybrid.schedule.picture import to_svg, to_text
-from lightning_hybrid.schedule.portals import Message, Portals, chain, made_by, needed_by
 from lightning_hybrid.schedule.program import Channel, Compute, Instruction, Program, Receive, Send, lower, peer_of
+from lightning_hybrid.schedule.schedule_and_actions import NO_MICROBATCH, Action, Kind, Schedule
 from lightning_hybrid.schedule.simulator import Span, Timeline, simulate
+from lightning_hybrid.schedule.stage_messages import Message, Portals, chain, made_by, needed_by
 
 __all__ = [
     "NO_MICROBATCH",

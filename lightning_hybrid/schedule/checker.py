@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from lightning_hybrid.schedule.actions import Action, Kind, Schedule
 from lightning_hybrid.schedule.errors import ScheduleError
-from lightning_hybrid.schedule.portals import Message, Portals, made_by, needed_by
 from lightning_hybrid.schedule.program import Compute, Program, Receive, Send, peer_of
+from lightning_hybrid.schedule.schedule_and_actions import Action, Kind, Schedule
 from lightning_hybrid.schedule.simulator import simulate
+from lightning_hybrid.schedule.stage_messages import Message, Portals, made_by, needed_by
 
 
 def check_schedule(schedule: Schedule, portals: Portals) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from lightning_hybrid.schedule.actions import Action, Kind, Schedule
+from lightning_hybrid.schedule.schedule_and_actions import Action, Kind, Schedule
 
 
 def gpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:

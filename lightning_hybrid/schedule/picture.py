@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from html import escape
 
-from lightning_hybrid.schedule.actions import Kind
+from lightning_hybrid.schedule.schedule_and_actions import Kind
 from lightning_hybrid.schedule.simulator import Span, Timeline
 
 _WORDS = {

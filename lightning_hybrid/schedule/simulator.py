@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_hybrid.schedule.actions import Action, Kind, Schedule
 from lightning_hybrid.schedule.errors import ScheduleError
-from lightning_hybrid.schedule.portals import Portals, needed_by
+from lightning_hybrid.schedule.schedule_and_actions import Action, Kind, Schedule
+from lightning_hybrid.schedule.stage_messages import Portals, needed_by
 
 
 class Span(NamedTuple):

@@ -26,7 +26,7 @@ from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.options.microbatch_weights import MicrobatchWeight
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
-from lightning_hybrid.strategies.run.module_state import ModuleState
+from lightning_hybrid.strategies.run.full_and_sharded_state import ModuleState
 from lightning_hybrid.strategies.run.run import Run, needs_runner
 from lightning_hybrid.strategies.start.callback_checks import check_callbacks, search_by_mean_loss
 from lightning_hybrid.strategies.start.empty_init import EmptyInit, move_to_device

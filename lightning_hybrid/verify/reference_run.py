@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_hybrid.verify.layout_run import Experiment, run_once
 from lightning_hybrid.verify.layouts import Layout
-from lightning_hybrid.verify.one_process.data_split import DataSplit
+from lightning_hybrid.verify.one_process.data_split_options import DataSplit
 from lightning_hybrid.verify.one_process.one_process_run import EVALUATIONS, OneProcessRun
 from lightning_hybrid.verify.records.record_comparison import Difference, compare, perturbation
 from lightning_hybrid.verify.records.run_record import Failure, RunRecord

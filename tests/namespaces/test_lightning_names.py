@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from harness.worlds.not_installed import OPTIONAL
-from lightning_hybrid.namespaces import lightning_names as namespaces
+from lightning_hybrid.namespaces import detect_lightning_namespace as namespaces
 from lightning_hybrid.namespaces import twin_modules as twins
-from lightning_hybrid.namespaces.lightning_names import LIGHTNING, PYTORCH_LIGHTNING, namespace_for
+from lightning_hybrid.namespaces.detect_lightning_namespace import LIGHTNING, PYTORCH_LIGHTNING, namespace_for
 from lightning_hybrid.step.tracing import step_mode as watch
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.moe.grouped_gemm import ACTIVATIONS, grouped_mlp
+from lightning_hybrid.experts.moe.grouped_mlp_operators import ACTIVATIONS, grouped_mlp
 
 
 class GroupedExperts(nn.Module):

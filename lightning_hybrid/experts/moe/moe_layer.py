@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.moe.grouped_gemm import ACTIVATIONS
 from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
+from lightning_hybrid.experts.moe.grouped_mlp_operators import ACTIVATIONS
 from lightning_hybrid.experts.moe.routers import ExpertChoiceRouter, Report, Routing, Score, TopKRouter, capacity
 from lightning_hybrid.experts.moe.token_dispatch import (
     Dispatch,

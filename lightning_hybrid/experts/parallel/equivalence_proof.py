@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode, random_copy
-from lightning_hybrid.experts.parallel.expert_adapters import Call, ExpertsAdapter
+from lightning_hybrid.experts.parallel.expert_calling_conventions import Call, ExpertsAdapter
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding
 from lightning_hybrid.parts.placement import shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten, unflatten

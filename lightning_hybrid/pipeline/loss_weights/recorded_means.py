@@ -20,18 +20,18 @@ from torch import Tensor, nn
 
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.patching import replaced
+from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, TraceCache
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.pipeline.stages.trace_cache import Call, TraceCache
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch_means.linear_terms import data_dependent_means, leads_to_loss, reached_by
-from lightning_hybrid.step.batch_means.mean_ops import Share
+from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means, leads_to_loss, reached_by
+from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
 from lightning_hybrid.step.batch_means.sums_over_samples import is_sum_over_samples, matching_values
 from lightning_hybrid.step.instrument.instrument import instrumented
 from lightning_hybrid.step.module_state.snapshot import ModuleState
-from lightning_hybrid.step.objects.lru_cache import LRUCache
+from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
 from lightning_hybrid.step.objects.pytree import storage_id, tensors_inside
-from lightning_hybrid.step.replay.counting_replay import CountingReplay
+from lightning_hybrid.step.replay.count_mean_denominators import CountingReplay
 
 _MAX_CACHED = 512
 _EQUAL = 1e-12

@@ -19,7 +19,7 @@ from lightning_hybrid.collectives.rank_agreement import NumberExchange, broadcas
 from lightning_hybrid.pipeline.results.log_capture import Entry, Key, LogCapture, keyed
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
-from lightning_hybrid.step.batch_means.batch_scalars import BatchScalars
+from lightning_hybrid.step.batch_means.recompute_batch_scalars import BatchScalars
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.replay.stage_replay import StageRun
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, location_of
+from lightning_hybrid.pipeline.runtime.module_state_by_stage import StageModuleStates
 from lightning_hybrid.pipeline.runtime.received_values import ReceivedValues, value_of_broken_step
 from lightning_hybrid.pipeline.runtime.split_backward import DeferredGradient, SplitBackward, finish, have_hooks
-from lightning_hybrid.pipeline.runtime.stage_module_state import StageModuleStates
 from lightning_hybrid.pipeline.runtime.transport import Incoming, Transport
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -38,7 +38,7 @@ from lightning_hybrid.schedule import (
     peer_of,
 )
 from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
-from lightning_hybrid.step.batch_means.mean_ops import Share
+from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
 from lightning_hybrid.step.instrument.instrument import instrumented
 from lightning_hybrid.step.replay.stage_replay import ReplayWatch, StageRun
 from lightning_hybrid.step.standins.absent_tensors import ControlFlowError, fill

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid.step.module_state.snapshot import ModuleState, TensorSnapshot, can_restore, reachable_leaves
-from lightning_hybrid.step.objects.tensor_subclasses import detached_copy
+from lightning_hybrid.step.objects.user_tensor_subclasses import detached_copy
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording import StepError
 

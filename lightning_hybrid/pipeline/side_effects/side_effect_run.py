@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
-from lightning_hybrid.pipeline.stages.trace_cache import Call
+from lightning_hybrid.pipeline.stages.select_recorded_trace import Call
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.instrument.instrument import instrumented

@@ -20,10 +20,10 @@ from lightning_hybrid.graph.partition import Assignment, PartitionError
 from lightning_hybrid.mesh import as_sendable
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.balance_by_size import stages_by_size
-from lightning_hybrid.pipeline.stages.placement_check import check_placement
+from lightning_hybrid.pipeline.stages.check_parameter_owners import check_placement
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.module_state.attribute_tensors import compute_weights
+from lightning_hybrid.step.module_state.tensors_set_on_modules import compute_weights
 from lightning_hybrid.step.objects.module_walk import modules_in, parameters_of
 from lightning_hybrid.step.recording.choose_units import UnitChoice, units_to_open
 from lightning_hybrid.step.recording.escaped_values import BranchCheck

@@ -12,7 +12,7 @@ import torch
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import Value
-from lightning_hybrid.pipeline.stages.missing_gradients import MissingGradients
+from lightning_hybrid.pipeline.stages.send_none_gradients import MissingGradients
 from lightning_hybrid.step.replay.stage_replay import StageReplay
 from lightning_hybrid.step.tracing.recording import Recording
 

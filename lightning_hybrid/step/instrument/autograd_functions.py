@@ -20,10 +20,14 @@ from torch.jit import ScriptFunction
 
 from lightning_hybrid.patching import ReplacedAll
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.metric_branches import branchless_normalization
+from lightning_hybrid.step.instrument.patch_torchmetrics_branches import branchless_normalization
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.bound_apply import APPLIED_IN_PYTHON, BoundApply, functions_with_builtin_apply
+from lightning_hybrid.step.tracing.find_stored_autograd_apply import (
+    APPLIED_IN_PYTHON,
+    BoundApply,
+    functions_with_builtin_apply,
+)
 from lightning_hybrid.step.tracing.finiteness_checks import number_check_patches
 from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.step.tracing.step_mode import CurrentRun, user_line

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.step.objects.pytree import storage_id
-from lightning_hybrid.step.objects.tensor_subclasses import detached_copy
+from lightning_hybrid.step.objects.user_tensor_subclasses import detached_copy
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 # Attributes that Lightning sets on a module and that are not part of its state.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_hybrid.step.module_state.attribute_tensors import computed_weights
 from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleState, reachable_leaves
+from lightning_hybrid.step.module_state.tensors_set_on_modules import computed_weights
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.standins.absent_arrays import AbsentArray
 from lightning_hybrid.step.standins.absent_tensors import AbsentFloat, ControlFlowError, branch_message, source_values

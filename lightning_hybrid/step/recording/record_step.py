@@ -21,14 +21,14 @@ from lightning_hybrid.step.module_state.snapshot import ModuleState, reachable_l
 from lightning_hybrid.step.objects.pytree import ContainerClassRegistered
 from lightning_hybrid.step.recording.choose_units import buffers_of, owned_members
 from lightning_hybrid.step.recording.escaped_values import refuse_number_in_buffer
+from lightning_hybrid.step.recording.find_differentiated_nodes import FullGraphNeeded
 from lightning_hybrid.step.recording.guards import UnguardedReads, modules_around
-from lightning_hybrid.step.recording.inner_derivatives import FullGraphNeeded
 from lightning_hybrid.step.recording.kept_values import find_kept_values
 from lightning_hybrid.step.recording.recorder import RecordWatch
 from lightning_hybrid.step.standins.absent_tensors import absent_members, members_to_replace
 from lightning_hybrid.step.standins.cost_counter import CostCounter
 from lightning_hybrid.step.standins.fake_kernel_fallback import quiet_fake_kernels
-from lightning_hybrid.step.tracing.bound_apply import find_bound_applies
+from lightning_hybrid.step.tracing.find_stored_autograd_apply import find_bound_applies
 from lightning_hybrid.step.tracing.metric_nodes import MetricDryRun, find_sinks
 from lightning_hybrid.step.tracing.recording import Recording
 from lightning_hybrid.step.tracing.step_mode import CurrentRun

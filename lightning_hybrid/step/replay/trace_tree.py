@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.module_state.attribute_tensors import look_up
 from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleState
+from lightning_hybrid.step.module_state.tensors_set_on_modules import look_up
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.recording.escaped_values import find_escaped_values, number_in_buffer
 from lightning_hybrid.step.replay.stage_replay import rebuild_result

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_hybrid.graph.step_graph import StepGraph
-from lightning_hybrid.step.module_state.attribute_tensors import replaces_parameters
 from lightning_hybrid.step.module_state.snapshot import AttributePath
+from lightning_hybrid.step.module_state.tensors_set_on_modules import replaces_parameters
 from lightning_hybrid.step.objects.pytree import Spec, flatten
-from lightning_hybrid.step.tracing.bound_apply import BoundApply
+from lightning_hybrid.step.tracing.find_stored_autograd_apply import BoundApply
 
 
 class StepError(ValueError):

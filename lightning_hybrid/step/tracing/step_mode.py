@@ -34,14 +34,14 @@ from lightning_hybrid.step.standins.absent_tensors import (
     branch_message,
     full_shape_meta,
 )
-from lightning_hybrid.step.standins.comparison_order import COMPARISONS, in_canonical_order
 from lightning_hybrid.step.standins.guessed_reads import answer_guessed_read
+from lightning_hybrid.step.standins.order_comparison_operands import COMPARISONS, in_canonical_order
 from lightning_hybrid.step.tracing.backward_hooks import backward_hooks_inside
-from lightning_hybrid.step.tracing.compiled_modules import EagerSwitch, compiled_forward
+from lightning_hybrid.step.tracing.eager_around_compiled_layers import EagerSwitch, compiled_forward
 from lightning_hybrid.step.tracing.finiteness_checks import Answer
 from lightning_hybrid.step.tracing.metric_nodes import intercepted_methods, sink_name
 from lightning_hybrid.step.tracing.shape_only_ops import is_fill_op, packed_sizes, run_fill_op
-from lightning_hybrid.step.tracing.side_outputs import emit_side_outputs, with_side_outputs
+from lightning_hybrid.step.tracing.side_outputs_of_modules import emit_side_outputs, with_side_outputs
 
 # Properties that create a tensor; all others (shape, dtype, device, grad_fn, ...) are metadata.
 VIEW_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})

@@ -14,25 +14,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.memory.recompute import Recompute
+from lightning_hybrid.strategies.execution.choose_layout_per_batch import LayoutChanges
 from lightning_hybrid.strategies.execution.first_step_check import FirstStepCheck
-from lightning_hybrid.strategies.execution.layout_changes import LayoutChanges
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
+from lightning_hybrid.strategies.logs.delay_logger_calls import drop_logger_calls
 from lightning_hybrid.strategies.logs.log_reduction import silence_sync_dist_advice
-from lightning_hybrid.strategies.logs.logger_proxies import drop_logger_calls
 from lightning_hybrid.strategies.options.strategy_options import Options, check_scripted
 from lightning_hybrid.strategies.run.build_run import build_run
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
-from lightning_hybrid.strategies.run.module_state import ModuleState
-from lightning_hybrid.strategies.run.optimization import connect_optimizers
+from lightning_hybrid.strategies.run.connect_optimizers import connect_optimizers
+from lightning_hybrid.strategies.run.full_and_sharded_state import ModuleState
 from lightning_hybrid.strategies.run.run import Optimization, Run, Setting
 from lightning_hybrid.strategies.run.step_contexts import StepContexts
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.start.initial_sync import check_is_full, synchronize_start
-from lightning_hybrid.strategies.state.carried_states import FullGradients, full_states
+from lightning_hybrid.strategies.state.carry_optimizer_and_gradients import FullGradients, full_states
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
-from lightning_hybrid.strategies.techniques.sync_batchnorm import synced_norms
+from lightning_hybrid.strategies.techniques.sync_batchnorm_argument import synced_norms
 from lightning_hybrid.strategies.techniques.zero import can_shard_manual_steps, check_zero_replicas
-from lightning_hybrid.strategies.world.rank_world import RankWorld
+from lightning_hybrid.strategies.world.rank_communication import RankWorld
 
 
 class RunLifecycle:

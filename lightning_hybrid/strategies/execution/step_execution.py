@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.collectives.rank_agreement import StepBroken
-from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.pipeline.results.gradient_handoff import GradientHandoff
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.pipeline.runner_base import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.objects.module_walk import modules_in, parameters_of
 from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.strategies.logs.delay_logger_calls import flush_logger_calls
 from lightning_hybrid.strategies.logs.log_reduction import begin_logs, log_for_all, log_for_replica
-from lightning_hybrid.strategies.logs.logger_proxies import flush_logger_calls
 from lightning_hybrid.strategies.options.microbatch_weights import weigh_by_count
 from lightning_hybrid.strategies.run.build_run import RunOwner, running_layers
 from lightning_hybrid.strategies.run.run import Run, Setting

@@ -22,8 +22,8 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.strategies.options.strategy_options import compile_options
 from lightning_hybrid.strategies.run.describe_run import describe_run
+from lightning_hybrid.strategies.run.full_and_sharded_state import ModuleState
 from lightning_hybrid.strategies.run.module_partition import ModulePartition
-from lightning_hybrid.strategies.run.module_state import ModuleState
 from lightning_hybrid.strategies.run.run import Optimization, Run, Setting
 from lightning_hybrid.strategies.techniques.compilation import CompiledUnits, share_compile_processes
 from lightning_hybrid.strategies.techniques.gradient_reduction import has_adascale
@@ -33,8 +33,8 @@ from lightning_hybrid.strategies.techniques.zero import around_validation, shard
 from lightning_hybrid.strategies.user_code.dataloader_reads import wrap_loaders
 from lightning_hybrid.strategies.user_code.hook_reads import HookReads, summarize_full_parameters
 from lightning_hybrid.strategies.user_code.user_hooks import wrap_user_hooks
-from lightning_hybrid.strategies.world.run_callbacks import FullAtTrainEnd
-from lightning_hybrid.zero.unshard_policy import ZeroSharding
+from lightning_hybrid.strategies.world.strategy_callbacks import FullAtTrainEnd
+from lightning_hybrid.zero.zero_sharding import ZeroSharding
 
 
 class RunOwner(Protocol):

@@ -27,10 +27,10 @@ from lightning_hybrid.checkpoint.reading import SavedFolder
 from lightning_hybrid.checkpoint.writing import HostBuffers, prepare, write
 from lightning_hybrid.layout import AXES
 from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.strategies.run.module_state import ModuleState
+from lightning_hybrid.strategies.run.full_and_sharded_state import ModuleState
 from lightning_hybrid.strategies.run.run import needs_runner
+from lightning_hybrid.strategies.world.rank_communication import RankWorld
 from lightning_hybrid.strategies.world.rank_failures import warn_of_missing_checkpoint
-from lightning_hybrid.strategies.world.rank_world import RankWorld
 
 # Lightning's name for what it saves before it asks SLURM for the job's return: it must be there by then.
 _BEFORE_REQUEUE = "hpc_ckpt"

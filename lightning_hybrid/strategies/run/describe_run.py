@@ -7,7 +7,7 @@ import math
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.step.batch_means.linear_terms import data_dependent_means
+from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means
 from lightning_hybrid.strategies.run.module_partition import ModulePartition
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.techniques.recomputation import describe_policies

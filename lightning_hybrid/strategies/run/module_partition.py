@@ -12,14 +12,14 @@ from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.memory.recompute import Recomputation
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.local_shards import AxisSharding, LocalShards
-from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.pipeline.runner_base import MicrobatchRunner
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import BatchError
-from lightning_hybrid.strategies.run.demotion import Demotion
 from lightning_hybrid.strategies.run.run import Setting
+from lightning_hybrid.strategies.run.zero3_fallback_reason import Demotion
 from lightning_hybrid.strategies.start.first_recording import record_first_step, warn_of_mixing
 from lightning_hybrid.strategies.start.plan_folder import plan_folder
 from lightning_hybrid.strategies.start.runner_factory import make_runner

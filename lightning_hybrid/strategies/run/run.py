@@ -20,28 +20,28 @@ from lightning_hybrid.memory.recompute import Recomputation, Recompute
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.parts.local_shards import AxisSharding, LocalShards
-from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner
 from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.pipeline.runner_base import MicrobatchRunner
 from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
 from lightning_hybrid.replicate.synced_batch_norm import SyncedBatchNorm
 from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.strategies.run.demotion import Demotion
 from lightning_hybrid.strategies.run.step_contexts import StepContexts
+from lightning_hybrid.strategies.run.zero3_fallback_reason import Demotion
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
 from lightning_hybrid.strategies.techniques.compilation import CompiledUnits
 from lightning_hybrid.strategies.techniques.gradient_reduction import Reducers
 from lightning_hybrid.strategies.user_code.hook_reads import HookReads
-from lightning_hybrid.strategies.world.rank_world import RankWorld
+from lightning_hybrid.strategies.world.rank_communication import RankWorld
 from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
-from lightning_hybrid.zero.optimizer_states.offloaded_states import OffloadedStates
+from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
 from lightning_hybrid.zero.optimizer_states.sharded_step import ShardedStep
-from lightning_hybrid.zero.unshard_policy import ZeroSharding
+from lightning_hybrid.zero.zero_sharding import ZeroSharding
 
 
 def shards_module(options: Options, layout: ParallelLayout, *, shards_manual_steps: bool = False) -> bool:

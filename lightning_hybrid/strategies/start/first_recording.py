@@ -14,19 +14,19 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hybrid.graph.partition import UnfitError
-from lightning_hybrid.pipeline.loss_weights.mixed_objectives import (
+from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import (
     LossWeighting,
     agree_on_weighting,
     describe_mixing,
     measure_weighting,
     outside,
 )
-from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner
 from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.pipeline.runner_base import MicrobatchRunner
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import BatchSplitter, check_count, split, why_unsplit
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.compiled_modules import EagerSwitch, compiled_wrappers
+from lightning_hybrid.step.tracing.eager_around_compiled_layers import EagerSwitch, compiled_wrappers
 from lightning_hybrid.strategies.start.example_batch import take_example
 from lightning_hybrid.strategies.start.provisional_optimizers import record_with_optimizers
 from lightning_hybrid.strategies.user_code.hook_context import current_hook, step_arguments

@@ -14,10 +14,10 @@ from torch import nn
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.local_shards import LocalShards
-from lightning_hybrid.pipeline.microbatch_runner import MicrobatchRunner
 from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.pipeline.runner_base import MicrobatchRunner
 from lightning_hybrid.pipeline.runtime.transport import transport_of
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.unpartitioned_steps import UnpartitionedSteps

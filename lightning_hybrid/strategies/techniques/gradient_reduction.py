@@ -12,13 +12,13 @@ from lightning_hybrid.callbacks.adascale import AdaScale
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.namespaces.converted_objects import convert
-from lightning_hybrid.namespaces.lightning_names import namespace_of
+from lightning_hybrid.namespaces.detect_lightning_namespace import namespace_of
 from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.replicate.gradient_reducer import GradientReducer
-from lightning_hybrid.replicate.joint_reducer import JointReducer
-from lightning_hybrid.zero.unshard_policy import ZeroSharding
+from lightning_hybrid.replicate.multi_group_reducer import JointReducer
+from lightning_hybrid.zero.zero_sharding import ZeroSharding
 
 Reducers = dict[int | None, GradientReducer | JointReducer]
 

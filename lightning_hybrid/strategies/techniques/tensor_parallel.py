@@ -19,7 +19,7 @@ from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.tensor.discovery.unit_calls import UnitCalls, record_calls
 from lightning_hybrid.tensor.discovery.vocabulary_uses import Use, VocabularyUses
 from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, SequenceParallel, UnitPlan
-from lightning_hybrid.tensor.requests.precedence import requests_by_unit
+from lightning_hybrid.tensor.requests.unit_requests import requests_by_unit
 from lightning_hybrid.tensor.requests.user_plan import Request, TensorPlanError, requests_of_model, requests_of_user
 from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
 from lightning_hybrid.tensor.search.model_search import plan_units

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import get_worker_info
 
-from lightning_hybrid.full_params.gather_on_read import OWN_PROPERTIES, GatheredParameters
+from lightning_hybrid.full_params.gathered_parameters_mode import OWN_PROPERTIES, GatheredParameters
 from lightning_hybrid.full_params.sharded_parameter_mode import IDENTITY
 from lightning_hybrid.patching import around
 from lightning_hybrid.pipeline.unpartitioned_steps import UnpartitionedSteps
@@ -38,7 +38,7 @@ from lightning_hybrid.step.standins.absent_tensors import (
 )
 from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.step.tracing.step_mode import user_line
-from lightning_hybrid.zero.unshard_policy import ZeroSharding
+from lightning_hybrid.zero.zero_sharding import ZeroSharding
 
 _MOST_OBJECTS, _MOST_ITEMS = 10_000, 100
 _LEAVES = (str, bytes, int, float, Tensor, type, ModuleType, numpy.ndarray, numpy.generic)

@@ -17,7 +17,7 @@ from lightning_hybrid.full_params.value_locations import ValueLocations
 from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.patching import replace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.strategies.user_code.user_optimizers import combines_parameters
+from lightning_hybrid.strategies.user_code.wrap_optimizer_steps import combines_parameters
 from lightning_hybrid.zero.optimizer_states.layerwise_step import twin_of
 
 # Replicas over which parameters are sharded may have different numbers of these.

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.strategies.user_code.checkpoint_hooks import CheckpointHooks
+from lightning_hybrid.strategies.user_code.gather_checkpoint_hook_tensors import CheckpointHooks
 from lightning_hybrid.strategies.user_code.hook_context import LIBRARY_PREFIXES
 from lightning_hybrid.strategies.user_code.reads_protocol import Reads
 

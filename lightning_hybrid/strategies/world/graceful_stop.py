@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_ze
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around, replace
-from lightning_hybrid.strategies.world.rendezvous import pauses
+from lightning_hybrid.strategies.world.check_all_ranks_arrive import pauses
 
 _INTERRUPT = 1 << 32  # above any number of stop points
 

@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.strategies.world.distributed_samplers import split_sampler_over_replicas
-from lightning_hybrid.strategies.world.rank_world import RankWorld
+from lightning_hybrid.strategies.world.correct_user_samplers import split_sampler_over_replicas
+from lightning_hybrid.strategies.world.rank_communication import RankWorld
 
 
 class RankedStrategy(ParallelStrategy):

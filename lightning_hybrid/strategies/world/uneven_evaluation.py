@@ -25,7 +25,7 @@ from lightning_hybrid.collectives.rank_agreement import RanksDisagree
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around, reduced_as, replace
 from lightning_hybrid.replicate.forbid_communication import collectives_forbidden
-from lightning_hybrid.strategies.world.rendezvous import pauses
+from lightning_hybrid.strategies.world.check_all_ranks_arrive import pauses
 
 _EVALUATION = (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING, RunningStage.TESTING)
 _STEPS = ("validation_step", "test_step")

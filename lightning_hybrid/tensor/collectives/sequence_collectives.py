@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.parts.placement import Shard, shard_tensor
-from lightning_hybrid.step.instrument.activation_checkpointing import SAVES_EACH
-from lightning_hybrid.step.standins.deferred_tensors import materialize
+from lightning_hybrid.step.instrument.user_activation_checkpointing import SAVES_EACH
 from lightning_hybrid.step.standins.lazy_full_tensor import LazyFullTensor
+from lightning_hybrid.step.standins.sharded_tensor_base import materialize
 from lightning_hybrid.tensor.collectives.rank_collectives import ExchangingRanks
 
 

@@ -23,13 +23,13 @@ from lightning_hybrid.patching import Replacement
 from lightning_hybrid.tensor.collectives.rank_collectives import Ranks, gather, leave
 from lightning_hybrid.tensor.collectives.sequence_collectives import SequenceShard, save_local_shard, shard_sequence
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, PositionsPlan, UnitPlan
+from lightning_hybrid.tensor.runtime.multiply_by_local_weight import convolution_of, product_of
 from lightning_hybrid.tensor.runtime.parallel_attention import sharded_attention
-from lightning_hybrid.tensor.runtime.partial_products import convolution_of, product_of
 from lightning_hybrid.tensor.runtime.region_inputs import RegionInputs
 from lightning_hybrid.tensor.runtime.region_mode import RegionMode
 from lightning_hybrid.tensor.runtime.sequence_sharding import ShardedSequence
+from lightning_hybrid.tensor.shard_state.mark_sharded_values import mark, tensors_in
 from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw
-from lightning_hybrid.tensor.shard_state.shard_marks import mark, tensors_in
 
 Run = Callable[..., Tensor]  # the product of a linear with the local shard of its weight, with or without the bias
 

@@ -30,12 +30,12 @@ from lightning_hybrid.step.module_state.snapshot import (
     is_state,
     reachable_leaves,
 )
+from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
 from lightning_hybrid.step.objects.deep_copy import copied
-from lightning_hybrid.step.objects.lru_cache import LRUCache
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call
 from lightning_hybrid.step.recording.guards import plain_state
-from lightning_hybrid.step.standins.deferred_tensors import DeferredTensor, materialize, materialize_call
-from lightning_hybrid.step.tracing.call_trace import CallTrace, Step, is_user_frame, user_call_sites
+from lightning_hybrid.step.standins.sharded_tensor_base import DeferredTensor, materialize, materialize_call
+from lightning_hybrid.step.tracing.torch_call_sites import CallTrace, Step, is_user_frame, user_call_sites
 
 _VALUE_READS = frozenset(
     {"__bool__", "__int__", "__float__", "__index__", "__array__", "item", "tolist", "numpy", "equal", "allclose"}

@@ -28,9 +28,14 @@ from lightning_hybrid.randomness.keyed_draws import draws
 from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH
 from lightning_hybrid.tensor.collectives.rank_collectives import OneRank, Ranks
 from lightning_hybrid.tensor.plan.unit_plan import Rule, Site
-from lightning_hybrid.tensor.runtime.local_lengths import find_positions
-from lightning_hybrid.tensor.runtime.local_offsets import CannotShard, local_index, local_offset, local_sections
-from lightning_hybrid.tensor.shard_state.shard_marks import mark, mark_all, sharded_over, tensors_in
+from lightning_hybrid.tensor.runtime.convert_slices_to_local import (
+    CannotShard,
+    local_index,
+    local_offset,
+    local_sections,
+)
+from lightning_hybrid.tensor.runtime.find_position_dim import find_positions
+from lightning_hybrid.tensor.shard_state.mark_sharded_values import mark, mark_all, sharded_over, tensors_in
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

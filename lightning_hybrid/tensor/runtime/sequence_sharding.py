@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.randomness.keyed_draws import draws
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
-from lightning_hybrid.step.standins.deferred_tensors import materialize
+from lightning_hybrid.step.standins.sharded_tensor_base import materialize
 from lightning_hybrid.tensor.collectives import sequence_collectives as positions
 from lightning_hybrid.tensor.collectives.rank_collectives import ExchangingRanks
 from lightning_hybrid.tensor.collectives.sequence_collectives import (
@@ -31,7 +31,7 @@ from lightning_hybrid.tensor.collectives.sequence_collectives import (
     shard_sequence,
 )
 from lightning_hybrid.tensor.plan.unit_plan import PositionsPlan
-from lightning_hybrid.tensor.runtime.local_offsets import CannotShard
+from lightning_hybrid.tensor.runtime.convert_slices_to_local import CannotShard
 
 
 class ShardedSequence:

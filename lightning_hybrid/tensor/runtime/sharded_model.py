@@ -22,8 +22,8 @@ from lightning_hybrid.parts.local_shards import AxisSharding
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
-from lightning_hybrid.step.standins.deferred_tensors import materialize_call
-from lightning_hybrid.step.tracing.compiled_modules import compiled_modules
+from lightning_hybrid.step.standins.sharded_tensor_base import materialize_call
+from lightning_hybrid.step.tracing.eager_around_compiled_layers import compiled_modules
 from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks, paired
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.compiled_linears import CompiledRegionInputs, compiled_forwards

@@ -30,9 +30,9 @@ from lightning_hybrid.parts.placement import Placement, Shard, shard_tensor
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
 from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.step.standins.deferred_tensors import materialize_call
-from lightning_hybrid.step.tracing.call_trace import CallTrace
+from lightning_hybrid.step.standins.sharded_tensor_base import materialize_call
 from lightning_hybrid.step.tracing.recording import StepError
+from lightning_hybrid.step.tracing.torch_call_sites import CallTrace
 from lightning_hybrid.tensor.collectives.rank_collectives import (
     ExchangingRanks,
     Ranks,
@@ -48,10 +48,10 @@ from lightning_hybrid.tensor.runtime.proved_calls import ProvedCalls
 from lightning_hybrid.tensor.runtime.region_inputs import RegionInputs
 from lightning_hybrid.tensor.runtime.region_mode import RegionMode
 from lightning_hybrid.tensor.runtime.sequence_sharding import LocalPositionDraws, ShardedSequence
+from lightning_hybrid.tensor.shard_state.mark_sharded_values import sharded_over
 from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw, RankDraws
-from lightning_hybrid.tensor.shard_state.shard_marks import sharded_over
 from lightning_hybrid.tensor.shard_state.swapped_members import find_slots, put_attributes, put_forwards, put_tensors
-from lightning_hybrid.tensor.vocabulary.vocabulary_shard import Vocabulary
+from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import Vocabulary
 from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
 
 Tensors = Mapping[str, Tensor]

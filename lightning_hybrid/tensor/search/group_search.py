@@ -12,7 +12,7 @@ from torch import nn
 from lightning_hybrid.parts.placement import Placement, Shard
 from lightning_hybrid.tensor.discovery.linear_dataflow import Discovery, Pair, discover
 from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, Group, LinearLike, SequenceParallel, UnitPlan
-from lightning_hybrid.tensor.requests.precedence import Origin, UnitRequests, requested_pairs
+from lightning_hybrid.tensor.requests.unit_requests import Origin, UnitRequests, requested_pairs
 from lightning_hybrid.tensor.requests.user_plan import TensorPlanError
 from lightning_hybrid.tensor.runtime.parallel_attention import attention_placements
 from lightning_hybrid.tensor.search.context_search import ONE_TENSOR_RANK

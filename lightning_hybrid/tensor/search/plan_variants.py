@@ -14,7 +14,7 @@ from torch import nn
 from lightning_hybrid.parts.placement import Piece, Placement, Shard
 from lightning_hybrid.tensor.discovery.linear_dataflow import Arrangement, Discovery
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike
-from lightning_hybrid.tensor.runtime.local_offsets import local_pieces
+from lightning_hybrid.tensor.runtime.convert_slices_to_local import local_pieces
 
 Attributes = dict[str, dict[str, int]]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
-from lightning_hybrid.tensor.requests.precedence import UnitRequests, check_followed
+from lightning_hybrid.tensor.requests.unit_requests import UnitRequests, check_followed
 from lightning_hybrid.tensor.search.context_search import ShardedGroups, shard_over_context
 from lightning_hybrid.tensor.search.group_search import GroupSearch
 from lightning_hybrid.tensor.trial.equivalence_proof import Proof, proof_of

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode, random_copy
 from lightning_hybrid.equivalence.output_differences import difference_of
-from lightning_hybrid.step.tracing.call_trace import user_call_sites
+from lightning_hybrid.step.tracing.torch_call_sites import user_call_sites
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.proved_calls import value_read_in
 from lightning_hybrid.tensor.trial.example_inputs import Example, make_example, spread_rows

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
 from lightning_hybrid.parts.placement import Placement, Shard, shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.deferred_tensors import materialize
-from lightning_hybrid.step.tracing.call_trace import CallTrace, Step
-from lightning_hybrid.step.tracing.side_outputs import taking_asides
+from lightning_hybrid.step.standins.sharded_tensor_base import materialize
+from lightning_hybrid.step.tracing.side_outputs_of_modules import taking_asides
+from lightning_hybrid.step.tracing.torch_call_sites import CallTrace, Step
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.region_mode import RegionMode
 from lightning_hybrid.tensor.runtime.sequence_sharding import ShardedSequence

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_hybrid.step.instrument.autograd_functions import NotIntercepted
 from lightning_hybrid.tensor.vocabulary.op_rules import Rule
-from lightning_hybrid.tensor.vocabulary.vocabulary_shard import VocabularyShard
+from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import VocabularyShard
 
 aten = torch.ops.aten
 

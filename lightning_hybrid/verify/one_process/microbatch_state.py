@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hybrid.pipeline.side_effects.appended_entries import AppendedEntries, Rows, merged
+from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries, Rows, merged
 from lightning_hybrid.step.module_state.snapshot import ModuleState
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_hybrid.pipeline.results.count_metric_batches_once import CountedMetrics
 from lightning_hybrid.pipeline.results.log_capture import Entry, LogCapture
-from lightning_hybrid.pipeline.results.metric_weights import CountedMetrics
 from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join
 from lightning_hybrid.step.batch.microbatch import (
@@ -32,10 +32,10 @@ from lightning_hybrid.step.batch.microbatch import (
 )
 from lightning_hybrid.step.instrument.instrument import draw_as_stages
 from lightning_hybrid.step.tracing.metric_nodes import find_sinks
-from lightning_hybrid.verify.one_process.data_split import DataSplit
+from lightning_hybrid.verify.one_process.data_split_options import DataSplit
 from lightning_hybrid.verify.one_process.microbatch_state import DeferredGradients, MicrobatchSideEffects
+from lightning_hybrid.verify.one_process.replica_loader import ReplicaLoader, split_loader
 from lightning_hybrid.verify.one_process.replica_modules import ReplicaModules
-from lightning_hybrid.verify.one_process.replica_samplers import ReplicaLoader, split_loader
 from lightning_hybrid.verify.records.run_record import RunRecord, local_copies, prediction_leaves
 
 EVALUATIONS = frozenset({"validation_step", "test_step", "predict_step"})

@@ -23,7 +23,7 @@ from lightning_hybrid.replicate.forbid_communication import collectives_forbidde
 from lightning_hybrid.step.batch.microbatch import BatchError, join_batches, split
 from lightning_hybrid.step.instrument.instrument import draw_as_stages
 from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent
-from lightning_hybrid.verify.one_process.undo_step import perturbed, without_side_effects
+from lightning_hybrid.verify.one_process.undo_side_effects import perturbed, without_side_effects
 
 # Seeds of the two runs that show whether a module draws random numbers.
 _SEEDS = (-1, -2)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile, aligned, state_tensors
-from lightning_hybrid.zero.optimizer_states.offloaded_states import OffloadedStates
+from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
 from lightning_hybrid.zero.optimizer_states.replaced_step import step_after_closure
 from lightning_hybrid.zero.storage_devices import HOST
 

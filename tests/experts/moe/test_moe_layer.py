@@ -370,7 +370,7 @@ def test_counts_that_are_not_those_of_the_rows():
 @pytest.mark.parametrize("options", [CASES["plain experts with biases"], CASES["relu"], {"bias": True}], ids=str)
 def test_what_is_kept_in_pieces(options, monkeypatch):
     """Rows of one expert lie in several tensors, and rows of several experts in one."""
-    monkeypatch.setattr("lightning_hybrid.experts.moe.grouped_gemm._SAVED_CHUNK_BYTES", 3 * 8 * 2 * HIDDEN)
+    monkeypatch.setattr("lightning_hybrid.experts.moe.grouped_mlp_operators._SAVED_CHUNK_BYTES", 3 * 8 * 2 * HIDDEN)
     moe = layer(**options)
     x = tokens_of(TOKENS).requires_grad_()
     y, report = moe(x)

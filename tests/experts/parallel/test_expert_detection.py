@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
 from lightning_hybrid.experts.moe.upcycling import ListedExperts
 from lightning_hybrid.experts.parallel.equivalence_proof import prove
-from lightning_hybrid.experts.parallel.expert_adapters import BatchedPairs, BatchedRows
+from lightning_hybrid.experts.parallel.expert_calling_conventions import BatchedPairs, BatchedRows
 from lightning_hybrid.experts.parallel.expert_detection import ExpertCalls
 from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
 from models.cases import batch_of, make

@@ -17,7 +17,7 @@ from lightning_hybrid.step.standins.absent_tensors import (
     make_absent,
     user_attributes,
 )
-from lightning_hybrid.step.standins.comparison_order import in_canonical_order
+from lightning_hybrid.step.standins.order_comparison_operands import in_canonical_order
 
 
 def test_a_dropped_parameter_stays_the_object_and_is_filled_again():

@@ -12,8 +12,8 @@ from torch import nn
 from torch.autograd.function import _SingleLevelFunction
 
 from harness.one_process_pipeline import assert_same_gradients, cut, pipeline, reference
-from lightning_hybrid.step.tracing import bound_apply as places
-from lightning_hybrid.step.tracing.bound_apply import find_bound_applies
+from lightning_hybrid.step.tracing import find_stored_autograd_apply as places
+from lightning_hybrid.step.tracing.find_stored_autograd_apply import find_bound_applies
 from lightning_hybrid.step.tracing.recording import StepError
 from models.autograd_functions import Reverse
 from models.cases import batch_of

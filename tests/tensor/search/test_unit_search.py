@@ -12,7 +12,7 @@ from torch import nn
 from lightning_hybrid.equivalence.deterministic_mode import random_copy
 from lightning_hybrid.parts.placement import Piece, Replicated, Shard
 from lightning_hybrid.tensor.plan.plan_json import from_json, to_json
-from lightning_hybrid.tensor.runtime.local_lengths import find_positions
+from lightning_hybrid.tensor.runtime.find_position_dim import find_positions
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from lightning_hybrid.tensor.shard_state.rank_randomness import RankDraws
 from lightning_hybrid.tensor.trial.equivalence_proof import Proof

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hybrid.tensor.shard_state.mark_sharded_values import mark, mark_all, sharded_over, tensors_in
 from lightning_hybrid.tensor.shard_state.rank_randomness import RankDraws
-from lightning_hybrid.tensor.shard_state.shard_marks import mark, mark_all, sharded_over, tensors_in
 from lightning_hybrid.tensor.shard_state.swapped_members import find_slots, put_attributes, put_forwards, put_tensors
 
 

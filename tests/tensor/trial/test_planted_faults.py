@@ -11,8 +11,8 @@ from lightning_hybrid.equivalence.output_differences import are_equal_within, di
 from lightning_hybrid.parts.placement import Replicated, Shard
 from lightning_hybrid.tensor.collectives import sequence_collectives as positions
 from lightning_hybrid.tensor.plan.unit_plan import PositionsPlan
+from lightning_hybrid.tensor.runtime import multiply_by_local_weight as products
 from lightning_hybrid.tensor.runtime import parallel_linears as linears
-from lightning_hybrid.tensor.runtime import partial_products as products
 from lightning_hybrid.tensor.runtime import region_inputs as entrances
 from lightning_hybrid.tensor.runtime.parallel_linears import ParallelLinears
 from lightning_hybrid.tensor.search.unit_search import plan_unit

@@ -12,7 +12,7 @@ from zero.optimizer_states.test_layerwise_offload import KINDS, SUBSETS, assert_
 from harness.fits import Run, fit
 from harness.simulated_host import SimulatedHost
 from lightning_hybrid.zero.memory_mapped_states import OffloadError
-from lightning_hybrid.zero.optimizer_states.all_parameters_step import AllParametersStep
+from lightning_hybrid.zero.optimizer_states.offloaded_all_parameters_step import AllParametersStep
 from models.optimizers import Lamb
 
 

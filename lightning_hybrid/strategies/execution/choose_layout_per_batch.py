@@ -20,9 +20,9 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_hybrid.collectives.rank_agreement import StepBroken
-from lightning_hybrid.pipeline.microbatch_runner import StepResult, TrainContext
 from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.pipeline.runner_base import StepResult, TrainContext
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import BatchError
 from lightning_hybrid.step.standins.absent_tensors import is_absent
@@ -32,7 +32,7 @@ from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.run import Run, Setting
 from lightning_hybrid.strategies.start.runner_factory import make_runner
 from lightning_hybrid.strategies.user_code.hook_context import output_is_read, step_arguments
-from lightning_hybrid.strategies.user_code.user_optimizers import keeps_lists_per_parameter
+from lightning_hybrid.strategies.user_code.wrap_optimizer_steps import keeps_lists_per_parameter
 
 
 class LayoutChanges:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
 from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
-from lightning_hybrid.step.batch_means.linear_terms import is_linear
+from lightning_hybrid.step.batch_means.linear_means_of_loss import is_linear
 from lightning_hybrid.step.objects.pytree import Spec, flatten, unflatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.standins.deferred_tensors import DeferredTensor
+from lightning_hybrid.step.standins.sharded_tensor_base import DeferredTensor
 from lightning_hybrid.step.tracing.recording import Template
 
 

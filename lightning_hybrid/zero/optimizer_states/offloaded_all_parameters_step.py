@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
-from lightning_hybrid.zero.optimizer_states.offloaded_states import OffloadedStates
+from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
 from lightning_hybrid.zero.optimizer_states.replaced_step import replace_step
 from lightning_hybrid.zero.storage_devices import HOST
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from lightning_hybrid.schedule.actions import Action, Kind
+from lightning_hybrid.schedule.schedule_and_actions import Action, Kind
 
 
 class Message(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.parts.placement import Shard, join, padded
-from lightning_hybrid.step.standins.deferred_tensors import DeferredTensor
+from lightning_hybrid.step.standins.sharded_tensor_base import DeferredTensor
 from lightning_hybrid.tensor.collectives.rank_collectives import Ranks
 
 

@@ -28,8 +28,12 @@ from lightning_hybrid.strategies.techniques.zero import (
     shard_optimizer_states,
     step_manual_shards,
 )
-from lightning_hybrid.strategies.user_code.user_optimizers import search_by_mean_loss, step_local_shards, watch_step
-from lightning_hybrid.zero.optimizer_states.offloaded_states import OffloadedStates
+from lightning_hybrid.strategies.user_code.wrap_optimizer_steps import (
+    search_by_mean_loss,
+    step_local_shards,
+    watch_step,
+)
+from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
 
 
 def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> Optimization:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_hybrid.pipeline.loss_weights.mixed_objectives import LossWeighting
+from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import LossWeighting
 from lightning_hybrid.step.batch.microbatch import BatchSplitter, batch_size_of, split
 from lightning_hybrid.step.batch_means.counts_in_batch import Count, uneven_masks, weights_differ
 

@@ -19,12 +19,12 @@ from lightning_hybrid.experts.moe.moe_layer import name_layers
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.strategies.world.device_mesh import published
 from lightning_hybrid.strategies.world.rank_failures import RankFailures
 from lightning_hybrid.strategies.world.replica_world import VisibleWorld
-from lightning_hybrid.strategies.world.run_callbacks import EpochMetrics
 from lightning_hybrid.strategies.world.skipped_steps import allow_skipped_steps
+from lightning_hybrid.strategies.world.strategy_callbacks import EpochMetrics
 from lightning_hybrid.strategies.world.uneven_evaluation import evaluate_each_sample_once
+from lightning_hybrid.strategies.world.user_device_mesh import published
 
 
 class RankWorld:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_hybrid.pipeline.stages.trace_cache import Call, TraceCache
+from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, TraceCache
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.batch.microbatch import batch_size_of, sizes_of
-from lightning_hybrid.step.objects.lru_cache import LRUCache
+from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
 from lightning_hybrid.step.recording.kept_values import why_not_mergeable
 from lightning_hybrid.step.tracing.recording import Recording
 

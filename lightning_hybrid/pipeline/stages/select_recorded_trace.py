@@ -27,7 +27,7 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import copied_batch
 from lightning_hybrid.step.instrument.instrument import instrumented
 from lightning_hybrid.step.module_state.snapshot import ModuleState
-from lightning_hybrid.step.objects.lru_cache import LRUCache
+from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
 from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
 from lightning_hybrid.step.recording.guards import UnguardedReads, modules_around, plain_state
 from lightning_hybrid.step.replay.trace_tree import TraceTree, UnknownTrace
