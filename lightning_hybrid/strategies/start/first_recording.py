@@ -89,31 +89,46 @@ def record_first_step(
             f"the batch cannot be split into microbatches: {reason}; the {runner.plan.num_ranks} pipeline ranks work"
             " one after the other. Pass batch_splitter=function(batch, count) -> list of batches"
         )
-    was_training = {part: part.training for part in module.modules()}
+    record = partial(runner.record, name, getattr(module, name), arguments, context(name))
+    if not _record(trainer, module, runner, name, record, optimizers_exist=optimizers_exist):
+        return None
+    _warn_of_compiled(module, runner)
+    return arguments
+
+
+def _record(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    runner: MicrobatchRunner,
+    name: str,
+    record: Callable[[], None],
+    *,
+    optimizers_exist: bool,
+) -> bool:
+    """Record a step in its mode; return False where an evaluation step must run unpartitioned."""
+    was_training = {inner: inner.training for inner in module.modules()}
+    is_fitting = name == "training_step"
     if not is_fitting:
         module.eval()
     try:
         with torch.set_grad_enabled(is_fitting), current_hook(module, name):
-            record = partial(runner.record, name, getattr(module, name), arguments, context(name))
-            if optimizers_exist:
-                record()
-            elif is_fitting:
+            if is_fitting and not optimizers_exist:
                 record_with_optimizers(trainer, module, record)
-            else:
-                try:
-                    record()
-                except Exception as reason:  # an error of the step itself shows when it runs unpartitioned
-                    strategy: Any = trainer.strategy
-                    if isinstance(reason, UnfitError) and strategy.options.pipeline_cuts:
-                        raise
-                    runner.unpartitioned.add_step(name, reason)
-                    runner.plan.partition_by_size()
-                    return None
+                return True
+            try:
+                record()
+            except Exception as reason:  # an error of the step itself shows when it runs unpartitioned
+                strategy: Any = trainer.strategy
+                is_wrong_cut = isinstance(reason, UnfitError) and strategy.options.pipeline_cuts
+                if optimizers_exist or is_wrong_cut:
+                    raise
+                runner.unpartitioned.add_step(name, reason)
+                runner.plan.partition_by_size()
+                return False
+            return True
     finally:
-        for part, mode_before in was_training.items():
-            part.training = mode_before
-    _warn_of_compiled(module, runner)
-    return arguments
+        for inner, mode_before in was_training.items():
+            inner.training = mode_before
 
 
 def warn_of_mixing(

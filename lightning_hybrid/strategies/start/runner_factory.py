@@ -44,20 +44,11 @@ def make_runner(
     num_processes: int,
     around_unpartitioned: Callable[[], AbstractContextManager[None]],
 ) -> tuple[StagePlan, MicrobatchRunner]:
-    """Make the stage plan of a module, and the runner of its steps.
+    """Make the stage plan of a full module, and the runner of its steps.
 
-    Args:
-        module: The user's full module.
-        mesh: The ranks.
-        shares: Ranks that share the batches of a replica, where they hold shards and no stages.
-        options: The arguments of the strategy.
-        randomness: Keys random draws of steps.
-        replica: Index of this rank's replica.
-        metrics: Of the module.
-        parts: Returns the local shards of parameters, once they are sharded.
-        agree: Returns the first rank's argument on every rank.
-        num_processes: On this node.
-        around_unpartitioned: Entered around evaluation steps that are not partitioned.
+    Ranks of ``shares`` share the batches of a replica, where they hold shards and no stages. ``parts`` returns the
+    local shards of parameters, once they are sharded; ``agree`` the first rank's argument on every rank.
+    ``around_unpartitioned`` is entered around evaluation steps that are not partitioned.
     """
     pipeline, device = mesh.group("pp"), randomness.device
     # Several stages of one rank would compute what one does.

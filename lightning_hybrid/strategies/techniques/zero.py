@@ -115,38 +115,17 @@ def shard_over_replicas(
 ) -> ZeroSharding:
     """Group the local shards of parameters, which are sharded already, by layer and stage.
 
-    Args:
-        module: The user's.
-        plan: The stage plan.
-        reads: Reads of layers' parameters by other code.
-        shardings: Of the parameters, over all axes.
-        experts: Sharded over ranks, if they are.
-        mesh: The ranks.
-        device: Of this rank.
-        stage: Of ZeRO.
-        reshard_after_forward: Whether layers are gathered one by one; "auto" by the memory that is free.
-        offload: Storage of offloaded state while no step needs it.
-        agree: Returns whether the argument is true on any rank; collective.
-        guards: Of a run whose steps were not recorded; None where a recording shows what they read.
+    ``reads``: reads of layers' parameters by other code; ``shardings``: of the parameters, over all axes;
+    ``reshard_after_forward``: whether layers are gathered one by one, "auto" by the memory that is free; ``offload``:
+    storage of offloaded state while no step needs it; ``agree``: returns whether the argument is true on any rank
+    (collective); ``guards``: of a run whose steps were not recorded, None where a recording shows what they read.
     """
     ranks = ShardRanks(mesh.group("dp_shard"), mesh.group("dp_replicate"), mesh.size("data"))
     expert_ranks = ranks
     if experts is not None:
         expert_ranks = ShardRanks(mesh.group("ep_shard"), mesh.group("ep_outer"), mesh.size("data"))
-    units = choose_units(module, 1) if plan.num_ranks == 1 or plan.first is None else plan.first.recording.units
-    layers = find_layers(units)
-    layer_of = _layer_of_parameters(module, layers, plan, reads.names)
     placements = {name: placement for sharding in shardings for name, placement in sharding.placements.items()}
-    of_experts: Collection[str] = ()
-    if experts is not None:
-        of_experts = experts.cut.placements.keys()
-        layer_of = {name: fqn for name, fqn in layer_of.items() if name not in experts.not_gathered_by_layer}
-    members: dict[tuple[Stage, str, torch.dtype, bool], dict[str, nn.Parameter]] = {}
-    order = {fqn: number for number, fqn in enumerate(["", *layers])}
-    own = {name: p for name, p in module.named_parameters() if not is_absent(p)}
-    for name, parameter in sorted(own.items(), key=lambda item: order[layer_of.get(item[0], "")]):
-        key = stage_of_gradient(plan, name), layer_of.get(name, ""), parameter.dtype, name in of_experts
-        members.setdefault(key, {})[name] = parameter
+    members = _members_of_groups(module, plan, reads.names, experts)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     sparse = {
         names[id(m.weight)] for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
@@ -167,7 +146,7 @@ def shard_over_replicas(
         )
         groups.setdefault(of, []).append(group)
     if reshard_after_forward == "auto":
-        full_bytes = 2 * sum(_full_bytes(parameter) for parameter in own.values())
+        full_bytes = 2 * sum(_full_bytes(parameter) for group in members.values() for parameter in group.values())
         reshard_after_forward = agree(full_bytes > _FREE_MEMORY_SHARE * free_bytes(device))
     zero = ZeroSharding(module, groups, ranks, device, per_layer=bool(reshard_after_forward))
     if zero.per_layer and experts is None and ranks.shard.size() > 1:
@@ -175,6 +154,26 @@ def shard_over_replicas(
     if guards is not None:
         zero.gather_on_read(guards)
     return zero
+
+
+def _members_of_groups(
+    module: nn.Module, plan: StagePlan, read_outside: Collection[str], experts: ShardedExperts | None
+) -> dict[tuple[Stage, str, torch.dtype, bool], dict[str, nn.Parameter]]:
+    """Return the local parameters by stage, layer, dtype and whether they are of experts, in the order of layers."""
+    units = choose_units(module, 1) if plan.num_ranks == 1 or plan.first is None else plan.first.recording.units
+    layers = find_layers(units)
+    layer_of = _layer_of_parameters(module, layers, plan, read_outside)
+    of_experts: Collection[str] = ()
+    if experts is not None:
+        of_experts = experts.cut.placements.keys()
+        layer_of = {name: fqn for name, fqn in layer_of.items() if name not in experts.not_gathered_by_layer}
+    members: dict[tuple[Stage, str, torch.dtype, bool], dict[str, nn.Parameter]] = {}
+    order = {fqn: number for number, fqn in enumerate(["", *layers])}
+    own = {name: p for name, p in module.named_parameters() if not is_absent(p)}
+    for name, parameter in sorted(own.items(), key=lambda item: order[layer_of.get(item[0], "")]):
+        key = stage_of_gradient(plan, name), layer_of.get(name, ""), parameter.dtype, name in of_experts
+        members.setdefault(key, {})[name] = parameter
+    return members
 
 
 def _regions_for(where: str | None, sizes: Sequence[int]) -> Iterator[Region]:
