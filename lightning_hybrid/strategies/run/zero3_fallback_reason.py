@@ -26,9 +26,10 @@ class Demotion:
 
     def __init__(self, module: pl.LightningModule, mesh: Mesh, axes: Sequence[str], reason: str, *, strict: bool):
         self._module, self._strict, self._reason = module, strict, reason
-        self._axes = [axis for axis in axes if mesh.size(axis) > 1]
+        sizes = {axis: mesh.size(axis) for axis in axes if mesh.size(axis) > 1}
+        self._sizes = ", ".join(f"{_SIZES[axis]}={size}" for axis, size in sizes.items())
         self._place = "pipelined" if list(axes) == ["pp"] else "cut"
-        self.mesh = mesh.with_shards_over(self._axes)
+        self.mesh = mesh.with_shards_over(list(sizes))
 
     @property
     def line(self) -> str:
@@ -42,17 +43,16 @@ class Demotion:
             LayoutError: The user wants the layout or nothing.
         """
         self._reason = reason or self._reason
-        listed = ", ".join(f"{_SIZES[axis]}={self.mesh.size(axis)}" for axis in self._axes)
         if self._strict:
             name = f"{type(self._module).__name__}.training_step"
-            raise LayoutError(f"strict_layout=True, and {name} cannot be run under {listed}: {self._reason}") from error
+            raise LayoutError(f"strict_layout=True, and {name} cannot be run under {self._sizes}: {self._reason}") from error
         if not self._module.automatic_optimization:
             # Its optimizers take as many steps as it likes, so that shares would not give the numbers of one process.
-            batch = "on the whole batch: it is smaller, not faster; data_parallel_size and zero_stage=3 are both"
+            batch = "on the full batch: it is smaller, not faster; data_parallel_size and zero_stage=3 are both"
         else:
             batch = "on its share of the batch"
         rank_zero_warn(
-            f"{self.line}. So each of the {self.mesh.size('shares')} ranks of {listed} holds a shard of"
+            f"{self.line}. So each of the {self.mesh.size('shares')} ranks of {self._sizes} holds a shard of"
             f" every parameter, gradient and optimizer state, and runs the step {batch}. Set strict_layout=True to have"
             " this as an error"
         )
