@@ -92,6 +92,8 @@ class MicrobatchLoop:
             if appended is not None:
                 appended.after_microbatch()
             del output, microbatch
+        if train is not None:
+            train.reduce(0)
 
 
 def _gathered(root: nn.Module, output: Any) -> Any:

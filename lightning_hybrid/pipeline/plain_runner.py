@@ -109,6 +109,10 @@ class PlainRunner(MicrobatchRunner):
         self.needs_weighting_check = True
         self._draws = PlainStepRandomness(root, randomness, self.guards)
 
+    def gather_outputs(self, may_be_sharded: bool) -> None:
+        """Gather the outputs of layers at the end of a step, if they may be sharded."""
+        self.gathers_outputs = may_be_sharded
+
     @property
     def can_share_batches(self) -> bool:
         """Whether there are ranks to share batches with."""
@@ -214,12 +218,8 @@ class PlainRunner(MicrobatchRunner):
         """Run one step of the user's module on a full batch, as ``MicrobatchRunner.run`` describes."""
         batch, *rest = args
         trains = train is not None or manual_optimization
-        share = self._batch_share(
-            batch,
-            1 if manual_optimization else self.count(name, batch),
-            trains=trains,
-            manual_optimization=manual_optimization,
-        )
+        count = 1 if manual_optimization else self.count(name, batch)
+        share = self._batch_share(batch, count, trains=trains, manual_optimization=manual_optimization)
         weights, loss_weights = list(share.weights), list(share.loss_weights)
         seeds = [share.ranks * weight for weight in loss_weights]
         if train is not None and train.weigh is not None:
@@ -247,11 +247,8 @@ class PlainRunner(MicrobatchRunner):
                 seeds,
                 appended,
             )
-            if train is not None:
-                train.reduce(0)
-        is_read = manual_optimization or (
-            share_output and not all(isinstance(output, Tensor) for output in done.outputs)
-        )
+        has_other_outputs = not all(isinstance(output, Tensor) for output in done.outputs)
+        is_read = manual_optimization or (share_output and has_other_outputs)
         outputs = done.outputs if not trains or is_read or self._sharing.size == 1 else []
         numbers = [None if loss is None else float(loss) for loss in done.losses] or [None] * len(weights)
         sizes, by_samples = sizes_of(share.microbatches), self._weighting.now.keys

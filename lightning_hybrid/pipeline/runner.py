@@ -48,8 +48,6 @@ class StepRunner(MicrobatchRunner):
     """Runs any step of one module on this rank's stages of a pipeline.
 
     Attributes:
-        agree_on_broken_step: Returns whether a training step broke on any replica, given whether it did here; None
-            where a step that diverges from its recording ends the run.
         has_weighted_means: Whether the recorded step has a mean over another count than samples, of exact weights.
         weighting: The weights of microbatches where a recording does not show them: for means inside of layers.
     """
@@ -87,11 +85,8 @@ class StepRunner(MicrobatchRunner):
             warn_unsplit: Called once with the name of a step whose batches are not split, and the reason.
         """
         super().__init__(plan, num_microbatches=num_microbatches, splitter=splitter, unpartitioned=unpartitioned)
-        self._root = root
-        self._group = group
-        self._randomness = randomness
-        self._replica = replica
-        self._metrics = metrics
+        self._root, self._group, self._randomness = root, group, randomness
+        self._replica, self._metrics = replica, metrics
         self._executor = Executor(root, group.rank(), transport, randomness)
         self._executor.around_units = lambda: self.around_units()
         self._executor.around_step = lambda: self.around_step()
@@ -100,18 +95,26 @@ class StepRunner(MicrobatchRunner):
         self._traces = TraceCache(root, plan, randomness)
         self._loss_shares = LossMeanWeights(root, plan, self._traces, randomness)
         self._batch_metrics = BatchMetrics(find_sinks(root), metrics.counted.weigh_means)
-        self._transport = transport
-        self._programs = Programs(plan, transport, schedule)
+        self._transport, self._programs = transport, Programs(plan, transport, schedule)
         self._unsplit = UnsplitSteps(self._traces, warn_unsplit)
         self._chosen: ChosenTraces | None = None  # for the training batch that comes next
-        self.agree_on_broken_step: Callable[[bool], bool] | None = None
+        self._agree_on_broken_step: Callable[[bool], bool] | None = None  # a step that diverges ends the run if None
         self.has_weighted_means = False
         self.weighting = LossWeighting()
+
+    def roll_back_broken_steps(self, agree: Callable[[bool], bool]) -> None:
+        """Roll a training step back if it diverges from its recording on any replica, which ``agree`` returns."""
+        self._agree_on_broken_step = agree
+
+    def adopt_weighting(self, weighting: LossWeighting) -> LossWeighting:
+        """Weigh microbatches as measured before the run, where a recording does not show the weights."""
+        self.weighting = weighting
+        return weighting
 
     @property
     def can_roll_back_step(self) -> bool:
         """Whether a training step that diverges from its recording is rolled back."""
-        return self.agree_on_broken_step is not None
+        return self._agree_on_broken_step is not None
 
     def count(self, name: str, batch: Any) -> int:
         """Number of microbatches."""
@@ -211,7 +214,7 @@ class StepRunner(MicrobatchRunner):
         )
         self._batch_metrics.begin(count)
         snapshot = None
-        if train is not None and self.agree_on_broken_step is not None:
+        if train is not None and self._agree_on_broken_step is not None:
             snapshot = StepSnapshot(self._root, frozenset[str]().union(*(variant.written for variant in variants)))
         job = Job(
             program=self._programs.of(variants, train=train is not None),
@@ -291,7 +294,7 @@ class StepRunner(MicrobatchRunner):
             exchange.wait(outcome.runs, is_broken=is_broken)
         except StepBroken:
             is_broken = True
-        if snapshot is None or self.agree_on_broken_step is None or not self.agree_on_broken_step(is_broken):
+        if snapshot is None or self._agree_on_broken_step is None or not self._agree_on_broken_step(is_broken):
             return
         snapshot.restore("does something else than what was recorded")
         self._batch_metrics.begin(0)

@@ -149,9 +149,12 @@ class MicrobatchRunner(ABC):
         """Enter a context around each step, which replaces the forwards of layers, and one around each of its runs."""
         self.around_units, self.around_step = around, around_step
 
-    def wrap_layers(self, around: Callable[[], AbstractContextManager[None]]) -> None:
+    def wrap_layers(
+        self, around: Callable[[], AbstractContextManager[None]], settle: Callable[[], None] | None = None
+    ) -> None:
         """Enter a further context around each step, inside the others: what it replaces runs around theirs."""
         outer = self.around_units
+        self.settle = settle or self.settle
 
         @contextlib.contextmanager
         def both() -> Iterator[None]:

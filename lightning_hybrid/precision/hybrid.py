@@ -110,6 +110,7 @@ class HybridPrecision(MixedPrecision):
         owned_parameters: Callable[[], Set[int]],
         axes: Sequence[str] = ("pp", "cp", "parts"),
         parts: Callable[[Tensor, Tensor], list[Tensor]] | None = None,
+        around_clipping: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Extends loss scale and gradient norm to all ranks; makes `unscale_`, `step` and clipping collective.
 
@@ -118,8 +119,9 @@ class HybridPrecision(MixedPrecision):
             owned_parameters: returns the ids of the parameters that this rank counts in a norm.
             axes: mesh axes over which parameters are distributed.
             parts: returns the slices of a parameter's gradient that this rank counts, as in `MeshNorm`.
+            around_clipping: entered around clipping.
         """
-        self.mesh = mesh
+        self.mesh, self.around_clipping = mesh, around_clipping
         self._norm = MeshNorm(mesh=mesh, owned_parameters=owned_parameters, axes=axes, parts=parts)
         if self.scaler is not None:
             self.scaler.mesh = mesh

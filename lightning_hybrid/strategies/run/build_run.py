@@ -261,7 +261,7 @@ def _connect_shards(run: Run, randomness: KeyedRandomness) -> None:
         run.shards.be_ready(partial(KeyedDraws, device=run.setting.device), rank_zero_warn, randomness.uncounted)
         run.shards.gather_on_read(run.runner.guards)
         if (runner := run.plain_runner) is not None:
-            runner.gathers_outputs = any(plan.vocabulary or plan.positions for plan in run.shards.plans.values())
+            runner.gather_outputs(any(plan.vocabulary or plan.positions for plan in run.shards.plans.values()))
     if run.experts is not None:
         run.experts.be_ready()
 
@@ -308,8 +308,7 @@ def _connect_layers(run: Run, partition: ModulePartition, owner: RunOwner) -> No
     reads: Callable[[], Any] = nullcontext if run.shards is None else run.shards.outside_reads
     runner.shard_units(lambda: running_layers(run, owner), reads)
     if zero is not None:
-        runner.wrap_layers(zero.running)
-        runner.settle = zero.settle
+        runner.wrap_layers(zero.running, zero.settle)
     if run.recomputation is not None:
         runner.wrap_layers(run.recomputation.running)
     if partition.expert_planner is not None:  # outermost: what they run is gathered and recomputed where it is
@@ -328,4 +327,4 @@ def _agree_on_broken_steps(run: Run) -> None:
         graph is not None and is_alone and (graph.assumed_finite or any(value.dynamic for value in graph.values))
     )
     if setting.world.decide(bool(may_break), all_ranks=False):
-        runner.agree_on_broken_step = setting.world.any_replica
+        runner.roll_back_broken_steps(setting.world.any_replica)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 from torch import nn
@@ -78,7 +79,9 @@ def _connect_precision(run: Run, counted: set[int]) -> None:
         # With manual optimization replicas have full gradients.
         axes = ("pp", "cp", "tp") if setting.is_manual else ("pp", "cp", "parts")
         held = None if run.parts is None else run.parts.first_owned_slices
-        setting.mesh_precision.connect_mesh(run.mesh, lambda: counted, axes=axes, parts=held)
+        clipping = run.guards.off if setting.is_manual and run.guards is not None else nullcontext
+        precision = setting.mesh_precision
+        precision.connect_mesh(run.mesh, lambda: counted, axes=axes, parts=held, around_clipping=clipping)
 
 
 def _watch_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -109,7 +112,6 @@ def _shard_manual_steps(run: Run, optimizers: Sequence[Optimizer]) -> list[Optim
     """Let optimizers that the module calls itself step full or sharded parameters."""
     setting, undo = run.setting, run.until_end
     if run.guards is not None:
-        setting.mesh_precision.around_clipping = run.guards.off
         for optimizer in optimizers:
             undo.callback(step_local_shards(optimizer, run.guards))
     if run.zero is None:

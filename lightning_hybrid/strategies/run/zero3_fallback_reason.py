@@ -45,7 +45,9 @@ class Demotion:
         self._reason = reason or self._reason
         if self._strict:
             name = f"{type(self._module).__name__}.training_step"
-            raise LayoutError(f"strict_layout=True, and {name} cannot be run under {self._sizes}: {self._reason}") from error
+            raise LayoutError(
+                f"strict_layout=True, and {name} cannot be run under {self._sizes}: {self._reason}"
+            ) from error
         if not self._module.automatic_optimization:
             # Its optimizers take as many steps as it likes, so that shares would not give the numbers of one process.
             batch = "on the full batch: it is smaller, not faster; data_parallel_size and zero_stage=3 are both"

@@ -167,7 +167,7 @@ def warn_of_mixing(
             differing = outside(found.loss, weights)
         found = agree_on_weighting(None, LossWeighting(differing=differing))
     else:
-        runner.weighting = found = agree_on_weighting(None, found)
+        found = runner.adopt_weighting(agree_on_weighting(None, found))
     if found.mixes and found.differing is not None:
         rank_zero_warn(describe_mixing(found.differing))
     elif found.counts:

@@ -147,13 +147,11 @@ class ShardedUnit:
         self._slots = find_slots(self._modules, plan.placements)
         self._originals = {fqn: members[name] for fqn, ((members, name), *_) in self._slots.items()}
         device = next((p.device for p in unit.parameters()), torch.device("cpu"))
-        self._around_draw = around_draw or RankDraws(self._all.rank, device)
+        self._around_draw = self._around_local_draw = around_draw or RankDraws(self._all.rank, device)
         if by == "context":  # tensor ranks have the same positions
             if around_local_draw is None and self._ranks.size > 1:
                 around_local_draw = RankDraws(self._all.size + self._context.rank, device)
             self._around_local_draw = around_local_draw or self._around_draw
-        else:
-            self._around_local_draw = self._around_draw
         self._fallback: Callable[..., Any] = self._run_full
         if plan.full_sequence_plan is not None:
             other = ShardedUnit(

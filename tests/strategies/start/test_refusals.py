@@ -95,7 +95,11 @@ CASES = {
     "cut": (Tiny, {"pipeline_cuts": ["layers.9"]}, ["layers.9", "pipeline_cuts"]),
     "microbatches": (Tiny, {"num_microbatches": 9}, ["num_microbatches=9", "4 samples"]),
     "sizes": (Tiny, {"data_parallel_size": 3}, ["6", "world has 2", "devices=6"]),
-    "strict": (Manual, {"strict_layout": True}, ["strict_layout=True", "Manual", "under pipeline_parallel_size=2: ", "manual optimization"]),
+    "strict": (
+        Manual,
+        {"strict_layout": True},
+        ["strict_layout=True", "Manual", "under pipeline_parallel_size=2: ", "manual optimization"],
+    ),
 }
 # No stages run these: each rank holds shards, and runs the step on a share of the batch.
 IN_SHARES = [Scripted, Manual, Branches, BranchesOnNumber, Recurrent, WithLBFGS, OneUnit]
