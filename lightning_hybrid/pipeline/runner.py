@@ -99,8 +99,7 @@ class StepRunner(MicrobatchRunner):
         self._unsplit = UnsplitSteps(self._traces, warn_unsplit)
         self._chosen: ChosenTraces | None = None  # for the training batch that comes next
         self._agree_on_broken_step: Callable[[bool], bool] | None = None  # a step that diverges ends the run if None
-        self.has_weighted_means = False
-        self.weighting = LossWeighting()
+        self.has_weighted_means, self.weighting = False, LossWeighting()
 
     def roll_back_broken_steps(self, agree: Callable[[bool], bool]) -> None:
         """Roll a training step back if it diverges from its recording on any replica, which ``agree`` returns."""
