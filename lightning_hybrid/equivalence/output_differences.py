@@ -25,23 +25,23 @@ class Difference(str):
     relative: float = math.inf
 
 
-def difference_of(found: Any, wanted: Any, tolerance: float, *, whole: Tensor | None = None) -> Difference | None:
+def difference_of(found: Any, wanted: Any, tolerance: float, *, full: Tensor | None = None) -> Difference | None:
     """The difference between two values, or None.
 
     Args:
         found: A value of a sharded run.
         wanted: The same value of the full unit.
         tolerance: Relative to the largest element of the full value.
-        whole: The full value, of which ``wanted`` is a shard.
+        full: The full value, of which ``wanted`` is a shard.
     """
     if not isinstance(wanted, Tensor) or not isinstance(found, Tensor):
         types = type(found).__name__, type(wanted).__name__
         return None if type(found) is type(wanted) else Difference("{} instead of {}".format(*types))
-    return difference_of_sum([found], wanted, tolerance, whole=whole)
+    return difference_of_sum([found], wanted, tolerance, full=full)
 
 
 def difference_of_sum(
-    addends: Sequence[Tensor], wanted: Tensor, tolerance: float, *, whole: Tensor | None = None
+    addends: Sequence[Tensor], wanted: Tensor, tolerance: float, *, full: Tensor | None = None
 ) -> Difference | None:
     """The difference between the sum of tensors of one shape and another tensor, or None, as in `difference_of`."""
     found = addends[0]
@@ -49,7 +49,7 @@ def difference_of_sum(
         return Difference(f"shape {tuple(found.shape)} instead of {tuple(wanted.shape)}")
     if not wanted.is_floating_point() or not wanted.numel():
         return None if torch.equal(found, wanted) else Difference("other values")
-    scale = _scale_of(wanted if whole is None else whole)
+    scale = _scale_of(wanted if full is None else full)
     if not math.isfinite(scale):
         return Difference("the unit itself gives values that are not finite")
     distance = _distance(addends, wanted) / max(scale, 1e-3)
@@ -68,9 +68,9 @@ def _scale_of(wanted: Tensor) -> float:
     return float(cached)
 
 
-def are_equal_within(found: Tensor, wanted: Tensor, tolerance: float, *, whole: Tensor) -> bool:
+def are_equal_within(found: Tensor, wanted: Tensor, tolerance: float, *, full: Tensor) -> bool:
     """Whether there is no difference in the sense of `difference_of`; for floating values of one shape."""
-    limit = tolerance * max(_scale_of(whole), 1e-3)
+    limit = tolerance * max(_scale_of(full), 1e-3)
     return not wanted.numel() or _distance([found], wanted, limit) <= limit
 
 

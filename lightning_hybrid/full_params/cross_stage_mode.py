@@ -180,9 +180,9 @@ class CrossStageReads(TorchFunctionMode):
         assert self._hook is not None
         return self._contents.contents_for_file(self._hook, tensors, self._most_elements, keep=keep)
 
-    def record_full_tensor(self, whole: Tensor, fqn: str) -> None:
+    def record_full_tensor(self, full_tensor: Tensor, fqn: str) -> None:
         """Record that a full tensor, gathered from tensor ranks, is on the ranks of its parameter."""
-        self._contents.record(whole, self._holders[fqn], [self._parameters[fqn]])
+        self._contents.record(full_tensor, self._holders[fqn], [self._parameters[fqn]])
 
     def track_state(self, state: Mapping[Any, Any]) -> None:
         """Record that an optimizer's states are on the ranks of their parameters; numbers among them are on all ranks.

@@ -54,6 +54,11 @@ PURE = FLOORS[0] | FLOORS[1]
 FRAMEWORKS = {"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 MAY_IMPORT_LIGHTNING = {"strategies", "precision", "callbacks", "cli", "__init__"}
+# Words that once had a meaning of their own here; the field has others for each of them.
+COINAGES = {
+    *("alike", "asked", "bookkeeping", "deal", "dealing", "dealt", "dear", "heard", "held", "knock", "lend", "lent"),
+    *("looks", "nobody", "noted", "rehearsal", "rehearse", "somebody", "told", "uncut", "ways", "whoever", "whole"),
+}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 
@@ -128,6 +133,30 @@ def test_a_file_holds_one_idea(path):
     num_lines = len((PACKAGE / path).read_text().splitlines())
     assert num_lines <= MAX_LINES, f"{path} has {num_lines} lines; above {MAX_LINES} it holds two ideas: split it"
     assert not VAGUE_NAMES & set(path.with_suffix("").parts), f"{path} has a name that says nothing; name its idea"
+
+
+def names_in(source, path):
+    """The words of all that a file defines: itself, classes, functions, parameters and attributes."""
+    names = {path.stem}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.arg):
+            names.add(node.arg)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+    return {name: {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)} for name in names}
+
+
+@pytest.mark.parametrize("path", sources(), ids=str)
+def test_names_are_those_of_the_field(path):
+    found = names_in((PACKAGE / path).read_text(), path)
+    assert not [name for name, words in found.items() if words & COINAGES], f"{path}: use the field's word"
+
+
+def test_a_coinage_is_found():
+    source = "class WholeAgain:\n    def run(self, is_held):\n        self._ways = is_held"
+    assert sum(bool(words & COINAGES) for words in names_in(source, Path("zero/lent_parts.py")).values()) == 4
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in sources()}), ids=str)

@@ -96,15 +96,15 @@ class _Traces:
         latest: The trace that was selected last.
         state: The plain attributes at that time; None where microbatches of one batch had several traces.
         around: The modules that have these attributes.
-        pending: Traces that are not in ``ways`` yet.
-        ways: The tree of all traces; made when first needed.
+        pending: Traces that are not in ``tree`` yet.
+        tree: The tree of all traces; made when first needed.
     """
 
     latest: TraceVariant
     around: list[nn.Module]
     state: list[Any] | None
     pending: list[TraceVariant] = field(default_factory=list)
-    ways: TraceTree[TraceVariant] | None = None
+    tree: TraceTree[TraceVariant] | None = None
 
 
 class TraceCache:
@@ -241,14 +241,14 @@ class TraceCache:
         Raises:
             UnknownTrace: It diverges from all traces.
         """
-        if traces.ways is None or traces.ways.units.keys() != units.keys() or traces.ways.count > _MAX_TRACES:
-            traces.ways = TraceTree(units, [module for unit in units.values() for module in unit.modules()])
+        if traces.tree is None or traces.tree.units.keys() != units.keys() or traces.tree.count > _MAX_TRACES:
+            traces.tree = TraceTree(units, [module for unit in units.values() for module in unit.modules()])
             traces.pending = traces.pending[-1:]
-        ways, randomness = traces.ways, self._randomness
+        tree, randomness = traces.tree, self._randomness
         while traces.pending:
             trace = traces.pending.pop()
             if trace.recording.units.keys() == units.keys():
-                ways.add(self._root, trace.recording, trace)
+                tree.add(self._root, trace.recording, trace)
         traces.pending = []
         grad = torch.set_grad_enabled(call.train or torch.is_grad_enabled())
         with (
@@ -262,7 +262,7 @@ class TraceCache:
             contextlib.redirect_stdout(io.StringIO()),
         ):
             try:
-                return ways.dry_run(self._root, lambda: call.on(batch), names, current, randomness, before)
+                return tree.dry_run(self._root, lambda: call.on(batch), names, current, randomness, before)
             except Exception:  # an error of the step is raised where it runs
                 return traces.latest
 

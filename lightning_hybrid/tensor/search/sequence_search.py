@@ -205,8 +205,8 @@ def _find_summed(
 
 def _difference(addends: list[Tensor], shard: Tensor, tolerance: float, wanted: Tensor) -> str | None:
     if len(addends) > 1:
-        return difference_of_sum(addends, shard, tolerance, whole=wanted)
-    return None if are_equal_within(addends[0], shard, tolerance, whole=wanted) else "another one on each rank"
+        return difference_of_sum(addends, shard, tolerance, full=wanted)
+    return None if are_equal_within(addends[0], shard, tolerance, full=wanted) else "another one on each rank"
 
 
 def _summed_axes(plan: UnitPlan, name: str) -> list[tuple[Axis, ...]]:

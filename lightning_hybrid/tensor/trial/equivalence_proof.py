@@ -131,7 +131,7 @@ class Proof:
                     continue
                 for found, shard in local_and_expected(outcomes, plan, name, kind, wanted):
                     for each in found:
-                        if (error := difference_of(each, shard, tolerance, whole=wanted)) is not None:
+                        if (error := difference_of(each, shard, tolerance, full=wanted)) is not None:
                             self.relative_error = error.relative
                             return f"{kind[:-1]} of {name} in {setting}: {error}"
         return None

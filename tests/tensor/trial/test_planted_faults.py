@@ -144,7 +144,7 @@ def test_one_wrong_element_of_a_large_gradient(place, wrong):
     assert difference_of(found, wanted, TOLERANCE) is None
     found[place] += wrong
     assert "relative difference" in difference_of(found, wanted, TOLERANCE)
-    assert not are_equal_within(found, wanted, TOLERANCE, whole=wanted)
+    assert not are_equal_within(found, wanted, TOLERANCE, full=wanted)
 
 
 @pytest.mark.parametrize("sequence_parallel", [None, "tensor", "all"])
