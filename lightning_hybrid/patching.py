@@ -56,7 +56,7 @@ class Replacement(functools.partial[Any]):
     __wrapped__: Any
 
     def __new__(cls, owner: Any, name: str, function: Callable[..., Any], original: Any, *, reason: str) -> Any:
-        """Args: owner, name: object and attribute. function: called instead. original: gives the signature."""
+        """Stand in for ``name`` of ``owner``, with the signature of ``original``."""
         self = _partial(cls, function)
         # A single update, for speed: layers get replacements in each step.
         self.__dict__.update(
@@ -277,7 +277,6 @@ class ReplacedAll(AbstractContextManager[None]):
     """Context in which attributes are replaced, once. A class, not a generator: it is entered for every step."""
 
     def __init__(self, patches: Iterable[tuple[Any, str, Any]], *, reason: str) -> None:
-        """Args: patches: owner, name and value of each, read when it is entered. reason: why."""
         self._patches, self._reason = patches, reason
         self._undo: list[Callable[[], None]] = []
 

@@ -89,7 +89,7 @@ class _ImportWatcher(importlib.abc.MetaPathFinder):
     """A finder that calls a function after the import of each pending module."""
 
     def __init__(self, pending: dict[str, Callable[[ModuleType], None]]) -> None:
-        """Args: pending: functions to call with a module, by its name."""
+        """Take ``pending`` (functions to call with a module, by its name)."""
         self._pending = pending
         self._is_searching = False
 

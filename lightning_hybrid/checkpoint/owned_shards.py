@@ -118,7 +118,6 @@ class LocalState:
     """The local state of one rank: its shards of the module and of the optimizers."""
 
     def __init__(self, root: nn.Module, mesh: Mesh, plan: StagePlan | None, shards: LocalShards | None) -> None:
-        """Args: root: the user's module. mesh: the process groups. plan, shards: owner stages and local shards."""
         self._root = root
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
         self._plan = plan if plan is not None and plan.is_partitioned else None

@@ -184,7 +184,6 @@ class SavedOptimizer(Mapping[str, Any]):
     """The state of an optimizer in torch's form; its tensors are read when ``state`` is accessed."""
 
     def __init__(self, saved: SavedFolder, state: Mapping[str, Any]) -> None:
-        """Args: saved: the checkpoint. state: the optimizer's state by name, with references."""
         self._saved = saved
         self._named = state
 

@@ -37,7 +37,6 @@ class BoxPlanner(SavePlanner):
     """The save planner that gives the boxes of one rank to torch's writer."""
 
     def __init__(self, items: Iterable[Item]) -> None:
-        """Args: items: the boxes."""
         self._contents: dict[MetadataIndex, Tensor] = {}
         self._items = []
         for key, shape, offsets, content in items:
@@ -77,7 +76,6 @@ class Writer(FileSystemWriter):
     """torch's writer, which also records the sizes and digests of its files."""
 
     def __init__(self, path: Path) -> None:
-        """Args: path: the folder."""
         super().__init__(path, single_file_per_rank=True, sync_files=True, thread_count=1)
         self.fs = _Digesting()
 

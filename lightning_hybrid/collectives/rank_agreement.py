@@ -45,7 +45,6 @@ class StepBroken(Exception):
     """
 
     def __init__(self, reason: Exception | None) -> None:
-        """Args: reason: of this rank, or None."""
         super().__init__(reason)
         self.reason = reason
         self.arguments: Sequence[object] = ()

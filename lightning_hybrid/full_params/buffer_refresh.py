@@ -31,7 +31,7 @@ class HookBuffers:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Args: homes: buffers, and the pipeline rank that owns each. contents, group, device: of the pipeline."""
+        """Take the pipeline rank that owns each buffer (``homes``), and what belongs to the pipeline."""
         self._owners, self._contents, self._group, self._device = homes, contents, group, device
         self._stale: dict[int, tuple[Tensor, int]] | None = None  # buffers that are not yet refreshed in this hook
 

@@ -44,7 +44,6 @@ class ValueLocations:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, axis: str = "pipeline") -> None:
-        """Args: group: the ranks of this pipeline. device: where it communicates. axis: its name in messages."""
         self._axis = axis
         self._group = group
         self._device = device

@@ -31,7 +31,7 @@ class SelectiveCheckpointing:
     """
 
     def __init__(self, share: float) -> None:
-        """Args: share: upper bound of the saved bytes, relative to what autograd would save."""
+        """Take ``share`` (upper bound of the saved bytes, relative to what autograd would save)."""
         self._share = share
         self._kept: LRUCache[Hashable, frozenset[int]] = LRUCache(_MAX_CHOICES)
         self._written: set[int] = set()

@@ -190,7 +190,6 @@ class OutsideLayerGuard:
     """
 
     def __init__(self, level: Level, gather: GatherCallbacks) -> None:
-        """Args: level, gather: as in ``guard``."""
         self.is_on = False
         self._level, self._gather = level, gather
         self._inside: Counter[int] = Counter()  # running calls of layers, by the id of a parameter

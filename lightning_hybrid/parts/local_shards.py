@@ -71,7 +71,6 @@ class LocalShards:
     """
 
     def __init__(self, root: nn.Module, shardings: Sequence[AxisSharding]) -> None:
-        """Args: root: the user's module, full. shardings: axes that shard it, from full tensor to local shard."""
         self._root = root
         self._axes = list(shardings)
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}

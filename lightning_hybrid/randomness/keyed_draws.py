@@ -111,7 +111,7 @@ class GeneratorStates:
     """The states of all random generators of this process, to be restored later."""
 
     def __init__(self, device: torch.device) -> None:
-        """Args: device: an accelerator whose generator is included."""
+        """Take ``device`` (an accelerator whose generator is included)."""
         self._python = random.getstate()
         self._numpy = numpy.random.get_state()
         self._torch = torch.default_generator.get_state()
@@ -167,7 +167,7 @@ class KeyedRandomness:
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        """Args: seed: the same on every rank. device: of the step, besides the CPU."""
+        """Take ``seed`` (the same on every rank), ``device`` (of the step, besides the CPU)."""
         self.seed = seed
         self.watched = False
         self.opaque_modules: Collection[str] = ()

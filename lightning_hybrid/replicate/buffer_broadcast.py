@@ -24,7 +24,6 @@ class ReplicaBufferBroadcast:
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Args: module: the user's. group: ranks with the same shard on each replica. device: of this rank."""
         self._module, self._group, self._device = module, group, device
         ignored = frozenset(getattr(module, _IGNORED, ()))
         buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}

@@ -11,7 +11,7 @@ class JointReducer:
     """Arms and finishes several `GradientReducer`s together, with the interface of one."""
 
     def __init__(self, reducers: Sequence[GradientReducer]) -> None:
-        """Args: reducers: reducers of disjoint parameters, in the same order on every rank."""
+        """Take ``reducers`` (reducers of disjoint parameters, in the same order on every rank)."""
         self._reducers = list(reducers)
 
     @property

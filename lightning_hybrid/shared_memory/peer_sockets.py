@@ -38,7 +38,7 @@ class PeerSockets:
     """
 
     def __init__(self, rank: int, peers: Mapping[int, socket.socket], timeout: float) -> None:
-        """Args: rank: this rank. peers: sockets by rank. timeout: seconds that each wait may take."""
+        """Take ``rank`` (this rank), ``peers`` (sockets by rank), ``timeout`` (seconds that each wait may take)."""
         self.rank, self.size, self.timeout = rank, len(peers) + 1, timeout
         self.peers = {peer: peers[peer] for peer in sorted(peers)}
         self.closed = False
@@ -168,7 +168,7 @@ class PerGroup(Generic[T]):
     """A cache of one shared object per process group, made again if its sockets were closed."""
 
     def __init__(self, make: Callable[[PeerSockets], T]) -> None:
-        """Args: make: makes the object; collective over the connected ranks."""
+        """Take ``make`` (makes the object; collective over the connected ranks)."""
         self._make = make
         self._made: WeakKeyDictionary[dist.ProcessGroup, tuple[PeerSockets, T] | None] = WeakKeyDictionary()
 

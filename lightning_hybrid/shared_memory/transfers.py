@@ -121,7 +121,7 @@ class _Memory:
     """
 
     def __init__(self, file: int) -> None:
-        """Args: file: descriptor of the file to map; this object closes it."""
+        """Take ``file`` (descriptor of the file to map; this object closes it)."""
         self._file = file
         finalize(self, os.close, file)
         self._map()

@@ -210,7 +210,7 @@ class LayoutConnection:
     """The connection that makes the strategy of a layout."""
 
     def __init__(self, layout: Layout, num_microbatches: int | None) -> None:
-        """Args: layout: the layout to run under. num_microbatches: the number where the layout names none."""
+        """Take ``layout`` (the layout to run under), ``num_microbatches`` (the number where the layout names none)."""
         self.devices = layout.devices
         self._layout, self._num_microbatches = layout, num_microbatches
 

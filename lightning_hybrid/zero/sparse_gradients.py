@@ -18,7 +18,6 @@ class SparseRows:
     """Flags of the rows for which the parameters of one group have gradients."""
 
     def __init__(self, shapes: Mapping[str, Tensor], placements: Mapping[str, Shard], ranks: ShardRanks) -> None:
-        """Args: shapes: parameters with sparse gradients, by FQN. placements: of shards. ranks: that hold them."""
         self._placements = {name: placements.get(name) for name in shapes}
         self._num_rows = {name: parameter.shape[0] for name, parameter in shapes.items()}
         self._size = ranks.shard.size()

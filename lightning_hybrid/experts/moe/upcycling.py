@@ -48,7 +48,7 @@ class UpcycledMLP(nn.Module):
     """
 
     def __init__(self, moe: MoE, dense: DenseMLP, dense_names: tuple[str, ...], *, emits_loss: bool) -> None:
-        """Args: moe: with its weights. dense: structure of the replaced MLP. dense_names: of its parameters."""
+        """Take ``moe`` with its weights, ``dense`` (structure of the replaced MLP), and the names of its parameters."""
         super().__init__()
         self.moe = moe
         self.num_experts = moe.experts.num_experts
@@ -81,14 +81,14 @@ class ListedExperts(nn.Module):
     """Experts of any class, each called with its rows; has the interface of `GroupedExperts`."""
 
     def __init__(self, experts: list[nn.Module], *, takes_rows: bool) -> None:
-        """Args: experts: the modules. takes_rows: whether they take [rows, dim], or need [1, rows, dim]."""
+        """Take ``experts`` (the modules), ``takes_rows`` (whether they take [rows, dim], or need [1, rows, dim])."""
         super().__init__()
         self.num_experts = len(experts)
         self.experts = nn.ModuleList(experts)
         self._takes_rows = takes_rows
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Args: rows: [pairs, dim], sorted by expert. counts: [E] rows of each expert. Returns: [pairs, dim]."""
+        """Run experts on ``rows`` [pairs, dim] sorted by expert, ``counts`` [E] of each; returns [pairs, dim]."""
         outputs = []
         # Experts without rows run too: all their parameters get gradients, as those of grouped ones do.
         for expert, inputs in zip(self.experts, rows.split(counts.tolist()), strict=True):

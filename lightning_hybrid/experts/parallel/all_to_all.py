@@ -32,7 +32,7 @@ class ExpertAllToAll:
     """
 
     def __init__(self, group: dist.ProcessGroup, *, chunks: int = 1) -> None:
-        """Args: group: the ranks. chunks: of each rank's experts, whose messages overlap with computation."""
+        """Take ``group`` (the ranks), ``chunks`` (of each rank's experts, whose messages overlap with computation)."""
         self._group, self._chunks = group, chunks
         self.num_exchanges = 0
 

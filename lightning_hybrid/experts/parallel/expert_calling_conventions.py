@@ -44,7 +44,6 @@ class ExpertsAdapter(ABC):
     may_skip: ClassVar[bool] = False
 
     def __init__(self, num_experts: int) -> None:
-        """Args: num_experts: number of experts of the module."""
         self.num_experts = num_experts
         self.again: Callable[[Callable[..., Any]], Callable[..., Any]] = _identity
 
@@ -109,7 +108,6 @@ class _Batched(ExpertsAdapter):
     """Base class for experts whose weights are stacked along their first dim."""
 
     def __init__(self, num_experts: int, attributes: Sequence[str], names: Mapping[str, str]) -> None:
-        """Args: attributes: that contain the number of experts. names: argument names by role."""
         super().__init__(num_experts)
         self.attributes, self.names = tuple(attributes), dict(names)
 

@@ -179,7 +179,6 @@ class TensorShardedExperts:
     """Runs the modules of one rank whose experts are sharded over tensor ranks."""
 
     def __init__(self, root: nn.Module, widths: Mapping[str, WidthSharding], ranks: TensorRanks) -> None:
-        """Args: root: the user's module. widths: shardings by FQN of the module. ranks: the tensor ranks."""
         self._root, self._widths, self._ranks = root, widths, ranks
 
     def _modules(self) -> dict[str, nn.Module]:

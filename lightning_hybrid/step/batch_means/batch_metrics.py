@@ -37,7 +37,7 @@ class BatchMetrics:
     """Batch values of the metrics of one module; the copies are reused in all its steps."""
 
     def __init__(self, sinks: Mapping[str, nn.Module], prepare: Callable[[nn.Module], None]) -> None:
-        """Args: sinks: the outermost metrics, by FQN. prepare: called with each copy."""
+        """Take ``sinks`` (the outermost metrics, by FQN), ``prepare`` (called with each copy)."""
         self._sinks, self._prepare = sinks, prepare
         self._copies: dict[tuple[str, int], _MetricCopy] = {}
         self._num_microbatches = 0

@@ -120,7 +120,6 @@ class BatchScalars:
     """Scalars of a step for the full batch, as far as this rank has those of the microbatches."""
 
     def __init__(self, microbatches: Sequence[ScalarResults], weights: Sequence[float], metrics: BatchMetrics) -> None:
-        """Args: microbatches: results of each. weights: of the microbatches. metrics: of the batch."""
         self._microbatches, self._metrics = microbatches, metrics
         total = sum(weights)
         self._weights = [weight / total if total else 1 / len(weights) for weight in weights]

@@ -41,7 +41,7 @@ class InitialValues:
     """Parameters without storage, and the recorded operations that give their initial values."""
 
     def __init__(self, device: torch.device) -> None:
-        """Args: device: the device on which values are drawn."""
+        """Take ``device`` (the device on which values are drawn)."""
         self._recorded = RecordedInitOps(device)
         self._parameters: dict[int, _Parameter] = {}
         self._hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()

@@ -92,7 +92,7 @@ class RecordedInitOps:
     """Operations recorded on tensors without storage, and the values that result from them."""
 
     def __init__(self, device: torch.device) -> None:
-        """Args: device: the device on which values are drawn and computed."""
+        """Take ``device`` (the device on which values are drawn and computed)."""
         self._device = device
         self._numbers: dict[int, int] = {}
         self._storages: list[torch.UntypedStorage] = []  # referenced, so that the keys of `_numbers` stay unique

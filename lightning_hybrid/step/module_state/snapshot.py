@@ -52,7 +52,6 @@ class ArgumentState:
     """A snapshot of a unit's argument objects before it runs, such as the keys and values in a cache."""
 
     def __init__(self, arguments: Iterable[Any]) -> None:
-        """Args: arguments: leaves; tensors and modules among them are skipped."""
         self._contents: list[tuple[Any, Any]] = []
         self._of_modules: set[int] = set()
         self._empty: list[Any] = []  # every module has a dozen of torch's hook dicts
@@ -125,7 +124,6 @@ class TensorSnapshot:
     """A snapshot of a tensor, its content and memory: `tensor.data = other` does not change the version counter."""
 
     def __init__(self, tensor: Tensor) -> None:
-        """Args: tensor: a buffer."""
         self._tensor, self._memory, self._version = tensor, tensor.detach(), tensor._version
         self._content = detached_copy(tensor)
 

@@ -12,7 +12,7 @@ class LRUCache(dict[K, V]):
     """A dict that evicts the least recently read or written entry when it exceeds ``most`` entries."""
 
     def __init__(self, most: int) -> None:
-        """Args: most: the largest number of entries."""
+        """Take ``most`` (the largest number of entries)."""
         super().__init__()
         self._capacity = most
 

@@ -11,7 +11,7 @@ class GradientHook:
     """A hook for ``register_post_accumulate_grad_hook`` that most backwards of a step may skip."""
 
     def __init__(self, call: Callable[[Tensor], None], is_idle: Callable[[], bool]) -> None:
-        """Args: call: called with the parameter. is_idle: tells whether a call would do nothing now."""
+        """Take ``call`` (called with the parameter), ``is_idle`` (tells whether a call would do nothing now)."""
         self._call, self._is_idle = call, is_idle
 
     def __call__(self, parameter: Tensor) -> None:

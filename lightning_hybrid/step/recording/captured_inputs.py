@@ -56,7 +56,6 @@ class CapturedInputs:
         costs: CostCounter,
         modules: Mapping[str, nn.Module],
     ) -> None:
-        """Args: parameters: FQN by id of the stand-ins. mark_of: value index of a tensor. modules: units by FQN."""
         self._parameters, self._mark_of, self._costs, self._modules = parameters, mark_of, costs, modules
         self._before: dict[str, dict[int, Tensor]] = {}  # attribute tensors of units before their first call
         self._after: dict[int, tuple[Tensor, str]] = {}  # attribute tensors stored by calls of units, and the unit

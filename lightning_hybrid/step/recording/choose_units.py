@@ -35,7 +35,6 @@ class UnitChoice:
     """
 
     def __init__(self, root: nn.Module, num_stages: int) -> None:
-        """Args: root: the user's LightningModule. num_stages: size of the pipeline."""
         self._root, self._num_stages = root, num_stages
         self.opened, self.closed = set[str](), set[str]()
 

@@ -53,7 +53,6 @@ class BranchCheck:
     """
 
     def __init__(self, root: nn.Module, step: Callable[[], Any]) -> None:
-        """Args: root: the user's module. step: runs the step."""
         self._root = root
         self._step = step
         self._plain: dict[AttributePath, Any] = {}

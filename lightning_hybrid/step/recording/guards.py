@@ -148,7 +148,7 @@ class TrackedInt(int):
     )
 
     def __new__(cls, number: int, unguarded_reads: UnguardedReads) -> TrackedInt:
-        """Args: number: the number. unguarded_reads: records the reads."""
+        """Take ``number`` (the number), ``unguarded_reads`` (records the reads)."""
         self = super().__new__(cls, number)
         self._unguarded_reads = unguarded_reads
         return self

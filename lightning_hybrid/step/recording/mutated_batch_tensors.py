@@ -31,7 +31,7 @@ class MutatedBatchTensors:
     """
 
     def __init__(self, buffers: Mapping[int, BufferInfo], mark_of: Callable[[Tensor], int | None]) -> None:
-        """Args: buffers: from ``buffers_of``. mark_of: returns the value index of a tensor."""
+        """Take ``buffers`` (from ``buffers_of``), ``mark_of`` (returns the value index of a tensor)."""
         self.buffers: set[str] = set()
         self._names = {buffer.memory: buffer.name for buffer in buffers.values()}
         self._mark_of = mark_of

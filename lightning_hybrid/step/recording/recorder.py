@@ -62,7 +62,6 @@ class RecordWatch(StepMode):
         *,
         full_graph: bool,
     ) -> None:
-        """Args: parameters: FQN by id of the stand-ins. buffers: from ``buffers_of``. The others: of the recording."""
         super().__init__(parameters, randomness)
         self._buffers = buffers
         self._metric_dry_run = metric_dry_run

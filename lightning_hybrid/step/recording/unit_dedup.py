@@ -149,7 +149,6 @@ class UnitDeduplicator:
     """
 
     def __init__(self, costs: CostCounter) -> None:
-        """Args: costs: counter to which the costs of reused units are added."""
         self._costs = costs
         self._kinds = UnitKinds()
         self._cache: dict[Hashable, _CachedResult] = {}

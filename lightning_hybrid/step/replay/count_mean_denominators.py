@@ -28,7 +28,6 @@ class CountingReplay(StageReplay):
     """
 
     def __init__(self, recording: Recording, assignment: Assignment, root: nn.Module, randomness: KeyedRandomness):
-        """Args: as those of ``StageReplay``."""
         super().__init__(recording, assignment, _NO_STAGE, root, randomness)
         self.counts: dict[int, Tensor | float] = {}
         self.labels: dict[int, tuple[int, int]] = {}

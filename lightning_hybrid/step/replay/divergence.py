@@ -34,7 +34,6 @@ class Divergence:
     """
 
     def __init__(self, graph: StepGraph) -> None:
-        """Args: graph: the recording."""
         self._graph = graph
         self.has_guessed = False
         self._read: dict[int, tuple[tuple[int, ...], str]] = {}

@@ -25,7 +25,6 @@ class SideEffectReplay(StageReplay):
     """
 
     def __init__(self, recording: Recording, assignment: Assignment, root: nn.Module, randomness: KeyedRandomness):
-        """Args: as those of ``StageReplay``."""
         super().__init__(recording, assignment, _NO_STAGE, root, randomness)
         self.contents: Mapping[int, Tensor] = {}
 

@@ -91,7 +91,6 @@ class StageReplay:
     def __init__(
         self, recording: Recording, assignment: Assignment, stage: int, root: nn.Module, randomness: KeyedRandomness
     ) -> None:
-        """Args: recording, assignment: of the same graph. stage: index of the stage. root: the LightningModule."""
         self.recording = recording
         self.assignment = assignment
         self.stage = stage
@@ -162,7 +161,6 @@ class ReplayWatch(StepMode):
         parameters: Mapping[int, str],
         randomness: KeyedRandomness,
     ) -> None:
-        """Args: replay: of the stage. randomness: keys random numbers of glue. The others: of ``StageReplay.run``."""
         super().__init__(parameters, randomness)
         self.units = replay.recording.units
         self._stage = replay.stage

@@ -65,7 +65,6 @@ class TraceTree(Generic[Trace]):
     """
 
     def __init__(self, units: Mapping[str, nn.Module], without: Collection[nn.Module]) -> None:
-        """Args: units, without: the attributes."""
         self.units, self.without, self.count = units, without, 0
         self._inside = set(without)
         self._attribute_paths: dict[str, tuple[AttributePath, ...]] = {}

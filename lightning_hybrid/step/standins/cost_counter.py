@@ -32,7 +32,6 @@ class CostCounter(TorchDispatchMode):
     """
 
     def __init__(self, root: nn.Module) -> None:
-        """Args: root: the module that FQNs refer to."""
         super().__init__()
         limit_kernel_cache()
         self.flops = 0.0

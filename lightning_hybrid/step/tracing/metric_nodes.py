@@ -55,7 +55,6 @@ class MetricDryRun:
     """Calls copies of the metrics on random values during recording: shapes are learnt, no state is written."""
 
     def __init__(self, sinks: Mapping[str, nn.Module]) -> None:
-        """Args: sinks: the metrics, by FQN."""
         self._sinks = sinks
         self._copies: dict[str, nn.Module] = {}
 

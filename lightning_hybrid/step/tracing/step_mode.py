@@ -87,7 +87,7 @@ class StepMode(TorchFunctionMode, ABC):
     is_recording = False
 
     def __init__(self, parameters: Mapping[int, str], randomness: KeyedRandomness | None = None) -> None:
-        """Args: parameters: FQN by id. randomness: reseeded before glue operations that draw random numbers."""
+        """Take ``parameters`` (FQN by id), and ``randomness``, reseeded before glue operations that draw numbers."""
         super().__init__()
         self.parameters = parameters
         # Tensors name their run by this token: a reference to the watch, which holds tensors, would be a cycle that

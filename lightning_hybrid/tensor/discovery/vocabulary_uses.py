@@ -75,7 +75,6 @@ class VocabularyUses(TorchFunctionMode):
     """
 
     def __init__(self, root: nn.Module, units: Mapping[str, nn.Module], running: list[str]) -> None:
-        """Args: root: the user's module. units: the tensor units. running: FQNs of those that are running."""
         super().__init__()
         self._root, self._running = root, running
         names = {id(parameter): name for name, parameter in root.named_parameters()}

@@ -40,7 +40,7 @@ class PlanCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Args: folder: of the file, made where it is missing."""
+        """Take ``folder`` (of the file, made where it is missing)."""
         self.path = Path(folder) / FILE_NAME
         self.num_read = self.num_searched = 0
         self._plans = self._read()

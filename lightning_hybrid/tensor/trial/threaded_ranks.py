@@ -191,7 +191,6 @@ class ThreadGroups:
     """The thread groups of tensor ranks times context ranks, in the order of `PairedRanks`."""
 
     def __init__(self, size: int, context: int) -> None:
-        """Args: size, context: the numbers of tensor ranks and of context ranks."""
         self._tensor = [_ThreadGroup(size) for _ in range(context)]
         self._context = [_ThreadGroup(context) for _ in range(size)]
 

@@ -20,7 +20,6 @@ class MicrobatchSideEffects:
     """
 
     def __init__(self, module: nn.Module, shares: int) -> None:
-        """Args: module: the replica's module. shares: number of ranks that each run some of the microbatches."""
         # Metrics accumulate over all shares.
         self._metrics = [inner for m in module.modules() if isinstance(m, Metric) for inner in m.modules()]
         self._start = ModuleState(module, without=self._metrics) if shares > 1 else None
@@ -62,7 +61,6 @@ class DeferredGradients:
     """Keeps the gradients of the microbatches until Lightning has cleared the old ones and calls backward."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Args: module: the user's module."""
         self._parameters = list(module.parameters())
 
     def __enter__(self) -> None:

@@ -22,7 +22,6 @@ class ReplicaLoader:
     """
 
     def __init__(self, loaders: list[Iterable[Any]]) -> None:
-        """Args: loaders: one per replica."""
         self.loaders = loaders
         self.pending: deque[list[Any]] = deque()
         self.sampler = _AllSamplers(loaders)

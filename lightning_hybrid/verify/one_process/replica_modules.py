@@ -28,7 +28,6 @@ class ReplicaModules:
     """The user's module, and a copy of it for each further replica."""
 
     def __init__(self, module: Any, trainer: Any) -> None:
-        """Args: module: the user's module, for the first replica. trainer: the Trainer of all replicas."""
         self.modules: list[Any] = [module]
         self._trainer = trainer
         self._snapshot: _Snapshot | None = None

@@ -111,7 +111,7 @@ class RunRecorder:
     """Callback hooks that fill an ``RunRecord``; a mixin for the Callback class of the module's Lightning."""
 
     def __init__(self, perturbation: float) -> None:
-        """Args: perturbation: relative size of the noise that is added to the weights before the first step."""
+        """Take ``perturbation`` (relative size of the noise that is added to the weights before the first step)."""
         self.observed = RunRecord()
         self._perturbation = perturbation
         self._grad_norms: dict[str, float] = {}

@@ -28,7 +28,7 @@ class OffloadedStates(ABC):
     """
 
     def __init__(self, optimizer: Optimizer, states_on: torch.device, regions: Iterable[Region]) -> None:
-        """Args: optimizer: built. states_on: device of states. regions: with parameters that it steps."""
+        """Take ``optimizer`` (built), ``states_on`` (device of states), ``regions`` (with parameters that it steps)."""
         self._optimizer, self._states_on = optimizer, states_on
         self._files = {region.file for region in regions}
         self.file: StateFile | None = None
