@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
+from lightning_hybrid.checkpoint.dcp_planner_and_writer import BoxPlanner, Item, Writer, chunk_of
 from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, references, take_tensors
 from lightning_hybrid.checkpoint.owned_shards import assign_boxes
-from lightning_hybrid.checkpoint.torch_writer import BoxPlanner, Item, Writer, chunk_of
 from lightning_hybrid.mesh import Mesh
 
 _MERGED = "state"  # of an optimizer: each rank has entries of its own

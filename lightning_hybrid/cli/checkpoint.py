@@ -55,7 +55,7 @@ def _convert(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _inspect(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
     _refuse(rest)
-    from lightning_hybrid.checkpoint.inspect_checkpoint import table
+    from lightning_hybrid.checkpoint.inspect_and_verify_checkpoint import table
     from lightning_hybrid.checkpoint.reading import SavedFolder
 
     print(table(SavedFolder(parsed.source, weights_only=not parsed.trust)))
@@ -65,7 +65,7 @@ def _inspect(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
 def _verify(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
     _refuse(rest)
     from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
-    from lightning_hybrid.checkpoint.inspect_checkpoint import problems
+    from lightning_hybrid.checkpoint.inspect_and_verify_checkpoint import problems
 
     try:
         found = list(problems(parsed.source, weights_only=not parsed.trust))

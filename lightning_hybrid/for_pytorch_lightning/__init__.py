@@ -1,12 +1,12 @@
 """The public classes for `pytorch_lightning`, whichever namespace the asking file uses.
 
-The modules below this package are those below `lightning_hybrid`, loaded a second time by `namespaces/twin_modules.py`.
+The modules below are those of `lightning_hybrid`, loaded a second time by `namespaces/import_modules_twice.py`.
 """
 
 from typing import Any
 
 from lightning_hybrid.namespaces.detect_lightning_namespace import PUBLIC, public_names
-from lightning_hybrid.namespaces.twin_modules import find_twins
+from lightning_hybrid.namespaces.import_modules_twice import find_twins
 
 # Type checkers see only files; what they say of `lightning_hybrid.for_lightning` holds here too.
 ActivationCheckpointing: Any

@@ -37,7 +37,7 @@ from lightning_hybrid.step.instrument.autograd_functions import interceptable_to
 from lightning_hybrid.step.module_state.pickle_sharded_parameters import reduce_for_pickle
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, map_leaves, rebuild_call
 from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, fill, is_absent, make_absent, user_attributes
-from lightning_hybrid.step.tracing.step_mode import _METADATA, VIEW_PROPERTIES
+from lightning_hybrid.step.tracing.intercept_step_operations import _METADATA, VIEW_PROPERTIES
 
 _MEMORY = frozenset({"untyped_storage"})  # used to pickle a plain tensor
 _AUTOGRAD = frozenset({"backward", "grad"})

@@ -27,8 +27,8 @@ from lightning_hybrid.step.standins.absent_tensors import (
     full_shape_meta,
     is_absent,
 )
+from lightning_hybrid.step.tracing.intercept_step_operations import user_line
 from lightning_hybrid.step.tracing.recording import StepError
-from lightning_hybrid.step.tracing.step_mode import user_line
 
 OWN_PROPERTIES = frozenset({"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "layout", "grad", "is_cuda"})
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hybrid.full_params.value_locations import Ranks
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.step_mode import _READS
+from lightning_hybrid.step.tracing.intercept_step_operations import _READS
 
 # Besides reads: operations whose result's shape depends on content, and those that convert tensors to numbers.
 _NEEDS_CONTENT = _READS | {

@@ -17,8 +17,8 @@ from lightning_hybrid.pipeline.results.prepare_step_outputs import detached
 from lightning_hybrid.pipeline.runner_base import MicrobatchRunner, TrainContext, backward_of
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
 from lightning_hybrid.schedule import Action, Kind, Span
+from lightning_hybrid.step.module_state.computed_weights import put
 from lightning_hybrid.step.module_state.snapshot import reachable_leaves
-from lightning_hybrid.step.module_state.tensors_set_on_modules import put
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.standins.sharded_tensor_base import DeferredTensor, materialize
 from lightning_hybrid.step.tracing.torch_call_sites import CallTrace, user_call_sites

@@ -43,10 +43,10 @@ from lightning_hybrid.step.batch.microbatch import (
     split,
     why_unsplit,
 )
-from lightning_hybrid.step.instrument.instrument import slow_attention
+from lightning_hybrid.step.instrument.intercept_units import slow_attention
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
-from lightning_hybrid.step.standins.guessed_reads import GUESSES
+from lightning_hybrid.step.standins.guess_branch_reads import GUESSES
 from lightning_hybrid.step.tracing.eager_around_compiled_layers import EagerSwitch, compiled_wrappers
 
 _MAX_SMALL = 3  # after so many batches that cannot be split, shares are given up

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.collectives.rank_agreement import StepBroken
+from lightning_hybrid.collectives.exchange_step_numbers import StepBroken
 from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import LossWeighting
 from lightning_hybrid.pipeline.loss_weights.recorded_means import LossMeanWeights, MeanWeights
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
@@ -40,7 +40,7 @@ from lightning_hybrid.step.batch.microbatch import BatchSplitter, copied_batch, 
 from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.recording.kept_values import refuse_absent_numbers
-from lightning_hybrid.step.replay.stage_replay import StageRun
+from lightning_hybrid.step.replay.rerun_step_for_stage import StageRun
 from lightning_hybrid.step.tracing.metric_nodes import find_sinks
 
 

@@ -176,7 +176,10 @@ def test_a_folder_holds_one_idea(folder):
         ("graph/partition.py", "from ..step.recording import record_step"),
         ("step/recording/recorder.py", "import lightning.pytorch"),
         ("step/recording/recorder.py", "from lightning_hybrid.pipeline.runtime.executor import run"),
-        ("step/tracing/step_mode.py", "from lightning_hybrid.step.recording.guards import UnguardedReads"),
+        (
+            "step/tracing/intercept_step_operations.py",
+            "from lightning_hybrid.step.recording import guards",
+        ),
         ("step/recording/recorder.py", "from ..replay.stage_replay import StageReplay"),
         ("pipeline/runner.py", "from lightning_hybrid.tensor.plan.unit_plan import UnitPlan"),
         ("mesh.py", "from lightning_hybrid import step"),
@@ -205,7 +208,7 @@ def test_a_wrong_import_is_found(path, source):
         ),
         (
             "pipeline/runtime/executor.py",
-            "from lightning_hybrid.step.replay.stage_replay import replay\nfrom . import transport",
+            "from lightning_hybrid.step.replay.rerun_step_for_stage import replay\nfrom . import transport",
         ),
         ("strategies/hybrid.py", "import lightning.pytorch\nfrom ..callbacks import timeline\nfrom .. import layout"),
         ("__init__.py", "from lightning_hybrid.strategies.hybrid import HybridStrategy\nfrom .layout import AXES"),

@@ -7,10 +7,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
-from lightning_hybrid.experts.moe.grouped_mlp_operators import ACTIVATIONS
-from lightning_hybrid.experts.moe.routers import ExpertChoiceRouter, Report, Routing, Score, TopKRouter, capacity
-from lightning_hybrid.experts.moe.token_dispatch import (
+from lightning_hybrid.experts.moe.gather_expert_rows import (
     Dispatch,
     DropBy,
     combine,
@@ -19,6 +16,9 @@ from lightning_hybrid.experts.moe.token_dispatch import (
     dispatch_with_capacity,
     gather_rows,
 )
+from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
+from lightning_hybrid.experts.moe.grouped_mlp_operators import ACTIVATIONS
+from lightning_hybrid.experts.moe.routers import ExpertChoiceRouter, Report, Routing, Score, TopKRouter, capacity
 
 RouterKind: TypeAlias = Literal["token_choice", "expert_choice"]
 Overflow: TypeAlias = Literal["drop", "pad"]

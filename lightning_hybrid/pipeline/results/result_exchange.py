@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.collectives.rank_agreement import NumberExchange, broadcast_tensor, digest
+from lightning_hybrid.collectives.exchange_step_numbers import NumberExchange, broadcast_tensor, digest
 from lightning_hybrid.pipeline.results.log_capture import Entry, Key, LogCapture, keyed
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
 from lightning_hybrid.step.batch_means.recompute_batch_scalars import BatchScalars
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.replay.stage_replay import StageRun
+from lightning_hybrid.step.replay.rerun_step_for_stage import StageRun
 
 _EXACT_IN_FLOAT64 = frozenset({"float64", "float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8"})
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, location_of
-from lightning_hybrid.pipeline.runtime.module_state_by_stage import StageModuleStates
 from lightning_hybrid.pipeline.runtime.received_values import ReceivedValues, value_of_broken_step
 from lightning_hybrid.pipeline.runtime.split_backward import DeferredGradient, SplitBackward, finish, have_hooks
+from lightning_hybrid.pipeline.runtime.swap_stage_module_state import StageModuleStates
 from lightning_hybrid.pipeline.runtime.transport import Incoming, Transport
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -39,11 +39,11 @@ from lightning_hybrid.schedule import (
 )
 from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
-from lightning_hybrid.step.instrument.instrument import instrumented
-from lightning_hybrid.step.replay.stage_replay import ReplayWatch, StageRun
+from lightning_hybrid.step.instrument.intercept_units import instrumented
+from lightning_hybrid.step.replay.rerun_step_for_stage import ReplayWatch, StageRun
 from lightning_hybrid.step.standins.absent_tensors import ControlFlowError, fill
+from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 from lightning_hybrid.step.tracing.recording import StepError
-from lightning_hybrid.step.tracing.step_mode import CurrentRun
 
 
 @dataclass(frozen=True)

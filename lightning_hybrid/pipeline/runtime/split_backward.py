@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.step.instrument.autograd_functions import NotIntercepted
-from lightning_hybrid.step.tracing.step_mode import CurrentRun
+from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 
 # Below so many multiplications, deferring costs more than the product: some 0.6 ms of a CPU core, 0.02 of a GPU.
 MIN_PRODUCTS_TO_DEFER = {"cpu": 2**25, "cuda": 2**32}

@@ -25,7 +25,7 @@ from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import copied_batch
-from lightning_hybrid.step.instrument.instrument import instrumented
+from lightning_hybrid.step.instrument.intercept_units import instrumented
 from lightning_hybrid.step.module_state.snapshot import ModuleState
 from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
 from lightning_hybrid.step.objects.pytree import flatten, tensors_inside

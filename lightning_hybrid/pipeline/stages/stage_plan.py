@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.collectives.rank_agreement import broadcast_buffer
+from lightning_hybrid.collectives.exchange_step_numbers import broadcast_buffer
 from lightning_hybrid.graph import partition
 from lightning_hybrid.graph.partition import Assignment, PartitionError
 from lightning_hybrid.mesh import as_sendable
@@ -23,13 +23,13 @@ from lightning_hybrid.pipeline.stages.balance_by_size import stages_by_size
 from lightning_hybrid.pipeline.stages.check_parameter_owners import check_placement
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.module_state.tensors_set_on_modules import compute_weights
+from lightning_hybrid.step.module_state.computed_weights import compute_weights
 from lightning_hybrid.step.objects.module_walk import modules_in, parameters_of
 from lightning_hybrid.step.recording.choose_units import UnitChoice, units_to_open
 from lightning_hybrid.step.recording.escaped_values import BranchCheck
 from lightning_hybrid.step.recording.guards import UnguardedReads
 from lightning_hybrid.step.recording.record_step import record
-from lightning_hybrid.step.replay.stage_replay import StageReplay
+from lightning_hybrid.step.replay.rerun_step_for_stage import StageReplay
 from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent
 from lightning_hybrid.step.tracing.recording import Recording, StepError
 

@@ -29,8 +29,8 @@ from lightning_hybrid.step.tracing.find_stored_autograd_apply import (
     functions_with_builtin_apply,
 )
 from lightning_hybrid.step.tracing.finiteness_checks import number_check_patches
+from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun, user_line
 from lightning_hybrid.step.tracing.recording import StepError
-from lightning_hybrid.step.tracing.step_mode import CurrentRun, user_line
 
 # The output argument of each collective: its position and its name.
 _OUTPUT_ARGUMENTS = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lightning_hybrid.step.tracing.step_mode import CurrentRun
+    from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 
 _NAME = "normalize_logits_if_needed"
 

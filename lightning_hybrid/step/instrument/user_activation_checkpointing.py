@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 
 from lightning_hybrid.patching import ReplacedAll
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.tracing.step_mode import CurrentRun, StepMode
+from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun, StepMode
 
 # Attribute of saved-tensor hooks that decide for each tensor; other such hooks recompute a region of code.
 SAVES_EACH = "_hybrid_saves_each"

@@ -22,8 +22,8 @@ from lightning_hybrid.step.recording.guards import plain_state
 from lightning_hybrid.step.standins.cost_counter import CostCounter
 from lightning_hybrid.step.standins.fake_kernel_fallback import run_on_stand_ins
 from lightning_hybrid.step.tracing.backward_hooks import has_backward_hooks
+from lightning_hybrid.step.tracing.intercept_step_operations import user_line
 from lightning_hybrid.step.tracing.recording import StepError
-from lightning_hybrid.step.tracing.step_mode import user_line
 
 _NUMBERS = (float, int, numpy.generic, numpy.ndarray)
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_hybrid.step.module_state.computed_weights import computed_weights
 from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleState, reachable_leaves
-from lightning_hybrid.step.module_state.tensors_set_on_modules import computed_weights
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.standins.absent_arrays import AbsentArray
 from lightning_hybrid.step.standins.absent_tensors import AbsentFloat, ControlFlowError, branch_message, source_values
+from lightning_hybrid.step.tracing.intercept_step_operations import StepMode, user_line
 from lightning_hybrid.step.tracing.recording import Recording, ReturnedTensor, StepError
-from lightning_hybrid.step.tracing.step_mode import StepMode, user_line
 
 
 def values_behind_numbers(leaves: list[Any], read_at: str) -> tuple[int, ...]:

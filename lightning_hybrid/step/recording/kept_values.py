@@ -19,9 +19,9 @@ from lightning_hybrid.step.objects.pytree import children_of, flatten, map_leave
 from lightning_hybrid.step.recording.escaped_values import is_absent_number
 from lightning_hybrid.step.standins.absent_arrays import has_absent_content, line_of_read
 from lightning_hybrid.step.standins.absent_tensors import AbsentFloat, is_absent, source_values
+from lightning_hybrid.step.tracing.intercept_step_operations import StepMode
 from lightning_hybrid.step.tracing.metric_nodes import find_sinks
 from lightning_hybrid.step.tracing.recording import Recording, ReturnedTensor, StepError
-from lightning_hybrid.step.tracing.step_mode import StepMode
 
 # FQN of the module, its attribute, and the key if the attribute is a dict of lists.
 ListPath: TypeAlias = tuple[str, str, Any]

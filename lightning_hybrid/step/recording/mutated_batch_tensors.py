@@ -14,8 +14,8 @@ from lightning_hybrid.step.instrument.autograd_functions import COLLECTIVE, coll
 from lightning_hybrid.step.objects.pytree import storage_id
 from lightning_hybrid.step.recording.choose_units import BufferInfo
 from lightning_hybrid.step.standins.absent_tensors import MARK, make_absent, swap_in_place
+from lightning_hybrid.step.tracing.intercept_step_operations import user_line
 from lightning_hybrid.step.tracing.recording import StepError
-from lightning_hybrid.step.tracing.step_mode import user_line
 
 _IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor")
 _WRITES = frozenset({*(f"__{name}__" for name in _IN_PLACE), "__set__"})  # of `tensor.data`

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.instrument.autograd_functions import refuse_uninterceptable_functions
-from lightning_hybrid.step.instrument.instrument import intercepted_step
+from lightning_hybrid.step.instrument.intercept_units import intercepted_step
 from lightning_hybrid.step.module_state.snapshot import ModuleState, reachable_leaves
 from lightning_hybrid.step.objects.pytree import ContainerClassRegistered
 from lightning_hybrid.step.recording.choose_units import buffers_of, owned_members
@@ -29,9 +29,9 @@ from lightning_hybrid.step.standins.absent_tensors import absent_members, member
 from lightning_hybrid.step.standins.cost_counter import CostCounter
 from lightning_hybrid.step.standins.fake_kernel_fallback import quiet_fake_kernels
 from lightning_hybrid.step.tracing.find_stored_autograd_apply import find_bound_applies
+from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 from lightning_hybrid.step.tracing.metric_nodes import MetricDryRun, find_sinks
 from lightning_hybrid.step.tracing.recording import Recording
-from lightning_hybrid.step.tracing.step_mode import CurrentRun
 
 
 def record(

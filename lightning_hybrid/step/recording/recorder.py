@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_hybrid.graph.step_graph import Node, SizedBy, StepGraph, Value
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import averages
+from lightning_hybrid.step.module_state.computed_weights import values_on_unit
 from lightning_hybrid.step.module_state.snapshot import ArgumentState
-from lightning_hybrid.step.module_state.tensors_set_on_modules import values_on_unit
 from lightning_hybrid.step.objects.pytree import Spec, flatten, register_container_class, storage_id
 from lightning_hybrid.step.recording.captured_inputs import CapturedInputs, run_event_on_stand_ins
 from lightning_hybrid.step.recording.choose_units import BufferInfo
@@ -31,6 +31,7 @@ from lightning_hybrid.step.standins.absent_tensors import make_absent
 from lightning_hybrid.step.standins.cost_counter import CostCounter
 from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL, SIZED_BY_DATA, masks_to_indices
 from lightning_hybrid.step.tracing.finiteness_checks import Answer, answer_if_finite
+from lightning_hybrid.step.tracing.intercept_step_operations import TEXT_READS, StepMode, user_line
 from lightning_hybrid.step.tracing.metric_nodes import MetricDryRun
 from lightning_hybrid.step.tracing.op_signature import selects_rows, signature_of
 from lightning_hybrid.step.tracing.recording import (
@@ -42,7 +43,6 @@ from lightning_hybrid.step.tracing.recording import (
     returned_values,
 )
 from lightning_hybrid.step.tracing.refuse_func_transforms import refuse_transforms
-from lightning_hybrid.step.tracing.step_mode import TEXT_READS, StepMode, user_line
 
 
 class RecordWatch(StepMode):

@@ -12,7 +12,7 @@ from lightning_hybrid.graph.step_graph import Node
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import count, labels_of, picked_rows
 from lightning_hybrid.step.objects.pytree import storage_id
-from lightning_hybrid.step.replay.stage_replay import ReplayWatch, StageReplay
+from lightning_hybrid.step.replay.rerun_step_for_stage import ReplayWatch, StageReplay
 from lightning_hybrid.step.tracing.recording import Recording
 
 _NO_STAGE = -1

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
-from lightning_hybrid.step.replay.stage_replay import ReplayWatch, StageReplay
+from lightning_hybrid.step.replay.rerun_step_for_stage import ReplayWatch, StageReplay
 from lightning_hybrid.step.tracing.recording import Recording
 
 _NO_STAGE = -1

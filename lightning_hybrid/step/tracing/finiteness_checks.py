@@ -20,7 +20,7 @@ from lightning_hybrid.step.objects.pytree import flatten, unflatten
 from lightning_hybrid.step.standins.absent_tensors import IF_FINITE, ControlFlowError, branch_message, source_values
 
 if TYPE_CHECKING:
-    from lightning_hybrid.step.tracing.step_mode import CurrentRun, StepMode
+    from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun, StepMode
 
 Answer: TypeAlias = bool | int | float
 

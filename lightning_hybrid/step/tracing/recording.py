@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_hybrid.graph.step_graph import StepGraph
+from lightning_hybrid.step.module_state.computed_weights import replaces_parameters
 from lightning_hybrid.step.module_state.snapshot import AttributePath
-from lightning_hybrid.step.module_state.tensors_set_on_modules import replaces_parameters
 from lightning_hybrid.step.objects.pytree import Spec, flatten
 from lightning_hybrid.step.tracing.find_stored_autograd_apply import BoundApply
 

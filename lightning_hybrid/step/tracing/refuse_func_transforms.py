@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from lightning_hybrid.step.tracing.intercept_step_operations import user_line
 from lightning_hybrid.step.tracing.recording import StepError
-from lightning_hybrid.step.tracing.step_mode import user_line
 
 
 def refuse_transforms(name: str) -> None:

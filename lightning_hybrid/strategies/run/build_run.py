@@ -34,7 +34,7 @@ from lightning_hybrid.strategies.user_code.dataloader_reads import wrap_loaders
 from lightning_hybrid.strategies.user_code.hook_reads import HookReads, summarize_full_parameters
 from lightning_hybrid.strategies.user_code.user_hooks import wrap_user_hooks
 from lightning_hybrid.strategies.world.strategy_callbacks import FullAtTrainEnd
-from lightning_hybrid.zero.zero_sharding import ZeroSharding
+from lightning_hybrid.zero.gather_and_free_parameters import ZeroSharding
 
 
 class RunOwner(Protocol):

@@ -39,9 +39,9 @@ from lightning_hybrid.strategies.techniques.gradient_reduction import Reducers
 from lightning_hybrid.strategies.user_code.hook_reads import HookReads
 from lightning_hybrid.strategies.world.rank_communication import RankWorld
 from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
+from lightning_hybrid.zero.gather_and_free_parameters import ZeroSharding
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
 from lightning_hybrid.zero.optimizer_states.sharded_step import ShardedStep
-from lightning_hybrid.zero.zero_sharding import ZeroSharding
 
 
 def shards_module(options: Options, layout: ParallelLayout, *, shards_manual_steps: bool = False) -> bool:

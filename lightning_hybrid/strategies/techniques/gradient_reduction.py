@@ -17,8 +17,8 @@ from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.replicate.gradient_reducer import GradientReducer
-from lightning_hybrid.replicate.multi_group_reducer import JointReducer
-from lightning_hybrid.zero.zero_sharding import ZeroSharding
+from lightning_hybrid.replicate.joint_gradient_reducer import JointReducer
+from lightning_hybrid.zero.gather_and_free_parameters import ZeroSharding
 
 Reducers = dict[int | None, GradientReducer | JointReducer]
 

@@ -18,7 +18,7 @@ from lightning_hybrid.memory.recompute import (
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.tracing.eager_around_compiled_layers import compiled_modules
-from lightning_hybrid.zero.zero_sharding import ZeroSharding
+from lightning_hybrid.zero.gather_and_free_parameters import ZeroSharding
 
 
 def recompute_layers(

@@ -33,6 +33,7 @@ from lightning_hybrid.strategies.user_code.hook_reads import can_step_shards
 from lightning_hybrid.strategies.user_code.wrap_optimizer_steps import combines_parameters
 from lightning_hybrid.tensor.discovery.unit_calls import record_calls
 from lightning_hybrid.verify.copy_memory import free_bytes
+from lightning_hybrid.zero.gather_and_free_parameters import Stage, ZeroSharding
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
 from lightning_hybrid.zero.optimizer_states.layerwise_step import LayerwiseStep, why_not_layerwise
 from lightning_hybrid.zero.optimizer_states.offloaded_all_parameters_step import AllParametersStep
@@ -41,7 +42,6 @@ from lightning_hybrid.zero.optimizer_states.sharded_step import ShardedStep, num
 from lightning_hybrid.zero.parameter_group import ParameterGroup
 from lightning_hybrid.zero.shard_layout import ShardRanks, bytes_of_shards, shard_placement
 from lightning_hybrid.zero.storage_devices import StorageDevices
-from lightning_hybrid.zero.zero_sharding import Stage, ZeroSharding
 
 # Share of the memory free at the start of a run that full layers and their gradients may take.
 _FREE_MEMORY_SHARE = 0.25

@@ -36,9 +36,9 @@ from lightning_hybrid.step.standins.absent_tensors import (
     full_shape_meta,
     is_absent,
 )
+from lightning_hybrid.step.tracing.intercept_step_operations import user_line
 from lightning_hybrid.step.tracing.recording import StepError
-from lightning_hybrid.step.tracing.step_mode import user_line
-from lightning_hybrid.zero.zero_sharding import ZeroSharding
+from lightning_hybrid.zero.gather_and_free_parameters import ZeroSharding
 
 _MOST_OBJECTS, _MOST_ITEMS = 10_000, 100
 _LEAVES = (str, bytes, int, float, Tensor, type, ModuleType, numpy.ndarray, numpy.generic)

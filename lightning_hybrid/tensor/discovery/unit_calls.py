@@ -15,7 +15,7 @@ from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
 from lightning_hybrid.step.recording.unit_dedup import without_deduplication
 from lightning_hybrid.step.standins.absent_tensors import SHAPE_PROPERTIES
-from lightning_hybrid.step.tracing.step_mode import VIEW_PROPERTIES
+from lightning_hybrid.step.tracing.intercept_step_operations import VIEW_PROPERTIES
 
 _PLAIN = (bool, int, float, str, type(None))
 # Properties of a parameter that differ where a rank has a shard of it; its dtype, for example, does not.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.strict_group import Refused, as_on_gpus
-from lightning_hybrid.collectives.rank_agreement import broadcast_tensor
+from lightning_hybrid.collectives.exchange_step_numbers import broadcast_tensor
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.mesh import on_group_device
 from lightning_hybrid.pipeline.runtime.transport import GroupTransport

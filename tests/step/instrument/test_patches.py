@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.instrument.autograd_functions import CompletedWork, intercepted_functions
 from lightning_hybrid.step.instrument.user_activation_checkpointing import patched_checkpointing
-from lightning_hybrid.step.tracing.step_mode import CurrentRun
+from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 from models.autograd_functions import Reverse
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hybrid.step.module_state.computed_weights import attribute_tensors, look_up, put
 from lightning_hybrid.step.module_state.snapshot import ArgumentState, AttributePath, ModuleState, TensorSnapshot
-from lightning_hybrid.step.module_state.tensors_set_on_modules import attribute_tensors, look_up, put
 
 
 class Stateful(nn.Module):

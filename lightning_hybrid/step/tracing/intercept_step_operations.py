@@ -34,7 +34,7 @@ from lightning_hybrid.step.standins.absent_tensors import (
     branch_message,
     full_shape_meta,
 )
-from lightning_hybrid.step.standins.guessed_reads import answer_guessed_read
+from lightning_hybrid.step.standins.guess_branch_reads import answer_guessed_read
 from lightning_hybrid.step.standins.order_comparison_operands import COMPARISONS, in_canonical_order
 from lightning_hybrid.step.tracing.backward_hooks import backward_hooks_inside
 from lightning_hybrid.step.tracing.eager_around_compiled_layers import EagerSwitch, compiled_forward

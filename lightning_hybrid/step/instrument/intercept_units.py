@@ -19,8 +19,8 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.instrument.autograd_functions import functions_with_repeated_draws, intercepted_functions
 from lightning_hybrid.step.instrument.user_activation_checkpointing import patched_checkpointing
 from lightning_hybrid.step.tracing.find_stored_autograd_apply import BoundApply, user_functions
+from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun, intercepted_metrics, intercepted_units
 from lightning_hybrid.step.tracing.recording import Recording
-from lightning_hybrid.step.tracing.step_mode import CurrentRun, intercepted_metrics, intercepted_units
 
 
 class InstrumentedReplay(Protocol):
