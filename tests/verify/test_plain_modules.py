@@ -110,7 +110,7 @@ first_counts_double.calls = 0
 def test_a_refusal_is_an_outcome_of_its_own(worlds):
     strict = Layout("strict", devices=2, strategy={**LAYOUTS[0].strategy, "strict_layout": True})
     report = check(worlds, Manual, strict)
-    assert report.outcome == "refused" and "by hand" in report.message
+    assert report.outcome == "refused" and "manual optimization" in report.message
     assert report.passes() and not report.passes(strict=True)
 
 

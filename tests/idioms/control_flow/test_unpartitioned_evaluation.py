@@ -365,7 +365,7 @@ def test_a_run_that_only_evaluates(worlds):
             assert all(torch.equal(one, other) for one, other in zip(mine, predicted, strict=True))
     (*_, told, first), (*_, silent, second) = ranks
     assert [text.split()[0] for text in told] == ["validation_step", "predict_step"] and not silent
-    assert all("test_uncut.py" in text and "branches on a value" in text for text in told)
+    assert all("test_unpartitioned_evaluation.py" in text and "branches on a value" in text for text in told)
     names = {name for name, _ in Alone().named_parameters()}
     assert first and second and set(first) | set(second) == names and not set(first) & set(second)
 
@@ -445,7 +445,7 @@ def refused(module, options):
     ("module", "words", "options"),
     [
         (ByRank, ["RanksDisagree", "logged", "on every rank"], {}),
-        (LoopsByRank, ["RanksDisagree", "ends the step", "reads 'layers.1.0.weight'", "test_uncut.py"], {}),
+        (LoopsByRank, ["RanksDisagree", "ends the step", "reads 'layers.1.0.weight'", "test_unpartitioned"], {}),
         (Straight, ["UnfitError", "pipeline_cuts names 'nothing'", "nearest"], {"pipeline_cuts": ["nothing"]}),
     ],
 )

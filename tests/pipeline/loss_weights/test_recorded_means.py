@@ -280,7 +280,7 @@ def lines_at_start(module_class, options):
     with lines_of_lightning() as lines:
         trainer.fit(module_class(), DataLoader(tokens(), 8))
     [table] = [line for line in lines if line.startswith("hybrid3d")] or [""]
-    return [line for line in table.splitlines() if line.startswith("means over")]
+    return [line for line in table.splitlines() if line.startswith("means weighted by")]
 
 
 def by_sample(microbatch):
@@ -289,7 +289,7 @@ def by_sample(microbatch):
 
 def test_the_table_names_the_means(worlds):
     [line], _ = worlds.run(2, lines_at_start, SeveralTerms, {})
-    assert "cross_entropy (test_objectives.py:" in line and "div (test_objectives.py:" in line
+    assert "cross_entropy (test_recorded_means.py:" in line and "div (test_recorded_means.py:" in line
     assert worlds.run(2, lines_at_start, TimesItsCount, {"microbatch_weight": by_sample}) == [[], []]
 
 

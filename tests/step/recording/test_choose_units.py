@@ -56,5 +56,5 @@ def test_where_no_cut_goes_without_opening_it_says_why_it_cannot_be_opened():
     module, batch = Layers(), batch_of(Layers.kind, range(4))
     module.layers = nn.ModuleList([Branching()])
     module.double()
-    with pytest.raises(ControlFlowError, match=r"test_units\.py:\d+: the step branches on a value"):
+    with pytest.raises(ControlFlowError, match=r"test_choose_units\.py:\d+: the step branches on a value"):
         cut(module, lambda: module.loss(batch), 3)

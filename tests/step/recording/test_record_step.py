@@ -270,7 +270,7 @@ def test_a_decision_stored_for_later_is_control_flow_too(keep):
             keep(self, loss)
             return loss
 
-    with pytest.raises(ControlFlowError, match=r"test_record.py:\d+: (the step branches|.numpy\(\) reads)"):
+    with pytest.raises(ControlFlowError, match=r"test_record_step.py:\d+: (the step branches|.numpy\(\) reads)"):
         record(make(Deciding))
 
 
@@ -323,7 +323,7 @@ def test_numbers_stored_on_the_module_are_found_with_the_values_behind_them():
         recording = cut(module, lambda module=module, batch=batch: module.loss(batch), 2).recording
         found.append((recording.numbers_kept, recording.graph.kept, recording.values_read))
     kept, reads = found
-    assert "test_record.py" in kept[0] and "self.history[0][1] keeps a number" in kept[0]
+    assert "test_record_step.py" in kept[0] and "self.history[0][1] keeps a number" in kept[0]
     assert kept[1] == kept[2] and len(kept[1]) == 1
     assert reads[:2] == ("", ()) and len(reads[2]) == 1
 

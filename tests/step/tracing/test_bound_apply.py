@@ -82,7 +82,7 @@ def test_each_call_is_one_operation(how):
 def test_what_cannot_be_seen_is_refused(how):
     module, step = loss_of(how)
     own = vars(Reverse)["forward"]
-    with pytest.raises(StepError, match=r"test_bound_functions.*: Reverse is called .* call Reverse\.apply\(\.\.\.\)"):
+    with pytest.raises(StepError, match=r"test_bound_apply.*: Reverse is called .* call Reverse\.apply\(\.\.\.\)"):
         cut(module, step, 2)
     assert vars(Reverse)["forward"] is own
     assert step().requires_grad  # outside a recorded step it is as ever

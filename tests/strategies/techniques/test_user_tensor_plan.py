@@ -104,7 +104,7 @@ def test_plans_are_written_where_the_next_run_reads_them():
 
 def test_tensor_ranks_on_several_nodes_are_warned_of():
     for ranks_per_node, lie in ((6, "4 to 7"), (2, "0 to 3")):
-        with pytest.warns(UserWarning, match=rf"=4 does not divide the {ranks_per_node} ranks of a node.* {lie} lie"):
+        with pytest.warns(UserWarning, match=rf"=4 does not divide the {ranks_per_node} ranks of a node.* {lie} are"):
             warn_across_nodes(4, ranks_per_node, 4)
     warn_across_nodes(4, 8, 2)
     warn_across_nodes(4, 6, 1)

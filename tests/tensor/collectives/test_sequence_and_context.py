@@ -331,7 +331,7 @@ def test_dropout_of_own_positions_differs_and_repeats_itself(worlds, run):
 
 
 def test_what_cannot_be_asked_for():
-    with pytest.raises(ValueError, match=r"sequence_parallel=True shards sequences .* tensor_parallel_size=1"):
+    with pytest.raises(ValueError, match=r"sequence_parallel=True shards positions .* tensor_parallel_size=1"):
         Hybrid3DStrategy(sequence_parallel=True)
 
 
@@ -340,4 +340,4 @@ STRICT = {"strict_layout": True}
 
 def test_a_module_without_a_sequence_is_refused_if_the_layout_is_strict(worlds):
     for said in worlds.run(2, refusal, fit, Run("BatchNorms", cp=2, microbatches=1, strategy=STRICT)):
-        assert "context_parallel_size=2 shards the sequence of no layer" in said
+        assert "context_parallel_size=2 shards the positions of no layer" in said

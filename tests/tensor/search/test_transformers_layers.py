@@ -120,7 +120,7 @@ def test_positions_are_sharded_over_context_ranks_beside_tensor_ranks(name):
         assert plan.positions is not None, plan.full_sequence_reason
         exchanging = [group for group in plan.groups if plan.exchanges(group)]
         assert 0 < len(exchanging) < max(2, len(plan.groups)), "an MLP exchanges nothing"
-        assert plan.placements == alone.placements and plan.otherwise.groups == alone.groups
+        assert plan.placements == alone.placements and plan.full_sequence_plan.groups == alone.groups
         if name == "Qwen3":
             in_context = plan_unit(unit, args, kwargs, 1, context=2)
             assert in_context.positions is not None, in_context.full_sequence_reason
