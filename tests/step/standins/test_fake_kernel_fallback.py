@@ -114,7 +114,9 @@ class Sampling(Layers):
         return self.head(self.layers[3](self.layers[2](z)))
 
 
-def test_arguments_of_distributions_are_checked_where_they_are():
+def test_arguments_of_distributions_are_checked_where_they_are(monkeypatch):
+    # torch.compile turns these checks off for the whole process, which another test may have done.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     module = make(Sampling)
     module.sign = 1.0
     batch = batch_of("vectors", range(4))
