@@ -20,6 +20,9 @@ BY_LAYER = Layout(
     devices=4,
     strategy={"pipeline_parallel_size": 2, "zero_stage": 3, "reshard_after_forward": True},
 )
+FOLDERS = Layout(
+    "pp2, folders", devices=2, strategy={"pipeline_parallel_size": 2, "save_distributed_checkpoint": True}
+)
 SHARDED = "sharded instead of"
 
 
@@ -215,7 +218,7 @@ CHANGE = [
     *((module, PP2, {}) for module in (Decides, Counts, StepsItself, OwnOptimizer)),
     (Normed, PP2, {"num_microbatches": 1}),
     (Normed, PP2, {}),
-    *((Decides, layout, {}) for layout in (COMBINED, TENSOR, ZERO)),
+    *((Decides, layout, {}) for layout in (COMBINED, TENSOR, ZERO, FOLDERS)),
     (DecidesForSome, COMBINED, {}),
     (Decides, PP2, {"trainer": {"accumulate_grad_batches": 3}}),
     (Decides, COMBINED, {"trainer": {"accumulate_grad_batches": 3}}),
