@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -52,9 +53,6 @@ class RunLifecycle:
         ValueError: Options do not go with this module.
     """
 
-    run: Run
-    changes: LayoutChanges
-
     def __init__(
         self,
         trainer: pl.Trainer,
@@ -94,7 +92,10 @@ class RunLifecycle:
             empty=None,
             seed=0,
         )
+        # A step that is recorded before there is a run may call backwards and optimizers (manual optimization).
+        self.run = Run(setting=self.setting, mesh=world.mesh, until_end=contextlib.ExitStack())
         self.execution = StepExecution(self, evaluated)
+        self.changes = LayoutChanges(self, self.execution, num_tries=0)
         self.first_step = FirstStepCheck(self)
         if is_fitting and options.verify_first_step:
             self.first_step.begin()
@@ -205,8 +206,7 @@ class RunLifecycle:
         self.make_full()
         drop_logger_calls(self.setting.module)
         self.setting.averages.leave()
-        if hasattr(self, "run"):
-            self._close_run()
+        self._close_run()
 
     def _close_run(self) -> None:
         self.execution.close()

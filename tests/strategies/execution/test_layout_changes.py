@@ -20,9 +20,7 @@ BY_LAYER = Layout(
     devices=4,
     strategy={"pipeline_parallel_size": 2, "zero_stage": 3, "reshard_after_forward": True},
 )
-FOLDERS = Layout(
-    "pp2, folders", devices=2, strategy={"pipeline_parallel_size": 2, "save_distributed_checkpoint": True}
-)
+FOLDERS = Layout("pp2, folders", devices=2, strategy={"pipeline_parallel_size": 2, "save_distributed_checkpoint": True})
 SHARDED = "sharded instead of"
 
 
