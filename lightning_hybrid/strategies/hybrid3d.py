@@ -339,11 +339,12 @@ class Hybrid3DStrategy(RankedStrategy):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's step, with the training step inside."""
-        return self._active.changes.optimizer_step(partial(super().optimizer_step, *args, **kwargs))
+        step = partial(super().optimizer_step, *args, **kwargs)
+        return step() if self._lifecycle is None else self._lifecycle.changes.optimizer_step(step)
 
     def block_backward_sync(self) -> Any:
         """Accumulate local gradients inside, without averaging them."""
-        return self._active.execution.accumulating()
+        return contextlib.nullcontext() if self._lifecycle is None else self._lifecycle.execution.accumulating()
 
     # -- states -------------------------------------------------------------------------------------------------------
 

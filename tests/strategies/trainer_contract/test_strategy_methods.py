@@ -73,6 +73,9 @@ def by_hand(trainer):
     found += [strategy.test_step(batch, 0), strategy.predict_step(batch, 0)]
     strategy.backward(found[0], None)
     found += [parameter.grad for parameter in module.parameters()]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    strategy.optimizer_step(optimizer, lambda: None, module)
+    found += [parameter.clone() for parameter in module.parameters()]
     run.state.fn = TrainerFn.FITTING
     strategy.setup(run)
     strategy.teardown()
