@@ -95,7 +95,7 @@ class Run:
     Attributes:
         case: Name of the module.
         pp, dp, tp, cp, ep: Sizes; the last one is a view of dp.
-        sequence: Whether tensor ranks are dealt positions between regions.
+        sequence: Whether positions are sharded over tensor ranks between regions.
         batch_size: Of one replica.
         num_batches: That each replica sees.
         microbatches: Of each replica's batch.

@@ -77,7 +77,7 @@ RUNS = {
     "recomputed": zero(3, strategy={"recompute": "full"}, slow=True),
     "dear operations kept": zero(3, strategy={"recompute": "selective"}, slow=True),
     "dear operations kept, by layer": zero(3, strategy={"recompute": "selective"}, slow=True, **EACH),
-    "dealt positions": zero(3, tp=2, sequence=True, slow=True, **EACH),
+    "sharded positions": zero(3, tp=2, sequence=True, slow=True, **EACH),
     "context": zero(3, cp=2, slow=True),
     "SGD": zero(3, trainer=CLIPPED, change=by_sgd, slow=True),
 }

@@ -38,18 +38,27 @@ from lightning_hybrid.strategies.user_code.wrap_optimizer_steps import keeps_lis
 class LayoutChanges:
     """Checks before each training batch that the layout can run it, and changes the layout otherwise.
 
-    ``num_tries`` is the number of training batches that may still show that the step can be partitioned.
-
     Attributes:
         pipelined_batches: The first training batch of the run that ran in stages, and the first after them that did
             not; 0 and None unless the layout has changed.
     """
 
-    def __init__(self, owner: RunOwner, execution: StepExecution, *, num_tries: int) -> None:
+    def __init__(self, owner: RunOwner, execution: StepExecution) -> None:
         self.pipelined_batches: tuple[int, int | None] = (0, None)
         self._owner, self._execution = owner, execution
-        self._num_tries = num_tries
+        # Training batches that may still show that the step can be partitioned: what the start hooks set comes after
+        # the first recording, and so does what the first batch sets.
+        self._num_tries = 2 if owner.setting.is_fitting and owner.setting.needs_runner else 0
         self._in_optimizer_step = False
+
+    @property
+    def may_retry(self) -> bool:
+        """Whether a training batch may still show that the step can be partitioned."""
+        return self._num_tries > 0
+
+    def restrict(self, may_retry: bool) -> None:
+        """Try no further batches unless they may show something, which a recording has found out."""
+        self._num_tries *= may_retry
 
     @property
     def _run(self) -> Run:
@@ -243,8 +252,7 @@ class LayoutChanges:
 
     def _change_layout(self, arguments: Sequence[Any], refusal: str) -> None:
         was_pipelined = self._run.is_pipelined
-        may_retry = self._owner.change_layout(arguments, refusal, may_retry=self._num_tries > 0)
-        self._num_tries *= may_retry
+        self.restrict(self._owner.change_layout(arguments, refusal, may_retry=self.may_retry))
         if not self._run.is_pipelined:
             self.pipelined_batches = self.pipelined_batches[0], self._batches or None
         elif not was_pipelined:

@@ -95,7 +95,7 @@ class RunLifecycle:
         # A step that is recorded before there is a run may call backwards and optimizers (manual optimization).
         self.run = Run(setting=self.setting, mesh=world.mesh, until_end=contextlib.ExitStack())
         self.execution = StepExecution(self, evaluated)
-        self.changes = LayoutChanges(self, self.execution, num_tries=0)
+        self.changes = LayoutChanges(self, self.execution)
         self.first_step = FirstStepCheck(self)
         if is_fitting and options.verify_first_step:
             self.first_step.begin()
@@ -113,10 +113,8 @@ class RunLifecycle:
         world = setting.world
         seed = synchronize_start(setting.module, world.mesh, world.data_rank, world.device, copies)
         self.setting = dataclasses.replace(setting, empty=empty, seed=self._files.adopt_seed(seed))
-        # What the start hooks set comes later, and what the first batch sets: they may let a step be cut.
-        may_retry = setting.is_fitting and setting.needs_runner
-        may_retry, is_filled = self._lay_out(may_retry=may_retry, fills_empty=empty is not None)
-        self.changes = LayoutChanges(self, self.execution, num_tries=2 * may_retry)
+        may_retry, is_filled = self._lay_out(may_retry=self.changes.may_retry, fills_empty=empty is not None)
+        self.changes.restrict(may_retry)
         return is_filled
 
     def connect_optimizers(self) -> None:

@@ -55,14 +55,14 @@ class RankFailures(RunCallback):
         # The same number on every rank, whoever made the strategy; nothing of an earlier run is read again.
         self._prefix = f"hybrid3d/run-{self._store.add(f'hybrid3d/runs-of-rank-{mesh.rank}', 1)}/"
         self._reported = False
-        trainer.callbacks[:] = [self, *(other for other in trainer.callbacks if not isinstance(other, RankFailures))]
+        self._leave = self.enter(trainer)
         self._requeue = SlurmRequeue(trainer, mesh, self._store, self._prefix)
         self.rendezvous = Rendezvous(trainer, mesh, self._store, self._prefix)
         self._stopping = GracefulStop(trainer, mesh, self._store, self._prefix, timeout, self.any_reported)
 
     def stop_watching(self) -> None:
         """Undo the changes to the trainer."""
-        self._trainer.callbacks[:] = [callback for callback in self._trainer.callbacks if callback is not self]
+        self._leave()
         self._requeue.stop_listening()
         self._stopping.stop_listening()
 

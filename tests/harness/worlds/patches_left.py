@@ -7,13 +7,7 @@ def check():
     """Fail with owner, name and reason of each attribute that is still replaced; these are no longer counted after."""
     patching = sys.modules.get("lightning_hybrid.patching")  # a test that has not loaded it need not now
     left = patching.active_patches() if patching else []
-    forget()
-    assert not left, "left replaced: " + "; ".join(f"{owner}: {name} ({reason})" for owner, name, reason in left)
-
-
-def forget():
-    """Count nothing as replaced any more: a test has left a run without its end, on purpose."""
-    patching = sys.modules.get("lightning_hybrid.patching")
     if patching:
         patching._functions.clear()
         patching._values.clear()
+    assert not left, "left replaced: " + "; ".join(f"{owner}: {name} ({reason})" for owner, name, reason in left)

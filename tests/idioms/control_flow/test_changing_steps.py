@@ -268,22 +268,22 @@ class LooksAtTheEpoch(LooksAtNothing):
         self.weights["loss"] = 1.0 / (1 + self.current_epoch)
 
 
-def count_rehearsals(module):
-    rehearsed = []
+def count_dry_runs(module):
+    runs = []
     dry_run = TraceTree.dry_run
-    TraceTree.dry_run = lambda *args: rehearsed.append(0) or dry_run(*args)
+    TraceTree.dry_run = lambda *args: runs.append(0) or dry_run(*args)
     try:
         strategy = Hybrid3DStrategy(pipeline_parallel_size=2, num_microbatches=2)
         trainer_of(2, strategy, [], max_epochs=3, limit_val_batches=1).fit(module().double(), **regression_data())
     finally:
         TraceTree.dry_run = dry_run
-    return len(rehearsed)
+    return len(runs)
 
 
 @pytest.mark.parametrize(("module", "count"), [(LooksAtNothing, 0), (LooksAtTheEpoch, 8), (DropsLayers, 24)])
-def test_rehearsals_are_few(worlds, module, count):
+def test_dry_runs_are_few(worlds, module, count):
     """None for steps that do the same; where an attribute changes, one per microbatch of each step until it stays."""
-    found = worlds.run(2, count_rehearsals, module)
+    found = worlds.run(2, count_dry_runs, module)
     assert found[0] == found[1] and (found[0] == count if module is not DropsLayers else found[0] >= count)
 
 

@@ -60,7 +60,7 @@ class AsTensors(Guarded):
 
 
 class AsNumbers(Guarded):
-    """What Python and NumPy are asked; the numbers are kept besides, and each batch is rehearsed."""
+    """What Python and NumPy are asked; the numbers are kept besides, and each batch has a dry run."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +200,7 @@ def run_breaking(size, options, ask, place):
     pp = options.pop("pipeline_parallel_size", 1)
     own, recorded = (TraceCache._record, TraceCache._dry_run), []
     TraceCache._record = lambda *args: recorded.append(args[1].name) or own[0](*args)
-    TraceCache._dry_run = lambda *args, **kwargs: recorded.append("rehearsal") or own[1](*args, **kwargs)
+    TraceCache._dry_run = lambda *args, **kwargs: recorded.append("dry run") or own[1](*args, **kwargs)
     trainer = trainer_of(size, pp, strategy_options=options, num_sanity_val_steps=0)
     try:
         trainer.fit(model, loader(4, 32))
@@ -252,7 +252,7 @@ def test_a_batch_with_nan_ends_a_strict_layout_on_every_rank_before_parameters_c
         assert said and unchanged, (error, texts)
         assert f"{asked.co_filename}:{asked.co_firstlineno + 1}: the step" in said[0]
         assert "in this batch some are not" in said[0] and "detect_anomaly=True" in said[0]
-        # Nothing is recorded anew, or rehearsed, from batch to batch.
+        # Nothing is recorded or run dry again from batch to batch.
         assert recorded == ["training_step"]
         assert error == "LayoutError" and texts[0].endswith(ADVICE[name])
 

@@ -384,14 +384,14 @@ class Lent(Alone):
 def sent(share):
     stage_runner._FREE_MEMORY_SHARE, before = share, stage_runner._FREE_MEMORY_SHARE
     names = []
-    lent = GatheredParameters._gather
-    GatheredParameters._gather = lambda self, name, parameter: names.append(name) or lent(self, name, parameter)
+    gather = GatheredParameters._gather
+    GatheredParameters._gather = lambda self, name, parameter: names.append(name) or gather(self, name, parameter)
     try:
         model = Lent()
         trainer = trainer_of(2, 2, limit_val_batches=1, limit_train_batches=1, num_sanity_val_steps=0)
         trainer.fit(model, loader(4), loader(4))
     finally:
-        stage_runner._FREE_MEMORY_SHARE, GatheredParameters._gather = before, lent
+        stage_runner._FREE_MEMORY_SHARE, GatheredParameters._gather = before, gather
     return names, model.absent, float(trainer.callback_metrics["v"]), sum(1 for _ in model.parameters())
 
 

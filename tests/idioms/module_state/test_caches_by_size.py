@@ -108,7 +108,7 @@ class Differs(Cached):
     runs = itertools.count()
 
     def training_step(self, batch, batch_idx):
-        if batch_idx < 0:  # its number is looked at, so that the step is rehearsed
+        if batch_idx < 0:  # its number is read, so that the step has a dry run
             return None
         out = self.head(self.second(self.first(batch[0])[0])[0])
         for _ in range(next(self.runs)):

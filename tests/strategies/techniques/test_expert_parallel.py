@@ -119,7 +119,7 @@ RUNS = {
     "over context ranks, zero3": shared(cp=2, strategy={"zero_stage": 3}, trainer=CLIPPED, slow=True),
     "over context ranks, few rows": shared(FewTokens, cp=2, dp=1, batch_size=1, microbatches=1, slow=True),
     "context, a list": shared(Looped, cp=2, slow=True),
-    "sequence dealt": shared(tp=2, sequence=True, slow=True),
+    "sequence sharded": shared(tp=2, sequence=True, slow=True),
 }
 
 

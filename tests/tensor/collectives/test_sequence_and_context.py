@@ -1,4 +1,4 @@
-"""Positions dealt to ranks, between regions (sequence parallelism) or throughout (context parallelism)."""
+"""Positions sharded over ranks, between regions (sequence parallelism) or throughout (context parallelism)."""
 
 from collections import Counter
 from dataclasses import replace
@@ -36,7 +36,7 @@ def name_of(run):
 
 
 def slow(*runs):
-    """Layers that are dealt as those of the others are."""
+    """Layers that are sharded as those of the others are."""
     return [pytest.param(run, marks=pytest.mark.slow) for run in runs]
 
 
@@ -189,7 +189,7 @@ class Block(torch.nn.Module):
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
-DEALT = [{"size": 2, "sequence_parallel": "tensor"}, {"size": 1, "context": 2}]
+SHARDED = [{"size": 2, "sequence_parallel": "tensor"}, {"size": 1, "context": 2}]
 BESIDE = {"size": 2, "context": 2}
 TWICE = {**BESIDE, "sequence_parallel": "tensor"}
 
@@ -209,12 +209,12 @@ def runner_of(unit, args, size, **options):
     return ShardedUnit(unit, plan, mesh.group("tp"), context=mesh.group("cp"), tensors=lambda: local)
 
 
-def saved_values(dealt):
+def saved_values(layouts):
     """How many values of all positions a forward leaves, and of those of a context rank."""
     torch.manual_seed(0)
     unit, x = Block(heads=4), torch.randn(2, 32, 16, requires_grad=True)
     found = []
-    for options in dealt:
+    for options in layouts:
         runner = runner_of(unit, (x,), **options)
         with LiveStorages() as live:
             out = runner.run_sharded(x)
@@ -226,17 +226,17 @@ def saved_values(dealt):
 
 def test_no_value_of_all_positions_is_saved_for_the_backward(worlds):
     """But the unit's own input and result; otherwise norms, dropouts and residuals leave more."""
-    for (tensor, _), (sequence, _), (context, _) in worlds.run(2, saved_values, [{"size": 2}, *DEALT]):
+    for (tensor, _), (sequence, _), (context, _) in worlds.run(2, saved_values, [{"size": 2}, *SHARDED]):
         assert sequence == context == 2 and tensor >= 6
     for (beside, halves), (twice, own) in worlds.run(4, saved_values, [BESIDE, TWICE]):
         assert beside == twice == 2 and own <= 1 < 6 <= halves
 
 
-def odd_lengths(dealt):
+def odd_lengths(layouts):
     """A unit planned at one length runs at others, also with fewer positions than ranks."""
     torch.manual_seed(0)
     unit = Block(heads=4).double().eval()
-    for options in dealt:
+    for options in layouts:
         runner = runner_of(unit, (torch.randn(2, 8, 16, dtype=torch.float64),), **options)
         for shape in ((3, 9, 16), (3, 2, 16), (3, 1, 16), (7, 16)):  # the last one without a batch
             x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
@@ -249,7 +249,7 @@ def odd_lengths(dealt):
 
 
 def test_sequences_of_any_length(worlds):
-    worlds.run(2, odd_lengths, DEALT)
+    worlds.run(2, odd_lengths, SHARDED)
     worlds.run(4, odd_lengths, [BESIDE, TWICE])
 
 

@@ -62,7 +62,7 @@ def test_what_was_found_is_only_proved_in_the_next_run(tmp_path, name, proofs):
     [
         ({"sequence_parallel": "tensor"}, 1),
         ({"size": 1, "context": 2}, 1),
-        ({"context": 2, "sequence_parallel": "tensor"}, 2),  # also of calls that are not dealt
+        ({"context": 2, "sequence_parallel": "tensor"}, 2),  # also of calls whose sequence is not sharded
     ],
 )
 def test_plans_with_positions_are_cached_too(tmp_path, options, proofs):

@@ -19,11 +19,11 @@ from lightning_hybrid.tensor.search.unit_search import plan_unit
 from lightning_hybrid.tensor.trial.equivalence_proof import TOLERANCE, proof_of
 from models.tensor_blocks import HEADS, WIDTH, Block, FusedAttention, GroupedQueries, tokens
 
-DEALT = ["tensor", "context", "both", "all"]
+SHARDED = ["tensor", "context", "both", "all"]
 
 
 def planned(unit, size=2, sequence_parallel=None):
-    """The plan of a unit, and a proof of it that passes; `sequence_parallel` says to which ranks positions are dealt.
+    """The plan of a unit, and a proof of it that passes; `sequence_parallel` says which ranks shard positions.
 
     "both": to context ranks, beside tensor ranks. "all": once more to these.
     """
@@ -62,7 +62,7 @@ def test_a_gradient_of_a_whole_norm_on_the_heads_of_a_rank_that_is_not_summed():
     assert "grad of q_norm.weight" in proof.first_failure(replace(plan, summed=()))
 
 
-@pytest.mark.parametrize("sequence_parallel", DEALT)
+@pytest.mark.parametrize("sequence_parallel", SHARDED)
 @pytest.mark.parametrize("name", ["ln_1.weight", "attn.c_proj.bias"])
 def test_a_gradient_of_the_positions_of_a_rank_that_is_not_summed(sequence_parallel, name):
     plan, proof = fused(sequence_parallel)
@@ -173,7 +173,7 @@ def test_a_wrong_cut_of_a_fused_projection_whose_output_projection_is_zero():
     assert "relative difference" in proof.first_failure(replace(plan, placements={**plan.placements, **wrong}))
 
 
-@pytest.mark.parametrize("sequence_parallel", DEALT)
+@pytest.mark.parametrize("sequence_parallel", SHARDED)
 def test_features_sharded_instead_of_positions(sequence_parallel):
     plan, proof = fused(sequence_parallel)
     assert plan.positions.dim == 1
@@ -204,7 +204,7 @@ def test_sharded_positions_that_are_mixed():
 @pytest.mark.parametrize("sequence_parallel", ["tensor", "all"])
 def test_positions_of_sums_that_are_not_summed(monkeypatch, sequence_parallel):
     plan, proof = fused(sequence_parallel)
-    monkeypatch.setattr(positions, "leave", lambda addend, dealt: positions.shard_sequence(addend, dealt))
+    monkeypatch.setattr(positions, "leave", lambda addend, sharding: positions.shard_sequence(addend, sharding))
     assert "output 0" in proof.first_failure(plan)
 
 
@@ -214,13 +214,13 @@ def test_a_gradient_of_positions_that_is_not_gathered(monkeypatch, sequence_para
 
     class OwnGradient(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, local, dealt):
-            ctx.dealt = dealt
-            return dealt.gathered(local)
+        def forward(ctx, local, sharding):
+            ctx.sharding = sharding
+            return sharding.gathered(local)
 
         @staticmethod
         def backward(ctx, grad):
-            return ctx.dealt.local_positions(grad), None
+            return ctx.sharding.local_positions(grad), None
 
     monkeypatch.setattr(positions, "_Enter", OwnGradient)
     assert "grad of" in proof.first_failure(plan)
