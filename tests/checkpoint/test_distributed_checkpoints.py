@@ -1,6 +1,5 @@
 """Distributed checkpoints: every rank writes its own bytes, and any layout goes on from them."""
 
-import dataclasses
 import random
 import tempfile
 from pathlib import Path
@@ -8,25 +7,28 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from checkpoint.test_single_file import (
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+from torch.utils.data import DataLoader
+
+from harness.checkpoint_runs import (
     DP2PP2,
     INTERLEAVED,
-    MODULES,
     PLAIN,
     PP1,
     PP2,
     PP2TP2,
     TP2,
+    ZERO,
     Layout,
+    SaveHalfway,
     assert_same_state,
+    folders,
     load,
     loader_of,
+    save_halfway,
     train,
 )
-from lightning.pytorch import Callback, LightningModule
-from torch import nn
-from torch.utils.data import DataLoader
-
 from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
@@ -34,34 +36,9 @@ from lightning_hybrid.checkpoint.reading import SavedFolder
 from lightning_hybrid.cli import main as command_line
 from models.cases import make
 
-ZERO = Layout(1, dp=2, options=(("zero_stage", 3),))
 ZERO_TP2 = Layout(1, dp=2, tp=2, options=(("zero_stage", 2),))
 ON_DISK = Layout(1, dp=2, options=(("zero_stage", 1), ("offload", f"disk:{tempfile.gettempdir()}")))
 ZERO_PP2 = Layout(2, dp=2, options=(("zero_stage", 3), ("reshard_after_forward", True)))
-
-
-def folders(layout, **options):
-    """The layout, saving folders."""
-    return dataclasses.replace(
-        layout, options=(*layout.options, ("save_distributed_checkpoint", True), *options.items())
-    )
-
-
-class SaveHalfway(Callback):
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
-
-
-def save_halfway(case, layout, path):
-    """One fit of two epochs, saved after the first; the state at its end."""
-    module = make(MODULES[case])
-    trainer = trainer_of(layout.world_size, layout.strategy(), [SaveHalfway(path)], max_epochs=2)
-    trainer.fit(module, loader_of(module, layout, trainer))
-    return {name: value.clone() for name, value in module.state_dict().items()}
 
 
 def refusals_of(path):

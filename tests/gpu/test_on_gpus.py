@@ -8,7 +8,6 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from experts.moe.test_moe_layer_fits import Experts
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -19,6 +18,7 @@ from lightning_hybrid import Hybrid3DStrategy
 from models.cases import Samples, make
 from models.hand_written import Layers
 from models.mixtures import Looped, Mixtral
+from models.moe_layers import Experts
 
 ACCELERATOR = "gpu"
 ON = {"accelerator": ACCELERATOR}

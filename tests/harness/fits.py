@@ -255,3 +255,13 @@ def assert_cut(ranks: list[Fitted], run: Run) -> None:
         assert mine
         for grads in rank.grads:
             assert grads.keys() <= mine, f"rank {index} has gradients of {sorted(grads.keys() - mine)}"
+
+
+def check(
+    worlds, run: Run, reference: Callable[[Run], Fitted] = fit_reference, *, how=fit, timeout=120, tolerance=1e-10
+):
+    """Fit on the ranks, compare with one process, and return what each rank recorded and what is expected."""
+    [expected] = worlds.run(1, reference, run)
+    ranks = worlds.run(run.world_size, how, run, timeout=timeout)
+    assert_parity(ranks, expected, run, tolerance=tolerance)
+    return ranks, expected

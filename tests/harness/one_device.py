@@ -92,3 +92,12 @@ def in_both_ways(case, *args):
             except Exception as error:
                 found.append(f"{type(error).__name__}: {error}\n{''.join(traceback.format_tb(error.__traceback__))}")
     return found
+
+
+def compared(worlds, case, *args):
+    """What both ways gave alike."""
+    [[expected, ours]] = worlds.run(1, in_both_ways, case, *args)
+    assert not isinstance(expected, str), expected
+    assert not isinstance(ours, str), ours
+    assert ours == expected
+    return expected

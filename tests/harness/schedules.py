@@ -14,3 +14,15 @@ def portals_of(kind, num_stages):
         return Portals(links | skips, links | {pair for pair in skips if pair[0] % 2 == 0})
     everything = frozenset((src, dst) for dst in range(num_stages) for src in range(dst))
     return Portals(everything, everything)
+
+
+GPIPE = {"schedule": "gpipe"}
+
+
+ONE_F_ONE_B = {"schedule": "1f1b"}
+
+
+EAGER = {"schedule": "eager_1f1b"}
+
+
+INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.strict_group import as_on_gpus
+from lightning_hybrid.shared_memory import peer_sockets as streams
 from lightning_hybrid.zero import storage_devices as homes
 from lightning_hybrid.zero.memory_mapped_states import StateFile
 from lightning_hybrid.zero.optimizer_states import layerwise_step as offload
@@ -174,3 +178,13 @@ class SimulatedHost(Callback):
 
     def on_exception(self, *_):
         self._undo.close()
+
+
+@contextlib.contextmanager
+def on_hosts_of_their_own():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "_host", lambda: f"host {dist.get_rank()}")
+        yield
+
+
+TRANSPORTS = {"one host": contextlib.nullcontext, "two hosts": on_hosts_of_their_own, "as on GPUs": as_on_gpus}

@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core import rank_zero
 
 import lightning_hybrid
+from models.regression import regression_data
 
 
 def trainer_of(size=1, pp=1, **options):
@@ -77,3 +78,17 @@ def lines_of_lightning():
         for logger in loggers:
             logger.removeHandler(handler)
             logger.setLevel(logging.ERROR)
+
+
+def fit_until_error(module, pp):
+    ignore_warnings()
+    torch.manual_seed(0)
+    model = module().double()
+    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        trainer_of(2 * pp, pp).fit(model, regression_data()["train_dataloaders"])
+    except Exception as error:
+        held = [(a, b) for a, b in zip(before, model.parameters(), strict=True) if a.shape == b.shape]
+        moved = any(not torch.equal(a, b.detach()) for a, b in held if type(b.data) is torch.Tensor)
+        return type(error).__name__, str(error), moved
+    return "", "nothing was refused", True

@@ -7,23 +7,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from harness.fits import Run, assert_parity, fit, fit_reference, fit_whole, joined_batches
+from harness.fits import Run, assert_parity, check, fit, fit_reference, fit_whole, joined_batches
+from harness.schedules import EAGER, GPIPE, INTERLEAVED, ONE_F_ONE_B
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from models.cases import sample
 from models.hand_written import mlp
-
-GPIPE = {"schedule": "gpipe"}
-ONE_F_ONE_B = {"schedule": "1f1b"}
-EAGER = {"schedule": "eager_1f1b"}
-INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
-
-
-def check(worlds, run, reference=fit_reference, *, tolerance=1e-10):
-    """Fit on the ranks, compare with one process, and return what each rank saw."""
-    [expected] = worlds.run(1, reference, run)
-    ranks = worlds.run(run.world_size, fit, run)
-    assert_parity(ranks, expected, run, tolerance=tolerance)
-    return ranks, expected
 
 
 def name_of(run):

@@ -3,9 +3,9 @@
 import functools
 
 import pytest
-from checkpoint import test_single_file as checkpoint
 from torch.utils.data import DataLoader
 
+from harness import checkpoint_runs as checkpoint
 from harness.fits import Run, assert_parity, fit, fit_reference
 from harness.sharded_fraction import NotesCut, Noting, cut_of
 from harness.verification import call_quietly

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from pipeline.test_parity import EAGER, GPIPE, INTERLEAVED, ONE_F_ONE_B, check
 
-from harness.fits import Run, fit_reference
+from harness.fits import Run, check, fit_reference
+from harness.schedules import EAGER, GPIPE, INTERLEAVED, ONE_F_ONE_B
 
 SCHEDULES = {
     "gpipe": GPIPE,

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from zero.test_zero import check, zero
 
+from harness.fits import check
+from harness.zero_runs import zero
 from models.hand_written import WIDTH, Layers, mlp
 
 EACH = {"per_layer": True}

@@ -7,25 +7,13 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness.fits import Run, assert_parity, fit, fit_reference, trainer_of
+from harness.fits import Run, check, fit, fit_reference, trainer_of
+from harness.zero_runs import zero
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.zero.parameter_group import ParameterGroup
 from lightning_hybrid.zero.shard_layout import ShardRanks, shard_placement
 from models.cases import CASES, Samples, make
 from models.hand_written import Layers, TiedByHand
-
-
-def check(worlds, run, *, tolerance=1e-10):
-    [expected] = worlds.run(1, fit_reference, run)
-    ranks = worlds.run(run.world_size, fit, run, timeout=120)
-    assert_parity(ranks, expected, run, tolerance=tolerance)
-    return ranks, expected
-
-
-def zero(stage, case="GPT2", *, per_layer=False, slow=False, **options):
-    strategy = {"zero_stage": stage, "reshard_after_forward": per_layer, **options.pop("strategy", {})}
-    run = Run(case, **{"dp": 2, "strategy": strategy, **options})
-    return pytest.param(run, marks=pytest.mark.slow) if slow else run
 
 
 def by_sgd(module):

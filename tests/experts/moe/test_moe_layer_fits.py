@@ -1,37 +1,13 @@
 """Modules with layers of experts, under the strategy."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 from harness.fits import Run, assert_parity, fit, fit_whole
 from harness.worlds.worlds_plugin import RankError
-from lightning_hybrid.experts import MoE
-from models.hand_written import WIDTH, Lit
-
-
-class Experts(Lit):
-    """Residual layers of experts; each adds losses of its own to the step's."""
-
-    options: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self):
-        super().__init__()
-        options = {"num_experts": 4, "balance_loss": 0.1, "z_loss": 0.01, **self.options}
-        self.layers = nn.ModuleList(MoE(WIDTH, 24, **options) for _ in range(4))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def loss(self, batch):
-        x, reports = batch["x"], []
-        for layer in self.layers:
-            y, report = layer(x)
-            x = x + y
-            reports.append(report)
-        self.log("load", torch.stack([report.load.max() for report in reports]).max())
-        return F.mse_loss(self.head(x), batch["y"]) + sum(report.loss for report in reports)
+from models.moe_layers import Experts
 
 
 class Dropping(Experts):

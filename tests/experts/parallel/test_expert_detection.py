@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
 from lightning_hybrid.experts.moe.upcycling import ListedExperts
@@ -14,6 +13,7 @@ from lightning_hybrid.experts.parallel.expert_calling_conventions import Batched
 from lightning_hybrid.experts.parallel.expert_detection import ExpertCalls
 from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
 from models.cases import batch_of, make
+from models.expert_modules import Around, SwappedNames, rows_of
 from models.mixtures import WIDTH, LoopedExperts, Mixtral
 from models.sampled.architectures import Unavailable
 from models.sampled.architectures import make as make_drawn
@@ -54,38 +54,6 @@ class Chained(nn.Module):
             rows = step(hidden[number:])
             hidden = torch.cat([hidden[:number], torch.tanh(rows)])
         return hidden
-
-
-class SwappedNames(nn.Module):
-    """Stacked weights, arguments in an order of its own, and a width that equals its number of experts."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = self.width = 4
-        self.a = nn.Parameter(torch.randn(4, 4, 8))
-        self.b = nn.Parameter(torch.randn(4, 8, 4))
-
-    def forward(self, gate, tokens, *, choice):
-        out = tokens.new_zeros(tokens.shape[0], self.width)
-        for number in range(self.count):
-            row, place = (choice == number).nonzero(as_tuple=True)
-            out = out.index_add(
-                0, row, (F.gelu(tokens[row] @ self.a[number]) @ self.b[number]) * gate[row, place, None]
-            )
-        return out
-
-
-class Around(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
-
-
-def rows_of(*sizes):
-    return torch.randn(*sizes, dtype=torch.float32)
 
 
 CASES = {

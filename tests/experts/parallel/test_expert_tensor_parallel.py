@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from experts.parallel.test_expert_detection import Around, SwappedNames, rows_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,6 +13,7 @@ from lightning_hybrid.experts.parallel.expert_detection import ExpertCalls
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import TensorShardedExperts, WidthSharding
 from lightning_hybrid.parts.placement import Piece, Shard, shard_tensor
 from models.cases import batch_of, make
+from models.expert_modules import Around, SwappedNames, rows_of
 from models.mixtures import WIDTH, GptOss, Mixtral
 
 

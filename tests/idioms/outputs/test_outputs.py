@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.layouts import each_under, under
-from harness.trainer_runs import ignore_warnings, trainer_of
+from harness.trainer_runs import fit_until_error, ignore_warnings, trainer_of
 from harness.verification import COMBINED, LAYOUTS, TENSOR, check
 from models.regression import EncoderDecoder, regression_data
 
@@ -354,17 +354,3 @@ def fit_skipping_first(size, pp, options):
 class SkipsFirst(EncoderDecoder):
     def training_step(self, batch, batch_idx):
         return None if batch_idx == 0 else super().training_step(batch, batch_idx)
-
-
-def fit_until_error(module, pp):
-    ignore_warnings()
-    torch.manual_seed(0)
-    model = module().double()
-    before = [p.detach().clone() for p in model.parameters()]
-    try:
-        trainer_of(2 * pp, pp).fit(model, regression_data()["train_dataloaders"])
-    except Exception as error:
-        held = [(a, b) for a, b in zip(before, model.parameters(), strict=True) if a.shape == b.shape]
-        moved = any(not torch.equal(a, b.detach()) for a, b in held if type(b.data) is torch.Tensor)
-        return type(error).__name__, str(error), moved
-    return "", "nothing was refused", True

@@ -2,17 +2,12 @@
 
 import pytest
 import torch
-from idioms.parameters.test_written_parameters import (
-    MomentumAfterBatch,
-    MomentumInPlaceInStep,
-    MomentumInStep,
-    NormalisesWeights,
-)
 from torch import nn
 from torch.nn import functional as F
 
 from harness.verification import check
 from lightning_hybrid.verify import Layout
+from models.momentum import MomentumAfterBatch, MomentumInPlaceInStep, MomentumInStep, NormalisesWeights
 from models.regression import FEATURES, Regression
 
 ZERO_1 = Layout("dp2 zero 1", 2, {"num_microbatches": 1, "zero_stage": 1})

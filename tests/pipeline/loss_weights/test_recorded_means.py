@@ -5,11 +5,11 @@ from typing import ClassVar
 import pytest
 import torch
 import transformers
-from step.batch_means.test_batch_scalars import SAMPLES, Classifier, assert_steps_agree
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from harness.logged_steps import SAMPLES, Classifier, assert_steps_agree
 from harness.trainer_runs import ignore_warnings, lines_of_lightning, trainer_of
 from harness.verification import COMBINED, TENSOR, check
 from lightning_hybrid.pipeline.loss_weights.recorded_means import LossMeanWeights

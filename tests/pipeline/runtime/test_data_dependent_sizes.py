@@ -1,16 +1,12 @@
 """Rows picked by what the model computes cross a cut: nobody knows their number before, so a header goes ahead."""
 
-import contextlib
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 
 from harness.fits import Run, assert_parity, fit, fit_reference
-from harness.strict_group import as_on_gpus
+from harness.simulated_host import TRANSPORTS
 from lightning_hybrid.pipeline.runtime.transport import GroupTransport, HostTransport
-from lightning_hybrid.shared_memory import peer_sockets as streams
 from models.hand_written import Layers
 
 
@@ -24,16 +20,6 @@ class RowsByHidden(Layers):
         x = x.clone()
         x[picked] = self.layers[3](rows)
         return F.cross_entropy(self.head(x), batch["label"])
-
-
-@contextlib.contextmanager
-def on_hosts_of_their_own():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "_host", lambda: f"host {dist.get_rank()}")
-        yield
-
-
-FORWARD_WRAPPER = {"one host": contextlib.nullcontext, "two hosts": on_hosts_of_their_own, "as on GPUs": as_on_gpus}
 
 
 def fit_and_note(run, name):
@@ -58,7 +44,7 @@ def fit_and_note(run, name):
 
         return kind, "receive", receive
 
-    with FORWARD_WRAPPER[name](), pytest.MonkeyPatch.context() as patch:
+    with TRANSPORTS[name](), pytest.MonkeyPatch.context() as patch:
         for kind in (GroupTransport, HostTransport):
             patch.setattr(*notes(kind))
         fitted = fit(run)

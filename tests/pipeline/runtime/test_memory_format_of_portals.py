@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from pipeline.runtime.test_data_dependent_sizes import FORWARD_WRAPPER
 from torch import nn
 from torch.nn import functional as F
 
 from harness.fits import Run, assert_parity, fit, fit_whole
+from harness.simulated_host import TRANSPORTS
 from models.hand_written import WIDTH, Layers, mlp
 
 
@@ -81,11 +81,11 @@ class ChannelsLast(TurnedDropout):
 
 
 CUT = {"pipeline_cuts": ["layers.2"]}
-CASES = [(case, name) for case in (TurnedDropout, SlicedDropout, TurnedNoise, ChannelsLast) for name in FORWARD_WRAPPER]
+CASES = [(case, name) for case in (TurnedDropout, SlicedDropout, TurnedNoise, ChannelsLast) for name in TRANSPORTS]
 
 
 def fit_around(run, name):
-    with FORWARD_WRAPPER[name]():
+    with TRANSPORTS[name]():
         return fit(run)
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from idioms.module_state.test_numbers_on_modules import Keeps, assert_alike, run
 from torch import nn
 from torch.nn import functional as F
 
+from harness.kept_numbers import Keeps, assert_alike, run
 from models.regression import FEATURES
 
 

@@ -1,9 +1,9 @@
 """Keys that some ranks log and others do not: refused within a replica, taken as they come between replicas."""
 
 import pytest
-from idioms.outputs.test_outputs import fit_until_error
 
 from harness.layouts import under
+from harness.trainer_runs import fit_until_error
 from harness.verification import LAYOUTS, check
 from lightning_hybrid.verify import Layout
 from models.regression import EncoderDecoder, regression_data

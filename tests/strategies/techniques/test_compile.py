@@ -1,17 +1,18 @@
 """Layers run compiled, over stages, replicas and tensor ranks, to the numbers of one process that compiles nothing."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from lightning.pytorch import Callback
-from strategies.techniques.test_expert_parallel import Balanced
 from torch.nn import functional as F
 
-from harness.fits import Run, assert_parity, fit, fit_reference
+from harness.fits import Run, check, fit
 from models.hand_written import Dropouts, Layers
 from models.mixtures import Looped, Mixtral
+from models.moe_layers import Balanced
 
 QUICK = {"compile": {"backend": "aot_eager"}}  # all but the C++ compiler
 
@@ -42,11 +43,7 @@ def graphs_of(run):
     return fitted
 
 
-def check(worlds, run, *, tolerance=1e-10):
-    [expected] = worlds.run(1, fit_reference, run)
-    ranks = worlds.run(run.world_size, graphs_of, run, timeout=240)
-    assert_parity(ranks, expected, run, tolerance=tolerance)
-    return ranks
+check_compiled = functools.partial(check, how=graphs_of, timeout=240)
 
 
 def name_of(run):
@@ -81,7 +78,7 @@ GRID = [
 
 @pytest.mark.parametrize(("run", "graphs"), GRID, ids=lambda value: name_of(value) if isinstance(value, Run) else "")
 def test_parity(worlds, run, graphs):
-    ranks = check(worlds, run)
+    ranks, _ = check_compiled(worlds, run)
     assert max(rank.extra["graphs"] for rank in ranks) == graphs
     assert not any("not compiled" in line for line in ranks[0].extra["lines"])
 
@@ -99,7 +96,7 @@ WITH_EXPERTS = {
 @pytest.mark.parametrize("run", list(WITH_EXPERTS.values()), ids=list(WITH_EXPERTS))
 def test_sharded_experts_run_as_they_are_inside_of_compiled_layers(worlds, run):
     """What lies before and behind them is compiled, once for all like layers."""
-    ranks = check(worlds, run, tolerance=1e-9 if run.strategy["compile"] == "units" else 1e-10)
+    ranks, _ = check_compiled(worlds, run, tolerance=1e-9 if run.strategy["compile"] == "units" else 1e-10)
     assert 0 < ranks[0].extra["graphs"] <= 12
     assert not any("not compiled" in line for line in ranks[0].extra["lines"])
 
@@ -122,7 +119,7 @@ def by_sgd(module):
 )
 def test_parity_of_compiled_code(worlds, run):
     # Llama's norms compute in float32 whatever they are given.
-    for rank in check(worlds, run, tolerance=1e-6 if run.case == "Llama" else 1e-9):
+    for rank in check_compiled(worlds, run, tolerance=1e-6 if run.case == "Llama" else 1e-9)[0]:
         assert rank.extra["graphs"] and rank.extra["lines"][0].startswith("compiled with inductor")
 
 
@@ -134,7 +131,7 @@ class TwelveLayers(Layers):
 def test_equal_layers_are_compiled_once_and_evaluation_has_a_graph_of_its_own(worlds):
     """Train and evaluation, with and without a gradient of the input, and once more with any number of samples."""
     run = Run(TwelveLayers, last=3, validate=True, strategy=QUICK)
-    for rank in check(worlds, run):
+    for rank in check_compiled(worlds, run)[0]:
         assert rank.extra["graphs"] <= 8, "fewer than layers"
 
 
@@ -168,7 +165,7 @@ class RecomputedDropouts(Dropouts):
 
 @pytest.mark.parametrize("microbatches", [1, slow(2)])
 def test_recomputed_layers_run_compiled_both_times(worlds, microbatches):
-    check(worlds, Run(Recomputed, dp=2, microbatches=microbatches, strategy=QUICK))
+    check_compiled(worlds, Run(Recomputed, dp=2, microbatches=microbatches, strategy=QUICK))
 
 
 @pytest.mark.slow  # as the strategy's own recomputation below
@@ -185,7 +182,7 @@ def compile_a_layer(module):
 
 
 def test_what_is_compiled_already_stays_as_it_is(worlds):
-    [rank] = check(worlds, Run("Layers", change=compile_a_layer, strategy=QUICK))
+    [rank], _ = check_compiled(worlds, Run("Layers", change=compile_a_layer, strategy=QUICK))
     assert rank.extra["lines"] == [
         "compiled with aot_eager: layers.1 .. layers.3 (3)",
         "not compiled (compiled by you): layers.0",
@@ -194,7 +191,7 @@ def test_what_is_compiled_already_stays_as_it_is(worlds):
 
 @pytest.mark.slow
 def test_dealt_positions_are_left_alone(worlds):
-    ranks = check(worlds, Run("GPT2", tp=2, sequence=True, strategy=QUICK))
+    ranks, _ = check_compiled(worlds, Run("GPT2", tp=2, sequence=True, strategy=QUICK))
     assert ranks[0].extra["lines"] == [
         "not compiled (positions are sharded over ranks): model.transformer.h.0 .. model.transformer.h.3 (4)"
     ]
@@ -209,7 +206,7 @@ def test_the_first_step_is_verified(worlds, case):
 
 @pytest.mark.parametrize("layout", [{"dp": 2, "microbatches": 1}, slow({"pp": 2}), slow({"tp": 2})], ids=str)
 def test_layers_that_the_strategy_computes_again(worlds, layout):
-    check(worlds, Run("Layers", **layout, strategy={**QUICK, "recompute": "full"}))
+    check_compiled(worlds, Run("Layers", **layout, strategy={**QUICK, "recompute": "full"}))
 
 
 def test_they_draw_what_the_forward_drew(worlds):

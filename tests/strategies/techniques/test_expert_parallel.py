@@ -6,25 +6,17 @@ from typing import ClassVar
 
 import pytest
 import torch
-from checkpoint.test_distributed_checkpoints import ZERO, folders, save_halfway
-from checkpoint.test_single_file import PLAIN, PP2, TP2, Layout, assert_same_state, train
-from experts.moe.test_moe_layer_fits import Experts
 from lightning.pytorch import Callback
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from harness.fits import Run, assert_parity, fit, fit_reference, refusal
+from harness.checkpoint_runs import PLAIN, PP2, TP2, ZERO, Layout, assert_same_state, folders, save_halfway, train
+from harness.fits import Run, check, fit, fit_reference, refusal
 from lightning_hybrid.cli import main as command_line
 from lightning_hybrid.experts import register_experts
 from models.mixtures import DeepseekV3, FewTokens, FewTokensForAll, GptOss, Looped, Mixtral, Qwen3Moe
+from models.moe_layers import Balanced, Experts
 
 SLOW = pytest.mark.slow
-
-
-def check(worlds, run, *, tolerance=1e-10):
-    [expected] = worlds.run(1, fit_reference, run)
-    ranks = worlds.run(run.world_size, fit, run, timeout=120)
-    assert_parity(ranks, expected, run, tolerance=tolerance)
-    return ranks, expected
 
 
 def shared(case=Mixtral, *, slow=False, **options):
@@ -40,12 +32,6 @@ class Four(Mixtral):
     """As many key heads as heads."""
 
     key_heads = 4
-
-
-class Balanced(Experts):
-    """Losses of its routers are means over each batch, so they are left out: replicas have others than one process."""
-
-    options: ClassVar = {"balance_loss": 0.0, "shared_experts": 1}
 
 
 class Alone(Experts):

@@ -8,16 +8,9 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
-from harness.fits import Run, assert_parity, fit, fit_reference, refusal
+from harness.fits import Run, check, fit, fit_reference, refusal
 from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks
 from models.mixtures import Routers
-
-
-def check(worlds, run, *, tolerance=1e-10):
-    [expected] = worlds.run(1, fit_reference, run)
-    ranks = worlds.run(run.world_size, fit, run, timeout=120)
-    assert_parity(ranks, expected, run, tolerance=tolerance)
-    return ranks, expected
 
 
 def name_of(run):

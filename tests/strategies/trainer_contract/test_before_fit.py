@@ -11,8 +11,8 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from strategies.world.test_launchers import environment
 
+from harness.launched_jobs import environment
 from harness.one_device import in_both_ways, plain
 from harness.trainer_runs import ignore_warnings
 from lightning_hybrid import Hybrid3DStrategy

@@ -16,18 +16,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.tuner import Tuner
 
-from harness.one_device import in_both_ways, noting_callback, noting_module, plain, result_of
+from harness.one_device import compared, noting_callback, noting_module, plain, result_of
 from models.small import Small
-
-
-def compared(worlds, case, *args):
-    """What both ways gave alike."""
-    [[expected, ours]] = worlds.run(1, in_both_ways, case, *args)
-    assert not isinstance(expected, str), expected
-    assert not isinstance(ours, str), ours
-    assert ours == expected
-    return expected
-
 
 # -- hooks and numbers ------------------------------------------------------------------------------------------------
 

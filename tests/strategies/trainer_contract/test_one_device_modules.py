@@ -8,11 +8,10 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loggers import CSVLogger
-from strategies.trainer_contract.test_one_device import compared
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from harness.one_device import noting_callback, plain, result_of
+from harness.one_device import compared, noting_callback, plain, result_of
 from models.small import Small
 
 

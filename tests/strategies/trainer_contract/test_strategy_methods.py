@@ -6,9 +6,8 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from strategies.trainer_contract.test_one_device import compared
 
-from harness.one_device import plain, result_of
+from harness.one_device import compared, plain, result_of
 from harness.trainer_runs import ignore_warnings, trainer_of
 from models.small import Small
 

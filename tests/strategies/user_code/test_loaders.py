@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from transformers import BatchEncoding
 
 from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weights_of
+from models.augmented import Augmented, SeesNoise
 from models.tiny import Samples, Tiny, loader
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -421,22 +422,6 @@ def test_stages_shuffle_as_one_process_does(worlds):
     seen, _ = worlds.run(2, run_after_a_draw, 2, 2)
     assert len(expected) == 8 and expected[:4] != expected[4:]
     assert seen == expected
-
-
-class Augmented(Samples):
-    def __getitem__(self, index):
-        noise = torch.rand(()).item(), random.random(), np.random.rand()
-        return {**super().__getitem__(index), "noise": torch.tensor(noise, dtype=torch.float64)}
-
-
-class SeesNoise(Tiny):
-    def __init__(self):
-        super().__init__()
-        self.noise = []
-
-    def training_step(self, batch, batch_idx):
-        self.noise.append(batch["noise"].tolist())
-        return self.loss(batch)
 
 
 def run_augmented(size, pp, workers, seed_workers):

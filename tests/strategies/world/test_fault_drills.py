@@ -8,10 +8,10 @@ import textwrap
 import pytest
 import torch
 from lightning.pytorch import Callback
-from strategies.world.test_launchers import run, torchrun
 from torch.utils.data import DataLoader
 
 from harness.fits import trainer_of
+from harness.launched_jobs import run, torchrun
 from lightning_hybrid import Hybrid3DStrategy
 from models.cases import Samples, make
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint import test_single_file as checkpoint
 from lightning.pytorch import Callback
 
-from harness.fits import Run, assert_parity, fit, fit_reference, refusal
+from harness import checkpoint_runs as checkpoint
+from harness.fits import Run, check, fit, fit_reference, refusal
 from harness.live_storages import LiveStorages
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.layout import ParallelLayout
@@ -20,13 +20,6 @@ from lightning_hybrid.tensor.collectives.sequence_collectives import SequenceSha
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from models.wide import BertWide, EncoderWide, GPT2Wide, GPT2WideDropout, LlamaWide, NanoGPTWide, T5Wide, ViTWide
-
-
-def check(worlds, run, *, tolerance=1e-10):
-    [expected] = worlds.run(1, fit_reference, run)
-    ranks = worlds.run(run.world_size, fit, run, timeout=120)
-    assert_parity(ranks, expected, run, tolerance=tolerance)
-    return ranks
 
 
 def name_of(run):
@@ -75,7 +68,7 @@ ALL = [
 
 @pytest.mark.parametrize("run", [*SEQUENCE, *CONTEXT, *BOTH, *ALL], ids=name_of)
 def test_parity(worlds, run):
-    ranks = check(worlds, run)
+    ranks, _ = check(worlds, run)
     layers = {fqn: plan for fqn, plan in ranks[0].plans.items() if fqn.rpartition(".")[2].isdecimal()}
     assert layers
     by = "tensor" if run.cp == 1 else "both" if run.sequence else "context"

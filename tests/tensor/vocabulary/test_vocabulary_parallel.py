@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.fits import Run, assert_parity, fit, fit_reference
+from harness.fits import Run, check, fit, fit_reference
 from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks
 from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import VocabularyShard
 from models.hand_written import WIDTH, Decoder, TiedByHand
@@ -30,13 +30,6 @@ class Large(Decoder):
     """Logits are the largest tensors by far."""
 
     rows = 1003
-
-
-def check(worlds, run):
-    [expected] = worlds.run(1, fit_reference, run)
-    ranks = worlds.run(run.world_size, fit, run, timeout=120)
-    assert_parity(ranks, expected, run)
-    return ranks, expected
 
 
 def cut_by_vocabulary(ranks):

@@ -7,10 +7,10 @@ import os
 import pytest
 import torch
 from torch import nn
-from zero.optimizer_states.test_layerwise_offload import KINDS, SUBSETS, assert_bits, assert_same_bits, with_offload
 
 from harness.fits import Run, fit
 from harness.simulated_host import SimulatedHost
+from harness.zero_runs import KINDS, SUBSETS, assert_bits, assert_same_bits, with_offload
 from lightning_hybrid.zero.memory_mapped_states import OffloadError
 from lightning_hybrid.zero.optimizer_states.offloaded_all_parameters_step import AllParametersStep
 from models.optimizers import Lamb

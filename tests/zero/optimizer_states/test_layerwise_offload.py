@@ -11,28 +11,12 @@ from torch import nn
 
 from harness.fits import Run, fit, refusal
 from harness.simulated_host import SimulatedHost
+from harness.zero_runs import KINDS, SUBSETS, assert_bits, assert_same_bits, with_offload
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.zero.memory_mapped_states import OffloadError, StateFile
 from lightning_hybrid.zero.optimizer_states.layerwise_step import LayerwiseStep, steps_independently
 from models.cases import make
 from models.hugging_face import GPT2
-
-
-def with_offload(run, where):
-    return Run(**{**vars(run), "strategy": {**run.strategy, "offload": where}})
-
-
-def assert_same_bits(worlds, run, where):
-    assert_bits(worlds.run(run.world_size, fit, run), worlds.run(run.world_size, fit, with_offload(run, where)))
-
-
-def assert_bits(plain, offloaded, *, by_other_kernels=False):
-    """The same bits; what is stepped on another device than the CPU is not fused, and so rounded otherwise."""
-    rounding = {"rtol": 1e-12, "atol": 1e-14} if by_other_kernels else {"rtol": 0, "atol": 0}
-    for one, other in zip(plain, offloaded, strict=True):
-        assert one.state.keys() == other.state.keys()
-        for a, b in [*zip(one.losses, other.losses, strict=True), *((a, other.state[n]) for n, a in one.state.items())]:
-            torch.testing.assert_close(b, a, **rounding)
 
 
 class TwoLayers(GPT2):
@@ -95,21 +79,6 @@ def test_parameters_in_a_file_of_another_device(worlds, tmp_path, subset):
     parameters, gradients, states, between = SUBSETS[f"p{subset}"]
     for rank in ranks:
         assert rank.extra == {"within": {(parameters, gradients)}, "states": {states}, "between": {between}}
-
-
-# Where parameters, gradients and states are within a step, and where both are between steps: on the CPU that computes,
-# or on a host that is said to be another device.
-HOST, HERE = "xpu", "cpu"
-SUBSETS = {
-    "p": (HOST, HERE, HERE, HERE),
-    "g": (HERE, HOST, HERE, HERE),
-    "s": (HERE, HERE, HOST, HERE),
-    "pg": (HOST, HOST, HERE, HOST),
-    "ps": (HOST, HERE, HOST, HOST),
-    "gs": (HERE, HOST, HOST, HOST),
-    "pgs": (HOST, HOST, HOST, HOST),
-}
-KINDS = {"p": "parameters", "g": "gradients", "s": "optimizer_states"}
 
 
 def each_subset():

@@ -1,0 +1,41 @@
+"""Jobs of several processes, started as a shell starts them."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[2]
+
+
+def environment():
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PL_", "LIGHTNING_", "SLURM_"))}
+    paths = [str(TESTS), str(TESTS.parent), kept.get("PYTHONPATH", "")]
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def start(command):
+    # A session of its own: what a failed job leaves behind is ended with it.
+    return subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def run(command, timeout=150):
+    """Exit code, output and seconds of a job that must end by itself."""
+    began = time.monotonic()
+    process = start(command)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        pytest.fail(f"the job still ran after {timeout} s:\n{output[-4000:]}")
+    return process.returncode, output, time.monotonic() - began
+
+
+def torchrun(script, *options):
+    return [sys.executable, "-m", "torch.distributed.run", *options, script]

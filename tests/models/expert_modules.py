@@ -1,0 +1,37 @@
+"""Modules of experts in other conventions than transformers'."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class SwappedNames(nn.Module):
+    """Stacked weights, arguments in an order of its own, and a width that equals its number of experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = self.width = 4
+        self.a = nn.Parameter(torch.randn(4, 4, 8))
+        self.b = nn.Parameter(torch.randn(4, 8, 4))
+
+    def forward(self, gate, tokens, *, choice):
+        out = tokens.new_zeros(tokens.shape[0], self.width)
+        for number in range(self.count):
+            row, place = (choice == number).nonzero(as_tuple=True)
+            out = out.index_add(
+                0, row, (F.gelu(tokens[row] @ self.a[number]) @ self.b[number]) * gate[row, place, None]
+            )
+        return out
+
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def rows_of(*sizes):
+    return torch.randn(*sizes, dtype=torch.float32)
