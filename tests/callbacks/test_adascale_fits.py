@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_hybrid
-from harness.fits import Run, assert_parity, fit_reference
+from harness.fits import Run, assert_parity, reference_of
 from harness.fits import fit as fit_run
 from lightning_hybrid.callbacks import AdaScale
 from models.regression import Sequential
@@ -115,5 +115,5 @@ class Scaled(AdaScale):
 def test_context_ranks_step_equally_with_the_gain_of_one_process(worlds):
     accumulated = {"accumulate_grad_batches": 2}
     run = Run("GPT2", cp=2, microbatches=1, num_batches=6, callback=Scaled, trainer=accumulated)
-    [expected] = worlds.run(1, fit_reference, run)
+    expected = reference_of(worlds, run)
     assert_parity(worlds.run(2, fit_run, run), expected, run)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from harness.fits import Run, assert_parity, check, fit, fit_reference, fit_whole, joined_batches
+from harness.fits import Run, assert_parity, check, fit, fit_whole, joined_batches, reference_of
 from harness.schedules import EAGER, GPIPE, INTERLEAVED, ONE_F_ONE_B
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from models.cases import sample
@@ -78,7 +78,7 @@ def test_parity(worlds, run):
 def test_dropout_is_that_of_one_process(worlds, case, strategy):
     run = Run(case, pp=2, dp=2, strategy=strategy)
     _, expected = check(worlds, run, fit_whole)
-    [other] = worlds.run(1, fit_whole, dataclasses.replace(run, change=without_dropout))
+    other = reference_of(worlds, dataclasses.replace(run, change=without_dropout), fit_whole)
     assert not torch.equal(other.losses[0], expected.losses[0]), "dropout must be on"
 
 
@@ -143,7 +143,7 @@ def test_batch_shape_changes_between_steps(worlds):
 def test_last_batch_divides_unevenly(worlds, last, microbatches):
     """Five samples in microbatches of two, which weigh 2/5, 2/5 and 1/5."""
     run = Run("Layers", pp=2, batch_size=6, microbatches=3, last=last)
-    [expected] = worlds.run(1, fit_reference, run)
+    expected = reference_of(worlds, run)
     ranks = worlds.run(2, fit, run)
     assert [rank.num_microbatches for rank in ranks] == [microbatches] * 2
     assert_parity(ranks, expected, dataclasses.replace(run, microbatches=microbatches))
@@ -153,7 +153,7 @@ def test_labels_of_the_right_microbatch(worlds):
     """One sample per microbatch, and labels that differ between any two of them."""
     run = Run("Layers", pp=4, batch_size=8, microbatches=8, num_batches=2)
     _, expected = check(worlds, run)
-    [wrong] = worlds.run(1, fit_reference, dataclasses.replace(run, collate=labels_rolled))
+    wrong = reference_of(worlds, dataclasses.replace(run, collate=labels_rolled))
     assert not torch.allclose(wrong.losses[0], expected.losses[0])
 
 
@@ -173,12 +173,12 @@ def test_loss_masked_unevenly(worlds):
     """The loss is the mean over the unmasked labels of the whole batch, not of the microbatches' means."""
     run = Run("GPT2", pp=2, microbatches=2, collate=masked_unevenly)
     ranks = worlds.run(2, fit, run)
-    [expected] = worlds.run(1, fit_reference, run)
+    expected = reference_of(worlds, run)
     assert_parity(ranks, expected, run)
     small = dataclasses.replace(
         run, batch_size=2, num_batches=4, trainer={"accumulate_grad_batches": 2}, microbatches=1
     )
-    [accumulated] = worlds.run(1, fit_reference, small)
+    accumulated = reference_of(worlds, small)
     first = accumulated.losses[0] + accumulated.losses[1]
     assert not torch.allclose(first, expected.losses[0]), "the masks must differ between microbatches"
 
@@ -247,7 +247,7 @@ def test_buffers_after_run(worlds, strategy):
     """Statistics are those of gradient accumulation: every microbatch is a batch to BatchNorm."""
     run = Run("BatchNorms", pp=2, microbatches=2, strategy=strategy)
     small = Run("BatchNorms", batch_size=2, num_batches=4, microbatches=1, trainer={"accumulate_grad_batches": 2})
-    [expected] = worlds.run(1, fit_reference, small)
+    expected = reference_of(worlds, small)
     expected.losses = [a + b for a, b in zip(expected.losses[::2], expected.losses[1::2], strict=True)]
     ranks = worlds.run(2, fit, run)
     assert_parity(ranks, expected, run)
@@ -285,7 +285,7 @@ def huge_loss(module):
 
 def test_fp16_overflow_is_seen_by_all_ranks(worlds):
     run = Run("Layers", pp=2, dtype=torch.float32, precision="16-mixed", change=huge_loss)
-    [expected] = worlds.run(1, fit_reference, run)
+    expected = reference_of(worlds, run)
     ranks = worlds.run(2, fit, run)
     assert expected.scale < 65536.0 and [rank.scale for rank in ranks] == [expected.scale] * 2
     assert [len(rank.grads) for rank in ranks] == [len(expected.grads)] * 2
@@ -372,7 +372,7 @@ def test_loss_masked_unevenly_and_weighted_by_count(worlds, dp):
     run = Run("GPT2", pp=2, dp=dp, microbatches=2, collate=masked_unevenly)
     weighted = dataclasses.replace(run, strategy={"microbatch_weight": num_unmasked})
     ranks = worlds.run(2 * dp, fit, weighted)
-    [expected] = worlds.run(1, fit_reference, run)
+    expected = reference_of(worlds, run)
     # Each replica returns its part of the loss, so that the mean over replicas is the whole batch's.
     means = [torch.stack(losses).mean(0) for losses in zip(*(rank.losses for rank in ranks), strict=True)]
     torch.testing.assert_close(means, expected.losses, rtol=1e-10, atol=0)

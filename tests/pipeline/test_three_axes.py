@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from harness import checkpoint_runs as checkpoint
-from harness.fits import Run, assert_parity, fit, fit_reference
+from harness.fits import Run, assert_parity, fit, reference_of
 from harness.sharded_fraction import NotesCut, Noting, cut_of
 from harness.verification import call_quietly
 from lightning_hybrid.verify import Experiment, Layout, Verification
@@ -38,7 +38,7 @@ def assert_cut(cut):
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.__name__)
 def test_parity_and_nothing_gathered(worlds, case):
     run = Run(case, **EIGHT)
-    [expected] = worlds.run(1, fit_reference, run)
+    expected = reference_of(worlds, run)
     ranks = worlds.run(8, fit, run, timeout=180)
     assert_parity(ranks, expected, run)
     # The experts of Mixtral are batched; they are a matter of expert parallelism.
@@ -69,7 +69,7 @@ def test_statistics_of_replicas_and_convolutions_in_pairs(worlds):
 @pytest.mark.slow
 def test_clipping_counts_each_element_of_each_rank_once(worlds):
     run = Run("Llama", **EIGHT, trainer={"gradient_clip_val": 0.05})
-    [expected] = worlds.run(1, fit_reference, run)
+    expected = reference_of(worlds, run)
     assert_parity(worlds.run(8, fit, run, timeout=180), expected, run)
     norm = sum(grad.square().sum() for grad in expected.grads[0].values()).sqrt()
     assert abs(norm - 0.05) < 1e-4, "it did clip"

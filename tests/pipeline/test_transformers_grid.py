@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from harness.fits import Run, check, fit_reference
+from harness.fits import Run, check, reference_of
 from harness.schedules import EAGER, GPIPE, INTERLEAVED, ONE_F_ONE_B
 
 SCHEDULES = {
@@ -66,5 +66,5 @@ def test_accumulation_over_batches_stages_and_replicas(worlds, schedule):
     assert len({float(loss) for loss in each}) == 12, "batches and replicas must have gradients of their own"
     # Of one microbatch: were all microbatches alike, a lost one would be scaled away.
     halves = Run("Tied", pp=2, dp=2, num_batches=6, batch_size=2, microbatches=1)
-    [other] = worlds.run(1, fit_reference, halves)
+    other = reference_of(worlds, halves)
     assert not torch.allclose(other.losses[0] / 3, expected.losses[0])

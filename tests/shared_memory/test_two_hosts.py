@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.fits import Run, assert_parity, fit, fit_reference
+from harness.fits import Run, assert_parity, fit, reference_of
 from lightning_hybrid.pipeline.runtime.transport import GroupTransport, HostTransport
 from lightning_hybrid.shared_memory import collectives, peer_sockets
 from models.cases import CASES
@@ -39,7 +39,7 @@ def fit_on_hosts(run, host_of_rank):
     ],
 )
 def test_parity(worlds, host_of_rank, transport, shared):
-    [expected] = worlds.run(1, fit_reference, RUN)
+    expected = reference_of(worlds, RUN)
     ranks = worlds.run(4, fit_on_hosts, RUN, host_of_rank)
     assert_parity([result for result, *_ in ranks], expected, RUN)
     for _, used, memories in ranks:

@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from harness.fits import Run, assert_parity, fit, fit_whole
+from harness.fits import Run, assert_parity, fit, fit_whole, reference_of
 from harness.worlds.worlds_plugin import RankError
 from models.moe_layers import Experts
 
@@ -42,7 +42,7 @@ class Choosing(Experts):
 )
 def test_parity(worlds, run):
     """The reference sees the same microbatches: losses that balance are means over those."""
-    [expected] = worlds.run(1, fit_whole, run)
+    expected = reference_of(worlds, run, fit_whole)
     ranks = worlds.run(run.world_size, fit, run)
     assert_parity(ranks, expected, run)
     biases = [value for name, value in expected.state.items() if name.endswith("router.bias")]

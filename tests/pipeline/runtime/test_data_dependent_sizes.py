@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from harness.fits import Run, assert_parity, fit, fit_reference
+from harness.fits import Run, assert_parity, fit, reference_of
 from harness.simulated_host import TRANSPORTS
 from lightning_hybrid.pipeline.runtime.transport import GroupTransport, HostTransport
 from models.hand_written import Layers
@@ -67,7 +67,7 @@ CASES = [
 
 @pytest.mark.parametrize(("run", "name"), CASES)
 def test_parity(worlds, run, name):
-    [expected] = worlds.run(1, fit_reference, run)
+    expected = reference_of(worlds, run)
     ranks = worlds.run(run.world_size, fit_and_note, run, name, timeout=60)
     assert_parity([fitted for fitted, _ in ranks], expected, run)
     noted = [arrival for _, arrivals in ranks for arrival in arrivals]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.fits import Run, assert_parity, fit, fit_reference
+from harness.fits import Run, assert_parity, fit, reference_of
 from harness.strict_group import as_on_gpus
 from models.mixtures import GptOss, Looped, Mixtral
 
@@ -40,7 +40,7 @@ def fit_as_on_gpus(run):
 @pytest.mark.parametrize("name", [*BY_DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_a_fit_over_groups_as_strict_as_nccls(worlds, name):
     run = {**BY_DEFAULT, **MORE}[name]
-    [expected] = worlds.run(1, fit_reference, run)
+    expected = reference_of(worlds, run)
     assert_parity(worlds.run(run.world_size, fit_as_on_gpus, run, timeout=120), expected, run)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from harness.fits import Run, assert_parity, fit, fit_whole
+from harness.fits import Run, assert_parity, fit, fit_whole, reference_of
 from harness.simulated_host import TRANSPORTS
 from models.hand_written import WIDTH, Layers, mlp
 
@@ -98,7 +98,7 @@ def fit_around(run, name):
 )
 def test_parity(worlds, case, name):
     run = Run(case, pp=2, strategy=CUT)
-    [expected] = worlds.run(1, fit_whole, run)
+    expected = reference_of(worlds, run, fit_whole)
     ranks = worlds.run(2, fit_around, run, name)
     assert [len(units) for units in ranks[0].units] == [2, 2]
     assert_parity(ranks, expected, run)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from harness.fits import Run, assert_parity, fit, fit_reference
+from harness.fits import Run, assert_parity, fit, reference_of
 from lightning_hybrid.pipeline.runtime.split_backward import MIN_PRODUCTS_TO_DEFER
 
 ZERO_BUBBLE = {"schedule": "zero_bubble"}
@@ -57,7 +57,7 @@ def slow(run):
 )
 def test_parity(worlds, run):
     run = dataclasses.replace(run, callback=LinearsOfAnySize, strategy={**run.strategy, **ZERO_BUBBLE})
-    [expected] = worlds.run(1, fit_reference, run)
+    expected = reference_of(worlds, run)
     ranks = worlds.run(run.world_size, fit, run)
     assert_parity(ranks, expected, run)
     # Replicas average while the last backward runs, unless stages share the weight: then it leaves nothing.

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ThroughputMonitor, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from harness.fits import Run, fit, fit_reference
+from harness.fits import Run, fit, reference_of
 from harness.trainer_runs import ignore_warnings, lines_of_lightning, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from models.tiny import Tiny, loader
@@ -125,7 +125,7 @@ def without_first_layers(module):
 def test_a_loss_scale_changes_on_all_ranks_where_a_stage_is_frozen(worlds):
     options = {"dtype": torch.float32, "precision": "16-mixed", "num_batches": 4, "change": without_first_layers}
     run = Run("Layers", pp=2, **options)
-    [expected] = worlds.run(1, fit_reference, run)
+    expected = reference_of(worlds, run)
     ranks = worlds.run(2, fit, run)
     assert ranks[0].units[0] == ["layers.0", "layers.1"], "the first stage must be frozen as a whole"
     assert not any(ranks[0].grads), "it has no gradients"

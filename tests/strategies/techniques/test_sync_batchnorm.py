@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch.utils.data import DataLoader
 
-from harness.fits import Run, assert_parity, fit, fit_reference, trainer_of
+from harness.fits import Run, assert_parity, fit, reference_of, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from models.cases import make
 
@@ -42,7 +42,7 @@ def accumulated(run):
 
 @pytest.mark.parametrize("run", RUNS, ids=named)
 def test_statistics_are_those_of_all_replicas(worlds, run):
-    [expected] = worlds.run(1, fit_reference, accumulated(run))
+    expected = reference_of(worlds, accumulated(run))
     times = run.microbatches
     losses = [expected.losses[i : i + times] for i in range(0, len(expected.losses), times)]
     expected.losses = [torch.stack(each).sum() for each in losses]  # Lightning divides each by their number
@@ -51,7 +51,7 @@ def test_statistics_are_those_of_all_replicas(worlds, run):
 
 def test_without_it_replicas_have_statistics_of_their_own(worlds):
     run = Run("BatchNorms", dp=2, microbatches=1)
-    [expected] = worlds.run(1, fit_reference, run)
+    expected = reference_of(worlds, run)
     rank, _ = worlds.run(2, fit, run)
     assert not torch.allclose(rank.state["norm.running_mean"], expected.state["norm.running_mean"], rtol=1e-3)
 

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
-from harness.fits import Run, check, fit, fit_reference, refusal
+from harness.fits import Run, check, fit, reference_of, refusal
 from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks
 from models.mixtures import Routers
 
@@ -92,7 +92,7 @@ def test_optimizers_that_read_a_full_matrix(worlds, change):
 def test_dropout_differs_inside_of_regions_and_is_the_same_in_each_run(worlds):
     run = Run("GPT2Dropout", tp=2, num_batches=1)
     first, second = worlds.run(2, fit, run), worlds.run(2, fit, run)
-    [without] = worlds.run(1, fit_reference, Run("GPT2", num_batches=1))
+    without = reference_of(worlds, Run("GPT2", num_batches=1))
     for one, other in zip(first, second, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(one.losses, first[0].losses, strict=True))
@@ -135,7 +135,7 @@ class Tells(Callback):
 
 def test_hooks_see_full_tensors_and_ranks_have_shards(worlds):
     ranks = worlds.run(2, fit, Run("GPT2", tp=2, callback=Tells))
-    [expected] = worlds.run(1, fit_reference, Run("GPT2", callback=Tells))
+    expected = reference_of(worlds, Run("GPT2", callback=Tells))
     for rank in ranks:
         assert rank.extra["shapes"] == expected.extra["shapes"] and rank.extra["numel"] == expected.extra["numel"]
         cut = [name for name in rank.extra["held"] if ".attn.c_" in name or ".mlp.c_" in name]
@@ -194,7 +194,7 @@ class Average(EMAWeightAveraging):
 def test_averages_of_the_weights(worlds, layout):
     """The averaged weights are those that the run ends with."""
     ranks, expected = check(worlds, Run("GPT2", **layout, callback=Average))
-    [plain] = worlds.run(1, fit_reference, Run("GPT2"))
+    plain = reference_of(worlds, Run("GPT2"))
     name = "model.transformer.h.0.mlp.c_fc.weight"
     assert not torch.equal(plain.state[name], expected.state[name])
     assert ranks[0].extra["held"][name] * 2 == expected.extra["held"][name]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from harness.fits import Run, assert_parity, fit, fit_reference, refusal
+from harness.fits import Run, assert_parity, fit, reference_of, refusal
 from lightning_hybrid.strategies.run import build_run as set_up
 from lightning_hybrid.strategies.start.plan_folder import plan_folder
 from lightning_hybrid.strategies.techniques.tensor_parallel import describe_tensor_plans, warn_across_nodes
@@ -28,7 +28,7 @@ def test_a_plan_of_the_user_is_followed_by_stage_and_layer(worlds):
     plan = {"layers.*.0": "colwise", "layers.1": "replicated", "head": "colwise_gather_output"}
     run = Run("Layers", pp=2, tp=2, strategy={"tensor_parallel_plan": plan})
     ranks = worlds.run(4, fit, run)
-    [expected] = worlds.run(1, fit_reference, run)
+    expected = reference_of(worlds, run)
     assert_parity(ranks, expected, run)
     plans = ranks[0].plans
     assert origins(plans) == {"your plan"} and plans.keys() == {*(f"layers.{k}" for k in range(4)), "head"}

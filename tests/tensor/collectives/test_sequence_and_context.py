@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from harness import checkpoint_runs as checkpoint
-from harness.fits import Run, check, fit, fit_reference, refusal
+from harness.fits import Run, check, fit, reference_of, refusal
 from harness.live_storages import LiveStorages
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.layout import ParallelLayout
@@ -314,7 +314,7 @@ def test_each_rank_drops_features_of_its_own_in_regions_and_positions_of_its_own
 )
 def test_dropout_of_own_positions_differs_and_repeats_itself(worlds, run):
     first, second = worlds.run(run.world_size, fit, run), worlds.run(run.world_size, fit, run)
-    [without] = worlds.run(1, fit_reference, replace(run, case=GPT2Wide))
+    without = reference_of(worlds, replace(run, case=GPT2Wide))
     for rank in first[1:]:  # what ranks have in common, they drop alike
         assert all(torch.equal(value, first[0].state[name]) for name, value in rank.state.items())
     for one, other in zip(first, second, strict=True):

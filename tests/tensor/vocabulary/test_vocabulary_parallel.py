@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.fits import Run, check, fit, fit_reference
+from harness.fits import Run, check, fit, reference_of
 from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks
 from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import VocabularyShard
 from models.hand_written import WIDTH, Decoder, TiedByHand
@@ -130,7 +130,7 @@ def test_no_rank_makes_full_logits_or_gradients_of_rows(worlds):
             shape == (tokens, 501) for shape in rank.extra
         )
         assert not [shape for shape in rank.extra if rows in shape]
-    [expected] = worlds.run(1, fit_reference, Run(Large, callback=Sizes))
+    expected = reference_of(worlds, Run(Large, callback=Sizes))
     assert any(rows in shape for shape in expected.extra)
 
 
