@@ -25,6 +25,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
@@ -323,6 +324,21 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
         start_server()
     if re.search(rb"^(import|from) (torch|lightning)\b", source, re.MULTILINE):
         importlib.import_module("harness.worlds.light_torchmetrics")  # before they load it all
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark three of four parameter sets of each test on ranks as extended, unless single files are run."""
+    if not any(Path(argument).is_dir() for argument in config.args):
+        return
+    counts: Counter[str] = Counter()
+    for item in items:
+        on_ranks = "worlds" in getattr(item, "fixturenames", ()) or item.get_closest_marker("world") is not None
+        if on_ranks and item.get_closest_marker("slow") is None and item.get_closest_marker("gpu") is None:
+            test = item.nodeid.partition("[")[0]
+            if counts[test] % 4:
+                item.add_marker("extended")
+            counts[test] += 1
 
 
 def pytest_collection_finish() -> None:
