@@ -33,9 +33,9 @@ from lightning_hybrid.full_params.buffer_refresh import HookBuffers
 from lightning_hybrid.full_params.value_locations import Ranks, ValueLocations, covers
 from lightning_hybrid.mesh import as_sendable
 from lightning_hybrid.randomness.keyed_draws import draws
-from lightning_hybrid.step.instrument.autograd_functions import interceptable_tolist
 from lightning_hybrid.step.module_state.pickle_sharded_parameters import reduce_for_pickle
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, map_leaves, rebuild_call
+from lightning_hybrid.step.standins.absent_arrays import interceptable_tolist
 from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, fill, is_absent, make_absent, user_attributes
 from lightning_hybrid.step.tracing.intercept_step_operations import _METADATA, VIEW_PROPERTIES
 

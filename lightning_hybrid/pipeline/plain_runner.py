@@ -43,7 +43,7 @@ from lightning_hybrid.step.batch.microbatch import (
     split,
     why_unsplit,
 )
-from lightning_hybrid.step.instrument.intercept_units import slow_attention
+from lightning_hybrid.step.instrument.instrument_step import slow_attention
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.guess_branch_reads import GUESSES

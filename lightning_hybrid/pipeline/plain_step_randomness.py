@@ -10,10 +10,9 @@ from torch import nn
 
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.autograd_functions import functions_with_repeated_draws
-from lightning_hybrid.step.instrument.intercept_units import draw_as_stages
+from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
+from lightning_hybrid.step.instrument.intercept_autograd_functions import functions_with_repeated_draws, user_functions
 from lightning_hybrid.step.instrument.user_activation_checkpointing import patched_checkpointing
-from lightning_hybrid.step.tracing.find_stored_autograd_apply import user_functions
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 
 

@@ -20,7 +20,8 @@ from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.pipeline.unpartitioned_steps import UnpartitionedSteps
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.batch.microbatch import BatchSplitter, batch_size_of, choose_count
-from lightning_hybrid.step.tracing.recording import find_loss, no_loss_error
+from lightning_hybrid.step.tracing.recording import find_loss
+from lightning_hybrid.step.tracing.refuse_unsupported_steps import no_loss_error
 
 
 @dataclasses.dataclass(frozen=True)

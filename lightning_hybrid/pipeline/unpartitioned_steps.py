@@ -26,7 +26,7 @@ from lightning_hybrid.pipeline.stages.select_recorded_trace import Call
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.unit_attribute_sync import sync_unit_attributes
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.intercept_units import draw_as_stages, slow_attention
+from lightning_hybrid.step.instrument.instrument_step import draw_as_stages, slow_attention
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.tracing.eager_around_compiled_layers import EagerSwitch
 

@@ -19,7 +19,7 @@ FLOORS = [
     {"randomness", "step/standins"},
     {"collectives", "equivalence", "step/deferred_init", "step/module_state"},
     {"parts", "step/tracing"},
-    {"step/batch", "step/batch_means", "step/instrument"},
+    {"step/batch", "step/batch_means", "step/instrument", "step/guards"},
     {"step/recording", "full_params"},
     {"step/replay"},
     {"pipeline/stages", "tensor/plan", "zero", "experts/moe", "memory", "replicate"},
@@ -178,7 +178,7 @@ def test_a_folder_holds_one_idea(folder):
         ("step/recording/recorder.py", "from lightning_hybrid.pipeline.runtime.executor import run"),
         (
             "step/tracing/intercept_step_operations.py",
-            "from lightning_hybrid.step.recording import guards",
+            "from lightning_hybrid.step.recording import recorder",
         ),
         ("step/recording/recorder.py", "from ..replay.stage_replay import StageReplay"),
         ("pipeline/runner.py", "from lightning_hybrid.tensor.plan.unit_plan import UnitPlan"),

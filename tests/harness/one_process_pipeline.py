@@ -15,7 +15,7 @@ from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.intercept_units import instrumented
+from lightning_hybrid.step.instrument.instrument_step import instrumented
 
 
 class OneRank:

@@ -27,7 +27,7 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means, leads_to_loss, reached_by
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
 from lightning_hybrid.step.batch_means.sums_over_samples import is_sum_over_samples, matching_values
-from lightning_hybrid.step.instrument.intercept_units import instrumented
+from lightning_hybrid.step.instrument.instrument_step import instrumented
 from lightning_hybrid.step.module_state.snapshot import ModuleState
 from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
 from lightning_hybrid.step.objects.pytree import storage_id, tensors_inside

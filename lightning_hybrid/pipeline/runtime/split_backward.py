@@ -22,7 +22,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.nn import functional
 
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.step.instrument.autograd_functions import NotIntercepted
+from lightning_hybrid.step.instrument.intercept_autograd_functions import NotIntercepted
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 
 # Below so many multiplications, deferring costs more than the product: some 0.6 ms of a CPU core, 0.02 of a GPU.
@@ -188,7 +188,7 @@ class _Linear(NotIntercepted, torch.autograd.Function):
         return of_input, _product(gradient, input), of_bias, None
 
 
-# Bypasses `autograd_functions`, which patches ``apply`` to observe the user's functions.
+# Bypasses `intercept_autograd_functions`, which patches ``apply`` to observe the user's functions.
 _apply = super(_SingleLevelFunction, _Linear).apply
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_hybrid.step.batch.merge_outputs import join
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.recording.kept_values import ListPath, find_lists
-from lightning_hybrid.step.standins.absent_tensors import AbsentFloat
+from lightning_hybrid.step.standins.absent_numbers import AbsentFloat
 
 Rows: TypeAlias = dict[ListPath, list[list[Any]]]  # the entries that each microbatch has appended
 

@@ -9,7 +9,7 @@ from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, TraceCa
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.batch.microbatch import batch_size_of, sizes_of
 from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
-from lightning_hybrid.step.recording.kept_values import why_not_mergeable
+from lightning_hybrid.step.recording.check_kept_values_mergeable import why_not_mergeable
 from lightning_hybrid.step.tracing.recording import Recording
 
 # Batches may come in ever new sizes.

@@ -20,7 +20,7 @@ from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.intercept_units import instrumented
+from lightning_hybrid.step.instrument.instrument_step import instrumented
 from lightning_hybrid.step.module_state.snapshot import ModuleState, TensorSnapshot
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.recording.kept_values import skippable_modules

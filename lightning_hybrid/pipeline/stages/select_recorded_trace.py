@@ -25,11 +25,12 @@ from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import copied_batch
-from lightning_hybrid.step.instrument.intercept_units import instrumented
+from lightning_hybrid.step.guards.plain_attribute_state import modules_around, plain_state
+from lightning_hybrid.step.guards.unguarded_reads import UnguardedReads
+from lightning_hybrid.step.instrument.instrument_step import instrumented
 from lightning_hybrid.step.module_state.snapshot import ModuleState
 from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
 from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
-from lightning_hybrid.step.recording.guards import UnguardedReads, modules_around, plain_state
 from lightning_hybrid.step.replay.trace_tree import TraceTree, UnknownTrace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording import StepError

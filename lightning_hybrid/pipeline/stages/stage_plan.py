@@ -23,11 +23,11 @@ from lightning_hybrid.pipeline.stages.balance_by_size import stages_by_size
 from lightning_hybrid.pipeline.stages.check_parameter_owners import check_placement
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.guards.check_number_branches import BranchCheck
+from lightning_hybrid.step.guards.unguarded_reads import UnguardedReads
 from lightning_hybrid.step.module_state.computed_weights import compute_weights
 from lightning_hybrid.step.objects.module_walk import modules_in, parameters_of
 from lightning_hybrid.step.recording.choose_units import UnitChoice, units_to_open
-from lightning_hybrid.step.recording.escaped_values import BranchCheck
-from lightning_hybrid.step.recording.guards import UnguardedReads
 from lightning_hybrid.step.recording.record_step import record
 from lightning_hybrid.step.replay.rerun_step_for_stage import StageReplay
 from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.step.objects.pytree import children_of
-from lightning_hybrid.step.standins.absent_tensors import is_absent, source_values
+from lightning_hybrid.step.standins.absent_numbers import source_values
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording import StepError
 
 

@@ -10,14 +10,13 @@ import dis
 import math
 from collections.abc import Collection, Mapping, Sequence
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torchmetrics import Metric
 
 from lightning_hybrid.graph.partition import node_cost
-from lightning_hybrid.step.objects.pytree import storage_id
-from lightning_hybrid.step.recording.captured_inputs import UncapturedOutput, with_same_class
+from lightning_hybrid.step.recording.captured_inputs_of_units import UncapturedOutput, with_same_class
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.tracing.backward_hooks import has_backward_hooks
 from lightning_hybrid.step.tracing.recording import Recording, StepError
@@ -186,29 +185,3 @@ def units_to_open(recording: Recording, cost: float, cuts: Sequence[str] | None)
 def _count(module: nn.Module) -> int:
     """Elements of the full parameters, whatever shard this rank has: all ranks choose the same units."""
     return sum(math.prod(full_shape(parameter)) for parameter in module.parameters())
-
-
-def owned_members(unit: nn.Module, names: Mapping[int, str]) -> tuple[str, ...]:
-    """FQNs of the parameters and tracked buffers of a unit; ``names`` are those of the model, by id."""
-    tensors = [*unit.parameters(), *unit.buffers()]
-    return tuple(dict.fromkeys(names[id(tensor)] for tensor in tensors if id(tensor) in names))
-
-
-class BufferInfo(NamedTuple):
-    """A buffer of the user's module.
-
-    Attributes:
-        name: Its FQN.
-        inside: Whether it is inside a unit.
-        memory: Key of its storage (``storage_id``).
-    """
-
-    name: str
-    inside: bool
-    memory: int
-
-
-def buffers_of(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, BufferInfo]:
-    """The buffers of a module, by their id."""
-    inside = {id(buffer) for unit in units.values() for buffer in unit.buffers()}
-    return {id(b): BufferInfo(name, id(b) in inside, storage_id(b)) for name, b in root.named_buffers()}

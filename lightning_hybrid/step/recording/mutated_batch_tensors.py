@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_hybrid.step.instrument.autograd_functions import COLLECTIVE, collective_outputs
+from lightning_hybrid.step.instrument.intercept_collectives import COLLECTIVE, collective_outputs
 from lightning_hybrid.step.objects.pytree import storage_id
-from lightning_hybrid.step.recording.choose_units import BufferInfo
 from lightning_hybrid.step.standins.absent_tensors import MARK, make_absent, swap_in_place
 from lightning_hybrid.step.tracing.intercept_step_operations import user_line
 from lightning_hybrid.step.tracing.recording import StepError
@@ -95,3 +94,23 @@ def written_statistics(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     trains = args[5] if len(args) > 5 else kwargs.get(flag, flag == "use_input_stats")
     statistics = (padded[first], padded[first + 1], kwargs.get("running_mean"), kwargs.get("running_var"))
     return [tensor for tensor in statistics if isinstance(tensor, Tensor)] if trains else []
+
+
+class BufferInfo(NamedTuple):
+    """A buffer of the user's module.
+
+    Attributes:
+        name: Its FQN.
+        inside: Whether it is inside a unit.
+        memory: Key of its storage (``storage_id``).
+    """
+
+    name: str
+    inside: bool
+    memory: int
+
+
+def buffers_of(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, BufferInfo]:
+    """The buffers of a module, by their id."""
+    inside = {id(buffer) for unit in units.values() for buffer in unit.buffers()}
+    return {id(b): BufferInfo(name, id(b) in inside, storage_id(b)) for name, b in root.named_buffers()}

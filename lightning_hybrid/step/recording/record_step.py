@@ -15,15 +15,16 @@ from typing import Any
 from torch import nn
 
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.autograd_functions import refuse_uninterceptable_functions
-from lightning_hybrid.step.instrument.intercept_units import intercepted_step
+from lightning_hybrid.step.guards.plain_attribute_state import modules_around
+from lightning_hybrid.step.guards.unguarded_reads import UnguardedReads
+from lightning_hybrid.step.instrument.instrument_step import intercepted_step
+from lightning_hybrid.step.instrument.intercept_autograd_functions import refuse_uninterceptable_functions
 from lightning_hybrid.step.module_state.snapshot import ModuleState, reachable_leaves
 from lightning_hybrid.step.objects.pytree import ContainerClassRegistered
-from lightning_hybrid.step.recording.choose_units import buffers_of, owned_members
 from lightning_hybrid.step.recording.escaped_values import refuse_number_in_buffer
 from lightning_hybrid.step.recording.find_differentiated_nodes import FullGraphNeeded
-from lightning_hybrid.step.recording.guards import UnguardedReads, modules_around
 from lightning_hybrid.step.recording.kept_values import find_kept_values
+from lightning_hybrid.step.recording.mutated_batch_tensors import buffers_of
 from lightning_hybrid.step.recording.recorder import RecordWatch
 from lightning_hybrid.step.standins.absent_tensors import absent_members, members_to_replace
 from lightning_hybrid.step.standins.cost_counter import CostCounter
@@ -140,3 +141,9 @@ class _RecordingRun:
             if watch is not None:
                 watch.mutated.undo()
             state.restore()
+
+
+def owned_members(unit: nn.Module, names: Mapping[int, str]) -> tuple[str, ...]:
+    """FQNs of the parameters and tracked buffers of a unit; ``names`` are those of the model, by id."""
+    tensors = [*unit.parameters(), *unit.buffers()]
+    return tuple(dict.fromkeys(names[id(tensor)] for tensor in tensors if id(tensor) in names))

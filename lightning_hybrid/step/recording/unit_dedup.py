@@ -22,7 +22,7 @@ from lightning_hybrid.step.module_state.snapshot import reachable_leaves
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 from lightning_hybrid.step.standins.absent_tensors import make_absent
 from lightning_hybrid.step.standins.cost_counter import CostCounter
-from lightning_hybrid.step.tracing.refuse_func_transforms import refuse_transforms
+from lightning_hybrid.step.tracing.refuse_unsupported_steps import refuse_transforms
 
 _PLAIN = (bool, int, float, str, complex, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _TENSORS = ("_parameters", "_buffers")

@@ -21,6 +21,7 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share, weighted_by_share
 from lightning_hybrid.step.batch_means.recompute_batch_scalars import ScalarResults, scalar_nodes
+from lightning_hybrid.step.instrument.intercept_autograd_functions import user_functions
 from lightning_hybrid.step.instrument.user_activation_checkpointing import recomputed
 from lightning_hybrid.step.module_state.computed_weights import look_up, put
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
@@ -28,7 +29,6 @@ from lightning_hybrid.step.replay.divergence import Divergence, StepChanged
 from lightning_hybrid.step.standins.absent_tensors import MARK, fill, make_placeholder
 from lightning_hybrid.step.standins.sharded_tensor_base import DeferredTensor, materialize, materialize_call
 from lightning_hybrid.step.tracing.backward_hooks import HOOK_SETUP_EVENT
-from lightning_hybrid.step.tracing.find_stored_autograd_apply import user_functions
 from lightning_hybrid.step.tracing.finiteness_checks import Answer, check_answer
 from lightning_hybrid.step.tracing.intercept_step_operations import TEXT_READS, CurrentRun, StepMode, user_line
 from lightning_hybrid.step.tracing.metric_nodes import find_sinks

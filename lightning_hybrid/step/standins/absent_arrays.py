@@ -5,12 +5,15 @@ Those kept on modules are replaced after the step (``pipeline.side_effects``); c
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import numpy
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_hybrid.step.standins.absent_tensors import IF_FINITE, AbsentFloat, ControlFlowError, source_values
+from lightning_hybrid.patching import ReplacedAll
+from lightning_hybrid.step.standins.absent_numbers import IF_FINITE, AbsentFloat, ControlFlowError, source_values
 
 
 def content_message(line: str, name: str) -> str:
@@ -111,3 +114,12 @@ def stand_in_for_content(
         return [nested(sizes[1:]) for _ in range(sizes[0])]
 
     return nested(shape)
+
+
+# ``FakeTensor.tolist`` overrides torch's and reads number by number; no mode intercepts it.
+TOLIST_PATCH = (FakeTensor, "tolist", Tensor.tolist)
+
+
+def interceptable_tolist() -> AbstractContextManager[None]:
+    """Let function modes intercept the ``tolist`` of absent tensors."""
+    return ReplacedAll([TOLIST_PATCH], reason="function modes see tolist")

@@ -23,10 +23,9 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd.graph import increment_version
 from torch.distributions import Distribution
 
-from lightning_hybrid.graph.step_graph import SizedBy
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves, tensors_inside, unflatten
-from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, MARK, make_absent
+from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, make_absent
 
 NO_FAKE_KERNEL = (
     DataDependentOutputException,
@@ -34,18 +33,6 @@ NO_FAKE_KERNEL = (
     UnsupportedOperatorException,
     NotImplementedError,
     RuntimeError,
-)
-# Operations whose result has a shape that depends on content.
-SIZED_BY_DATA = frozenset(
-    {
-        "nonzero",
-        "masked_select",
-        "unique",
-        "unique_consecutive",
-        "argwhere",
-        "bincount",
-        "repeat_interleave",
-    }
 )
 
 
@@ -170,21 +157,3 @@ def _stand_in(tensor: Tensor, memo: dict[int, Tensor], *, positive: bool) -> Ten
         real.requires_grad_(tensor.requires_grad)
         memo[id(tensor)] = nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
     return memo[id(tensor)]
-
-
-def masks_to_indices(name: str, args: Any) -> tuple[Any, SizedBy]:
-    """Converts real boolean masks in an indexing call to indices; also returns what the result's size depends on."""
-    sized_by: SizedBy = "values of the model" if name in SIZED_BY_DATA else ""
-    if name not in ("__getitem__", "masked_select", "__setitem__") or len(args) < 2:
-        return args, sized_by
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    indices: list[Any] = []
-    found = False
-    for entry in index:
-        is_mask = isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8) and entry.dim() > 0
-        if is_mask and not isinstance(entry, FakeTensor) and getattr(entry, MARK, None) is None:
-            indices.extend(entry.nonzero(as_tuple=True))
-            found = True
-        else:
-            indices.append(entry)
-    return ((args[0], tuple(indices), *args[2:]), "the content of the batch") if found else (args, sized_by)

@@ -11,7 +11,7 @@ searched once, unless it stores an ``apply``, defines a class of the user's mode
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import BuiltinMethodType
 from typing import Any, NamedTuple
 
@@ -73,20 +73,3 @@ def _function_of_apply(value: Any) -> type[Function] | None:
         return None
     owner = value.__self__
     return owner if isinstance(owner, type) and issubclass(owner, Function) else None
-
-
-def functions(of: type[Function] = Function) -> Iterator[type[Function]]:
-    """Iterates over all subclasses of ``torch.autograd.Function`` that are defined."""
-    for function in of.__subclasses__():
-        yield function
-        yield from functions(function)
-
-
-def functions_with_builtin_apply() -> Iterator[type[Function]]:
-    """Iterates over the autograd functions whose calls may run no Python that could be patched."""
-    return iter(()) if APPLIED_IN_PYTHON else functions()
-
-
-def user_functions() -> list[type[Function]]:
-    """The autograd functions that are defined neither by torch nor by this package."""
-    return [function for function in functions() if not function.__module__.startswith(("torch.", "lightning_hybrid."))]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
-from lightning_hybrid.step.standins.absent_tensors import IF_FINITE, ControlFlowError, branch_message, source_values
+from lightning_hybrid.step.standins.absent_numbers import IF_FINITE, ControlFlowError, branch_message, source_values
 
 if TYPE_CHECKING:
     from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun, StepMode

@@ -12,7 +12,6 @@ import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,28 +19,17 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness, draws
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.objects.source_folders import PACKAGE, TORCH
 from lightning_hybrid.step.standins.absent_arrays import content_message, stand_in_for_content
-from lightning_hybrid.step.standins.absent_tensors import (
-    MARK,
-    SHAPE_METHODS,
-    SHAPE_PROPERTIES,
-    AbsentFloat,
-    ControlFlowError,
-    branch_message,
-    full_shape_meta,
-)
+from lightning_hybrid.step.standins.absent_numbers import AbsentFloat, ControlFlowError, branch_message
+from lightning_hybrid.step.standins.absent_tensors import MARK, SHAPE_METHODS, SHAPE_PROPERTIES, full_shape_meta
 from lightning_hybrid.step.standins.guess_branch_reads import answer_guessed_read
 from lightning_hybrid.step.standins.order_comparison_operands import COMPARISONS, in_canonical_order
-from lightning_hybrid.step.tracing.backward_hooks import backward_hooks_inside
-from lightning_hybrid.step.tracing.eager_around_compiled_layers import EagerSwitch, compiled_forward
+from lightning_hybrid.step.tracing.eager_around_compiled_layers import EagerSwitch
 from lightning_hybrid.step.tracing.finiteness_checks import Answer
-from lightning_hybrid.step.tracing.metric_nodes import intercepted_methods, sink_name
 from lightning_hybrid.step.tracing.shape_only_ops import is_fill_op, packed_sizes, run_fill_op
-from lightning_hybrid.step.tracing.side_outputs_of_modules import emit_side_outputs, with_side_outputs
 
 # Properties that create a tensor; all others (shape, dtype, device, grad_fn, ...) are metadata.
 VIEW_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
@@ -336,47 +324,6 @@ class CurrentRun:
         """Create it without a run."""
         self.watch: StepMode | None = None
         self.uncompiled = EagerSwitch()
-
-
-@contextlib.contextmanager
-def intercepted_units(
-    current: CurrentRun, units: Mapping[str, nn.Module], owned: Mapping[str, tuple[str, ...]]
-) -> Iterator[None]:
-    """Make each call of these units one event of the current run, outside its forward and inside its hooks."""
-    with backward_hooks_inside(units) as hooked:
-
-        def wrap(fqn: str, original: Callable[..., Any]) -> Callable[..., Any]:
-            name, members = "@" + fqn, owned[fqn]
-            unit_forward = hooked.get(fqn, compiled_forward(units[fqn], original))
-            run = with_side_outputs(unit_forward)
-
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                watch = current.watch
-                if watch is None or watch.inside_unit or fqn not in watch.units:
-                    return unit_forward(*args, **kwargs)
-                return emit_side_outputs(watch.call(name, members, run, args, kwargs))
-
-            return forward
-
-        with replaced_forwards(units, wrap, reason="units are nodes of a step"):
-            yield
-
-
-def intercepted_metrics(current: CurrentRun, sinks: Mapping[str, nn.Module]) -> AbstractContextManager[None]:
-    """Make each call of these metrics one event of the current run."""
-
-    def wrap(fqn: str, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        name, members = f"{sink_name(fqn)}.{method}", (sink_name(fqn),)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            watch = current.watch
-            if watch is None or watch.inside_unit:
-                return original(*args, **kwargs)
-            return watch.call(name, members, watch.sink_method(fqn, method, original), args, kwargs)
-
-        return call
-
-    return intercepted_methods(sinks, wrap)
 
 
 def _calling_module() -> str:

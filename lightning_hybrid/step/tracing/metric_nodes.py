@@ -6,9 +6,8 @@ reads and writes the pseudo-parameter ``metric:FQN``, so all of a metric's nodes
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,14 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_hybrid.graph.step_graph import SINK
-from lightning_hybrid.patching import replace
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves, unflatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent, make_absent
-
-_METHODS = ("forward", "update", "compute", "reset")
-
-Interceptor = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
 
 
 def find_sinks(root: nn.Module) -> dict[str, nn.Module]:
@@ -33,22 +26,6 @@ def find_sinks(root: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, Metric | MetricCollection) and not any(fqn.startswith(outer + ".") for outer in sinks):
             sinks[fqn] = module
     return sinks
-
-
-@contextlib.contextmanager
-def intercepted_methods(sinks: Mapping[str, nn.Module], intercept: Interceptor) -> Iterator[None]:
-    """Replace the methods of each metric instance by ``intercept(fqn, method, original)``."""
-    with contextlib.ExitStack() as undo:
-        for fqn, sink in sinks.items():
-            for method in _METHODS:
-                function = intercept(fqn, method, getattr(sink, method))
-                undo.callback(replace(sink, method, function, reason="metrics are nodes of a step"))
-        yield
-
-
-def sink_name(fqn: str) -> str:
-    """The name of the pseudo-parameter that represents a metric's state."""
-    return SINK + fqn
 
 
 class MetricDryRun:

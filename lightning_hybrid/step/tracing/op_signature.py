@@ -42,18 +42,3 @@ def signature_of(
             if isinstance(leaf, int) and not is_unit:
                 sizes.append(int.__index__(leaf))
     return tuple(signature), tuple(sizes)
-
-
-def selects_rows(name: str, args: Sequence[Any]) -> bool:
-    """Whether an operation indexes the first dimension by an integer or a slice.
-
-    Args:
-        name: The operation's name.
-        args: Its positional arguments.
-    """
-    if name != "__getitem__":
-        return False
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    plain = all(entry is None or entry is ... or type(entry) in (int, slice) for entry in index)
-    first = index[0] if plain and index else None
-    return type(first) is int or (isinstance(first, slice) and first != slice(None))

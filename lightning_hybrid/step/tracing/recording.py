@@ -127,31 +127,3 @@ def returned_values(result: Any, mark_of: Callable[[Tensor], int | None]) -> tup
     marks = [mark_of(leaf) for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
     loss = find_loss(result)
     return tuple(dict.fromkeys(m for m in marks if m is not None)), mark_of(loss) if isinstance(loss, Tensor) else None
-
-
-def no_loss_error(name: str, result: Any) -> StepError:
-    """The error for a step that returned ``result`` instead of a loss."""
-    what = "a tensor" if isinstance(result, Tensor) else f"a {type(result).__name__}"
-    if isinstance(result, Mapping):
-        what += f" with keys {list(result)}"
-    return StepError(
-        f"{name} returned {what} and no loss that depends on a trainable parameter; return the loss tensor, or a dict"
-        " with the key 'loss'"
-    )
-
-
-def check_backward_call(line: str, *, is_replayed: bool) -> None:
-    """Refuses a step that calls ``backward()`` itself, unless the recording is for inspection only.
-
-    Args:
-        line: The user's line, as ``file:line``.
-        is_replayed: Whether the recording will be replayed.
-
-    Raises:
-        StepError: The recording will be replayed.
-    """
-    if is_replayed:
-        raise StepError(
-            f"{line}: the step calls backward() itself, which starts from values of one stage and should end in all;"
-            " add the term to the loss that the step returns, or set pipeline_parallel_size=1 and num_microbatches=1"
-        )

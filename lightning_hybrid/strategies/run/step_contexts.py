@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
-from lightning_hybrid.step.standins.absent_tensors import ControlFlowError
+from lightning_hybrid.step.standins.absent_numbers import ControlFlowError
 from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.strategies.logs.delay_logger_calls import captured_loggers
 from lightning_hybrid.strategies.options.strategy_options import Options, advise

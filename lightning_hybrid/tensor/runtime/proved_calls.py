@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.equivalence.output_differences import difference_of
+from lightning_hybrid.step.guards.plain_attribute_state import plain_state
 from lightning_hybrid.step.module_state.snapshot import (
     PLAIN,
     AttributePath,
@@ -33,7 +34,6 @@ from lightning_hybrid.step.module_state.snapshot import (
 from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call
-from lightning_hybrid.step.recording.guards import plain_state
 from lightning_hybrid.step.standins.sharded_tensor_base import DeferredTensor, materialize, materialize_call
 from lightning_hybrid.step.tracing.torch_call_sites import CallTrace, Step, is_user_frame, user_call_sites
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_hybrid.step.instrument.autograd_functions import NotIntercepted
+from lightning_hybrid.step.instrument.intercept_autograd_functions import NotIntercepted
 from lightning_hybrid.tensor.vocabulary.op_rules import Rule
 from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import VocabularyShard
 

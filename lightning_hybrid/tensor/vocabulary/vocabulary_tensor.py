@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from lightning_hybrid.step.instrument.autograd_functions import NotIntercepted
+from lightning_hybrid.step.instrument.intercept_autograd_functions import NotIntercepted
 from lightning_hybrid.step.standins.sharded_tensor_base import materialize
 from lightning_hybrid.tensor.vocabulary.op_rules import rule_of
 from lightning_hybrid.tensor.vocabulary.sharded_losses import LOSS_RULES, embedding_rows, gather_rows

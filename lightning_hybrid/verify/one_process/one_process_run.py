@@ -30,7 +30,7 @@ from lightning_hybrid.step.batch.microbatch import (
     sizes_of,
     split,
 )
-from lightning_hybrid.step.instrument.intercept_units import draw_as_stages
+from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
 from lightning_hybrid.step.tracing.metric_nodes import find_sinks
 from lightning_hybrid.verify.one_process.data_split_options import DataSplit
 from lightning_hybrid.verify.one_process.microbatch_state import DeferredGradients, MicrobatchSideEffects

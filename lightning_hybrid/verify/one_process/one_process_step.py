@@ -21,7 +21,7 @@ from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandomness
 from lightning_hybrid.replicate.forbid_communication import collectives_forbidden
 from lightning_hybrid.step.batch.microbatch import BatchError, join_batches, split
-from lightning_hybrid.step.instrument.intercept_units import draw_as_stages
+from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
 from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent
 from lightning_hybrid.verify.one_process.undo_side_effects import perturbed, without_side_effects
 

@@ -6,7 +6,8 @@ from torch import nn
 
 from harness.one_process_pipeline import assert_same_gradients, cut, pipeline, reference
 from lightning_hybrid.step.recording.choose_units import choose_units
-from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, ControlFlowError, drop
+from lightning_hybrid.step.standins.absent_numbers import ControlFlowError
+from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, drop
 from models.cases import batch_of
 from models.hand_written import WIDTH, Layers
 

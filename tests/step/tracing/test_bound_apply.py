@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.function import _SingleLevelFunction
 
 from harness.one_process_pipeline import assert_same_gradients, cut, pipeline, reference
+from lightning_hybrid.step.instrument import intercept_autograd_functions
 from lightning_hybrid.step.tracing import find_stored_autograd_apply as places
 from lightning_hybrid.step.tracing.find_stored_autograd_apply import find_bound_applies
 from lightning_hybrid.step.tracing.recording import StepError
@@ -24,7 +25,8 @@ reverse = super(_SingleLevelFunction, Reverse).apply
 
 @pytest.fixture(autouse=True)
 def looked_for(monkeypatch):
-    monkeypatch.setattr(places, "APPLIED_IN_PYTHON", False)
+    for module in (places, intercept_autograd_functions):
+        monkeypatch.setattr(module, "APPLIED_IN_PYTHON", False)
 
 
 class Holder:
@@ -90,7 +92,8 @@ def test_what_cannot_be_seen_is_refused(how):
 
 @pytest.mark.skipif(not places.APPLIED_IN_PYTHON, reason="since torch 2.14 an apply is built in")
 def test_an_apply_that_is_written_in_python_is_seen_wherever_it_is_stored(monkeypatch):
-    monkeypatch.setattr(places, "APPLIED_IN_PYTHON", True)
+    for module in (places, intercept_autograd_functions):
+        monkeypatch.setattr(module, "APPLIED_IN_PYTHON", True)
     module, step = loss_of("list")
     module.listed = [Reverse.apply]
     outcome = pipeline(module, step, 2)

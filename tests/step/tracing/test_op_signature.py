@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from lightning_hybrid.step.tracing.op_signature import selects_rows, signature_of
+from lightning_hybrid.step.recording.check_kept_values_mergeable import selects_rows
+from lightning_hybrid.step.tracing.op_signature import signature_of
 from lightning_hybrid.step.tracing.torch_call_sites import CallTrace, user_call_sites
 
 HIDDEN, BATCH = torch.ones(4, 2), torch.ones(3, 2)

@@ -1,72 +1,32 @@
-"""Patches for autograd functions and collectives of user code, which torch's function modes do not intercept.
-
-Each call of a ``torch.autograd.Function``, and each collective of ``torch.distributed`` on values of the model, is one
-event. A recording replaces collectives by a dry run, since other replicas need not record at the same time.
-"""
+"""Patches for autograd functions of user code, which function modes do not intercept: each call is one event."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import Function, _SingleLevelFunction
 from torch.jit import ScriptFunction
 
 from lightning_hybrid.patching import ReplacedAll
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.instrument.intercept_collectives import collective_patches
 from lightning_hybrid.step.instrument.patch_torchmetrics_branches import branchless_normalization
-from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.find_stored_autograd_apply import (
-    APPLIED_IN_PYTHON,
-    BoundApply,
-    functions_with_builtin_apply,
-)
+from lightning_hybrid.step.standins.absent_arrays import TOLIST_PATCH
+from lightning_hybrid.step.tracing.find_stored_autograd_apply import APPLIED_IN_PYTHON, BoundApply
 from lightning_hybrid.step.tracing.finiteness_checks import number_check_patches
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun, user_line
 from lightning_hybrid.step.tracing.recording import StepError
 
-# The output argument of each collective: its position and its name.
-_OUTPUT_ARGUMENTS = {
-    "all_reduce": (0, "tensor"),
-    "reduce": (0, "tensor"),
-    "broadcast": (0, "tensor"),
-    "all_gather": (0, "tensor_list"),
-    "all_gather_into_tensor": (0, "output_tensor"),
-    "all_gather_single": (0, "output"),
-    "reduce_scatter": (0, "output"),
-    "reduce_scatter_tensor": (0, "output"),
-    "reduce_scatter_single": (0, "output"),
-    "all_to_all": (0, "output_tensor_list"),
-    "all_to_all_single": (0, "output"),
-    "gather": (1, "gather_list"),
-    "scatter": (0, "tensor"),
-}
-COLLECTIVE = "collective:"
 # The class whose ``apply`` every call of an autograd function runs.
 _APPLY_OWNER = _SingleLevelFunction if APPLIED_IN_PYTHON else Function
 
 
 class NotIntercepted:
     """Base of autograd functions that run as part of another operation of a step, and are no event themselves."""
-
-
-class CompletedWork:
-    """The work handle that an asynchronous collective returns where it does not run."""
-
-    def wait(self, *_: Any) -> bool:
-        """Return at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """Always true."""
-        return True
 
 
 def intercepted_functions(current: CurrentRun, bound: Iterable[BoundApply]) -> AbstractContextManager[None]:
@@ -79,16 +39,15 @@ def intercepted_functions(current: CurrentRun, bound: Iterable[BoundApply]) -> A
         current: The current run of a step.
         bound: The ``apply`` methods that user code stores.
     """
-    collectives = [(name, getattr(dist, name, None)) for name in _OUTPUT_ARGUMENTS]
     apply = _intercepted_apply(current)
     patches = (
         (_APPLY_OWNER, "apply", classmethod(apply)),
         *((one.owner, one.name, one.replacement(partial(apply, one.function))) for one in bound),
-        *((dist, name, _intercepted_collective(current, name, run)) for name, run in collectives if run is not None),
         (ScriptFunction, "__call__", _uncompiled_script(current, vars(ScriptFunction)["__call__"])),
+        *collective_patches(current),
         *number_check_patches(current),
         *branchless_normalization(current),
-        _TOLIST,
+        TOLIST_PATCH,
     )
     return ReplacedAll(patches, reason="autograd functions, collectives and checks of numbers are nodes of a step")
 
@@ -120,7 +79,8 @@ def _patched_methods(function: type[Function], randomness: KeyedRandomness) -> I
 
 def refuse_uninterceptable_functions(current: CurrentRun) -> AbstractContextManager[None]:
     """Let a function raise a ``StepError`` where a step calls it in a way that is not intercepted."""
-    functions = [function for function in functions_with_builtin_apply() if "forward" in vars(function)]
+    # Where each call runs Python, all calls are intercepted.
+    functions = [] if APPLIED_IN_PYTHON else [each for each in _subclasses() if "forward" in vars(each)]
     patches = ((function, "forward", _refuse_call(current, function)) for function in functions)
     return ReplacedAll(patches, reason="refuses calls that a recording does not see")
 
@@ -165,47 +125,12 @@ def _uncompiled_script(current: CurrentRun, original: Callable[..., Any]) -> Cal
     return call
 
 
-def _intercepted_collective(current: CurrentRun, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    def collective(*args: Any, **kwargs: Any) -> Any:
-        watch = current.watch
-        if watch is None:
-            return original(*args, **kwargs)
-        run = _dry_run(name) if watch.is_recording else original
-        if watch.inside_unit:
-            return run(*args, **kwargs)
-        return watch.call(COLLECTIVE + name, (), run, args, kwargs)
-
-    return collective
+def _subclasses(of: type[Function] = Function) -> Iterator[type[Function]]:
+    for function in of.__subclasses__():
+        yield function
+        yield from _subclasses(function)
 
 
-def collective_outputs(name: str, args: Any, kwargs: Any) -> list[Tensor]:
-    """The output tensors of a call of a collective."""
-    position, keyword = _OUTPUT_ARGUMENTS[name.removeprefix(COLLECTIVE)]
-    output = args[position] if len(args) > position else kwargs.get(keyword)
-    return [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
-
-
-def _dry_run(name: str) -> Callable[..., Any]:
-    def dry_run(*args: Any, **kwargs: Any) -> Any:
-        written = collective_outputs(name, args, kwargs)
-        tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        source = next((leaf for leaf in tensors if not any(leaf is tensor for tensor in written)), None)
-        with torch.no_grad():
-            for tensor in written:
-                # The result of a group of one rank: the step may read what it gathered from the batch.
-                if source is None or is_absent(source) or is_absent(tensor) or tensor.numel() % max(source.numel(), 1):
-                    tensor.mul_(1)
-                elif source.numel():
-                    tensor.copy_(source.reshape(-1).repeat(tensor.numel() // source.numel()).view(tensor.shape))
-        return CompletedWork() if kwargs.get("async_op") else None
-
-    return dry_run
-
-
-# ``FakeTensor.tolist`` overrides torch's and reads number by number; no mode intercepts it.
-_TOLIST = (FakeTensor, "tolist", Tensor.tolist)
-
-
-def interceptable_tolist() -> AbstractContextManager[None]:
-    """Let function modes intercept the ``tolist`` of absent tensors."""
-    return ReplacedAll([_TOLIST], reason="function modes see tolist")
+def user_functions() -> list[type[Function]]:
+    """The autograd functions that are defined neither by torch nor by this package."""
+    return [each for each in _subclasses() if not each.__module__.startswith(("torch.", "lightning_hybrid."))]

@@ -1,7 +1,7 @@
-"""Instrumentation of user modules for a replay: forwards of units, metric methods, torch's checkpoint function.
+"""Instrumentation of a step: all patches of user modules and of torch that a recording or a replay needs.
 
-The forwards of units and of modules that draw random numbers, the methods of metrics, and torch's checkpoint function
-read the current run of the step from a `CurrentRun`. To patch them for each microbatch would cost more than they do.
+The patched forwards and functions read the current run of the step from a `CurrentRun`: to patch them for each
+microbatch would cost more than they do.
 """
 
 from __future__ import annotations
@@ -16,35 +16,33 @@ from torch.autograd import Function
 
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.autograd_functions import functions_with_repeated_draws, intercepted_functions
+from lightning_hybrid.step.instrument.intercept_autograd_functions import (
+    functions_with_repeated_draws,
+    intercepted_functions,
+    user_functions,
+)
+from lightning_hybrid.step.instrument.intercept_units_and_metrics import intercepted_metrics, intercepted_units
 from lightning_hybrid.step.instrument.user_activation_checkpointing import patched_checkpointing
-from lightning_hybrid.step.tracing.find_stored_autograd_apply import BoundApply, user_functions
-from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun, intercepted_metrics, intercepted_units
+from lightning_hybrid.step.tracing.find_stored_autograd_apply import BoundApply
+from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 from lightning_hybrid.step.tracing.recording import Recording
 
 
-class InstrumentedReplay(Protocol):
-    """The interface of ``StageReplay`` that is needed to instrument modules for it."""
+class _StageReplay(Protocol):
+    """What is read of a ``StageReplay``: modules and functions that draw random numbers, metrics by FQN."""
 
     @property
-    def recording(self) -> Recording:
-        """The recording of the step."""
-
+    def recording(self) -> Recording: ...
     @property
-    def drawing(self) -> Mapping[str, nn.Module]:
-        """Modules that draw random numbers, by FQN."""
-
+    def drawing(self) -> Mapping[str, nn.Module]: ...
     @property
-    def drawing_functions(self) -> Sequence[type[Function]]:
-        """Autograd functions that may draw."""
-
+    def drawing_functions(self) -> Sequence[type[Function]]: ...
     @property
-    def sinks(self) -> Mapping[str, nn.Module]:
-        """Metrics, by FQN."""
+    def sinks(self) -> Mapping[str, nn.Module]: ...
 
 
 @contextlib.contextmanager
-def instrumented(replays: Collection[InstrumentedReplay], randomness: KeyedRandomness) -> Iterator[CurrentRun]:
+def instrumented(replays: Collection[_StageReplay], randomness: KeyedRandomness) -> Iterator[CurrentRun]:
     """Instrument the user's modules for replays.
 
     Args:

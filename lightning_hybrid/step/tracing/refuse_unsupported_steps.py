@@ -1,0 +1,57 @@
+"""Refusals of steps without a loss, with ``backward()`` calls, or with ``torch.func`` transforms around operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.step.tracing.intercept_step_operations import user_line
+from lightning_hybrid.step.tracing.recording import StepError
+
+
+def refuse_transforms(name: str) -> None:
+    """Checks that no transform is active around an operation on values of the model.
+
+    Args:
+        name: The operation's name.
+
+    Raises:
+        StepError: One is active.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise StepError(
+            f"{user_line()}: {name} runs inside a transform of torch.func (vmap, grad, jvp or one made of these), where"
+            " values of the model cannot be followed from one operation to the next; apply the transform inside the"
+            " forward of one layer, use torch.autograd.grad, or set pipeline_parallel_size=1 and num_microbatches=1"
+        )
+
+
+def no_loss_error(name: str, result: Any) -> StepError:
+    """The error for a step that returned ``result`` instead of a loss."""
+    what = "a tensor" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+    if isinstance(result, Mapping):
+        what += f" with keys {list(result)}"
+    return StepError(
+        f"{name} returned {what} and no loss that depends on a trainable parameter; return the loss tensor, or a dict"
+        " with the key 'loss'"
+    )
+
+
+def check_backward_call(line: str, *, is_replayed: bool) -> None:
+    """Refuses a step that calls ``backward()`` itself, unless the recording is for inspection only.
+
+    Args:
+        line: The user's line, as ``file:line``.
+        is_replayed: Whether the recording will be replayed.
+
+    Raises:
+        StepError: The recording will be replayed.
+    """
+    if is_replayed:
+        raise StepError(
+            f"{line}: the step calls backward() itself, which starts from values of one stage and should end in all;"
+            " add the term to the loss that the step returns, or set pipeline_parallel_size=1 and num_microbatches=1"
+        )
