@@ -20,8 +20,8 @@ from lightning_hybrid.schedule import Action, Kind, Span
 from lightning_hybrid.step.module_state.computed_weights import put
 from lightning_hybrid.step.module_state.snapshot import reachable_leaves
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.standins.sharded_tensor_base import DeferredTensor, materialize
-from lightning_hybrid.step.tracing.torch_call_sites import CallTrace, user_call_sites
+from lightning_hybrid.step.standins.sharded_tensor_base import ShardedTensorBase, materialize
+from lightning_hybrid.step.tracing.torch_call_sites import TorchCallSites, user_call_sites
 
 
 class MicrobatchLoop:
@@ -74,7 +74,7 @@ class MicrobatchLoop:
             draws = keyed(index) if keyed is not None else contextlib.nullcontext()
             start = time.perf_counter()
             weighted = counted.microbatch(self._share.loss_weights[index])
-            path = CallTrace() if self._traces_calls else None
+            path = TorchCallSites() if self._traces_calls else None
             with runner.around_step(), context(), draws, self.logs.microbatch(self._root, index), weighted:
                 with path or contextlib.nullcontext():
                     output = step(microbatch)
@@ -98,6 +98,6 @@ class MicrobatchLoop:
 
 def _gathered(root: nn.Module, output: Any) -> Any:
     """Gather the sharded tensors in the output of a step, and those that it has stored on modules."""
-    stored = [(path, leaf) for path, leaf in reachable_leaves(root, plain=False) if isinstance(leaf, DeferredTensor)]
+    stored = [(path, leaf) for path, leaf in reachable_leaves(root, plain=False) if isinstance(leaf, ShardedTensorBase)]
     put(root, [path for path, _ in stored], [materialize(leaf).detach() for _, leaf in stored])
     return map_leaves(materialize, output)

@@ -1,4 +1,4 @@
-"""Steps whose batches are not split, as their side effects cannot be joined from microbatches (``kept_values``)."""
+"""Steps whose batches are not split, as their side effects cannot be joined from microbatches."""
 
 from __future__ import annotations
 

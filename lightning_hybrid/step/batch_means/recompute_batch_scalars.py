@@ -18,7 +18,7 @@ from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
 from lightning_hybrid.step.batch_means.linear_means_of_loss import is_linear
 from lightning_hybrid.step.objects.pytree import Spec, flatten, unflatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.standins.sharded_tensor_base import DeferredTensor
+from lightning_hybrid.step.standins.sharded_tensor_base import ShardedTensorBase
 from lightning_hybrid.step.tracing.recording import Template
 
 
@@ -91,7 +91,7 @@ class ScalarResults:
             mark_of: Returns the value index of a tensor.
         """
         leaves, spec = flatten((args, kwargs))
-        if any(isinstance(leaf, DeferredTensor) for leaf in (*leaves, *results)):
+        if any(isinstance(leaf, ShardedTensorBase) for leaf in (*leaves, *results)):
             return
         # With a colon: a user's function, or one that communicates with other ranks.
         if node.unit or node.parameters or template.written or ":" in node.name:

@@ -21,11 +21,7 @@ _NAME = "normalize_logits_if_needed"
 
 
 def branchless_normalization(current: CurrentRun) -> Sequence[tuple[Any, str, Any]]:
-    """Replacements, as (module, name, function), of the branching function in modules of torchmetrics.
-
-    Args:
-        current: The current run of a step.
-    """
+    """Replacements, as (module, name, function), of the branching function in modules of torchmetrics."""
     original = getattr(sys.modules.get("torchmetrics.utilities.compute"), _NAME, None)
     if original is None:
         return ()
@@ -41,6 +37,7 @@ def _importing_modules(count: int) -> list[ModuleType]:
 
 def _normalize_by_where(current: CurrentRun, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def normalize(tensor: Tensor, normalization: str | None) -> Tensor:
+        """The probabilities of a tensor of logits or probabilities, of the same shape."""
         watch = current.watch
         if not normalization or watch is None or watch.inside_unit or not watch.is_model_value(tensor):
             return original(tensor, normalization)

@@ -37,7 +37,7 @@ class CapturedInputs:
     """Finds captured inputs by the arguments of the kernels inside a unit.
 
     Attributes:
-        units: Units that capture values of the step; to be opened, so that these reads are recorded.
+        entered: Units that capture values of the step; to be opened, so that these reads are recorded.
         members: FQNs of the parameters and buffers of other modules that the unit that ran last reads.
         storing_units: Units that stored in their attributes tensors that later calls, or code around them, read.
     """
@@ -47,29 +47,31 @@ class CapturedInputs:
         parameters: Mapping[int, str],
         mark_of: Callable[[Tensor], int | None],
         costs: CostCounter,
-        modules: Mapping[str, nn.Module],
+        units: Mapping[str, nn.Module],
     ) -> None:
-        self._parameters, self._mark_of, self._costs, self._modules = parameters, mark_of, costs, modules
+        self._parameters, self._mark_of, self._costs, self._units = parameters, mark_of, costs, units
         self._before: dict[str, dict[int, Tensor]] = {}  # attribute tensors of units before their first call
         self._after: dict[int, tuple[Tensor, str]] = {}  # attribute tensors stored by calls of units, and the unit
-        self.units: dict[str, None] = {}
+        self.entered: dict[str, None] = {}
         self.members: dict[str, None] = {}
         self.storing_units: dict[str, None] = {}
 
-    def units_to_open(self) -> dict[str, Any]:
-        """The fields ``entered`` and ``left`` of a ``Recording``."""
-        return {"entered": frozenset(self.units), "left": frozenset(self.storing_units)}
-
     @contextlib.contextmanager
     def watching(self, unit: str | None, arguments: Iterable[Tensor], owned: Iterable[str]) -> Iterator[None]:
-        """Find captured inputs while a unit runs; other operations (``unit`` is None) read their arguments alone."""
+        """Find captured inputs while a unit runs; other operations (``unit`` is None) read their arguments alone.
+
+        Args:
+            unit: FQN of the unit.
+            arguments: The tensors among its arguments, of any shapes.
+            owned: FQNs of its parameters and tracked buffers.
+        """
         self.members = {}
         if unit is None:
             yield
             return
         argument_ids = {id(tensor) for tensor in arguments}
         owned_names = frozenset(owned)
-        before = _attribute_tensors_of(self._modules[unit])
+        before = _attribute_tensors_of(self._units[unit])
         stored = before.keys() - self._before.setdefault(unit, before).keys()
 
         def count_captured(kernel_arguments: Any) -> int:
@@ -86,7 +88,7 @@ class CapturedInputs:
                         self.storing_units[unit] = None
                         found += 1
                     elif member is None and self._mark_of(tensor) is not None:
-                        self.units[unit] = None
+                        self.entered[unit] = None
                         found += 1
             return found
 
@@ -95,7 +97,7 @@ class CapturedInputs:
             yield
         finally:
             self._costs.on_kernel_arguments = None
-        for key, tensor in _attribute_tensors_of(self._modules[unit]).items():
+        for key, tensor in _attribute_tensors_of(self._units[unit]).items():
             if key not in before and key not in argument_ids:
                 self._after[key] = tensor, unit
 
@@ -104,7 +106,7 @@ class CapturedInputs:
 
         Args:
             name: Name of the operation.
-            tensors: Its arguments.
+            tensors: Its arguments, of any shapes.
             reads_model: Whether some of them are parameters or recorded values of the model.
 
         Raises:
@@ -121,7 +123,7 @@ class CapturedInputs:
                 f"{user_line()}: {name} reads a captured output of a unit (stored in an attribute or in an object among"
                 " its arguments); return it from its forward, or name a cut inside that module in pipeline_cuts"
             )
-            if unit is not None and not has_backward_hooks(self._modules[unit]):
+            if unit is not None and not has_backward_hooks(self._units[unit]):
                 raise UncapturedOutput(unit, message)
             raise StepError(message)
         return not reads_model
@@ -130,9 +132,3 @@ class CapturedInputs:
 def _attribute_tensors_of(unit: nn.Module) -> dict[int, Tensor]:
     found = (value for module in unit.modules() for value in module.__dict__.values())
     return {id(value): value for value in found if isinstance(value, Tensor)}
-
-
-def with_same_class(entered: Iterable[str], units: Mapping[str, nn.Module]) -> set[str]:
-    """These units and all of the same classes: layers of one class receive the same kinds of inputs."""
-    kinds = {type(units[fqn]) for fqn in entered}
-    return {fqn for fqn, unit in units.items() if type(unit) in kinds}

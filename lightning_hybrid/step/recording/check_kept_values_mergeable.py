@@ -12,7 +12,7 @@ from typing import Any
 from lightning_hybrid.graph.step_graph import Node, StepGraph
 from lightning_hybrid.step.batch_means.sums_over_samples import IDENTITIES, SUMS
 from lightning_hybrid.step.objects.pytree import children_of, flatten
-from lightning_hybrid.step.recording.escaped_values import is_absent_number
+from lightning_hybrid.step.standins.absent_arrays import is_absent_number
 from lightning_hybrid.step.standins.absent_numbers import AbsentFloat, source_values
 from lightning_hybrid.step.tracing.recording import Recording, ReturnedTensor
 
@@ -62,12 +62,8 @@ def why_not_mergeable(
 def _cannot_merge(local: Any, full: Any, graph: StepGraph, samples: int | None, total: int | None) -> bool:
     """Whether the value of the full batch cannot be computed from those of its microbatches.
 
-    Args:
-        local: A kept value of a microbatch.
-        full: The same value of the full batch, or of the microbatch if that is not known.
-        graph: Graph of the step on the microbatch.
-        samples: Number of samples of the microbatch.
-        total: Number of samples of ``full``.
+    ``local`` is the value of a microbatch of ``samples``, ``full`` that of the full batch of ``total`` samples, or
+    ``local`` again if that is not known.
     """
     if isinstance(local, ReturnedTensor):
         return samples is not None and _cannot_merge_tensor(local, full, graph, samples, total)
@@ -125,12 +121,7 @@ def _is_row_selection(value: int | None, graph: StepGraph) -> bool:
 
 
 def selects_rows(name: str, args: Sequence[Any]) -> bool:
-    """Whether an operation indexes the first dimension by an integer or a slice.
-
-    Args:
-        name: The operation's name.
-        args: Its positional arguments.
-    """
+    """Whether the operation ``name`` indexes the first dimension by an integer or a slice."""
     if name != "__getitem__":
         return False
     index = args[1] if isinstance(args[1], tuple) else (args[1],)

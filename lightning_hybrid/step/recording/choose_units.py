@@ -16,7 +16,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_hybrid.graph.partition import node_cost
-from lightning_hybrid.step.recording.captured_inputs_of_units import UncapturedOutput, with_same_class
+from lightning_hybrid.step.recording.captured_inputs_of_units import UncapturedOutput
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.tracing.backward_hooks import has_backward_hooks
 from lightning_hybrid.step.tracing.recording import Recording, StepError
@@ -55,7 +55,15 @@ class UnitChoice:
 
     def missed(self, recording: Recording, units: Mapping[str, nn.Module]) -> set[str]:
         """The units whose insides a recorded step reads from outside, and that are not opened yet."""
-        return units_to_open_further(recording, units, self._num_stages) - self.opened
+        missed = set(recording.unopened)
+        if self._num_stages > 1:
+            classes = {type(units[fqn]) for fqn in recording.entered}  # layers of one class receive the same inputs
+            missed |= {fqn for fqn, unit in units.items() if type(unit) in classes}
+        missed = {unit for unit in missed if _can_open(units[unit])}
+        if self._num_stages > 1:
+            # Calls of an opened unit, and reads of tensors that they stored, may be on several stages.
+            missed |= {unit for unit in recording.left if not has_backward_hooks(units[unit])}
+        return missed - self.opened
 
 
 def _module_at_fault(error: Exception, root: nn.Module) -> str | None:
@@ -137,22 +145,6 @@ def _has_inner_forward_hooks(module: nn.Module) -> bool:
     return any(inner._forward_hooks for inner in module.modules() if inner is not module)
 
 
-def units_to_open_further(recording: Recording, units: Mapping[str, nn.Module], num_stages: int) -> set[str]:
-    """The units whose insides the step reads from outside, so that they are to be opened.
-
-    Args:
-        recording: Recording of the step.
-        units: The units by FQN.
-        num_stages: Size of the pipeline.
-    """
-    if num_stages == 1:
-        return {unit for unit in recording.unopened if _can_open(units[unit])}
-    entered = with_same_class(recording.entered, units)
-    missed = {unit for unit in recording.unopened | entered if _can_open(units[unit])}
-    # Calls of an opened unit, and reads of tensors that they stored, may be on several stages.
-    return missed | {unit for unit in recording.left if not has_backward_hooks(units[unit])}
-
-
 def _can_open(module: nn.Module) -> bool:
     """Whether ``module`` has modules inside that could be units, and may be on several stages."""
     return not has_backward_hooks(module) and _has_children_with_parameters(module)
@@ -163,12 +155,12 @@ def _has_children_with_parameters(module: nn.Module) -> bool:
 
 
 def units_to_open(recording: Recording, cost: float, cuts: Sequence[str] | None) -> set[str]:
-    """The units with modules inside that are to be opened: those with a pipeline cut inside, or the expensive ones.
+    """The units that are to be opened: those with one of the user's ``pipeline_cuts`` inside, or the expensive ones.
 
     Args:
         recording: Recording of the step.
         cost: Largest allowed cost of a unit, summed over its calls.
-        cuts: FQNs of the user's ``pipeline_cuts``; None without.
+        cuts: FQNs; None without.
     """
     graph = recording.graph
     if cuts is not None:

@@ -18,12 +18,16 @@ from torch._subclasses.fake_tensor import (
 from lightning_hybrid.graph.step_graph import Node, SizedBy
 from lightning_hybrid.step.standins.absent_tensors import MARK
 
+# Operations whose result has a shape that depends on content.
+SIZED_BY_DATA = frozenset(
+    {"nonzero", "masked_select", "unique", "unique_consecutive", "argwhere", "bincount", "repeat_interleave"}
+)
+
 
 class DynamicSizeReads:
     """Data-dependent sizes read during one recording."""
 
     def __init__(self) -> None:
-        """Start without any recorded operation."""
         self._sized: set[int] = set()
         self._read: dict[int, None] = {}
 
@@ -49,20 +53,6 @@ class DynamicSizeReads:
             return others
         may_use_number = None in marks or any(type(leaf) in (int, float) for leaf in leaves)
         return tuple(dict.fromkeys((*others, *self._read))) if may_use_number else others
-
-
-# Operations whose result has a shape that depends on content.
-SIZED_BY_DATA = frozenset(
-    {
-        "nonzero",
-        "masked_select",
-        "unique",
-        "unique_consecutive",
-        "argwhere",
-        "bincount",
-        "repeat_interleave",
-    }
-)
 
 
 def masks_to_indices(name: str, args: Any) -> tuple[Any, SizedBy]:

@@ -6,16 +6,14 @@ from collections.abc import Collection, Iterator
 from math import isnan  # the function itself: a step asks another
 from typing import Any, NamedTuple
 
-import numpy
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.module_state.computed_weights import computed_weights
 from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleState, reachable_leaves
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
-from lightning_hybrid.step.standins.absent_arrays import AbsentArray
-from lightning_hybrid.step.standins.absent_numbers import AbsentFloat, source_values
+from lightning_hybrid.step.standins.absent_arrays import is_absent_number, line_of_read
+from lightning_hybrid.step.standins.absent_numbers import source_values
 from lightning_hybrid.step.tracing.intercept_step_operations import StepMode, user_line
 from lightning_hybrid.step.tracing.recording import ReturnedTensor, StepError
 
@@ -23,12 +21,8 @@ from lightning_hybrid.step.tracing.recording import ReturnedTensor, StepError
 def values_behind_numbers(leaves: list[Any], read_at: str) -> tuple[int, ...]:
     """The values from which the numbers among the arguments of an operation were read.
 
-    Args:
-        leaves: Leaves of its arguments.
-        read_at: Line at which a number was read last; empty if none was.
-
     Raises:
-        StepError: The values behind a number are unknown.
+        StepError: The values behind a number are unknown; it was read at the line ``read_at``.
     """
     found = [values for leaf in leaves if (values := source_values(leaf)) is not None]
     lost = [leaf for leaf in leaves if type(leaf) is float and isnan(leaf) and source_values(leaf) is None]
@@ -70,10 +64,6 @@ def find_escaped_values(
         watch: The function mode of the recording.
         without: Modules to skip.
     """
-
-    def described(leaf: Any) -> Any:
-        return ReturnedTensor(tuple(leaf.shape), watch.mark_of(leaf)) if isinstance(leaf, Tensor) else leaf
-
     paths: list[tuple[AttributePath, int]] = []
     numbers = ""
     for location, leaf in [*reachable_leaves(root, without), *((RETURNED, leaf) for leaf in flatten(result)[0])]:
@@ -83,25 +73,27 @@ def find_escaped_values(
             if isinstance(location, AttributePath) and value is not None:
                 paths.append((location, value))
         elif watch.numbers_read and not numbers and is_absent_number(leaf):
-            line = leaf.line if isinstance(leaf, AbsentFloat | AbsentArray) else watch.numbers_read
-            numbers = f"{line}: {location} keeps a number read from the model"
+            numbers = f"{line_of_read(leaf, watch.numbers_read)}: {location} keeps a number read from the model"
     paths += _rebound_buffers(root, watch, without)
     if paths:
         computed = computed_weights(root)
         paths = [(location, value) for location, value in paths if location not in computed]
     read = watch.values_to_report()
     values = dict.fromkeys((*(value for _, value in paths), *(read if numbers else ())))
-    return EscapedValues(tuple(paths), tuple(values), (numbers, read), map_leaves(described, result))
+    return EscapedValues(tuple(paths), tuple(values), (numbers, read), describe_tensors(result, watch))
+
+
+def describe_tensors(value: Any, watch: StepMode) -> Any:
+    """A kept or returned value with a ``ReturnedTensor`` in place of each tensor."""
+
+    def described(leaf: Any) -> Any:
+        return ReturnedTensor(tuple(leaf.shape), watch.mark_of(leaf)) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(described, value)
 
 
 def number_in_buffer(root: nn.Module, before: ModuleState, without: Collection[nn.Module] = ()) -> str:
-    """The FQN of a buffer that the step filled with a number of the model: ``self.spread.fill_(h.std().item())``.
-
-    Args:
-        root: The user's module, after the step.
-        before: Its state before the step.
-        without: Modules to skip.
-    """
+    """The FQN of a buffer that the step filled with a number of the model: ``self.spread.fill_(h.std().item())``."""
     for name, module in root.named_modules():
         for member, buffer in module._buffers.items() if module not in without else ():
             if buffer is None or isinstance(buffer, FakeTensor) or before.has_unchanged(buffer):
@@ -114,13 +106,8 @@ def number_in_buffer(root: nn.Module, before: ModuleState, without: Collection[n
 def refuse_number_in_buffer(root: nn.Module, before: ModuleState, read_at: str) -> None:
     """Check that a step that is to be replayed has written no number read from the model into a buffer.
 
-    Args:
-        root: The user's module, after the step.
-        before: Its state before the step.
-        read_at: Line at which a number was read last; empty if none was.
-
     Raises:
-        StepError: It has; other pipeline stages do not have the number.
+        StepError: It has; other pipeline stages do not have the number, which was read at the line ``read_at``.
     """
     if read_at and (name := number_in_buffer(root, before)):
         raise StepError(
@@ -139,14 +126,3 @@ def _rebound_buffers(
                 value = watch.mark_of(buffer)
                 if value is not None:
                     yield AttributePath(name, "_buffers", (member,)), value
-
-
-def is_absent_number(leaf: Any) -> bool:
-    """Whether a leaf was read from an absent tensor, or computed from such a number: it is, or contains, a NaN."""
-    if isinstance(leaf, float | numpy.floating):
-        return isnan(leaf)
-    if isinstance(leaf, numpy.ndarray):
-        return leaf.dtype.kind == "f" and bool((leaf != leaf).any())
-    if isinstance(leaf, Tensor):
-        return leaf.is_floating_point() and leaf.layout is torch.strided and bool(leaf.isnan().any())
-    return isinstance(leaf, AbsentArray)

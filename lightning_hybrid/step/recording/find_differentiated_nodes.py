@@ -15,11 +15,6 @@ class FullGraphNeeded(BaseException):
     """A recording needs autograd's full graph, but reused the results of structurally equal units."""
 
 
-def is_derivative(name: str) -> bool:
-    """Whether an operation is ``torch.autograd.grad``."""
-    return name == "grad"
-
-
 def nodes_differentiated(
     nodes: Sequence[Node],
     made: Sequence[Any],
@@ -33,27 +28,21 @@ def nodes_differentiated(
     Args:
         nodes: The nodes so far.
         made: The output of each of them.
-        args: Arguments of the call.
+        args: Arguments of the call, with tensors of any shapes.
         kwargs: Likewise.
         mark_of: Returns the value index of a tensor; None for a tensor of the batch.
         parameters: FQN by id.
     """
     outputs = [o for o in flatten(args[0] if args else kwargs["outputs"])[0] if isinstance(o, Tensor)]
     inputs = flatten(args[1] if len(args) > 1 else kwargs["inputs"])[0]
-    variables_of = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
+    variables = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
     marks = [mark for leaf in outputs if (mark := mark_of(leaf)) is not None]
-    values = {id(leaf): mark_of(leaf) for leaf in variables_of if id(leaf) not in parameters}
-    found = set(
-        nodes_between(
-            nodes,
-            marks,
-            [value for value in values.values() if value is not None],
-            [parameters[id(leaf)] for leaf in variables_of if id(leaf) in parameters],
-        )
-    )
-    of_batch = [leaf for leaf in variables_of if id(leaf) in values and values[id(leaf)] is None]
+    values = {id(leaf): mark_of(leaf) for leaf in variables if id(leaf) not in parameters}
+    members = [parameters[id(leaf)] for leaf in variables if id(leaf) in parameters]
+    found = set(_nodes_between(nodes, marks, [value for value in values.values() if value is not None], members))
+    of_batch = [leaf for leaf in variables if id(leaf) in values and values[id(leaf)] is None]
     if of_batch:  # no values of the graph: autograd's own graph says which nodes have read them
-        before = nodes_between(nodes, marks, None, ())
+        before = _nodes_between(nodes, marks, None, ())
         found.update(_depending_on(of_batch, outputs, [(nodes[index], made[index]) for index in before], mark_of))
     return tuple(sorted(found))
 
@@ -101,16 +90,12 @@ def _autograd_functions(leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> 
     return reaching, visited
 
 
-def nodes_between(
+def _nodes_between(
     nodes: Sequence[Node], outputs: Iterable[int], inputs: Iterable[int] | None, parameters: Iterable[str]
 ) -> tuple[int, ...]:
-    """The nodes through which the derivative of some values with respect to others goes.
+    """The nodes through which the derivative of ``outputs`` with respect to ``inputs`` and ``parameters`` goes.
 
-    Args:
-        nodes: The nodes so far.
-        outputs: Values that are differentiated.
-        inputs: Values of differentiation; None for tensors of the batch, which any node may have read.
-        parameters: FQNs of parameters of differentiation.
+    ``inputs`` None stands for tensors of the batch, which any node may have read.
     """
     needed, ancestors = set(outputs), []
     for node in reversed(nodes):
@@ -119,9 +104,9 @@ def nodes_between(
             ancestors.append(node)
     if inputs is None:
         return tuple(node.index for node in reversed(ancestors))
-    reached, variables_of, found = set(inputs), set(parameters), []
+    reached, variables, found = set(inputs), set(parameters), []
     for node in reversed(ancestors):
-        if reached.intersection(node.inputs) or variables_of.intersection(node.parameters):
+        if reached.intersection(node.inputs) or variables.intersection(node.parameters):
             reached.update(node.outputs)
             found.append(node.index)
     return tuple(found)

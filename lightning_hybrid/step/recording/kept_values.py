@@ -8,13 +8,12 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleState, is_state, reachable_leaves
-from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.recording.escaped_values import is_absent_number
-from lightning_hybrid.step.standins.absent_arrays import has_absent_content, line_of_read
+from lightning_hybrid.step.recording.escaped_values import describe_tensors
+from lightning_hybrid.step.standins.absent_arrays import has_absent_content, is_absent_number, line_of_read
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.intercept_step_operations import StepMode
 from lightning_hybrid.step.tracing.metric_nodes import find_sinks
-from lightning_hybrid.step.tracing.recording import Recording, ReturnedTensor, StepError
+from lightning_hybrid.step.tracing.recording import Recording, StepError
 
 # FQN of the module, its attribute, and the key if the attribute is a dict of lists.
 ListPath: TypeAlias = tuple[str, str, Any]
@@ -70,10 +69,6 @@ def find_kept_values(
     bound = [
         (p, shape) for p, shape in of_batch.items() if p.module not in inside and list_containing(p, starts) is None
     ]
-
-    def described(leaf: Any) -> Any:
-        return ReturnedTensor(tuple(leaf.shape), watch.mark_of(leaf)) if isinstance(leaf, Tensor) else leaf
-
     grown: dict[ListPath, int] = {}
     otherwise = ""
     for location, description in kept.items():
@@ -83,18 +78,13 @@ def find_kept_values(
         else:
             grown[key] = starts[key]
     appended = tuple(
-        tuple(map_leaves(described, entry) for entry in lists[key][start:]) for key, start in grown.items()
+        tuple(describe_tensors(entry, watch) for entry in lists[key][start:]) for key, start in grown.items()
     )
     return KeptValues(appended, otherwise, tuple(bound))
 
 
 def list_containing(location: AttributePath, lengths: Mapping[ListPath, int]) -> ListPath | None:
-    """The list in which a path lies in a newly appended entry; None if there is none.
-
-    Args:
-        location: Attribute path of a kept value.
-        lengths: Lengths of the lists before the step.
-    """
+    """The list in which a path lies in a newly appended entry, by the ``lengths`` of the lists before; None if none."""
     for depth, key in enumerate([None, *location.path[:1]]):
         found = (location.module, location.attribute, key)
         length = lengths.get(found)
@@ -106,13 +96,8 @@ def list_containing(location: AttributePath, lengths: Mapping[ListPath, int]) ->
 def refuse_absent_numbers(root: nn.Module, recordings: Sequence[Recording], read_at: str) -> None:
     """Check that no number of the model that only other ranks have stays on the modules after a step.
 
-    Args:
-        root: The user's module.
-        recordings: Recordings of the step.
-        read_at: Line at which a number was read last.
-
     Raises:
-        StepError: A number does.
+        StepError: A number does; the last one was read at the line ``read_at``.
     """
     for location, leaf in reachable_leaves(root, skippable_modules(root, recordings)):
         if has_absent_content(leaf):
@@ -123,11 +108,6 @@ def refuse_absent_numbers(root: nn.Module, recordings: Sequence[Recording], read
 
 
 def skippable_modules(root: nn.Module, recordings: Sequence[Recording]) -> set[nn.Module]:
-    """The modules inside units and metrics: a rank that skips their calls does not write their attributes.
-
-    Args:
-        root: The user's module.
-        recordings: Recordings of the step.
-    """
+    """The modules inside units and metrics: a rank that skips their calls does not write their attributes."""
     units = [unit for recording in recordings for unit in recording.units.values()]
     return {module for outer in (*units, *find_sinks(root).values()) for module in outer.modules()}

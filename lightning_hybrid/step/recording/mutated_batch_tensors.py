@@ -22,6 +22,26 @@ _NORMS = frozenset({"batch_norm", "instance_norm"})
 _ARGUMENTS_OF_KERNEL = 9  # torch.batch_norm takes all of its arguments; those of torch.nn.functional are fewer
 
 
+class BufferInfo(NamedTuple):
+    """A buffer of the user's module.
+
+    Attributes:
+        name: Its FQN.
+        inside: Whether it is inside a unit.
+        memory: Key of its storage (``storage_id``).
+    """
+
+    name: str
+    inside: bool
+    memory: int
+
+
+def buffers_of(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, BufferInfo]:
+    """The buffers of a module, by their id."""
+    inside = {id(buffer) for unit in units.values() for buffer in unit.buffers()}
+    return {id(b): BufferInfo(name, id(b) in inside, storage_id(b)) for name, b in root.named_buffers()}
+
+
 class MutatedBatchTensors:
     """Batch tensors and buffers that became absent in one recording.
 
@@ -30,7 +50,7 @@ class MutatedBatchTensors:
     """
 
     def __init__(self, buffers: Mapping[int, BufferInfo], mark_of: Callable[[Tensor], int | None]) -> None:
-        """Take ``buffers`` (from ``buffers_of``), ``mark_of`` (returns the value index of a tensor)."""
+        """Take the result of ``buffers_of``, and ``mark_of``, which gives the value index of a tensor of any shape."""
         self.buffers: set[str] = set()
         self._names = {buffer.memory: buffer.name for buffer in buffers.values()}
         self._mark_of = mark_of
@@ -79,7 +99,7 @@ class MutatedBatchTensors:
 
 
 def written_statistics(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The running statistics that an operation writes; the kernel of batch norms does not bump their versions.
+    """The running statistics of shape (channels,) that a norm writes; the kernel does not bump their versions.
 
     Args:
         name: Of the operation.
@@ -94,23 +114,3 @@ def written_statistics(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     trains = args[5] if len(args) > 5 else kwargs.get(flag, flag == "use_input_stats")
     statistics = (padded[first], padded[first + 1], kwargs.get("running_mean"), kwargs.get("running_var"))
     return [tensor for tensor in statistics if isinstance(tensor, Tensor)] if trains else []
-
-
-class BufferInfo(NamedTuple):
-    """A buffer of the user's module.
-
-    Attributes:
-        name: Its FQN.
-        inside: Whether it is inside a unit.
-        memory: Key of its storage (``storage_id``).
-    """
-
-    name: str
-    inside: bool
-    memory: int
-
-
-def buffers_of(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[int, BufferInfo]:
-    """The buffers of a module, by their id."""
-    inside = {id(buffer) for unit in units.values() for buffer in unit.buffers()}
-    return {id(b): BufferInfo(name, id(b) in inside, storage_id(b)) for name, b in root.named_buffers()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -25,8 +25,8 @@ from lightning_hybrid.step.recording.escaped_values import refuse_number_in_buff
 from lightning_hybrid.step.recording.find_differentiated_nodes import FullGraphNeeded
 from lightning_hybrid.step.recording.kept_values import find_kept_values
 from lightning_hybrid.step.recording.mutated_batch_tensors import buffers_of
-from lightning_hybrid.step.recording.recorder import RecordWatch
-from lightning_hybrid.step.standins.absent_tensors import absent_members, members_to_replace
+from lightning_hybrid.step.recording.recorder import Recorder
+from lightning_hybrid.step.standins.absent_tensors import absent_members
 from lightning_hybrid.step.standins.cost_counter import CostCounter
 from lightning_hybrid.step.standins.fake_kernel_fallback import quiet_fake_kernels
 from lightning_hybrid.step.tracing.find_stored_autograd_apply import find_bound_applies
@@ -71,54 +71,29 @@ def record(
         StepError: No loss, or a value that reached the glue in a way that cannot be traced.
         ControlFlowError: The step branches on a value of the model.
     """
-    run = _RecordingRun(
-        root, step, units, name, randomness, loss_required, set(tracked_buffers), draws_as, guesses, absent_number
-    )
     unguarded_reads = UnguardedReads() if unguarded_reads is None else unguarded_reads
-    while (recording := run.attempt(unguarded_reads, full_graph=full_graph)) is None:
-        full_graph = full_graph or run.needs_full_graph
-    return recording
+    tracked = frozenset(tracked_buffers)
 
-
-@dataclass
-class _RecordingRun:
-    """The arguments of ``record``, and one attempt at a recording."""
-
-    root: nn.Module
-    step: Callable[[], Any]
-    units: Mapping[str, nn.Module]
-    name: str
-    randomness: KeyedRandomness
-    loss_required: bool
-    tracked: set[str]
-    draws_as: tuple[int, int]
-    guesses: Sequence[bool]
-    absent_number: float | None
-    needs_full_graph: bool = False
-
-    def attempt(self, unguarded_reads: UnguardedReads, *, full_graph: bool) -> Recording | None:
-        """Record the step, and restore the modules; None if it is to be recorded again."""
-        root, units, randomness = self.root, self.units, self.randomness
-        owners = members_to_replace(root, self.tracked)
+    def attempt() -> Recording:
         state, around_units, bound = ModuleState(root), modules_around(root, units), find_bound_applies(root)
         old = [leaf for _, leaf in reachable_leaves(root)]
         costs, current = CostCounter(root), CurrentRun()
-        watch: RecordWatch | None = None
+        recorder: Recorder | None = None
         try:
-            with randomness.isolated(), absent_members(owners) as names:
-                owned = {fqn: owned_members(unit, names) for fqn, unit in units.items()}
+            with randomness.isolated(), absent_members(root, tracked) as names:
+                owned = {fqn: _owned_members(unit, names) for fqn, unit in units.items()}
                 sinks, buffers = find_sinks(root), buffers_of(root, units)
                 dry_run = MetricDryRun(sinks)
-                watch = RecordWatch(
+                recorder = Recorder(
                     names, costs, buffers, dry_run, units, unguarded_reads, randomness, full_graph=full_graph
                 )
-                watch.absent_number = self.absent_number
-                watch.guesses = itertools.cycle(self.guesses) if self.guesses else None
+                recorder.absent_number = absent_number
+                recorder.guesses = itertools.cycle(guesses) if guesses else None
                 # An evaluation step decides itself.
-                watch.assumed_finite = set() if self.loss_required or self.guesses else None
-                current.watch = watch
+                recorder.assumed_finite = set() if loss_required or guesses else None
+                current.watch = recorder
                 with contextlib.ExitStack() as stack:
-                    stack.enter_context(randomness.microbatch(*self.draws_as))
+                    stack.enter_context(randomness.microbatch(*draws_as))
                     # Glue draws the numbers of a replay: it may branch on them.
                     stack.enter_context(randomness.modules({n: m for n, m in around_units.items() if n}))
                     stack.enter_context(randomness.watching(True))
@@ -128,22 +103,28 @@ class _RecordingRun:
                     stack.enter_context(quiet_fake_kernels())
                     stack.enter_context(unguarded_reads.watching(root, list(around_units.values())))
                     stack.enter_context(costs)
-                    stack.enter_context(watch)
-                    result = self.step()
-                refuse_number_in_buffer(root, state, "" if self.guesses else watch.numbers_read)
-                recording = watch.finish(root, self.name, result, units, owned, loss_required=self.loss_required)
-                return replace(recording, bound=bound, **find_kept_values(root, state, old, watch, recording)._asdict())
-        except (FullGraphNeeded, ContainerClassRegistered) as reason:
-            self.needs_full_graph = isinstance(reason, FullGraphNeeded)
-            assert not (full_graph and self.needs_full_graph)
-            return None
+                    stack.enter_context(recorder)
+                    result = step()
+                refuse_number_in_buffer(root, state, "" if guesses else recorder.numbers_read)
+                recording = recorder.finish(root, name, result, owned, loss_required=loss_required)
+                kept = find_kept_values(root, state, old, recorder, recording)
+                return replace(recording, bound=bound, **kept._asdict())
         finally:
-            if watch is not None:
-                watch.mutated.undo()
+            if recorder is not None:
+                recorder.mutated.undo()
             state.restore()
 
+    while True:
+        try:
+            return attempt()
+        except FullGraphNeeded:
+            assert not full_graph
+            full_graph = True
+        except ContainerClassRegistered:
+            pass  # its objects are containers in the next attempt
 
-def owned_members(unit: nn.Module, names: Mapping[int, str]) -> tuple[str, ...]:
+
+def _owned_members(unit: nn.Module, names: Mapping[int, str]) -> tuple[str, ...]:
     """FQNs of the parameters and tracked buffers of a unit; ``names`` are those of the model, by id."""
     tensors = [*unit.parameters(), *unit.buffers()]
     return tuple(dict.fromkeys(names[id(tensor)] for tensor in tensors if id(tensor) in names))

@@ -20,11 +20,7 @@ from lightning_hybrid.step.recording.captured_inputs_of_units import CapturedInp
 from lightning_hybrid.step.recording.check_kept_values_mergeable import selects_rows
 from lightning_hybrid.step.recording.data_dependent_sizes import SIZED_BY_DATA, DynamicSizeReads, masks_to_indices
 from lightning_hybrid.step.recording.escaped_values import find_escaped_values, values_behind_numbers
-from lightning_hybrid.step.recording.find_differentiated_nodes import (
-    FullGraphNeeded,
-    is_derivative,
-    nodes_differentiated,
-)
+from lightning_hybrid.step.recording.find_differentiated_nodes import FullGraphNeeded, nodes_differentiated
 from lightning_hybrid.step.recording.mutated_batch_tensors import BufferInfo, MutatedBatchTensors, written_statistics
 from lightning_hybrid.step.recording.refuse_numbers_from_units import run_event_on_stand_ins
 from lightning_hybrid.step.recording.unit_dedup import UnitDeduplicator
@@ -39,7 +35,7 @@ from lightning_hybrid.step.tracing.recording import Leaf, Recording, Template, r
 from lightning_hybrid.step.tracing.refuse_unsupported_steps import check_backward_call, no_loss_error, refuse_transforms
 
 
-class RecordWatch(StepMode):
+class Recorder(StepMode):
     """Runs every event on stand-ins and records it as a node."""
 
     is_recording = True
@@ -79,11 +75,11 @@ class RecordWatch(StepMode):
         self.captured = CapturedInputs(parameters, self.mark_of, costs, units)
 
     def is_absent_here(self, tensor: Tensor) -> bool:
-        """Everything that came from a parameter is absent while recording."""
+        """Everything that came from a parameter is absent while recording, of any shape."""
         return isinstance(tensor, FakeTensor) or self.mark_of(tensor) is not None
 
     def size_read(self, tensor: Tensor) -> None:
-        """Record that user code reads the shape of a tensor; it may become a number that other stages need."""
+        """Record that user code reads the shape of a tensor; its sizes may become numbers that other stages need."""
         self._sizes.record_read(self.mark_of(tensor))
 
     def is_dynamic(self, value: int) -> bool:
@@ -127,7 +123,7 @@ class RecordWatch(StepMode):
         self._record_bytes(tensors)
         if name == "backward":
             return check_backward_call(user_line(), is_replayed=self.guesses is None)
-        through = self._differentiated_nodes(args, kwargs) if is_derivative(name) else ()
+        through = self._differentiated_nodes(args, kwargs) if name == "grad" else ()
         versions = [tensor._version for tensor in tensors]
         flops, moved = self._costs.flops, self._costs.moved_bytes
         with self.captured.watching(unit, tensors, owned):
@@ -269,14 +265,7 @@ class RecordWatch(StepMode):
         return tuple(dict.fromkeys(mark for other in others if (mark := self.mark_of(other)) is not None))
 
     def finish(
-        self,
-        root: nn.Module,
-        name: str,
-        result: Any,
-        units: Mapping[str, nn.Module],
-        owned: Mapping[str, tuple[str, ...]],
-        *,
-        loss_required: bool,
+        self, root: nn.Module, name: str, result: Any, owned: Mapping[str, tuple[str, ...]], *, loss_required: bool
     ) -> Recording:
         """Build the recording: the graph, returned and kept values, and bytes of the parameters."""
         for members in owned.values():
@@ -309,7 +298,8 @@ class RecordWatch(StepMode):
             buffers=frozenset(name for name, _ in root.named_buffers()),
             assumed_finite=frozenset(self.assumed_finite or ()),
         )
-        fields = tuple(self._templates), dict(units), dict(owned), kept.paths, unopened
-        found = frozenset(self._found_buffers | self.mutated.buffers)
-        unguarded, captured = self._unguarded_reads.first, self.captured.units_to_open()
-        return Recording(graph, *fields, found, self.numbers_read, *kept.numbers, unguarded, kept.returns, **captured)
+        fields = tuple(self._templates), dict(self.units), dict(owned), kept.paths, unopened
+        buffers = frozenset(self._found_buffers | self.mutated.buffers)
+        entered, left = frozenset(self.captured.entered), frozenset(self.captured.storing_units)
+        state = self._unguarded_reads.first, kept.returns
+        return Recording(graph, *fields, buffers, self.numbers_read, *kept.numbers, *state, entered=entered, left=left)

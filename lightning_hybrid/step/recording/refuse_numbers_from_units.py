@@ -32,17 +32,23 @@ def run_event_on_stand_ins(
         error: The error of the fake kernels.
 
     Raises:
-        UncapturedOutput: A unit computes such a number.
+        UncapturedOutput: A unit computes a number of stand-ins, a plain float on which Python lets code branch.
     """
     if not name.startswith("@"):
         return run_on_stand_ins(run, args, kwargs, error)
     unit = units[name[1:]]
-    made = _NumbersMadeByUnit(unit, (args, kwargs))
+    argument_ids = {id(leaf) for leaf in flatten((args, kwargs))[0]}
+    numbers = _number_attributes(unit)
     # A module without parameters is a unit for its results alone: state that it keeps would be on one stage only.
-    before = None if any(True for _ in unit.parameters()) else _state_of(unit)
+    state = None if any(True for _ in unit.parameters()) else _state_of(unit)
     out = run_on_stand_ins(run, args, kwargs, error, unit)
-    where = made(out)
-    if before is not None and not where and _state_of(unit) != before:
+    attributes = _number_attributes(unit).items()
+    where = ""
+    if any(id(number) not in argument_ids for number in _numbers_inside(out)):
+        where = "it returns a number"
+    elif changed := [attribute for attribute, number in attributes if numbers.get(attribute, number) is not number]:
+        where = f"it keeps a number as self.{changed[0]}"
+    elif state is not None and _state_of(unit) != state:
         where = "it keeps state of its batch"
     if where:
         message = (
@@ -53,32 +59,13 @@ def run_event_on_stand_ins(
     return out
 
 
-class _NumbersMadeByUnit:
-    """Plain numbers that a unit computed from values: numbers of stand-ins, on which Python lets code branch.
-
-    Glue that reads a number gets an ``AbsentFloat``; a unit returns the float that it computed from stand-ins.
-    """
-
-    def __init__(self, unit: nn.Module, arguments: Any) -> None:
-        """Created before the unit runs on stand-ins; args: unit: the module. arguments: its arguments."""
-        self._unit, self._argument_ids = unit, {id(leaf) for leaf in flatten(arguments)[0]}
-        self._before = self._attributes()
-
-    def __call__(self, out: Any) -> str:
-        """Say where such a number is, empty if nowhere; args: out: the output of the unit."""
-        if any(id(number) not in self._argument_ids for number in _numbers_inside(out)):
-            return "it returns a number"
-        after = self._attributes().items()
-        name = next((name for name, number in after if self._before.get(name, number) is not number), None)
-        return "" if name is None else f"it keeps a number as self.{name}"
-
-    def _attributes(self) -> dict[str, Any]:
-        return {
-            f"{fqn}.{name}" if fqn else name: value
-            for fqn, module in self._unit.named_modules()
-            for name, value in module.__dict__.items()
-            if isinstance(value, float | numpy.floating | numpy.ndarray)
-        }
+def _number_attributes(unit: nn.Module) -> dict[str, Any]:
+    return {
+        f"{fqn}.{name}" if fqn else name: value
+        for fqn, module in unit.named_modules()
+        for name, value in module.__dict__.items()
+        if isinstance(value, float | numpy.floating | numpy.ndarray)
+    }
 
 
 def _state_of(unit: nn.Module) -> Any:

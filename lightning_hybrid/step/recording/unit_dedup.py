@@ -33,7 +33,6 @@ class UnitKinds:
     """Gives structurally equal units the same number."""
 
     def __init__(self) -> None:
-        """Start without any unit."""
         self._kinds: dict[Hashable, list[tuple[list[int], int | None, int]]] = {}
         self._count = 0
 
@@ -94,6 +93,9 @@ def _tensor_key(tensor: Tensor) -> Hashable:
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
+_UNIQUE = "_hybrid_recorded_alone"
+
+
 @contextlib.contextmanager
 def without_deduplication(units: Mapping[str, nn.Module]) -> Iterator[None]:
     """Make no two units structurally equal inside, so that a recording runs each of them."""
@@ -104,9 +106,6 @@ def without_deduplication(units: Mapping[str, nn.Module]) -> Iterator[None]:
     finally:
         for unit in units.values():
             unit.__dict__.pop(_UNIQUE, None)
-
-
-_UNIQUE = "_hybrid_recorded_alone"
 
 
 def argument_signature(leaves: list[Any], spec: Any) -> Hashable:
@@ -164,7 +163,7 @@ class UnitDeduplicator:
             unit: The unit.
             leaves: Leaves of its arguments.
             spec: Containers of the leaves.
-            execute: Runs the unit.
+            execute: Runs it.
         """
         refuse_transforms(fqn)
         key = self._kinds.kind_of(fqn, unit), argument_signature(leaves, spec)

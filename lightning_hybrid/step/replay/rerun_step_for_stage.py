@@ -27,7 +27,7 @@ from lightning_hybrid.step.module_state.computed_weights import look_up, put
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.replay.divergence import Divergence, StepChanged
 from lightning_hybrid.step.standins.absent_tensors import MARK, fill, make_placeholder
-from lightning_hybrid.step.standins.sharded_tensor_base import DeferredTensor, materialize, materialize_call
+from lightning_hybrid.step.standins.sharded_tensor_base import ShardedTensorBase, materialize, materialize_call
 from lightning_hybrid.step.tracing.backward_hooks import HOOK_SETUP_EVENT
 from lightning_hybrid.step.tracing.finiteness_checks import Answer, check_answer
 from lightning_hybrid.step.tracing.intercept_step_operations import TEXT_READS, CurrentRun, StepMode, user_line
@@ -278,7 +278,7 @@ class ReplayWatch(StepMode):
         """Mark the tensors of a result, and those written in place, with their values; the result and its leaves."""
         template = self._templates[node.index]
         out_leaves = flatten(out)[0] if template.spec is not None or not isinstance(out, Tensor) else [out]
-        if any(isinstance(leaf, DeferredTensor) for leaf in out_leaves):
+        if any(isinstance(leaf, ShardedTensorBase) for leaf in out_leaves):
             out = self._with_full_tensors(out, out_leaves, template)
         if len(out_leaves) != len(template.leaves):
             for leaf in leaves:

@@ -6,9 +6,11 @@ Those kept on modules are replaced after the step (``pipeline.side_effects``); c
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from math import isnan  # the original function: it is patched during a step
 from typing import Any, NoReturn
 
 import numpy
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -34,11 +36,9 @@ class AbsentArray:
         self.__dict__.update(values=values, assumed_finite=assumed_finite)
 
     def __len__(self) -> int:
-        """The size of the first dim."""
         return int(self.__dict__["shape"][0])
 
     def __repr__(self) -> str:
-        """A text for messages and progress bars."""
         return f"absent{self.__dict__['shape']}"
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -76,6 +76,17 @@ class AbsentArray:
 def has_absent_content(leaf: Any) -> bool:
     """Whether a leaf is a number, or an array of numbers, whose content is on other ranks only."""
     return source_values(leaf) is not None or isinstance(leaf, AbsentArray)
+
+
+def is_absent_number(leaf: Any) -> bool:
+    """Whether a leaf was read from an absent tensor, or computed from such a number: it is, or contains, a NaN."""
+    if isinstance(leaf, float | numpy.floating):
+        return isnan(leaf)
+    if isinstance(leaf, numpy.ndarray):
+        return leaf.dtype.kind == "f" and bool((leaf != leaf).any())
+    if isinstance(leaf, Tensor):
+        return leaf.is_floating_point() and leaf.layout is torch.strided and bool(leaf.isnan().any())
+    return isinstance(leaf, AbsentArray)
 
 
 def line_of_read(leaf: Any, otherwise: str) -> str:

@@ -42,12 +42,8 @@ class AbsentFloat(float):
             finite_answer: Its value under that assumption; None if unknown.
         """
         number = super().__new__(cls, _nan_with_payload(values))
-        number.line, number.values, number.assumed_finite, number.finite_answer = (
-            line,
-            values,
-            assumed_finite,
-            finite_answer,
-        )
+        number.line, number.values = line, values
+        number.assumed_finite, number.finite_answer = assumed_finite, finite_answer
         return number
 
     def _arithmetic(self, *others: Any) -> Any:
@@ -78,33 +74,26 @@ class AbsentFloat(float):
         return bool(self.assume_finite(True) if other is self else self._value_or_raise() == other)
 
     def __ne__(self, other: object) -> bool:
-        """Negate ``==``."""
         return not self == other
 
     def __lt__(self, other: Any) -> bool:
-        """Compare the value under the assumption of finiteness, or raise."""
         return bool(self._value_or_raise() < other)
 
     def __le__(self, other: Any) -> bool:
-        """Compare as ``<`` does."""
         return bool(self._value_or_raise() <= other)
 
     def __gt__(self, other: Any) -> bool:
-        """Compare as ``<`` does."""
         return bool(self._value_or_raise() > other)
 
     def __ge__(self, other: Any) -> bool:
-        """Compare as ``<`` does."""
         return bool(self._value_or_raise() >= other)
 
     def __bool__(self) -> bool:
-        """Convert the value under the assumption of finiteness, or raise."""
         return bool(self._value_or_raise())
 
     __hash__ = float.__hash__
 
     def __int__(self) -> int:
-        """Convert as ``bool()`` does."""
         return int(self._value_or_raise())
 
 

@@ -44,12 +44,7 @@ def make_absent(like: Tensor, *, requires_grad: bool | None = None, device: torc
 
 
 def make_placeholder(value: Value, device: torch.device) -> FakeTensor:
-    """A stand-in for one value of a step graph.
-
-    Args:
-        value: The metadata of the value.
-        device: The device of this rank.
-    """
+    """A stand-in of the shape of one value of a step graph, on its device or else on ``device``."""
     with torch._C._DisableTorchDispatch():
         meta = torch.empty_strided(value.shape, value.stride, dtype=getattr(torch, value.dtype), device="meta")
     return _fake_tensor(meta, torch.device(value.device) if value.device else device, value.requires_grad)
@@ -93,7 +88,7 @@ def full_shape_meta(parameter: Tensor) -> Tensor:
 
 
 def user_attributes(tensor: Tensor) -> dict[str, Any]:
-    """The attributes that the user set on a tensor or parameter, absent or not."""
+    """The attributes that the user set on a tensor or parameter of any shape, absent or not."""
     attributes = tensor.__dict__
     stock = attributes.get(_BUILTIN, () if not is_absent(tensor) else attributes)
     return {n: v for n, v in attributes.items() if n not in stock and not n.startswith((PACKAGE_MARK, "__"))}
@@ -108,7 +103,7 @@ def drop(parameter: Tensor, device: torch.device | None = None) -> None:
     """Free the storage of ``parameter`` in place: the same object becomes absent and keeps the user's attributes.
 
     Args:
-        parameter: With content, or on the meta device.
+        parameter: Of any shape, with content, or on the meta device.
         device: The device that it reports from now on; its present device if None.
     """
     absent = make_absent_parameter(parameter, device)
@@ -120,7 +115,7 @@ def drop(parameter: Tensor, device: torch.device | None = None) -> None:
 
 
 def fill(absent: Tensor, content: Tensor) -> None:
-    """Give an absent tensor its content in place; ``content`` must not be used afterwards."""
+    """Give an absent tensor its content, of the same shape, in place; ``content`` must not be used afterwards."""
     before = absent.__dict__
     swap_in_place(absent, content)
     if _BUILTIN in before:
@@ -128,7 +123,7 @@ def fill(absent: Tensor, content: Tensor) -> None:
 
 
 def swap_in_place(first: Tensor, second: Tensor) -> None:
-    """Swap two tensors as ``torch.utils.swap_tensors``, also if weak references exist (as ``nn.LSTM`` has).
+    """Swap two tensors of one shape as ``torch.utils.swap_tensors``, also if weak references exist (``nn.LSTM`` has).
 
     These refer to the user's object, whose identity does not change.
     """
@@ -137,39 +132,30 @@ def swap_in_place(first: Tensor, second: Tensor) -> None:
     torch._C._swap_tensor_impl(first, second)
 
 
-def members_to_replace(root: nn.Module, tracked: Collection[str]) -> list[tuple[nn.Module, str, str]]:
-    """The parameters and tracked buffers that a recording replaces, as (module, name of the member, FQN)."""
-    return [
-        (module, member, f"{fqn}.{member}" if fqn else member)
-        for fqn, module in root.named_modules()
-        for members, is_always in ((module._parameters, True), (module._buffers, False))
-        for member, tensor in members.items()
-        if tensor is not None and (is_always or (f"{fqn}.{member}" if fqn else member) in tracked)
-    ]
-
-
 @contextlib.contextmanager
-def absent_members(owners: list[tuple[nn.Module, str, str]]) -> Iterator[dict[int, str]]:
-    """Replace parameters and buffers by fresh stand-ins for a recording.
-
-    Args:
-        owners: (module, name of the member, FQN); members that are one tensor share one stand-in.
+def absent_members(root: nn.Module, tracked: Collection[str]) -> Iterator[dict[int, str]]:
+    """Replace parameters, and the buffers of the FQNs ``tracked``, by fresh stand-ins for a recording.
 
     Yields:
-        FQN by id of the stand-in, under the first name that a shared tensor has.
+        FQN by id of the stand-in; members that are one tensor share one, under the first name.
     """
     saved: list[tuple[Any, Any, Tensor]] = []
     stand_ins: dict[int, tuple[Tensor, str]] = {}
+    owners: dict[nn.Module, None] = {}
     try:
-        for module, name, fqn in owners:
-            members: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-            original = members[name]
-            assert original is not None
-            if id(original) not in stand_ins:
-                stand_ins[id(original)] = make_absent_parameter(original), fqn
-            saved.append((members, name, original))
-            members[name] = stand_ins[id(original)][0]
-        for module in {id(module): module for module, _, _ in owners}.values():
+        for prefix, module in root.named_modules():
+            groups: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for members in groups:
+                for name, original in members.items():
+                    fqn = f"{prefix}.{name}" if prefix else name
+                    if original is None or (members is module._buffers and fqn not in tracked):
+                        continue
+                    if id(original) not in stand_ins:
+                        stand_ins[id(original)] = make_absent_parameter(original), fqn
+                    saved.append((members, name, original))
+                    members[name] = stand_ins[id(original)][0]
+                    owners[module] = None
+        for module in owners:
             # torch's recurrent layers, and users, keep parameters in plain lists and dicts too.
             for container in module.__dict__.values():
                 if type(container) is list or (

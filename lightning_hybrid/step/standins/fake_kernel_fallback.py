@@ -39,11 +39,7 @@ NO_FAKE_KERNEL = (
 def run_kernel_on_stand_ins(func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
     """The absent result of one kernel on real zeros, or on ones if the result's shape is a count of nonzeros.
 
-    Args:
-        func: The kernel.
-        args: Its positional arguments; absent ones are replaced.
-        kwargs: Its keyword arguments, likewise.
-        error: The fake kernel's error; raised again if the real kernel fails too, or writes its arguments.
+    The ``error`` of the fake kernel is raised again if the real kernel fails too, or writes its arguments.
     """
     leaves, spec = flatten((args, kwargs))
     absent = {id(leaf): leaf for leaf in leaves if isinstance(leaf, FakeTensor)}

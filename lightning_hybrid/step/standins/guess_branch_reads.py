@@ -34,23 +34,13 @@ def answer_guessed_read(name: str, absent: Tensor, guess: bool) -> Any:
     if name in ("tolist", "numpy", "__array__", "__dlpack__"):
         with torch._C.DisableTorchFunction():
             content = torch.full(tuple(absent.shape), number, dtype=absent.dtype)
-        return (
-            content.tolist()
-            if name == "tolist"
-            else getattr(content.float() if _has_no_numpy_dtype(content) else content, _conversion(name))()
-        )
+        if name == "tolist":
+            return content.tolist()
+        content = content.float() if content.dtype is torch.bfloat16 else content  # NumPy has no equivalent dtype
+        return content.__dlpack__() if name == "__dlpack__" else content.numpy()
     if name in ("__repr__", "__str__", "__format__"):
         return str(number)
     return guess
-
-
-def _conversion(name: str) -> str:
-    return "__dlpack__" if name == "__dlpack__" else "numpy"
-
-
-def _has_no_numpy_dtype(content: Tensor) -> bool:
-    """Whether NumPy has no equivalent dtype."""
-    return content.dtype is torch.bfloat16
 
 
 def _guessed_number(dtype: torch.dtype, guess: bool) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.step.standins.sharded_tensor_base import DeferredTensor
+from lightning_hybrid.step.standins.sharded_tensor_base import ShardedTensorBase
 
 # Metadata that does not need the content. Everything else gathers the full tensor.
 _METADATA = frozenset(
@@ -26,7 +26,7 @@ _METADATA = frozenset(
 )  # fmt: skip
 
 
-class LazyFullTensor(DeferredTensor):
+class LazyFullTensor(ShardedTensorBase):
     """A tensor of the full shape that is gathered when its content is read."""
 
     _gathered: Tensor | None
@@ -40,10 +40,10 @@ class LazyFullTensor(DeferredTensor):
 
     @abstractmethod
     def gather_shards(self) -> Tensor:
-        """Gather the full tensor, differentiable; collective over the ranks that hold shards."""
+        """Gather the full tensor, of this shape, differentiable; collective over the ranks that hold shards."""
 
     def full_tensor(self) -> Tensor:
-        """The full tensor, gathered once and cached."""
+        """The full tensor, of the shape of this one, gathered once and cached."""
         if self._gathered is None:
             with torch._C.DisableTorchFunction():
                 self._gathered = self.gather_shards()
@@ -51,7 +51,6 @@ class LazyFullTensor(DeferredTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer from the metadata, or run on the full tensor."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__":
@@ -63,7 +62,6 @@ class LazyFullTensor(DeferredTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run on the full tensor."""
         return func(*_materialized(args), **{key: _materialized(value) for key, value in (kwargs or {}).items()})
 
 

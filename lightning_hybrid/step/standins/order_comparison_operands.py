@@ -27,26 +27,23 @@ _SWAPPED: dict[str, tuple[str, Callable[..., Any]]] = {
 def in_canonical_order(
     name: str, func: Callable[..., Any], args: Any, mark_of: Callable[[Tensor], int | None], parameters: Container[int]
 ) -> tuple[str, Callable[..., Any], Any]:
-    """A comparison with its operands sorted: values of the step by index, then parameters, then batch tensors.
+    """The equivalent comparison with sorted operands: values of the step by index, then parameters, then batch tensors.
 
     Args:
         name: The operation's name.
         func: The operation.
-        args: Its arguments.
+        args: Its arguments, tensors of any shapes.
         mark_of: Gives the index of the value that a tensor is.
         parameters: The ``id`` of each parameter and tracked buffer.
-
-    Returns:
-        Name, function and arguments of the equivalent comparison.
     """
 
-    def rank(tensor: Tensor) -> tuple[int, int]:
+    def _rank(tensor: Tensor) -> tuple[int, int]:
         mark = mark_of(tensor)
         return (0, mark) if mark is not None else (1 if id(tensor) in parameters else 2, 0)
 
     if len(args) != 2 or not isinstance(args[0], Tensor) or not isinstance(args[1], Tensor):
         return name, func, args
-    if rank(args[0]) <= rank(args[1]):
+    if _rank(args[0]) <= _rank(args[1]):
         return name, func, args
     return *_SWAPPED[name], (args[1], args[0])
 

@@ -19,7 +19,6 @@ class EagerSwitch:
     """A switch: while it is on, ``torch.compile`` compiles nothing and compiled functions run eagerly."""
 
     def __init__(self) -> None:
-        """Create it switched off."""
         self._stance: Any = None
         self._is_on = False
 
@@ -52,10 +51,6 @@ def compiled_forward(module: nn.Module, original: Callable[..., Any]) -> Callabl
 
     Such a module is compiled around its forward, where the unit has not been entered yet; so the compiled call is made
     from inside its forward. Modules with hooks run eagerly, since their hooks are called outside.
-
-    Args:
-        module: The unit.
-        original: Its forward.
     """
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     compiled = module._compiled_call_impl

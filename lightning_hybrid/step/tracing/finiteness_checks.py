@@ -48,12 +48,7 @@ _COUNTS = frozenset({"sum", "count_nonzero"})
 def answer_if_finite(name: str, run: Callable[..., Any], args: Any, kwargs: Any, watch: StepMode) -> Answer | None:
     """The value of every element of an operation's result if the model's values are finite; None if unknown.
 
-    Args:
-        name: The operation's name.
-        run: The operation.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        watch: The function mode of the run, which has the answers for the arguments.
+    ``watch``, the function mode of the run, has the answers for the arguments.
     """
     if name in IF_FINITE:
         return IF_FINITE[name]
@@ -88,15 +83,9 @@ def _full(tensor: Tensor, answer: Any) -> Tensor:
 
 
 def number_check_patches(current: CurrentRun) -> Sequence[tuple[Any, str, Any]]:
-    """Replacements, as (owner, name, function), of ``isnan`` etc. in ``math`` and NumPy that handle absent numbers.
-
-    Args:
-        current: The current run of a step.
-    """
-    return [(module, name, _patched_check(current, module, name)) for module in (math, numpy) for name in _CHECKS]
-
-
-_CHECKS = ("isnan", "isinf", "isfinite")
+    """Replacements, as (owner, name, function), of ``isnan`` etc. in ``math`` and NumPy that handle absent numbers."""
+    checks = ("isnan", "isinf", "isfinite")
+    return [(module, name, _patched_check(current, module, name)) for module in (math, numpy) for name in checks]
 
 
 def _patched_check(current: CurrentRun, module: Any, name: str) -> Callable[..., Any]:

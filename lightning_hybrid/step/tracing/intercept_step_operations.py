@@ -29,7 +29,7 @@ from lightning_hybrid.step.standins.guess_branch_reads import answer_guessed_rea
 from lightning_hybrid.step.standins.order_comparison_operands import COMPARISONS, in_canonical_order
 from lightning_hybrid.step.tracing.eager_around_compiled_layers import EagerSwitch
 from lightning_hybrid.step.tracing.finiteness_checks import Answer
-from lightning_hybrid.step.tracing.shape_only_ops import is_fill_op, packed_sizes, run_fill_op
+from lightning_hybrid.step.tracing.shape_only_ops import FILL_OPS, packed_sizes, run_fill_op
 
 # Properties that create a tensor; all others (shape, dtype, device, grad_fn, ...) are metadata.
 VIEW_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
@@ -100,10 +100,10 @@ class StepMode(TorchFunctionMode, ABC):
 
     @abstractmethod
     def is_absent_here(self, tensor: Tensor) -> bool:
-        """Whether the content of ``tensor`` is not on this rank."""
+        """Whether the content of ``tensor``, of any shape, is not on this rank."""
 
     def is_elsewhere(self, tensor: Tensor) -> bool:
-        """Whether another stage computes this value."""
+        """Whether another stage computes this value, of any shape."""
         return False
 
     @abstractmethod
@@ -115,22 +115,20 @@ class StepMode(TorchFunctionMode, ABC):
         """The answer ``Value.finite_answer`` of a value."""
 
     def __enter__(self) -> Any:
-        """Enter the mode and switch compilation off."""
         self.uncompiled.on()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        """Leave the mode and restore compilation."""
         super().__exit__(*exception)
         self.uncompiled.off()
 
     def mark_of(self, tensor: Tensor) -> int | None:
-        """The value index of ``tensor`` in this run; None if it is computed from the batch alone."""
+        """The value index of ``tensor``, of any shape, in this run; None if it is computed from the batch alone."""
         mark = getattr(tensor, MARK, None)
         return mark[1] if mark is not None and mark[0] is self.run_token else None
 
     def mark(self, tensor: Tensor, value: int) -> None:
-        """Record that ``tensor`` is this value from now on."""
+        """Record that ``tensor``, of any shape, is this value from now on."""
         setattr(tensor, MARK, (self.run_token, value))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,7 +151,7 @@ class StepMode(TorchFunctionMode, ABC):
             return self._foreach(name, func, args, kwargs)
         elif self._randomness is not None and draws(name, args, kwargs):
             self._randomness.reseed()
-        elif is_fill_op(name) and self._has_static_shape(args):
+        elif name in FILL_OPS and self._has_static_shape(args):
             if (result := run_fill_op(func, args, kwargs)) is not None:
                 return result
         elif name == "_pack_padded_sequence" and not self.is_model_value(args[1]):
@@ -321,7 +319,6 @@ class CurrentRun:
     __slots__ = ("uncompiled", "watch")
 
     def __init__(self) -> None:
-        """Create it without a run."""
         self.watch: StepMode | None = None
         self.uncompiled = EagerSwitch()
 

@@ -19,7 +19,7 @@ def signature_of(
     Args:
         name: The operation's name.
         leaves: The leaves of its arguments.
-        mark_of: Gives the index of the value that a tensor is.
+        mark_of: Gives the index of the value that a tensor of any shape is.
         parameters: FQN by id.
     """
     signature: list[Hashable] = [name]

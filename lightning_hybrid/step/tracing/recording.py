@@ -120,9 +120,7 @@ def find_loss(result: Any) -> Any:
 def returned_values(result: Any, mark_of: Callable[[Tensor], int | None]) -> tuple[tuple[int, ...], int | None]:
     """The indices of the values in a step's result, each once, and the index of the loss.
 
-    Args:
-        result: The step's result.
-        mark_of: Gives a tensor's value index; None if it is computed from the batch alone.
+    ``mark_of`` gives the value index of a tensor of any shape; None if it is computed from the batch alone.
     """
     marks = [mark_of(leaf) for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
     loss = find_loss(result)

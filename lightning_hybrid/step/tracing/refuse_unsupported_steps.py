@@ -13,10 +13,7 @@ from lightning_hybrid.step.tracing.recording import StepError
 
 
 def refuse_transforms(name: str) -> None:
-    """Checks that no transform is active around an operation on values of the model.
-
-    Args:
-        name: The operation's name.
+    """Checks that no transform is active around the operation ``name`` on values of the model.
 
     Raises:
         StepError: One is active.
@@ -41,11 +38,7 @@ def no_loss_error(name: str, result: Any) -> StepError:
 
 
 def check_backward_call(line: str, *, is_replayed: bool) -> None:
-    """Refuses a step that calls ``backward()`` itself, unless the recording is for inspection only.
-
-    Args:
-        line: The user's line, as ``file:line``.
-        is_replayed: Whether the recording will be replayed.
+    """Refuses a step that calls ``backward()`` itself at ``line``, unless the recording is for inspection only.
 
     Raises:
         StepError: The recording will be replayed.

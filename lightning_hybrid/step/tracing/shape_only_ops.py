@@ -14,24 +14,14 @@ from torch import Tensor
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
-_FILLS = frozenset(
+# Operations that create a tensor from the shape, dtype and device of their first argument.
+FILL_OPS = frozenset(
     {"ones_like", "zeros_like", "full_like", "empty_like", "new_ones", "new_zeros", "new_full", "new_empty"}
 )
 
 
-def is_fill_op(name: str) -> bool:
-    """Whether an operation creates a tensor from the shape, dtype and device of its first argument."""
-    return name in _FILLS
-
-
 def run_fill_op(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs such an operation with real memory; None if its result depends on contents after all.
-
-    Args:
-        func: The torch function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-    """
+    """Runs an operation of ``FILL_OPS`` with real memory; None if its result depends on contents after all."""
     source, *rest = args if args else [kwargs.get("input")]
     if not isinstance(source, Tensor) or source.layout is not torch.strided:
         return None

@@ -16,7 +16,7 @@ from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH
 Step = tuple[Any, tuple[tuple[CodeType, int], ...]]
 
 
-class CallTrace(TorchFunctionMode):
+class TorchCallSites(TorchFunctionMode):
     """Records each call of a torch function, with the stack of lines down to where the mode was entered.
 
     Attributes:
@@ -28,7 +28,7 @@ class CallTrace(TorchFunctionMode):
         self.steps: list[Step] = []
         self._entry_frame: Any = None
 
-    def __enter__(self) -> CallTrace:
+    def __enter__(self) -> TorchCallSites:
         super().__enter__()
         self._entry_frame = sys._getframe(1)
         return self
@@ -56,7 +56,7 @@ def user_call_sites(steps: Iterable[Step]) -> dict[int, str]:
     """Maps a hash of each stack of user lines that calls torch, equal on every rank, to its ``file:line``.
 
     Args:
-        steps: The calls that a ``CallTrace`` recorded.
+        steps: The calls that a ``TorchCallSites`` recorded.
     """
     found = {}
     for function, frames in steps:

@@ -34,8 +34,8 @@ from lightning_hybrid.step.module_state.snapshot import (
 from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call
-from lightning_hybrid.step.standins.sharded_tensor_base import DeferredTensor, materialize, materialize_call
-from lightning_hybrid.step.tracing.torch_call_sites import CallTrace, Step, is_user_frame, user_call_sites
+from lightning_hybrid.step.standins.sharded_tensor_base import ShardedTensorBase, materialize, materialize_call
+from lightning_hybrid.step.tracing.torch_call_sites import Step, TorchCallSites, is_user_frame, user_call_sites
 
 _VALUE_READS = frozenset(
     {"__bool__", "__int__", "__float__", "__index__", "__array__", "item", "tolist", "numpy", "equal", "allclose"}
@@ -51,7 +51,7 @@ def value_read_in(steps: Iterable[Step]) -> str:
     """The first line at which user code reads values of tensors, on which it may branch; "" if there is none.
 
     Args:
-        steps: The steps that a ``CallTrace`` has recorded.
+        steps: The steps that a ``TorchCallSites`` has recorded.
     """
     for function, frames in steps:
         if frames and is_user_frame(frames[0]) and getattr(function, "__name__", "") in _VALUE_READS:
@@ -85,7 +85,7 @@ class ProvedCalls:
         unit: nn.Module,
         calls: frozenset[int],
         *,
-        note: Callable[[CallTrace | None], None],
+        note: Callable[[TorchCallSites | None], None],
         agree: Callable[[bool], bool],
     ) -> None:
         """Begins without results.
@@ -132,7 +132,7 @@ class ProvedCalls:
         return inputs, switches, kinds, tuple(filter(None, attributes)), tuple(plain_state(modules))
 
     def _check(self, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        path, failure, found = CallTrace(), "", None
+        path, failure, found = TorchCallSites(), "", None
         self._set_path(path)
         try:
             found = self._trial(sharded, args, kwargs)
@@ -214,7 +214,7 @@ def _attribute_key(value: Any) -> Any:
 
 
 def _copy_of(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DeferredTensor | nn.Parameter):
+    if isinstance(tensor, ShardedTensorBase | nn.Parameter):
         return tensor
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 

@@ -32,7 +32,7 @@ from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatte
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.standins.sharded_tensor_base import materialize_call
 from lightning_hybrid.step.tracing.recording import StepError
-from lightning_hybrid.step.tracing.torch_call_sites import CallTrace
+from lightning_hybrid.step.tracing.torch_call_sites import TorchCallSites
 from lightning_hybrid.tensor.collectives.rank_collectives import (
     ExchangingRanks,
     Ranks,
@@ -140,7 +140,7 @@ class ShardedUnit:
         has_code = plan.calls and not is_of_torch
         agree = self._on_any_rank
         self._proved = ProvedCalls(unit, plan.calls, note=self._set_path, agree=agree) if has_code else None
-        self._path: CallTrace | None = None  # of a forward that is checked
+        self._path: TorchCallSites | None = None  # of a forward that is checked
         self._fallback_unit: ShardedUnit | None = None
         self._modules = dict(unit.named_modules())
         self._forward = unit.forward
@@ -183,7 +183,7 @@ class ShardedUnit:
                 ranks.all_reduce(votes)
         return bool(votes)
 
-    def _set_path(self, path: CallTrace | None) -> None:
+    def _set_path(self, path: TorchCallSites | None) -> None:
         self._path = path
         if self._fallback_unit is not None:
             self._fallback_unit._path = path

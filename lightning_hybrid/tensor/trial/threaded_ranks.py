@@ -22,7 +22,7 @@ from lightning_hybrid.parts.placement import Placement, Shard, shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.sharded_tensor_base import materialize
 from lightning_hybrid.step.tracing.side_outputs_of_modules import taking_asides
-from lightning_hybrid.step.tracing.torch_call_sites import CallTrace, Step
+from lightning_hybrid.step.tracing.torch_call_sites import Step, TorchCallSites
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.region_mode import RegionMode
 from lightning_hybrid.tensor.runtime.sequence_sharding import ShardedSequence
@@ -83,7 +83,7 @@ def run_unsharded(
     before = {fqn: buffer.clone() for fqn, buffer in unit.named_buffers()}
     unit.train(setting.training)
     try:
-        path = CallTrace()
+        path = TorchCallSites()
         outputs, inputs = _forward(unit, example, setting, path if setting.exact else None)
         outcome = Outcome(outputs, {}, {fqn: buffer.clone() for fqn, buffer in unit.named_buffers()}, path.steps)
         if setting.grad and backward:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.parts.placement import Shard, join, padded
-from lightning_hybrid.step.standins.sharded_tensor_base import DeferredTensor
+from lightning_hybrid.step.standins.sharded_tensor_base import ShardedTensorBase
 from lightning_hybrid.tensor.collectives.rank_collectives import Ranks
 
 
@@ -90,7 +90,7 @@ class _Memory:
     exposed: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
 
 
-class VocabularyShard(DeferredTensor):
+class VocabularyShard(ShardedTensorBase):
     """A tensor of the full shape that holds this rank's rows of the vocabulary.
 
     Attributes:

@@ -98,9 +98,7 @@ def test_a_decision_stored_for_later_is_control_flow_too(keep):
             keep(self, loss)
             return loss
 
-    with pytest.raises(
-        ControlFlowError, match=rf"{__file__}:\d+: (the step branches|.numpy\(\) reads)"
-    ):
+    with pytest.raises(ControlFlowError, match=rf"{__file__}:\d+: (the step branches|.numpy\(\) reads)"):
         record(make(Deciding))
 
 

@@ -1,11 +1,9 @@
-"""Signatures of operations, by which runs are compared, and the lines of the user that call them."""
+"""Signatures of operations, by which runs are compared."""
 
 import torch
 from torch import nn
 
-from lightning_hybrid.step.recording.check_kept_values_mergeable import selects_rows
 from lightning_hybrid.step.tracing.op_signature import signature_of
-from lightning_hybrid.step.tracing.torch_call_sites import CallTrace, user_call_sites
 
 HIDDEN, BATCH = torch.ones(4, 2), torch.ones(3, 2)
 WEIGHT = nn.Parameter(torch.ones(2, 2))
@@ -29,28 +27,3 @@ def test_numbers_are_sizes_and_switches_are_part_of_the_signature():
 
 def test_numbers_that_a_unit_is_given_are_no_sizes():
     assert signature("@layer", HIDDEN, 3) == (("@layer", 7, "int"), ())
-
-
-def test_indices_that_select_rows():
-    assert selects_rows("__getitem__", (HIDDEN, 0)) and selects_rows("__getitem__", (HIDDEN, slice(1, None)))
-    assert selects_rows("__getitem__", (HIDDEN, (slice(2), 0)))
-    assert not selects_rows("__getitem__", (HIDDEN, (slice(None), 0)))
-    assert not selects_rows("__getitem__", (HIDDEN, torch.tensor([0])))
-    assert not selects_rows("narrow", (HIDDEN, 0))
-
-
-def user_code(x):
-    return torch.tanh(x).sum()
-
-
-def test_calls_are_traced_with_the_lines_of_the_user():
-    with CallTrace() as trace:
-        user_code(HIDDEN)
-    torch.exp(HIDDEN)  # after the trace
-    assert [function.__name__ for function, _ in trace.steps] == ["tanh", "sum"]
-    line = f"{__file__}:{user_code.__code__.co_firstlineno + 1}"
-    sites = user_call_sites(trace.steps)
-    assert set(sites.values()) == {line} and len(sites) == 2, "two functions on one line have two hashes"
-    with CallTrace() as again:
-        user_code(HIDDEN)
-    assert user_call_sites(again.steps) == sites
