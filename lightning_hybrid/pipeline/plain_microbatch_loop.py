@@ -81,7 +81,7 @@ class MicrobatchLoop:
                 if self._gathers:
                     output = _gathered(self._root, output)
             if path is not None:
-                self.calls |= user_call_sites(set(path.steps)).keys()
+                self.calls |= user_call_sites(set(path.calls)).keys()
             middle = time.perf_counter()
             self.spans.append(Span(0, Action(Kind.F, 0, index), start, middle))
             if train is not None:

@@ -13,19 +13,19 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH
 
-Step = tuple[Any, tuple[tuple[CodeType, int], ...]]
+TorchCall = tuple[Any, tuple[tuple[CodeType, int], ...]]
 
 
 class TorchCallSites(TorchFunctionMode):
     """Records each call of a torch function, with the stack of lines down to where the mode was entered.
 
     Attributes:
-        steps: The calls in order: function, and its frames from the innermost outwards.
+        calls: The calls in order: function, and its frames from the innermost outwards.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[Step] = []
+        self.calls: list[TorchCall] = []
         self._entry_frame: Any = None
 
     def __enter__(self) -> TorchCallSites:
@@ -39,7 +39,7 @@ class TorchCallSites(TorchFunctionMode):
         while frame is not None and frame is not self._entry_frame:
             lines.append((frame.f_code, frame.f_lineno))
             frame = frame.f_back
-        self.steps.append((func, tuple(lines)))
+        self.calls.append((func, tuple(lines)))
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:
@@ -52,14 +52,14 @@ def is_user_frame(frame: tuple[CodeType, int]) -> bool:
     return not frame[0].co_filename.startswith((TORCH, PACKAGE))
 
 
-def user_call_sites(steps: Iterable[Step]) -> dict[int, str]:
+def user_call_sites(calls: Iterable[TorchCall]) -> dict[int, str]:
     """Maps a hash of each stack of user lines that calls torch, equal on every rank, to its ``file:line``.
 
     Args:
-        steps: The calls that a ``TorchCallSites`` recorded.
+        calls: The calls that a ``TorchCallSites`` recorded.
     """
     found = {}
-    for function, frames in steps:
+    for function, frames in calls:
         if any(code.co_filename.startswith(TENSOR) for code, _ in frames):
             continue
         users = [frame for frame in frames if is_user_frame(frame)]

@@ -35,7 +35,7 @@ from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call
 from lightning_hybrid.step.standins.sharded_tensor_base import ShardedTensorBase, materialize, materialize_call
-from lightning_hybrid.step.tracing.torch_call_sites import Step, TorchCallSites, is_user_frame, user_call_sites
+from lightning_hybrid.step.tracing.torch_call_sites import TorchCall, TorchCallSites, is_user_frame, user_call_sites
 
 _VALUE_READS = frozenset(
     {"__bool__", "__int__", "__float__", "__index__", "__array__", "item", "tolist", "numpy", "equal", "allclose"}
@@ -47,13 +47,13 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 Forward = Callable[..., Any]
 
 
-def value_read_in(steps: Iterable[Step]) -> str:
+def value_read_in(calls: Iterable[TorchCall]) -> str:
     """The first line at which user code reads values of tensors, on which it may branch; "" if there is none.
 
     Args:
-        steps: The steps that a ``TorchCallSites`` has recorded.
+        calls: The calls that a ``TorchCallSites`` has recorded.
     """
-    for function, frames in steps:
+    for function, frames in calls:
         if frames and is_user_frame(frames[0]) and getattr(function, "__name__", "") in _VALUE_READS:
             return f"{frames[0][0].co_filename}:{frames[0][1]}"
     return ""
@@ -140,8 +140,8 @@ class ProvedCalls:
             failure = f"{type(error).__name__}: {error}"
         finally:
             self._set_path(None)
-        new = (line for call, line in user_call_sites(path.steps).items() if call not in self._calls)
-        where = next(new, "") or value_read_in(path.steps) or failure
+        new = (line for call, line in user_call_sites(path.calls).items() if call not in self._calls)
+        where = next(new, "") or value_read_in(path.calls) or failure
         if self._agree(bool(where)):
             return where or "a line that only another rank has reached"
         assert found is not None

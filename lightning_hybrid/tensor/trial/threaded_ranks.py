@@ -22,7 +22,7 @@ from lightning_hybrid.parts.placement import Placement, Shard, shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.sharded_tensor_base import materialize
 from lightning_hybrid.step.tracing.side_outputs_of_modules import taking_asides
-from lightning_hybrid.step.tracing.torch_call_sites import Step, TorchCallSites
+from lightning_hybrid.step.tracing.torch_call_sites import TorchCall, TorchCallSites
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.region_mode import RegionMode
 from lightning_hybrid.tensor.runtime.sequence_sharding import ShardedSequence
@@ -48,7 +48,7 @@ class Outcome:
     outputs: list[Any]
     grads: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    path: list[Step] = field(default_factory=list)
+    path: list[TorchCall] = field(default_factory=list)
 
 
 class TrialFailed(Exception):
@@ -85,7 +85,7 @@ def run_unsharded(
     try:
         path = TorchCallSites()
         outputs, inputs = _forward(unit, example, setting, path if setting.exact else None)
-        outcome = Outcome(outputs, {}, {fqn: buffer.clone() for fqn, buffer in unit.named_buffers()}, path.steps)
+        outcome = Outcome(outputs, {}, {fqn: buffer.clone() for fqn, buffer in unit.named_buffers()}, path.calls)
         if setting.grad and backward:
             outcome.grads = _gradients(outputs, {**inputs, **parameters})
         return outcome
