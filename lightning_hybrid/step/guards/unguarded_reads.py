@@ -82,6 +82,7 @@ class TrackedInt(int):
     _unguarded_reads: UnguardedReads
 
     def __new__(cls, number: int, unguarded_reads: UnguardedReads) -> TrackedInt:
+        """Make it of ``number``; ``unguarded_reads`` records the reads."""
         self = super().__new__(cls, number)
         self._unguarded_reads = unguarded_reads
         return self
