@@ -115,7 +115,7 @@ def drop(parameter: Tensor, device: torch.device | None = None) -> None:
 
 
 def fill(absent: Tensor, content: Tensor) -> None:
-    """Give an absent tensor its content, of the same shape, in place; ``content`` must not be used afterwards."""
+    """Give an absent tensor its content, of any shape, in place; ``content`` must not be used afterwards."""
     before = absent.__dict__
     swap_in_place(absent, content)
     if _BUILTIN in before:
@@ -123,7 +123,7 @@ def fill(absent: Tensor, content: Tensor) -> None:
 
 
 def swap_in_place(first: Tensor, second: Tensor) -> None:
-    """Swap two tensors of one shape as ``torch.utils.swap_tensors``, also if weak references exist (``nn.LSTM`` has).
+    """Swap two tensors of any shapes as ``torch.utils.swap_tensors``, also if weak references exist (``nn.LSTM`` has).
 
     These refer to the user's object, whose identity does not change.
     """
