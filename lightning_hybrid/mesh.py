@@ -285,23 +285,6 @@ def _expert_view(layout: ParallelLayout, device_mesh: DeviceMesh) -> dict[str, D
     return submeshes
 
 
-# gloo's collectives do not support 16-bit integers and booleans, NCCL no complex numbers either.
-_SENDABLE = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
-)
-
-
-def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as flat bytes if some backend does not support its dtype; not for reductions."""
-    return tensor if tensor.dtype in _SENDABLE else tensor.reshape(-1).view(torch.uint8)
-
-
-def on_group_device(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Move a tensor to a device that the backend of ``group`` supports, e.g. an offloaded one to NCCL's device."""
-    types = [device.type for device in group._device_types]
-    return tensor if not types or tensor.device.type in types else tensor.to(types[0])
-
-
 def _connect(submeshes: Iterable[DeviceMesh], device_type: str) -> None:
     """Make NCCL's communicators now, in one order on all ranks; otherwise the first collective of a group does."""
     groups = {id(submesh.get_group()): submesh.get_group() for submesh in submeshes}

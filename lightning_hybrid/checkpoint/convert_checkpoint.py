@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, named_state, put_tensors, torch_state
 from lightning_hybrid.checkpoint.reading import ReadRequest, SavedFolder
@@ -105,8 +104,3 @@ def to_folder(source: Path, target: Path, *, weights_only: bool = True) -> None:
         "epoch": state.get("epoch"),
     }
     write(prepare(state, target, None, about), None)
-
-
-def is_file(path: Path) -> bool:
-    """Whether a path is a file, and so no distributed checkpoint."""
-    return path.is_file() and not folder.is_folder(path)

@@ -20,9 +20,9 @@ from lightning_hybrid.checkpoint import writing
 from lightning_hybrid.checkpoint.background_save import BackgroundSave
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError, IncompleteCheckpoint
 from lightning_hybrid.checkpoint.convert_checkpoint import to_file, to_folder
-from lightning_hybrid.checkpoint.inspect_and_verify_checkpoint import problems
 from lightning_hybrid.checkpoint.reading import SavedFolder, _Index
-from lightning_hybrid.checkpoint.writing import covered, prepare
+from lightning_hybrid.checkpoint.verify_checkpoint import covered, problems
+from lightning_hybrid.checkpoint.writing import prepare
 from lightning_hybrid.cli import main as command_line
 
 ROOT = Path(__file__).parents[2]

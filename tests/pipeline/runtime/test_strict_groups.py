@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.strict_group import Refused, as_on_gpus
-from lightning_hybrid.collectives.exchange_step_numbers import broadcast_tensor
+from lightning_hybrid.collectives.broadcast_from_owner import broadcast_tensor
+from lightning_hybrid.collectives.sendable_tensors import on_group_device
 from lightning_hybrid.graph.step_graph import Value
-from lightning_hybrid.mesh import on_group_device
 from lightning_hybrid.pipeline.runtime.transport import GroupTransport
 from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
 from lightning_hybrid.schedule import Message

@@ -1,43 +1,14 @@
-"""Inspection of a distributed checkpoint: a table of its contents, and a check of its integrity."""
+"""Verification of a distributed checkpoint: its files are as they were written, and each element is in one box."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, references
 from lightning_hybrid.checkpoint.reading import SavedFolder
-from lightning_hybrid.checkpoint.writing import covered
-
-
-def table(saved: SavedFolder) -> str:
-    """Format a table: layout, step and versions, and a line for each tensor."""
-    manifest = saved.manifest
-    sizes = {axis: size for axis, size in manifest["layout"].items() if size > 1}
-    versions = {name: version for name, version in manifest["versions"].items() if version}
-    rows = []
-    total = 0
-    for key, tensor in sorted(saved.tensors.items()):
-        num_bytes = math.prod(tensor.size) * tensor.properties.dtype.itemsize
-        total += num_bytes
-        dtype = str(tensor.properties.dtype).removeprefix("torch.")
-        rows.append((key, str(list(tensor.size)), dtype, f"{num_bytes:,}", str(len(tensor.chunks))))
-    files = manifest["files"]
-    head = [
-        f"step {manifest['step']}, epoch {manifest['epoch']}",
-        f"saved under {', '.join(f'{axis}={size}' for axis, size in sizes.items()) or 'one process'}",
-        f"versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
-        f"{len(rows)} tensors of {total:,} bytes in {len(files)} files of {sum(f['bytes'] for f in files.values()):,}",
-    ]
-    columns = [("tensor", "shape", "dtype", "bytes", "boxes"), *rows]
-    widths = [max(len(row[column]) for row in columns) for column in range(5)]
-    lines = [
-        f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]:>5}"
-        for row in columns
-    ]
-    return "\n".join([*head, "", *lines])
 
 
 def problems(path: Path, *, weights_only: bool = True) -> Iterator[str]:
@@ -68,3 +39,22 @@ def problems(path: Path, *, weights_only: bool = True) -> Iterator[str]:
         yield f"{key} is referenced but missing"
     for key in sorted(saved.tensors.keys() - referenced):
         yield f"{key} is saved but not referenced"
+
+
+def covered(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
+    """Check that every element lies in exactly one box; return what is wrong, or "".
+
+    Args:
+        shape: Shape of the full tensor.
+        boxes: Offsets and sizes of each box.
+    """
+    for offsets, sizes in boxes:
+        if any(start < 0 or start + size > end for start, size, end in zip(offsets, sizes, shape, strict=True)):
+            return f"has a box outside of it, at {offsets} of sizes {sizes}"
+    ordered = sorted(boxes)
+    for number, (offsets, sizes) in enumerate(ordered):
+        for other, lengths in ordered[number + 1 :]:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(offsets, sizes, other, lengths, strict=True)):
+                return f"has elements that two boxes contain, at {offsets} of sizes {sizes} and at {other} of {lengths}"
+    saved = sum(math.prod(sizes) for _, sizes in boxes)
+    return "" if saved == math.prod(shape) else f"has {math.prod(shape)} elements, of which {saved} are saved"
