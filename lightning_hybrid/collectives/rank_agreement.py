@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.step.objects.pytree import tensors_inside
-from lightning_hybrid.step.objects.user_tensor_subclasses import as_plain_tensor
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import as_plain_tensor
 
 _DIGESTED = 4096  # elements used per tensor, about
 

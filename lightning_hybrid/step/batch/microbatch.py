@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_hybrid.step.batch.merge_outputs import join
 from lightning_hybrid.step.objects.pytree import children_of, flatten, map_leaves, tensors_inside
-from lightning_hybrid.step.objects.user_tensor_subclasses import detached_copy, with_class_of
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy, with_class_of
 
 BatchSplitter = Callable[[Any, int], Sequence[Any]]
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid.step.objects.pytree import storage_id
-from lightning_hybrid.step.objects.user_tensor_subclasses import detached_copy
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy, storage_id
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 # Attributes that Lightning sets on a module and that are not part of its state.
@@ -48,7 +47,7 @@ class AttributePath(NamedTuple):
         return prefix + self.attribute + "".join(f"[{key!r}]" for key in self.path)
 
 
-class ArgumentState:
+class ArgumentSnapshot:
     """A snapshot of a unit's argument objects before it runs, such as the keys and values in a cache."""
 
     def __init__(self, arguments: Iterable[Any]) -> None:
@@ -146,7 +145,7 @@ class TensorSnapshot:
         self._version = self._tensor._version
 
 
-class ModuleState(ArgumentState):
+class ModuleSnapshot(ArgumentSnapshot):
     """The state of all modules under a root at one moment."""
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.step.objects.user_tensor_subclasses import detached_copy
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 

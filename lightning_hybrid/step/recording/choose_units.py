@@ -16,7 +16,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_hybrid.graph.partition import node_cost
-from lightning_hybrid.step.objects.pytree import storage_id
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
 from lightning_hybrid.step.recording.captured_inputs import UncapturedOutput, with_same_class
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.tracing.backward_hooks import has_backward_hooks

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.module_state.computed_weights import computed_weights
-from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleState, reachable_leaves
+from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleSnapshot, reachable_leaves
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.standins.absent_arrays import AbsentArray
 from lightning_hybrid.step.standins.absent_tensors import AbsentFloat, ControlFlowError, branch_message, source_values
@@ -169,7 +169,7 @@ def find_escaped_values(
     return EscapedValues(tuple(paths), tuple(values), (numbers, read), map_leaves(described, result))
 
 
-def number_in_buffer(root: nn.Module, before: ModuleState, without: Collection[nn.Module] = ()) -> str:
+def number_in_buffer(root: nn.Module, before: ModuleSnapshot, without: Collection[nn.Module] = ()) -> str:
     """The FQN of a buffer that the step filled with a number of the model: ``self.spread.fill_(h.std().item())``.
 
     Args:
@@ -186,7 +186,7 @@ def number_in_buffer(root: nn.Module, before: ModuleState, without: Collection[n
     return ""
 
 
-def refuse_number_in_buffer(root: nn.Module, before: ModuleState, read_at: str) -> None:
+def refuse_number_in_buffer(root: nn.Module, before: ModuleSnapshot, read_at: str) -> None:
     """Check that a step that is to be replayed has written no number read from the model into a buffer.
 
     Args:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.graph.step_graph import Node, StepGraph
 from lightning_hybrid.step.batch_means.sums_over_samples import IDENTITIES, SUMS
-from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleState, is_state, reachable_leaves
+from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleSnapshot, is_state, reachable_leaves
 from lightning_hybrid.step.objects.pytree import children_of, flatten, map_leaves
 from lightning_hybrid.step.recording.escaped_values import is_absent_number
 from lightning_hybrid.step.standins.absent_arrays import has_absent_content, line_of_read
@@ -50,7 +50,7 @@ class KeptValues(NamedTuple):
 
 
 def find_kept_values(
-    root: nn.Module, before: ModuleState, old: Sequence[Any], watch: StepMode, recording: Recording
+    root: nn.Module, before: ModuleSnapshot, old: Sequence[Any], watch: StepMode, recording: Recording
 ) -> KeptValues:
     """Find the values that a recorded step appends to lists, and those that it keeps in other ways.
 

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.instrument.autograd_functions import refuse_uninterceptable_functions
 from lightning_hybrid.step.instrument.intercept_units import intercepted_step
-from lightning_hybrid.step.module_state.snapshot import ModuleState, reachable_leaves
+from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot, reachable_leaves
 from lightning_hybrid.step.objects.pytree import ContainerClassRegistered
 from lightning_hybrid.step.recording.choose_units import buffers_of, owned_members
 from lightning_hybrid.step.recording.escaped_values import refuse_number_in_buffer
@@ -99,7 +99,7 @@ class _RecordingRun:
         """Record the step, and restore the modules; None if it is to be recorded again."""
         root, units, randomness = self.root, self.units, self.randomness
         owners = members_to_replace(root, self.tracked)
-        state, around_units, bound = ModuleState(root), modules_around(root, units), find_bound_applies(root)
+        state, around_units, bound = ModuleSnapshot(root), modules_around(root, units), find_bound_applies(root)
         old = [leaf for _, leaf in reachable_leaves(root)]
         costs, current = CostCounter(root), CurrentRun()
         watch: RecordWatch | None = None

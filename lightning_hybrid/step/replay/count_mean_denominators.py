@@ -11,14 +11,14 @@ from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import Node
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import count, labels_of, picked_rows
-from lightning_hybrid.step.objects.pytree import storage_id
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
 from lightning_hybrid.step.replay.rerun_step_for_stage import ReplayWatch, StageReplay
 from lightning_hybrid.step.tracing.recording import Recording
 
 _NO_STAGE = -1
 
 
-class CountingReplay(StageReplay):
+class DenominatorReplay(StageReplay):
     """A stage without operations; counts the elements, rows or labels of each mean.
 
     Attributes:
@@ -35,13 +35,13 @@ class CountingReplay(StageReplay):
 
     def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
         """Create a function mode that counts."""
-        return _CountingWatch(self, received, parameters, self.randomness)
+        return _DenominatorWatch(self, received, parameters, self.randomness)
 
 
-class _CountingWatch(ReplayWatch):
+class _DenominatorWatch(ReplayWatch):
     """Skips every event, and counts before."""
 
-    def __init__(self, replay: CountingReplay, *rest: Any) -> None:
+    def __init__(self, replay: DenominatorReplay, *rest: Any) -> None:
         super().__init__(replay, *rest)
         self._counts = replay.counts = {}
         self._labels, self._memory = replay.labels, replay.memory

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.module_state.computed_weights import look_up
-from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleState
+from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleSnapshot
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.recording.escaped_values import find_escaped_values, number_in_buffer
 from lightning_hybrid.step.replay.rerun_step_for_stage import rebuild_result
@@ -108,7 +108,7 @@ class TraceTree(Generic[Trace]):
         parameters: Mapping[int, str],
         current: CurrentRun,
         randomness: KeyedRandomness,
-        before: ModuleState,
+        before: ModuleSnapshot,
     ) -> Trace:
         """Run ``step`` without the operations of the model, and return the trace that it takes.
 
