@@ -110,20 +110,11 @@ class Mesh:
             _submeshes=submeshes,
         )
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The names of all axes, including flattened ones."""
-        return tuple(self._submeshes)
-
-    def submesh(self, axis: str) -> DeviceMesh:
-        """The one-dimensional mesh along an axis of the layout or a flattened one, as `fully_shard` takes it."""
-        if axis not in self._submeshes:
-            raise ValueError(f"the mesh has no axis {axis!r}; use one of {', '.join(self._submeshes)}")
-        return self._submeshes[axis]
-
     def group(self, axis: str) -> ProcessGroup:
         """The process group of this rank along an axis of the layout or a flattened one."""
-        return self.submesh(axis).get_group()
+        if axis not in self._submeshes:
+            raise ValueError(f"the mesh has no axis {axis!r}; use one of {', '.join(self._submeshes)}")
+        return self._submeshes[axis].get_group()
 
     def size(self, axis: str) -> int:
         """The number of ranks along an axis."""
@@ -134,15 +125,12 @@ class Mesh:
         return self.group(axis).rank()
 
     def all_reduce(self, tensor: torch.Tensor, axis: str, op: Reduction = "sum") -> torch.Tensor:
-        """Reduce a tensor over an axis, in place; an axis of size 1 costs nothing.
+        """Reduce a tensor of one shape on all ranks over an axis, in place, and return it; size 1 costs nothing.
 
         Args:
             tensor: the addend of this rank; holds the result afterwards.
             axis: an axis of the layout or a flattened one.
             op: how to combine the ranks' tensors.
-
-        Returns:
-            The same tensor.
         """
         if op not in _REDUCE_OPS:
             raise ValueError(f"all_reduce over {axis} got op={op!r}; use one of {', '.join(_REDUCE_OPS)}")

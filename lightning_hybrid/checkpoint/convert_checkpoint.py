@@ -44,9 +44,7 @@ def to_file(source: Path, target: Path, *, weights_only: bool = True, tell: Call
 
         def tensor(key: str) -> Tensor:
             if key not in loaded:
-                if key not in saved.tensors:
-                    raise CheckpointError(f"{source} has no {key}")
-                described = saved.tensors[key]
+                described = saved.metadata_of(key)
                 loaded[key] = _on_disk(Path(scratch), described.size, described.properties.dtype)
                 saved.read([ReadRequest(key, loaded[key])])
                 if loaded[key].nbytes >= _LARGE_BYTES:

@@ -134,13 +134,6 @@ class LocalState:
         """
         return shard_of(self._axis_cuts, name, shape)
 
-    def _is_sharded_over(self, name: str, group_name: str) -> bool:
-        return any(name in axis.placements and axis.group.group_name == group_name for axis in self._axis_cuts)
-
-    def full_shape(self, parameter: Tensor) -> Shape:
-        """The shape of a full parameter."""
-        return full_shape(parameter)
-
     def name_of(self, parameter: Tensor) -> str | None:
         """The FQN of a parameter of the module."""
         return self._names.get(id(parameter))
@@ -181,20 +174,22 @@ class LocalState:
 
     def _parameter(self, name: str, tensor: Tensor) -> OwnedShards:
         if is_absent(tensor):
-            return OwnedShards(self.full_shape(tensor), tensor.dtype, ())
+            return OwnedShards(full_shape(tensor), tensor.dtype, ())
         if not self.is_sharded(tensor):
             return unsharded(tensor, counts=self._is_owner_stage(name) and self._tp == 0, written_by=ANY)
-        return self._sharded(name, tensor, self.full_shape(tensor))
+        return self._sharded(name, tensor, full_shape(tensor))
 
     def _sharded(self, name: str, tensor: Tensor, shape: Shape) -> OwnedShards:
         """Describe the shard of a parameter, or of a tensor of its shape; also while the full tensor is here."""
         _check_dense(tensor)
-        counts = self._is_owner_stage(name) and (self._tp == 0 or self._is_sharded_over(name, self._tp_name))
+        axes = [axis for axis in self._axis_cuts if name in axis.placements]
+        over_tensor_ranks = any(axis.group.group_name == self._tp_name for axis in axes)
+        counts = self._is_owner_stage(name) and (self._tp == 0 or over_tensor_ranks)
         spans = [span for span in self.local_shard(name, shape).spans if counts and span.is_first]
         if tuple(tensor.shape) == shape:
             spans = [span.in_full_tensor() for span in spans]
         boxes = tuple(Box(span.offsets, span.of(tensor.detach())) for span in spans)
-        over_replicas = [axis.axis for axis in self._axis_cuts if name in axis.placements and axis.axis in _COPY_AXIS]
+        over_replicas = [axis.axis for axis in axes if axis.axis in _COPY_AXIS]
         return OwnedShards(shape, tensor.dtype, boxes, _COPY_AXIS[over_replicas[-1]] if over_replicas else ANY)
 
     def _buffer(self, name: str, tensor: Tensor, owner_stage: int) -> OwnedShards:
@@ -241,7 +236,7 @@ class LocalState:
             return leaf.detach().cpu().clone()
         if parameter is None or name.startswith("#"):
             return unsharded(leaf, counts=self._pp == self._tp == 0)
-        shape = self.full_shape(parameter)
+        shape = full_shape(parameter)
         if tuple(leaf.shape) == self.local_shard(name, shape).shape:
             return self._sharded(name, leaf, shape)
         return unsharded(leaf, counts=self._is_owner_stage(name) and self._tp == 0, written_by=ANY)

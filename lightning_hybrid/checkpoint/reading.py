@@ -35,7 +35,7 @@ from lightning_hybrid.checkpoint.flat_state import MODULE, OPTIMIZERS, key_of, p
 from lightning_hybrid.checkpoint.owned_shards import LocalState
 from lightning_hybrid.parts.shard_boxes import ShardBoxes
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +78,13 @@ class SavedFolder:
         """The metadata of the saved tensors, by key."""
         return {k: t for k, t in self.metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
 
+    def metadata_of(self, key: str) -> TensorStorageMetadata:
+        """The metadata of one tensor; raises a CheckpointError if there is none of that key."""
+        saved = self.metadata.state_dict_metadata.get(key)
+        if not isinstance(saved, TensorStorageMetadata):
+            raise CheckpointError(f"{self.path} has no {key}")
+        return saved
+
     def rest(self) -> dict[str, Any]:
         """The checkpoint, with references for tensors.
 
@@ -112,16 +119,13 @@ class SavedFolder:
         items: list[ReadItem] = []
         targets: dict[str, Tensor] = {}
         for number, each in enumerate(requests):
-            saved = self.tensors.get(each.key)
-            if saved is None:
-                raise CheckpointError(f"{self.path} has no {each.key}")
-            shape = each.target.shape if each.shard is None else None
-            if shape is not None and shape != saved.size:
-                raise CheckpointError(f"{each.key} has shape {tuple(saved.size)} in {self.path}, not {tuple(shape)}")
-            spans = [] if each.shard is None else each.shard.spans
-            boxes = [(span.offsets, span.sizes, span.of(each.target)) for span in spans]
-            if each.shard is None:
-                boxes = [((0,) * each.target.dim(), tuple(each.target.shape), each.target)]
+            saved = self.metadata_of(each.key)
+            if each.shard is not None:
+                boxes = [(span.offsets, span.sizes, span.of(each.target)) for span in each.shard.spans]
+            elif (shape := tuple(each.target.shape)) != tuple(saved.size):
+                raise CheckpointError(f"{each.key} has shape {tuple(saved.size)} in {self.path}, not {shape}")
+            else:
+                boxes = [((0,) * len(shape), shape, each.target)]
             for index, (offsets, sizes, target) in enumerate(boxes):
                 name = f"{number}.{index}"
                 targets[name] = target
@@ -129,19 +133,6 @@ class SavedFolder:
                 found = create_read_items_for_chunk_list(each.key, saved, [chunk])
                 items += [_renamed(item, name) for item in found if 0 not in item.lengths]
         self._reader.read_data(LoadPlan(items), _Targets(targets)).wait()
-
-    def tensor(self, key: str) -> Tensor:
-        """Read a full tensor.
-
-        Raises:
-            CheckpointError: There is no such tensor.
-        """
-        if key not in self.tensors:
-            raise CheckpointError(f"{self.path} has no {key}")
-        saved = self.tensors[key]
-        target = torch.empty(saved.size, dtype=saved.properties.dtype)
-        self.read([ReadRequest(key, target)])
-        return target
 
     def checkpoint(self, map_location: Any = None, unread: Collection[str] = ()) -> dict[str, Any]:
         """Read Lightning's checkpoint with full tensors, except the optimizers': those are read when they are needed.
@@ -168,9 +159,7 @@ class SavedFolder:
 
         def target(key: str) -> Tensor:
             if key not in requests:
-                if key not in self.tensors:
-                    raise CheckpointError(f"{self.path} has no {key}")
-                saved = self.tensors[key]
+                saved = self.metadata_of(key)
                 make = torch.zeros if key in skipped else torch.empty
                 requests[key] = ReadRequest(key, make(saved.size, dtype=saved.properties.dtype))
             return requests[key].target
@@ -227,33 +216,24 @@ class SavedOptimizer(Mapping[str, Any]):
             if entry is not None and not is_absent(parameter):
                 states[number] = put_tensors(entry, partial(self._request_tensor, requests, local, name, parameter))
         self._saved.read(requests)
-        others = {key: self._saved.filled(entry) for key, entry in self._others()}
+        known = set(saved_names)
+        others = {key: self._saved.filled(entry) for key, entry in self._named["state"].items() if key not in known}
         groups = [dict(group) for group in self._named["param_groups"]]
         if by_name and names != saved_names:
-            groups = [{**saved, "params": g["params"]} for saved, g in zip(groups, _numbered(optimizer), strict=True)]
+            numbered = optimizer.state_dict()["param_groups"]
+            groups = [{**saved, "params": group["params"]} for saved, group in zip(groups, numbered, strict=True)]
         return {"state": {**states, **others}, "param_groups": groups}
-
-    def _others(self) -> list[tuple[Any, Any]]:
-        names = set(self._named["names"])
-        return [(key, entry) for key, entry in self._named["state"].items() if key not in names]
 
     def _request_tensor(
         self, requests: list[ReadRequest], local: LocalState, name: str, parameter: Tensor, key: str
     ) -> Tensor:
-        saved = self._saved.tensors.get(key)
-        if saved is None:
-            raise CheckpointError(f"{self._saved.path} has no {key}")
-        shard = None
-        shape, full = saved.size, local.full_shape(parameter)
+        saved, shard = self._saved.metadata_of(key), None
+        shape, full = saved.size, full_shape(parameter)
         if local.is_sharded(parameter) and tuple(saved.size) == full:
             shard = local.local_shard(name, full)
             shape = torch.Size(shard.shape)
         requests.append(ReadRequest(key, torch.empty(shape, dtype=saved.properties.dtype), shard))
         return requests[-1].target
-
-
-def _numbered(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return list(optimizer.state_dict()["param_groups"])
 
 
 def _first_differing(own_names: Sequence[str], saved_names: Sequence[str]) -> str:

@@ -1,8 +1,13 @@
-"""A snapshot of the random generators of Python, numpy, torch and one accelerator, to be restored later."""
+"""Snapshots of the random generators of Python, numpy, torch and one accelerator, to be restored later.
+
+``GeneratorStates`` is for one run. Checkpoints have plain values, as user code may draw between steps; random numbers
+in steps under stages and microbatches are keyed by seed and step (``keyed_draws``) and need none.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
@@ -18,23 +23,19 @@ class GeneratorStates:
         self._numpy = numpy.random.get_state()
         self._torch = torch.default_generator.get_state()
         self._device = device
-        self._accelerator = accelerator_generator(device)
-        self._accelerator_state = None if self._accelerator is None else self._accelerator.get_state()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle the states without the generator."""
-        return {**self.__dict__, "_accelerator": None}
+        accelerator = accelerator_generator(device)
+        self._accelerator = None if accelerator is None else accelerator.get_state()
 
     def on(self, device: torch.device) -> GeneratorStates:
         """Use the generator of another device, such as that of the process that received these states."""
-        self._device, self._accelerator = device, accelerator_generator(device)
+        self._device = device
         return self
 
     def are_unchanged(self) -> bool:
         """Whether no generator has been used since."""
         kind, keys, *position = self._numpy
         kind_now, keys_now, *position_now = numpy.random.get_state()
-        accelerator, state = self._accelerator, self._accelerator_state
+        accelerator, state = accelerator_generator(self._device), self._accelerator
         return (
             random.getstate() == self._python
             and (kind, position) == (kind_now, position_now)
@@ -48,8 +49,9 @@ class GeneratorStates:
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
         torch.default_generator.set_state(self._torch)
-        if self._accelerator is not None and self._accelerator_state is not None:
-            self._accelerator.set_state(self._accelerator_state)
+        accelerator = accelerator_generator(self._device)
+        if accelerator is not None and self._accelerator is not None:
+            accelerator.set_state(self._accelerator)
 
 
 def accelerator_generator(device: torch.device) -> torch.Generator | None:
@@ -57,3 +59,26 @@ def accelerator_generator(device: torch.device) -> torch.Generator | None:
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index or 0]
     return None
+
+
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """The states as plain values, for a checkpoint."""
+    version, numbers, gauss = random.getstate()
+    name, keys, *others = numpy.random.get_state()
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, [int(key) for key in keys], *others],
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def restore_generators(states: Mapping[str, Any], device: torch.device) -> None:
+    """Set the generators to the states that ``generator_states`` returned."""
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *others = states["numpy"]
+    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *others))
+    torch.set_rng_state(states["torch"])
+    if states["device"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(states["device"], device)

@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint.background_save import BackgroundSave
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
-from lightning_hybrid.checkpoint.generator_states import generator_states, restore_generators
 from lightning_hybrid.checkpoint.owned_shards import OwnedShards, unsharded
 from lightning_hybrid.checkpoint.reading import SavedFolder
 from lightning_hybrid.checkpoint.writing import HostBuffers, prepare, write
 from lightning_hybrid.layout import AXES
+from lightning_hybrid.randomness.generator_snapshot import generator_states, restore_generators
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.run.full_and_sharded_state import ModuleState
 from lightning_hybrid.strategies.run.run import needs_runner
