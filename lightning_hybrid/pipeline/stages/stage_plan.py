@@ -141,7 +141,7 @@ class StagePlan:
 
         recording, assignment = self._cut(recorded)
         self._units = recording.units
-        replays = {s: StageReplay(recording, assignment, s, self._root, self._randomness) for s in self.stages}
+        replays = {s: StageReplay(recording, assignment, self._root, self._randomness, s) for s in self.stages}
         variant = TraceVariant(assignment, replays)
         if self.first is None:
             self.first = variant

@@ -24,8 +24,8 @@ _BY_ELEMENT = frozenset(
     {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
     | {"kl_div", "poisson_nll_loss", "gaussian_nll_loss", "soft_margin_loss"}
 )
-_DIVISIONS = frozenset({"div", "divide", "true_divide", "__truediv__"})
-_PRODUCTS = _DIVISIONS | {"mul", "multiply", "__mul__", "__rmul__"}
+DIVISIONS = frozenset({"div", "divide", "true_divide", "__truediv__"})
+PRODUCTS = DIVISIONS | {"mul", "multiply", "__mul__", "__rmul__"}
 _PICKS = frozenset({"__getitem__", "masked_select"})
 
 
@@ -59,12 +59,12 @@ def averages(name: str, args: Any, kwargs: Any, is_model: Callable[[Any], bool],
         return how.get(bound["reduction"], "")  # type: ignore[return-value]
     if name == "mean" and len(args) == 1 and not kwargs:
         return "rows"
-    if name == "__rtruediv__" or (name in _DIVISIONS and len(args) == 2 and is_model(args[1])):
+    if name == "__rtruediv__" or (name in DIVISIONS and len(args) == 2 and is_model(args[1])):
         return "inverse"
-    if name in _PRODUCTS and len(args) == 2 and not kwargs:
+    if name in PRODUCTS and len(args) == 2 and not kwargs:
         made = [arg for arg in args if not is_model(arg) and (isinstance(arg, Tensor) or numbers_read)]
         if made:
-            return "divisor" if name in _DIVISIONS else "product"
+            return "divisor" if name in DIVISIONS else "product"
     return ""
 
 

@@ -23,6 +23,7 @@ from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share, w
 from lightning_hybrid.step.batch_means.recompute_batch_scalars import ScalarResults, scalar_nodes
 from lightning_hybrid.step.instrument.user_activation_checkpointing import recomputed
 from lightning_hybrid.step.module_state.computed_weights import look_up, put
+from lightning_hybrid.step.module_state.snapshot import AttributePath
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.replay.divergence import Divergence, StepChanged
 from lightning_hybrid.step.standins.absent_tensors import MARK, fill, make_placeholder
@@ -89,8 +90,14 @@ class StageReplay:
     """Runs one stage of one recorded step, a microbatch at a time."""
 
     def __init__(
-        self, recording: Recording, assignment: Assignment, stage: int, root: nn.Module, randomness: KeyedRandomness
+        self,
+        recording: Recording,
+        assignment: Assignment,
+        root: nn.Module,
+        randomness: KeyedRandomness,
+        stage: int = -1,
     ) -> None:
+        """Take ``stage`` (by default one without operations, for a run of the Python side effects alone)."""
         self.recording = recording
         self.assignment = assignment
         self.stage = stage
@@ -148,20 +155,14 @@ class StageReplay:
 
     def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
         """Create the function mode for one run."""
-        return ReplayWatch(self, received, parameters, self.randomness)
+        return ReplayWatch(self, received, parameters)
 
 
 class ReplayWatch(StepMode):
     """Executes the events of one stage and skips the others."""
 
-    def __init__(
-        self,
-        replay: StageReplay,
-        received: Mapping[int, Tensor],
-        parameters: Mapping[int, str],
-        randomness: KeyedRandomness,
-    ) -> None:
-        super().__init__(parameters, randomness)
+    def __init__(self, replay: StageReplay, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> None:
+        super().__init__(parameters, replay.randomness)
         self.units = replay.recording.units
         self._stage = replay.stage
         graph = replay.recording.graph
@@ -224,11 +225,9 @@ class ReplayWatch(StepMode):
         """Execute one operation, or skip it if it belongs to another stage."""
         leaves, plain = flatten_call(args, kwargs)
         num_arguments = len(leaves)
-        paths = (
-            self._templates[self._next].attribute_inputs
-            if name[:1] == "@" and self._next < len(self._templates)
-            else ()
-        )
+        paths: Sequence[AttributePath] = ()
+        if name[:1] == "@" and self._next < len(self._templates):
+            paths = self._templates[self._next].attribute_inputs
         if paths:
             leaves = [*leaves, *look_up(self.units[name[1:]], paths)]
         inputs: list[int] = []
