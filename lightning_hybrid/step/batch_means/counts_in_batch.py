@@ -137,13 +137,7 @@ def counts_in(batch: Any) -> Iterator[Count]:
 
 
 def uneven_masks(batch: Any, microbatches: Sequence[Any], weights: Sequence[float]) -> set[Count]:
-    """The counts of labels and masks whose shares in the microbatches differ from the shares of samples.
-
-    Args:
-        batch: The batch.
-        microbatches: Its microbatches.
-        weights: Their shares of the samples.
-    """
+    """The counts of labels and masks whose shares in the microbatches differ from ``weights``, those of samples."""
     found = set()
     for position, leaf in enumerate(_tensors(batch)):
         if leaf.is_floating_point() or leaf.is_complex():

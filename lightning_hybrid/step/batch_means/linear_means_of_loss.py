@@ -19,9 +19,7 @@ _LINEAR = (
 def data_dependent_means(graph: StepGraph, *, sizes_differ: bool) -> frozenset[int]:
     """Indices of the nodes that average over a number of entries that depends on the content of the batch.
 
-    Args:
-        graph: Graph of the step on a microbatch.
-        sizes_differ: Whether the graph of another microbatch has other shapes.
+    ``sizes_differ`` tells that the graph of another microbatch has other shapes than this ``graph``.
     """
     found = set()
     for node in graph.nodes:

@@ -27,7 +27,7 @@ class DenominatorReplay(StageReplay):
     memory: frozenset[int]
 
     def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
-        """Create a function mode that counts."""
+        """Create a function mode that counts; ``received`` are as in `StageReplay.run`, of any shapes."""
         return _DenominatorWatch(self, received, parameters)
 
 
@@ -43,7 +43,6 @@ class _DenominatorWatch(ReplayWatch):
         self._call: tuple[Any, Any] = (), {}
 
     def event(self, name: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]) -> Any:
-        """Store the arguments for ``_skip``."""
         self._call = args, kwargs
         return super().event(name, run, args, kwargs, owned)
 

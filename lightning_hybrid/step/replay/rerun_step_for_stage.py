@@ -64,8 +64,9 @@ def rebuild_result(
 ) -> Any:
     """Build the result of an operation that is skipped, in the containers of the recorded result.
 
-    ``leaves`` are of its arguments; ``made`` returns the tensor of a value index, ``mark`` marks a tensor with it,
-    and ``rewrite`` turns an argument that the operation writes in place into the written value.
+    ``leaves`` are of its arguments; ``made`` returns the tensor of a value index, of the shape that the value has,
+    ``mark`` marks a tensor with it, and ``rewrite`` turns an argument that the operation writes in place into the
+    written value.
     """
     result: list[Any] = []
     tensors: dict[int, Tensor] = {}  # a tensor may occur twice
@@ -131,7 +132,7 @@ class StageReplay:
 
         Args:
             step: Runs the user's step on one microbatch.
-            received: Full tensors that other stages sent, by value index.
+            received: Full tensors that other stages sent, by value index; of any shapes.
             parameters: FQN by id of all parameters and tracked buffers of the module.
             current: The run in progress, from ``instrumented``.
             shares: Weights of operations that average, by node index.
@@ -154,7 +155,7 @@ class StageReplay:
         return StageRun(result, watch.made, watch.placeholders, watch.numbers_read, watch.scalars)
 
     def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
-        """Create the function mode for one run."""
+        """Create the function mode for one run; ``received`` are full tensors of the microbatch's shapes."""
         return ReplayWatch(self, received, parameters)
 
 
@@ -186,14 +187,14 @@ class ReplayWatch(StepMode):
         self.placeholders: list[tuple[int, FakeTensor]] = []
 
     def is_absent_here(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is, in this run, a value of another stage that was not received."""
+        """Whether a tensor, of any shape, is in this run a value of another stage that was not received."""
         mark = self.mark_of(tensor)
         if mark is None:
             return isinstance(tensor, FakeTensor)
         return self._value_stage[mark] != self._stage and mark not in self._received
 
     def is_elsewhere(self, tensor: Tensor) -> bool:
-        """Whether the value belongs to another stage, received or not."""
+        """Whether a tensor, of any shape, is a value of another stage, received or not."""
         mark = self.mark_of(tensor)
         return mark is not None and self._value_stage[mark] != self._stage
 
