@@ -189,11 +189,7 @@ class Mesh:
     def dedicated_world(self, timeout: timedelta | None = None) -> ProcessGroup | None:
         """Make an additional gloo group of all ranks, for a thread beside the training; collective.
 
-        Args:
-            timeout: timeout of its operations; torch's default if None.
-
-        Returns:
-            The group; None if there is one rank.
+        ``timeout`` is of its operations, torch's default if None. Returns None if there is one rank.
         """
         if self.layout.world_size == 1:
             return None

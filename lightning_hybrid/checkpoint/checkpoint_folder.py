@@ -58,10 +58,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
-
-    Args:
-        path: The folder.
+    """The manifest of the checkpoint in a folder.
 
     Raises:
         IncompleteCheckpoint: It has none, or its save did not end.

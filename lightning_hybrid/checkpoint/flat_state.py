@@ -63,12 +63,7 @@ def take_tensors(tree: Any, *, is_first: bool, path: Path = ()) -> tuple[Any, di
 
 
 def put_tensors(tree: Any, tensor: Callable[[str], Any]) -> Any:
-    """Replace the references in a rest by tensors; the inverse of `take_tensors`.
-
-    Args:
-        tree: The rest.
-        tensor: Returns the tensor of a key.
-    """
+    """Replace the references in a rest by what ``tensor`` returns for their keys; the inverse of `take_tensors`."""
 
     def leaf(_: Path, value: Any) -> Any:
         if not _is_reference(value):

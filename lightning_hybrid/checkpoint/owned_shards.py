@@ -68,12 +68,10 @@ class OwnedShards:
 
 
 def unsharded(tensor: Tensor, *, counts: bool = True, written_by: str = FIRST) -> OwnedShards:
-    """Describe a tensor of which this rank has all elements.
+    """Describe a dense tensor of any shape, of which this rank has all elements.
 
-    Args:
-        tensor: A dense tensor.
-        counts: Whether this rank is the first one of its replica to have it.
-        written_by: ``OwnedShards.written_by``.
+    ``counts`` tells whether this rank is the first one of its replica to have it; ``written_by`` is as in
+    ``OwnedShards``.
     """
     _check_dense(tensor)
     boxes = (Box((0,) * tensor.dim(), tensor.detach()),) if counts else ()
@@ -126,20 +124,15 @@ class LocalState:
         self._tp_name = mesh.group("tp").group_name
 
     def local_shard(self, name: str, shape: Sequence[int]) -> ShardBoxes:
-        """This rank's shard of a parameter, or of a tensor of its shape.
-
-        Args:
-            name: FQN of the parameter.
-            shape: Shape of the full parameter.
-        """
+        """This rank's shard of the parameter of this name, or of a tensor of its full ``shape``."""
         return shard_of(self._axis_cuts, name, shape)
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """The FQN of a parameter of the module."""
+        """The FQN of a parameter of the module, whose shape may be that of a shard; None for other tensors."""
         return self._names.get(id(parameter))
 
     def is_sharded(self, parameter: Tensor) -> bool:
-        """Whether this rank has a shard of a parameter instead of the full one now."""
+        """Whether this rank has a shard of a parameter instead of its full shape now."""
         return FULL_SHAPE in parameter.__dict__
 
     def module(self, copy: nn.Module | None = None) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class SavedFolder:
     """A complete distributed checkpoint, open for reading."""
 
     def __init__(self, path: Path, *, weights_only: bool | None = None) -> None:
-        """Open it.
+        """Open the folder ``path``.
 
         Args:
             path: The folder.
@@ -75,11 +75,11 @@ class SavedFolder:
 
     @property
     def tensors(self) -> Mapping[str, TensorStorageMetadata]:
-        """The metadata of the saved tensors, by key."""
+        """The metadata of the saved tensors, such as their full shapes, by key."""
         return {k: t for k, t in self.metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
 
     def metadata_of(self, key: str) -> TensorStorageMetadata:
-        """The metadata of one tensor; raises a CheckpointError if there is none of that key."""
+        """The metadata of one tensor, such as its full shape; raises a CheckpointError if there is none of that key."""
         saved = self.metadata.state_dict_metadata.get(key)
         if not isinstance(saved, TensorStorageMetadata):
             raise CheckpointError(f"{self.path} has no {key}")
@@ -271,7 +271,6 @@ class _Targets(LoadPlanner):
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
@@ -279,14 +278,14 @@ class _Targets(LoadPlanner):
         raise NotImplementedError
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The view of the target that the item fills."""
+        """The view of the target that the item fills, of the shape of the item."""
         target = self._targets[read_item.dest_index.fqn]
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dim, start, length)
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: the target was written in place."""
+        """Nothing to do: the target, of any shape, was written in place."""
 
 
 class _Reader(FileSystemReader):

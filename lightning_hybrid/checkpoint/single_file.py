@@ -97,10 +97,7 @@ def load_module_state(
 
 
 def shard_loading_hook(shards: LocalShards, root: nn.Module) -> Callable[..., None]:
-    """Make a hook for ``root.load_state_dict`` by which this rank loads its shards of a full state dict.
-
-    User code may call ``load_state_dict`` too. Args: shards: local shards of the module. root: the module.
-    """
+    """Make a hook for ``root.load_state_dict``, called by user code too, that loads its shards of a full state."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     keys = {key: names[id(p)] for key, p in root.named_parameters(remove_duplicate=False)}
 
@@ -122,12 +119,7 @@ def state_mismatches(
 ) -> str:
     """Describe the names and shapes of a full state dict that do not match the module; "" if all match.
 
-    Args:
-        root: The module.
-        state: The full state dict.
-        shards: Local shards of the module.
-        strict: Whether names must be the same.
-        prefix: As in ``load_module_state``.
+    The arguments are those of ``load_module_state``.
     """
     own = nn.Module.state_dict(root)
     found = []

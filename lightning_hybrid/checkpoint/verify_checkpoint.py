@@ -42,11 +42,9 @@ def problems(path: Path, *, weights_only: bool = True) -> Iterator[str]:
 
 
 def covered(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
-    """Check that every element lies in exactly one box; return what is wrong, or "".
+    """Check that every element of a tensor lies in exactly one of the boxes; return what is wrong, or "".
 
-    Args:
-        shape: Shape of the full tensor.
-        boxes: Offsets and sizes of each box.
+    ``shape`` is that of the full tensor; each box is its offsets and sizes.
     """
     for offsets, sizes in boxes:
         if any(start < 0 or start + size > end for start, size, end in zip(offsets, sizes, shape, strict=True)):

@@ -83,7 +83,7 @@ class HostBuffers:
         self._memory: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def copied(self, key: str, offsets: tuple[int, ...], content: Tensor) -> Tensor:
-        """Copy a box to memory on the CPU that nothing else writes."""
+        """Copy a box of any shape to memory on the CPU that nothing else writes."""
         entry = self._memory.get((key, offsets))
         if entry is None or entry.shape != content.shape or entry.dtype != content.dtype:
             entry = torch.empty(content.shape, dtype=content.dtype)

@@ -15,7 +15,7 @@ from lightning_hybrid.graph.step_graph import Value
 def broadcast_tensor(
     value: Value, content: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device
 ) -> Tensor:
-    """Broadcast a tensor from the pipeline rank ``source``.
+    """Broadcast a tensor from the pipeline rank ``source``; of the recorded shape, or any if that is dynamic.
 
     Args:
         value: Its record in the step graph.
@@ -44,13 +44,9 @@ def broadcast_tensor(
 
 
 def broadcast_buffer(buffer: Tensor, owner: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Broadcast the content of a buffer from one rank of a group; collective over the group.
+    """Broadcast a buffer, of one shape on all ranks, from the rank ``owner`` of a group; collective over it.
 
-    Args:
-        buffer: On every rank.
-        owner: Owner rank in the group.
-        group: The ranks.
-        device: The device on which the group communicates.
+    ``device`` is the one on which the group communicates.
     """
     content = buffer.detach().to(device).contiguous()
     dist.broadcast(as_sendable(content), group=group, group_src=owner)

@@ -191,13 +191,9 @@ def assign(graph: StepGraph, homes: Mapping[str, int], num_stages: int) -> Assig
 def buffer_stages(
     graph: StepGraph, homes: Mapping[str, int], names: Collection[str], num_stages: int
 ) -> dict[str, int]:
-    """The first stages that can own some buffers together with all that a step does with them.
+    """The first stages that can own the buffers ``names`` together with all that a step does with them.
 
-    Args:
-        graph: Of the step.
-        homes: Owner stage of each parameter and tracked buffer; entries of ``names`` are ignored.
-        names: The buffers.
-        num_stages: Of the pipeline.
+    ``homes`` are the owner stages of parameters and tracked buffers; entries of ``names`` are ignored.
     """
     found = dict.fromkeys(names, 0)
     while True:

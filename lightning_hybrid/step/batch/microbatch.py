@@ -160,10 +160,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def join_batches(batches: Sequence[Any]) -> Any:
-    """Concatenate the batches of several replicas to one.
-
-    Args:
-        batches: The batches, in the order of the replicas.
+    """Concatenate the batches of several replicas, in their order, to one.
 
     Raises:
         BatchError: The result has another number of samples than the batches together.

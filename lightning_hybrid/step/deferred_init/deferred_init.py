@@ -88,19 +88,19 @@ class InitialValues:
         self.adopt(module, parameter)
 
     def adopt(self, module: nn.Module, parameter: Tensor) -> None:
-        """Track a parameter on meta, and the values that ``load_state_dict`` of its module assigns."""
+        """Track a parameter of any shape on meta, and the values that ``load_state_dict`` of its module assigns."""
         if not self.is_adopted(parameter):
             self._parameters[id(parameter)] = _Parameter(parameter, self._recorded.part(parameter), parameter._version)
         if module not in self._hooks:
             self._hooks[module] = module.register_load_state_dict_pre_hook(self._on_load)
 
     def is_adopted(self, parameter: Tensor) -> bool:
-        """Whether this parameter is tracked."""
+        """Whether this parameter, of any shape, is tracked."""
         tracked = self._parameters.get(id(parameter))
         return tracked is not None and tracked.parameter is parameter
 
     def has_record_of(self, tensor: Tensor) -> bool:
-        """Whether operations on a tensor on meta were recorded."""
+        """Whether operations on a tensor of any shape on meta were recorded."""
         return self.is_adopted(tensor) or self._recorded.has_record_of(tensor)
 
     def _on_load(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
@@ -121,7 +121,7 @@ class InitialValues:
                 tracked.part, tracked.version = self._recorded.part(parameter), parameter._version + 1
 
     def check(self, name: str, tensor: Tensor) -> None:
-        """Check that a tensor on meta has recorded operations that give its value.
+        """Check that a tensor on meta, of any shape, has recorded operations that give its value.
 
         Raises:
             InitialValueError: It was never written, or written without a record.
@@ -139,19 +139,19 @@ class InitialValues:
             )
 
     def part(self, tensor: Tensor) -> StorageView:
-        """The view of a recorded storage from which the value of a tensor on meta is computed."""
+        """The view, of its shape, of a recorded storage from which the value of a tensor on meta is computed."""
         if self.is_adopted(tensor) and not self._recorded.has_record_of(tensor):
             return self._parameters[id(tensor)].part  # its dtype was changed while operations were not recorded
         return self._recorded.part(tensor)
 
     def take(self, parameter: Tensor, device: torch.device) -> StorageView:
-        """Make a parameter on meta absent, on ``device``; returns the view from which its value is computed."""
+        """Make a parameter on meta absent, on ``device``; returns the view, of its shape, that gives its value."""
         part = self.part(parameter)
         drop(parameter, device)
         return part
 
     def value(self, part: StorageView) -> Tensor:
-        """Compute the value of a view by replaying the recorded operations on it."""
+        """Compute the value of a view, a tensor of its shape, by replaying the recorded operations on it."""
         return self._recorded.value(part)
 
     def close(self) -> bool:

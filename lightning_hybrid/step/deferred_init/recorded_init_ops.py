@@ -113,11 +113,11 @@ class RecordedInitOps:
             self._uninitialized.clear()
 
     def has_record_of(self, tensor: Tensor) -> bool:
-        """Whether a tensor on meta is a view of a recorded storage."""
+        """Whether a tensor on meta, of any shape, is a view of a recorded storage."""
         return tensor.untyped_storage()._cdata in self._numbers
 
     def is_uninitialized(self, tensor: Tensor) -> bool:
-        """Whether a real tensor is memory allocated inside that has not been written."""
+        """Whether a real tensor of any shape is memory allocated inside that has not been written."""
         return tensor.untyped_storage()._cdata in self._uninitialized
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -207,7 +207,7 @@ class RecordedInitOps:
         return torch.get_device_module(self._device).default_generators[index]
 
     def part(self, tensor: Tensor) -> StorageView:
-        """The view of a recorded storage from which a tensor on meta is computed later."""
+        """The view, of its shape, of a recorded storage from which a tensor on meta is computed later."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._numbers:
             self._numbers[storage._cdata] = len(self._storages)
@@ -225,7 +225,7 @@ class RecordedInitOps:
         return bool(self._writers.get(part.storage))
 
     def value(self, part: StorageView) -> Tensor:
-        """Compute the value of a tensor by replaying its operations; the generators do not advance.
+        """Compute the value of a view, a tensor of its shape, by replaying operations; generators do not advance.
 
         Raises:
             InitialValueError: A real tensor that an operation read has changed since.

@@ -30,11 +30,9 @@ class NotOnThisRank(pickle.PicklingError):
 
 
 def copy_full_parameter(parameter: Tensor, shape: torch.Size) -> None:
-    """Let copies and pickles of a parameter, of which this rank has a shard from now on, be of the full one.
+    """Let copies and pickles of a parameter, of which this rank has a shard from now on, be of the full ``shape``.
 
-    Args:
-        parameter: Its ``data`` is the shard, except where a mode shows the full one.
-        shape: The full shape.
+    The parameter's ``data`` is the shard, except where a mode shows the full one.
     """
     parameter.__dict__[FULL_SHAPE] = shape
     parameter.__dict__[_DEEPCOPY] = _CopyInFull(parameter)
@@ -42,7 +40,7 @@ def copy_full_parameter(parameter: Tensor, shape: torch.Size) -> None:
 
 
 def copy_local_parameter(parameter: Tensor) -> None:
-    """Undo ``copy_full_parameter``: this rank has the full parameter again."""
+    """Undo ``copy_full_parameter``: this rank has the parameter in its full shape again."""
     del parameter.__dict__[FULL_SHAPE], parameter.__dict__[_DEEPCOPY]
 
 
@@ -83,9 +81,7 @@ def _pickle_parameter(parameter: nn.Parameter) -> Any:
 def reduce_for_pickle(tensor: Tensor, content: Tensor) -> Any:
     """The reduced value that `pickle` writes for a tensor of the user, which may be an absent parameter.
 
-    Args:
-        tensor: The tensor whose attributes are written.
-        content: Its full content.
+    ``content`` is in its full shape; the attributes of ``tensor`` are written with it.
     """
     with torch._C.DisableTorchFunction():
         full = content.detach()

@@ -115,7 +115,7 @@ class ArgumentSnapshot:
 
 
 def can_restore(tensor: Tensor) -> bool:
-    """Whether ``TensorSnapshot`` can record and restore a tensor."""
+    """Whether ``TensorSnapshot`` can record and restore a tensor; any shape will do."""
     return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or is_absent(tensor))
 
 
@@ -127,7 +127,7 @@ class TensorSnapshot:
         self._content = detached_copy(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether this is a snapshot of ``tensor``."""
+        """Whether this is a snapshot of this tensor object, whatever shape that has now."""
         return self._tensor is tensor
 
     def is_here(self) -> bool:
@@ -181,7 +181,7 @@ class ModuleSnapshot(ArgumentSnapshot):
             self._record(module.__dict__, seen, 0, top=True)
 
     def has_unchanged(self, buffer: Tensor) -> bool:
-        """Whether a buffer is recorded and has not been written since."""
+        """Whether a buffer of any shape is recorded and has not been written since."""
         return any(content.is_of(buffer) and content.is_here() for content in self._buffers)
 
     def restore(self) -> None:
@@ -207,10 +207,7 @@ def reachable_leaves(
 ) -> Iterator[tuple[AttributePath, Any]]:
     """Iterates over every leaf (tensor, number, object) in attributes and containers of modules, with its path.
 
-    Args:
-        root: The user's module.
-        without: Modules to skip.
-        plain: Whether to include numbers, strings and None, which most leaves are.
+    ``plain`` tells whether to include numbers, strings and None, which most leaves are.
     """
     seen: set[int] = set()
     passed = frozenset() if plain else PLAIN

@@ -20,8 +20,8 @@ def copied(value: Any, new: Callable[[Tensor], Tensor] = detached_copy, *, modul
     A cache that a unit fills must be copied before each call of the unit.
 
     Args:
-        value: The object.
-        new: Creates the tensors of the copy.
+        value: The object; it is shared if it cannot be copied.
+        new: Creates the tensors of the copy; by default with their shapes and contents.
         modules: Whether modules in it are copied too; otherwise the copy shares them.
     """
     memo: dict[int, Any] = {}

@@ -180,7 +180,7 @@ _MOST_OBJECTS = 1000
 
 
 def tensors_inside(value: object, seen: set[int] | None = None) -> list[Tensor]:
-    """The tensors in the attributes of an object of an unknown class, such as a batch of graphs, or in containers."""
+    """The tensors, of any shapes, in an object of an unknown class, such as a batch of graphs, or in containers."""
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         return [value]
