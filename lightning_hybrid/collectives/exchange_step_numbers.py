@@ -43,7 +43,7 @@ class NumberExchange:
         *,
         names: int,
         batch: int,
-        form: int = 0,
+        trace: int = 0,
         is_broken: bool = False,
         device: torch.device,
     ) -> None:
@@ -54,7 +54,7 @@ class NumberExchange:
             group: The ranks of one replica.
             names: Digest of the names of the numbers.
             batch: Digest of the batch, which all ranks of a replica must share.
-            form: Digest of the trace of the step.
+            trace: Digest of the trace of the step.
             is_broken: Whether this rank has no numbers, as it aborted the step.
             device: The device on which the group communicates.
         """
@@ -63,8 +63,8 @@ class NumberExchange:
         self._device = device
         self._gathered: Callable[[], list[Tensor]] | None = None
         if group.size() > 1:
-            trace = _BROKEN if is_broken else float(form)
-            first = [float(len(numbers)), float(names), float(batch), trace, *numbers[:_SLOTS]]
+            state = _BROKEN if is_broken else float(trace)
+            first = [float(len(numbers)), float(names), float(batch), state, *numbers[:_SLOTS]]
             self._gathered = self._start(first + [math.nan] * (_HEADER + _SLOTS - len(first)))
 
     def _start(self, row: list[float]) -> Callable[[], list[Tensor]]:

@@ -110,7 +110,7 @@ class StepResultExchange:
             self._group,
             names=names,
             batch=self._digest,
-            form=zlib.crc32(repr([variant.digest for variant in self._variants]).encode()),
+            trace=zlib.crc32(repr([variant.digest for variant in self._variants]).encode()),
             device=self._device,
         )
 
