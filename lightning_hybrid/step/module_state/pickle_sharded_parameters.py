@@ -1,7 +1,7 @@
 """Pickles and copies of parameters of which this rank has a shard or nothing.
 
-In hooks of the user the modes that gather on read (`parts.reads`, `pipeline.global_reads`) show full contents to
-`copy` and `pickle` too. Where none of them is active, a shard or an absent tensor would be copied as the parameter.
+In hooks of the user the modes of `full_params` show full contents to `copy` and `pickle` too. Where none of them is
+active, a shard or an absent tensor would be copied as the parameter.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class EmptyInit:
                 if buffer is None or not buffer.is_meta:
                     continue
                 if id(buffer) not in buffers and self._values.has_record_of(buffer):
-                    buffers[id(buffer)] = self._values.value(self._values.part(buffer)).to(self._device)
+                    buffers[id(buffer)] = self._values.value(self._values.view_of(buffer)).to(self._device)
                 elif id(buffer) not in buffers:
                     buffers[id(buffer)] = real = torch.empty_like(buffer, device=self._device)
                     self._unset.append((f"{fqn}.{name}" if fqn else name, real, real._version))
