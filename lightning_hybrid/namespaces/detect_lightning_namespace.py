@@ -2,8 +2,8 @@
 
 They are separate packages with separate classes, and each refuses subclasses of the other's. The strategies, precision
 plugins and callbacks are written once, against `lightning.pytorch`; `import_modules_twice.py` loads the same files
-again, for `pytorch_lightning`. So each public class exists twice, and `lightning_hybrid.Hybrid3DStrategy` is the one for
-the importing file. Nothing here imports either namespace.
+again, for `pytorch_lightning`. So each public class exists twice, and `lightning_hybrid.Hybrid3DStrategy` is the one
+for the importing file. Nothing here imports either namespace.
 """
 
 from __future__ import annotations
