@@ -183,8 +183,8 @@ class ParallelLayout:
 
     def data_rank(self, rank: int) -> int:
         """The index of the rank's batch among the batches of a step: 0 to `data_parallel_size` - 1."""
-        own = self.coordinates(rank)
-        return own.dp_replicate * self.data_shard_size + own.dp_shard
+        place = self.coordinates(rank)
+        return place.dp_replicate * self.data_shard_size + place.dp_shard
 
 
 def _resolve_data_parallel(fixed_sizes: Mapping[str, int], world_size: int) -> int:

@@ -78,9 +78,9 @@ def put_tensors(tree: Any, tensor: Callable[[str], Any]) -> Any:
 
 def references(tree: Any) -> Iterator[str]:
     """The keys of the tensors that a rest refers to."""
-    found: list[str] = []
-    put_tensors(tree, found.append)
-    return iter(found)
+    keys: list[str] = []
+    put_tensors(tree, keys.append)
+    return iter(keys)
 
 
 def key_of(path: Path) -> str:

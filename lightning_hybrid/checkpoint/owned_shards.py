@@ -87,7 +87,7 @@ def assign_boxes(tensors: Iterable[OwnedShards], mesh: Mesh | None) -> list[tupl
     """
     positions: dict[str, tuple[int, int]] = {}
     assigned_bytes: dict[str, list[int]] = {}
-    own = []
+    assigned = []
     for each in tensors:
         for axis in {ANY, each.written_by} - positions.keys() - {FIRST}:
             positions[axis] = (1, 0) if mesh is None else _rank_among_copies(mesh, axis)
@@ -101,8 +101,8 @@ def assign_boxes(tensors: Iterable[OwnedShards], mesh: Mesh | None) -> list[tupl
                 load[writer] += box.content.nbytes
                 writes = writer == here
             if writes:
-                own.append((each, box))
-    return own
+                assigned.append((each, box))
+    return assigned
 
 
 def _rank_among_copies(mesh: Mesh, axis: str) -> tuple[int, int]:

@@ -104,9 +104,9 @@ class SavedFolder:
         try:
             return torch.load(self.path / name, map_location="cpu", weights_only=self._weights_only)
         except pickle.UnpicklingError as error:
-            found = re.search(r"GLOBAL (\S+)", str(error))
+            named = re.search(r"GLOBAL (\S+)", str(error))
             raise CheckpointError(
-                f"{self.path / name} holds objects of {found[1] if found else 'a class'}, not only tensors and plain"
+                f"{self.path / name} holds objects of {named[1] if named else 'a class'}, not only tensors and plain"
                 " Python values; if you trust it, pass weights_only=False (--trust on the command line)"
             ) from error
 
@@ -130,8 +130,8 @@ class SavedFolder:
                 name = f"{number}.{index}"
                 targets[name] = target
                 chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                found = create_read_items_for_chunk_list(each.key, saved, [chunk])
-                items += [_renamed(item, name) for item in found if 0 not in item.lengths]
+                parts = create_read_items_for_chunk_list(each.key, saved, [chunk])
+                items += [_renamed(item, name) for item in parts if 0 not in item.lengths]
         self._reader.read_data(LoadPlan(items), _Targets(targets)).wait()
 
     def checkpoint(self, map_location: Any = None, unread: Collection[str] = ()) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class SavedOptimizer(Mapping[str, Any]):
     def _torch_state(self) -> dict[str, Any]:
         return torch_state(self._named)
 
-    def own(self, optimizer: Optimizer, local: LocalState) -> dict[str, Any]:
+    def local_state(self, optimizer: Optimizer, local: LocalState) -> dict[str, Any]:
         """Read the state of this rank's parameters, or shards of them, by number.
 
         Args:

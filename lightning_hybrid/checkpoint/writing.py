@@ -236,9 +236,9 @@ def _merged_optimizers(reports: Sequence[_Report]) -> list[Any]:
     """The optimizers of the first rank, with the entries of all ranks."""
     first, *others = [pickle.loads(report.optimizers) for report in reports]  # sent by ranks of this run
     for other in others:
-        for mine, entries in zip(first, other, strict=False):
-            if isinstance(mine, dict) and isinstance(entries, dict):
-                mine[_MERGED] = {**entries.get(_MERGED, {}), **mine.get(_MERGED, {})}
+        for merged, entries in zip(first, other, strict=False):
+            if isinstance(merged, dict) and isinstance(entries, dict):
+                merged[_MERGED] = {**entries.get(_MERGED, {}), **merged.get(_MERGED, {})}
     return first
 
 

@@ -195,16 +195,13 @@ def buffer_stages(
 
     ``homes`` are the owner stages of parameters and tracked buffers; entries of ``names`` are ignored.
     """
-    found = dict.fromkeys(names, 0)
+    owners = dict.fromkeys(names, 0)
     while True:
-        assignment = assign(graph, {**homes, **found}, num_stages)
-        later = dict(found)
-        for name, stages in assignment.holders.items():
-            if name in later:
-                later[name] = max(later[name], *stages)
-        if later == found:
-            return found
-        found = later
+        holders = assign(graph, {**homes, **owners}, num_stages).holders
+        later = {name: max((stage, *holders.get(name, ()))) for name, stage in owners.items()}
+        if later == owners:
+            return owners
+        owners = later
 
 
 def _check_views(graph: StepGraph, node_stage: Sequence[int], value_stage: Sequence[int]) -> None:

@@ -111,17 +111,17 @@ def namespace_for(frame: FrameType | None) -> Namespace:
     Raises:
         ModuleNotFoundError: Neither is installed.
     """
-    found = [namespace for namespace in NAMESPACES if _is_installed(namespace)]
-    if not found:
+    candidates = [namespace for namespace in NAMESPACES if _is_installed(namespace)]
+    if not candidates:
         raise ModuleNotFoundError(
             "lightning_hybrid needs lightning or pytorch-lightning, but neither is installed; pip install lightning"
         )
     for narrowed in (_named_in, _running_below, lambda _: [n for n in NAMESPACES if n.package in sys.modules]):
-        if len(found) == 1:
+        if len(candidates) == 1:
             break
         names = narrowed(frame)
-        found = names if len(names) == 1 else found
-    return found[0]
+        candidates = names if len(names) == 1 else candidates
+    return candidates[0]
 
 
 def _is_installed(namespace: Namespace) -> bool:

@@ -80,16 +80,16 @@ class BatchMetrics:
 
     def value_of(self, metric: Metric) -> Tensor | None:
         """The scalar value for the full batch of a metric called once in the step; None if it is not known."""
-        found = [
+        copies = [
             each
             for each in self._copies.values()
             if each.count and any(module is metric for module in each.of.modules())
         ]
-        if len(found) != 1 or found[0].count != self._num_microbatches:
+        if len(copies) != 1 or copies[0].count != self._num_microbatches:
             return None
         with torch.no_grad():
-            found[0].copy.compute()  # metrics of a collection share their states only after it
-            for original, copied in zip(found[0].of.modules(), found[0].copy.modules(), strict=True):
+            copies[0].copy.compute()  # metrics of a collection share their states only after it
+            for original, copied in zip(copies[0].of.modules(), copies[0].copy.modules(), strict=True):
                 if original is metric:
                     value = copied.compute()  # type: ignore[operator]
                     return value if isinstance(value, Tensor) and value.numel() == 1 else None
