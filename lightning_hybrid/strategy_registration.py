@@ -61,17 +61,15 @@ def _build(namespace: Namespace, **options: Any) -> Any:
 
 
 class _ImportWatcher(importlib.abc.MetaPathFinder):
-    """A finder that calls a function after the import of each pending module."""
+    """A finder that calls a function with each pending module, by its name, after its import."""
 
     def __init__(self, pending: dict[str, Callable[[ModuleType], None]]) -> None:
-        """Take ``pending`` (functions to call with a module, by its name)."""
         self._pending = pending
         self._is_searching = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Wrap the loader of the modules of interest."""
         if fullname not in self._pending or self._is_searching:
             return None
         self._is_searching = True

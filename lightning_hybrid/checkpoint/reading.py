@@ -292,11 +292,7 @@ class _Reader(FileSystemReader):
     """torch's reader; its index is a pickle, of which only the classes that torch writes are accepted."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index.
-
-        Raises:
-            CheckpointError: The file contains something else.
-        """
+        """Read the index; raises a CheckpointError if the file contains something else."""
         path = Path(self.path) / ".metadata"
         with path.open("rb") as file:
             metadata = _Index(file, path).load()

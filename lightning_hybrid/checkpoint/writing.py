@@ -243,11 +243,7 @@ def _merged_optimizers(reports: Sequence[_Report]) -> list[Any]:
 
 
 def _check(metadata: Metadata, expected: set[str]) -> None:
-    """Check that every tensor was written, each element once.
-
-    Raises:
-        CheckpointError: A tensor or element is missing, or was written twice.
-    """
+    """Check that every tensor was written, each element once; raises a CheckpointError otherwise."""
     lost = sorted(expected - metadata.state_dict_metadata.keys())
     if lost:
         raise CheckpointError(f"no rank wrote {', '.join(lost[:5])} ({len(lost)} tensors)")

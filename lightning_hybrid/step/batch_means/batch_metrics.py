@@ -20,12 +20,9 @@ from lightning_hybrid.step.tracing.metric_nodes import isolated_copy
 
 @dataclass
 class _MetricCopy:
-    """The copy of one metric for one of its calls in a step.
+    """The copy of one metric for one of its calls in a step, and the number of microbatches that the copy has received.
 
-    Attributes:
-        of: The metric.
-        copy: Its copy, updated with each microbatch.
-        count: Number of microbatches the copy has received; less than all after an error.
+    The number is less than all after an error.
     """
 
     of: Metric | MetricCollection

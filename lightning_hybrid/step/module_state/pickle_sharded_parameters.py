@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copyreg
 import pickle
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def copy_full_parameter(parameter: Tensor, shape: torch.Size) -> None:
     The parameter's ``data`` is the shard, except where a mode shows the full one.
     """
     parameter.__dict__[FULL_SHAPE] = shape
-    parameter.__dict__[_DEEPCOPY] = _CopyInFull(parameter)
+    parameter.__dict__[_DEEPCOPY] = partial(_copy_full, parameter)
     copyreg.dispatch_table.setdefault(type(parameter), _pickle_parameter)
 
 
@@ -44,16 +45,11 @@ def copy_local_parameter(parameter: Tensor) -> None:
     del parameter.__dict__[FULL_SHAPE], parameter.__dict__[_DEEPCOPY]
 
 
-class _CopyInFull:
+def _copy_full(parameter: Tensor, memo: dict[int, Any]) -> Any:
     """The ``__deepcopy__`` of a sharded parameter."""
-
-    def __init__(self, parameter: Tensor) -> None:
-        self._parameter = parameter
-
-    def __call__(self, memo: dict[int, Any]) -> Any:
-        if id(self._parameter) not in memo:
-            _check_full(self._parameter, "copied")
-        return type(self._parameter).__deepcopy__(self._parameter, memo)
+    if id(parameter) not in memo:
+        _check_full(parameter, "copied")
+    return type(parameter).__deepcopy__(parameter, memo)
 
 
 def _check_full(parameter: Tensor, done: str) -> None:

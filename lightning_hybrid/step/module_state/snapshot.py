@@ -1,8 +1,7 @@
 """Snapshots of module state: attributes, containers, buffers and hooks, put back in place.
 
-Attributes, containers in them, buffers and hooks are recorded before a step and restored, in place, after it. Torch's
-generators are handled by ``randomness``. In between, callers read what the step changed (a list of outputs, a
-lazily built mask).
+They are recorded before a step and restored after it; in between, callers read what the step changed (a list of
+outputs, a lazily built mask). Torch's generators are handled by ``randomness``.
 """
 
 from __future__ import annotations
