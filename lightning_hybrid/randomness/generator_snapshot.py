@@ -1,4 +1,4 @@
-"""Snapshots of the random generators of Python, numpy, torch and one accelerator, to be restored later.
+"""Snapshots of random generators, to be restored later: of the process, as plain values, or of one generator.
 
 ``GeneratorStates`` is for one run. Checkpoints have plain values, as user code may draw between steps; random numbers
 in steps under stages and microbatches are keyed by seed and step (``keyed_draws``) and need none.
@@ -15,7 +15,7 @@ import torch
 
 
 class GeneratorStates:
-    """The states of all random generators of this process."""
+    """The states of the global generators of this process: of Python, numpy, torch and one accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         """Take ``device`` (an accelerator whose generator is included)."""
@@ -61,7 +61,7 @@ def accelerator_generator(device: torch.device) -> torch.Generator | None:
     return None
 
 
-def generator_states(device: torch.device) -> dict[str, Any]:
+def plain_generator_states(device: torch.device) -> dict[str, Any]:
     """The states as plain values, for a checkpoint."""
     version, numbers, gauss = random.getstate()
     name, keys, *others = numpy.random.get_state()
@@ -73,8 +73,8 @@ def generator_states(device: torch.device) -> dict[str, Any]:
     }
 
 
-def restore_generators(states: Mapping[str, Any], device: torch.device) -> None:
-    """Set the generators to the states that ``generator_states`` returned."""
+def restore_plain_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Set the generators to the states that ``plain_generator_states`` returned."""
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *others = states["numpy"]
@@ -82,3 +82,43 @@ def restore_generators(states: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(states["torch"])
     if states["device"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(states["device"], device)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether ``value`` is a random number generator of Python, numpy or torch."""
+    return isinstance(value, random.Random | numpy.random.Generator | numpy.random.RandomState | torch.Generator)
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of such a generator, hashable; equal states draw the same."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    return _hashable(_bit_generator(generator).state)
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """The inverse of ``generator_state``."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    else:
+        _bit_generator(generator).state = _unhashable(state)
+
+
+def _bit_generator(generator: Any) -> Any:
+    return generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator._bit_generator
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((key, _hashable(item)) for key, item in value.items())
+    return ("array", value.dtype.str, value.tobytes()) if isinstance(value, numpy.ndarray) else value
+
+
+def _unhashable(value: Any) -> Any:
+    if isinstance(value, tuple) and value[:1] == ("array",):
+        return numpy.frombuffer(value[2], dtype=value[1]).copy()
+    return {key: _unhashable(item) for key, item in value} if isinstance(value, tuple) else value

@@ -7,16 +7,15 @@ outputs, a lazily built mask). Torch's generators are handled by ``randomness``.
 from __future__ import annotations
 
 import collections
-import random
 from collections.abc import Collection, Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_hybrid.randomness.generator_snapshot import generator_state, is_generator, set_generator_state
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy, storage_id
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
@@ -29,7 +28,6 @@ _CONTAINERS = (list, dict, set, collections.deque)
 _BUILT_IN = frozenset({*_CONTAINERS, collections.OrderedDict})  # types with a length
 PLAIN = frozenset({float, int, bool, str, type(None)})
 _LIBRARY = ("torch", "lightning", "pytorch_lightning", "builtins", "functools", "transformers.configuration", "logging")
-_GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 _FUNCTIONS = FunctionType | BuiltinFunctionType | MethodType | MethodWrapperType
 _MAX_DEPTH = 4
 
@@ -71,7 +69,7 @@ class ArgumentSnapshot:
         for name, item in items:
             if type(item) in PLAIN or (top and name in _NOT_STATE):
                 continue
-            if isinstance(item, _GENERATORS):
+            if is_generator(item):
                 self._generators.append((item, generator_state(item)))
                 continue
             if type(item) in _BUILT_IN and not item:
@@ -110,7 +108,7 @@ class ArgumentSnapshot:
                 container.clear()
                 container.extend(content)
         for generator, state in self._generators:
-            _set_generator(generator, state)
+            set_generator_state(generator, state)
 
 
 def can_restore(tensor: Tensor) -> bool:
@@ -238,44 +236,6 @@ def reachable_leaves(
 def is_state(name: str) -> bool:
     """Whether an attribute of this name is part of a module's state, and not set by Lightning."""
     return name not in _NOT_STATE
-
-
-def is_generator(value: Any) -> bool:
-    """Whether ``value`` is a random number generator."""
-    return isinstance(value, _GENERATORS)
-
-
-def generator_state(generator: Any) -> Any:
-    """The state of a generator of Python, numpy or torch; equal states draw the same."""
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
-    bits = generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator._bit_generator
-    state: Any = bits.state
-    return _hashable(state)
-
-
-def _hashable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return tuple((key, _hashable(item)) for key, item in value.items())
-    return ("array", value.dtype.str, value.tobytes()) if isinstance(value, numpy.ndarray) else value
-
-
-def _unhashable(value: Any) -> Any:
-    if isinstance(value, tuple) and value[:1] == ("array",):
-        return numpy.frombuffer(value[2], dtype=value[1]).copy()
-    return {key: _unhashable(item) for key, item in value} if isinstance(value, tuple) else value
-
-
-def _set_generator(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    else:
-        bits = generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator._bit_generator
-        bits.state = _unhashable(state)
 
 
 def inside(value: Any) -> Any:

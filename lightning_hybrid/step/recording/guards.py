@@ -16,7 +16,8 @@ import numpy
 from torch import Tensor, nn
 
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.step.module_state.snapshot import PLAIN, generator_state, inside, is_generator, is_state
+from lightning_hybrid.randomness.generator_snapshot import generator_state, is_generator
+from lightning_hybrid.step.module_state.snapshot import PLAIN, inside, is_state
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.tracing.metric_nodes import find_sinks
 
