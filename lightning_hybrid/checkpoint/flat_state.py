@@ -11,7 +11,7 @@ So are the scalars of optimizers (``step``), of which there is one for each para
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,13 +28,12 @@ _SMALL_NUMEL = 1024
 Path = tuple[Any, ...]
 
 
-def take_tensors(tree: Any, *, is_first: bool, path: Path = ()) -> tuple[Any, dict[str, OwnedShards]]:
+def take_tensors(tree: Any, *, is_first: bool) -> tuple[Any, dict[str, OwnedShards]]:
     """Separate the tensors from the rest of a checkpoint.
 
     Args:
-        tree: Lightning's checkpoint, or a subtree of it; ``OwnedShards`` stands for sharded tensors.
+        tree: Lightning's checkpoint; ``OwnedShards`` stands for sharded tensors.
         is_first: Whether this is the first rank, which saves the plain tensors.
-        path: Path of the subtree.
 
     Returns:
         The rest with references, and the tensors by key.
@@ -59,7 +58,7 @@ def take_tensors(tree: Any, *, is_first: bool, path: Path = ()) -> tuple[Any, di
             tensors[key] = value if isinstance(value, OwnedShards) else unsharded(value, counts=is_first)
         return {REFERENCE: keys[identity][1]}
 
-    return _mapped(tree, leaf, path), tensors
+    return _mapped(tree, leaf, ()), tensors
 
 
 def put_tensors(tree: Any, tensor: Callable[[str], Any]) -> Any:
@@ -76,11 +75,11 @@ def put_tensors(tree: Any, tensor: Callable[[str], Any]) -> Any:
     return _mapped(tree, leaf, ())
 
 
-def references(tree: Any) -> Iterator[str]:
+def references(tree: Any) -> set[str]:
     """The keys of the tensors that a rest refers to."""
-    keys: list[str] = []
-    put_tensors(tree, keys.append)
-    return iter(keys)
+    keys: set[str] = set()
+    put_tensors(tree, keys.add)
+    return keys
 
 
 def key_of(path: Path) -> str:

@@ -34,7 +34,7 @@ def problems(path: Path, *, weights_only: bool = True) -> Iterator[str]:
         if error := covered(tuple(tensor.size), [(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]):
             yield f"{key} of shape {tuple(tensor.size)} {error}"
     rest = saved.rest()
-    referenced = {*references(rest), *references(rest.get(OPTIMIZERS, []))}
+    referenced = references(rest) | references(rest.get(OPTIMIZERS, []))
     for key in sorted(referenced - saved.tensors.keys()):
         yield f"{key} is referenced but missing"
     for key in sorted(saved.tensors.keys() - referenced):

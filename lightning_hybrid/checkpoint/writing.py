@@ -191,7 +191,7 @@ def _finish(save: Save, reports: Sequence[_Report], afterwards: Callable[[], Non
             raise CheckpointError("; ".join(errors))
         metadata = _merged_metadata(reports)
         optimizers = _merged_optimizers(reports)
-        _check(metadata, {*references(optimizers)}.union(*(report.expected for report in reports)))
+        _check(metadata, references(optimizers).union(*(report.expected for report in reports)))
         files = {name: entry for report in reports for name, entry in report.files.items()}
         Writer(target).finish(metadata, [report.results for report in reports])
         contents = {folder.META: save.meta, folder.OPTIMIZERS: _pickled(optimizers)}
