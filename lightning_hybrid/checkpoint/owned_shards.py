@@ -81,9 +81,7 @@ def unsharded(tensor: Tensor, *, counts: bool = True, written_by: str = FIRST) -
 def assign_boxes(tensors: Iterable[OwnedShards], mesh: Mesh | None) -> list[tuple[OwnedShards, Box]]:
     """Select the boxes that this rank writes; boxes that several ranks have are balanced over them by bytes.
 
-    Args:
-        tensors: All tensors to save, in the same order on every rank.
-        mesh: The process groups; None for one process.
+    ``tensors`` are all to save, in one order on all ranks; ``mesh`` is None for one process.
     """
     positions: dict[str, tuple[int, int]] = {}
     assigned_bytes: dict[str, list[int]] = {}
@@ -136,10 +134,9 @@ class LocalState:
         return FULL_SHAPE in parameter.__dict__
 
     def module(self, copy: nn.Module | None = None) -> dict[str, Any]:
-        """The state dict of the module with ``OwnedShards`` for tensors; all keys on every rank.
+        """The state dict of the module, or of a copy that is sharded like it; all keys on every rank.
 
-        Args:
-            copy: A copy of the module, sharded like it; the module itself if None.
+        It has ``OwnedShards`` in place of tensors.
 
         Raises:
             CheckpointError: A tensor is not dense.

@@ -57,11 +57,7 @@ class SavedFolder:
     """A complete distributed checkpoint, open for reading."""
 
     def __init__(self, path: Path, *, weights_only: bool | None = None) -> None:
-        """Open the folder ``path``.
-
-        Args:
-            path: The folder.
-            weights_only: Whether to refuse all but tensors and plain Python values; True if None.
+        """Open a folder; ``weights_only`` refuses all but tensors and plain Python values, unless it is False.
 
         Raises:
             CheckpointError: It is no checkpoint, or files are missing.
@@ -190,11 +186,7 @@ class SavedOptimizer(Mapping[str, Any]):
         return torch_state(self._named)
 
     def local_state(self, optimizer: Optimizer, local: LocalState) -> dict[str, Any]:
-        """Read the state of this rank's parameters, or shards of them, by number.
-
-        Args:
-            optimizer: The optimizer that will load it.
-            local: The local state of this rank.
+        """Read the state of this rank's parameters of an optimizer, or shards of them, by number.
 
         Raises:
             CheckpointError: It is the state of other parameters.

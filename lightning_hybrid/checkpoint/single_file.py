@@ -29,12 +29,8 @@ def gather_module_state(
 ) -> dict[str, Any]:
     """Gather the full state dict on pipeline rank 0, an empty one elsewhere; collective over the ranks of a model copy.
 
-    Args:
-        root: The user's module, or a copy of it that is sharded like it.
-        plan: Stage plan of the module.
-        shards: Local shards of the module.
-        is_copy: Whether ``root`` is a copy.
-        keep: Whether this pipeline needs it; other pipelines with shards of the same model copy only send them.
+    ``is_copy`` tells that ``root`` is a copy of the user's module that is sharded like it, ``keep`` that this pipeline
+    needs the state: other pipelines with shards of the same model copy only send them.
     """
     state = nn.Module.state_dict(root)
     parameters = {id(parameter) for parameter in root.parameters()}
@@ -75,12 +71,8 @@ def load_module_state(
 ) -> None:
     """Load a full state dict into this rank's parameters, or shards of them.
 
-    Args:
-        root: The module.
-        state: The full state dict.
-        shards: Local shards of the module.
-        strict: Whether names must be the same.
-        prefix: Prefix of the sharded module's names in ``root``, where that is a submodule of ``root``.
+    ``strict`` requires the same names. ``prefix`` is that of the sharded module's names in ``root``, where that is a
+    submodule of ``root``.
 
     Raises:
         CheckpointError: Names or shapes do not fit.

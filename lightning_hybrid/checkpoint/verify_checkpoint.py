@@ -12,11 +12,9 @@ from lightning_hybrid.checkpoint.reading import SavedFolder
 
 
 def problems(path: Path, *, weights_only: bool = True) -> Iterator[str]:
-    """List what is wrong with a checkpoint, one sentence each; every byte is read.
+    """List what is wrong with the checkpoint in a folder, one sentence each; every byte is read.
 
-    Args:
-        path: The folder.
-        weights_only: Whether the rest may contain only tensors and plain Python values.
+    ``weights_only`` refuses all but tensors and plain Python values.
 
     Raises:
         CheckpointError: It is no checkpoint, or not complete.

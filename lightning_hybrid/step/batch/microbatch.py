@@ -60,17 +60,11 @@ def _samples_of(batch: Any) -> tuple[int | None, str]:
 
 
 def choose_count(batch: Any, wanted: int | None, num_stages: int, splitter: BatchSplitter | None) -> int:
-    """Choose the number of microbatches of ``batch``.
+    """Choose the number of microbatches of ``batch``: 1 where it cannot be split.
 
-    Args:
-        batch: The batch.
-        wanted: The user's number; None chooses at most four times the number of stages, and at least two samples each
-            where there are enough: layers and metrics take statistics of them.
-        num_stages: Number of pipeline stages.
-        splitter: The user's splitter; then ``wanted`` is used unchanged.
-
-    Returns:
-        1 where the batch cannot be split.
+    ``wanted`` is the user's number, and used unchanged with the user's ``splitter``. None chooses at most four times
+    the number of stages, and at least two samples each where there are enough: layers and metrics take statistics of
+    them.
     """
     if splitter is not None:
         return wanted or max(1, 2 * num_stages)

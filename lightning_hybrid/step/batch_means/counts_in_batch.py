@@ -84,13 +84,8 @@ def find_counts(
 ) -> tuple[Count, ...]:
     """The counts by which microbatches are weighted; none if by samples, or if none is found.
 
-    Several are found where masks and labels select the same entries of this batch.
-
-    Args:
-        loss: Loss of the batch, and of its microbatches.
-        batch: The batch.
-        partitions: Microbatches of each partition, and their shares of the samples.
-        dtype: Dtype of the loss.
+    Several are found where masks and labels select the same entries of this batch. ``partitions`` has the microbatches
+    of each partition, and their shares of the samples; ``dtype`` is that of the scalar loss.
     """
     bound = error_bound(loss, [weights for _, weights in partitions], dtype)
     errors: dict[Count, float] = {}

@@ -112,7 +112,7 @@ class ArgumentSnapshot:
 
 
 def can_restore(tensor: Tensor) -> bool:
-    """Whether ``TensorSnapshot`` can record and restore a tensor; any shape will do."""
+    """Whether ``TensorSnapshot`` can record and restore a tensor, of whatever shape."""
     return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or is_absent(tensor))
 
 

@@ -77,7 +77,7 @@ class Divergence:
         )
 
     def check_returned(self, result: Any, mark_of: Callable[[Tensor], int | None]) -> None:
-        """Check that the step returns the recorded values, a scalar loss among them, from which the backward starts.
+        """Check that the step returns the recorded values; the backward starts from the recorded scalar loss.
 
         Raises:
             StepChanged: It returns others.
