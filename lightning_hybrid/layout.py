@@ -13,9 +13,8 @@ tensor_parallel_size=2`:
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -182,37 +181,10 @@ class ParallelLayout:
             indices.append(index)
         return Coordinates(*reversed(indices))
 
-    def rank_of(self, coordinates: Coordinates) -> int:
-        """The global rank at the given coordinates; the inverse of `coordinates`."""
-        rank = 0
-        for axis, size in zip(AXES, self.sizes, strict=True):
-            index = getattr(coordinates, axis)
-            if not 0 <= index < size:
-                raise LayoutError(f"{axis}={index} is outside the axis {axis} of size {size} (0 to {size - 1})")
-            rank = rank * size + index
-        return rank
-
     def data_rank(self, rank: int) -> int:
         """The index of the rank's batch among the batches of a step: 0 to `data_parallel_size` - 1."""
-        own = self.coordinates(rank)
-        return own.dp_replicate * self.data_shard_size + own.dp_shard
-
-    def pipeline_ranks(self, rank: int) -> tuple[int, ...]:
-        """The global ranks of this rank's pipeline, first stage first."""
-        return self._ranks_along(rank, ("pp",))
-
-    def replica_ranks(self, rank: int) -> tuple[int, ...]:
-        """All global ranks that must receive the same batch as this rank, itself included."""
-        return self._ranks_along(rank, ("pp", "cp", "tp"))
-
-    def _ranks_along(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        own = self.coordinates(rank)
-
-        def indices(axis: str, size: int) -> Iterator[int]:
-            return iter(range(size)) if axis in axes else iter((getattr(own, axis),))
-
-        grid = itertools.product(*(indices(axis, size) for axis, size in zip(AXES, self.sizes, strict=True)))
-        return tuple(self.rank_of(Coordinates(*indices)) for indices in grid)
+        place = self.coordinates(rank)
+        return place.dp_replicate * self.data_shard_size + place.dp_shard
 
 
 def _resolve_data_parallel(fixed_sizes: Mapping[str, int], world_size: int) -> int:

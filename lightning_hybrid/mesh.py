@@ -110,20 +110,11 @@ class Mesh:
             _submeshes=submeshes,
         )
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The names of all axes, including flattened ones."""
-        return tuple(self._submeshes)
-
-    def submesh(self, axis: str) -> DeviceMesh:
-        """The one-dimensional mesh along an axis of the layout or a flattened one, as `fully_shard` takes it."""
-        if axis not in self._submeshes:
-            raise ValueError(f"the mesh has no axis {axis!r}; use one of {', '.join(self._submeshes)}")
-        return self._submeshes[axis]
-
     def group(self, axis: str) -> ProcessGroup:
         """The process group of this rank along an axis of the layout or a flattened one."""
-        return self.submesh(axis).get_group()
+        if axis not in self._submeshes:
+            raise ValueError(f"the mesh has no axis {axis!r}; use one of {', '.join(self._submeshes)}")
+        return self._submeshes[axis].get_group()
 
     def size(self, axis: str) -> int:
         """The number of ranks along an axis."""
@@ -134,15 +125,12 @@ class Mesh:
         return self.group(axis).rank()
 
     def all_reduce(self, tensor: torch.Tensor, axis: str, op: Reduction = "sum") -> torch.Tensor:
-        """Reduce a tensor over an axis, in place; an axis of size 1 costs nothing.
+        """Reduce a tensor of one shape on all ranks over an axis, in place, and return it; size 1 costs nothing.
 
         Args:
             tensor: the addend of this rank; holds the result afterwards.
             axis: an axis of the layout or a flattened one.
             op: how to combine the ranks' tensors.
-
-        Returns:
-            The same tensor.
         """
         if op not in _REDUCE_OPS:
             raise ValueError(f"all_reduce over {axis} got op={op!r}; use one of {', '.join(_REDUCE_OPS)}")
@@ -201,11 +189,7 @@ class Mesh:
     def dedicated_world(self, timeout: timedelta | None = None) -> ProcessGroup | None:
         """Make an additional gloo group of all ranks, for a thread beside the training; collective.
 
-        Args:
-            timeout: timeout of its operations; torch's default if None.
-
-        Returns:
-            The group; None if there is one rank.
+        ``timeout`` is of its operations, torch's default if None. Returns None if there is one rank.
         """
         if self.layout.world_size == 1:
             return None
@@ -283,23 +267,6 @@ def _expert_view(layout: ParallelLayout, device_mesh: DeviceMesh) -> dict[str, D
     if contexts > 1:
         submeshes["holders"] = _flatten(experts, "ep_holders", (*parts[:-1], "ep_cp", "tp"))
     return submeshes
-
-
-# gloo's collectives do not support 16-bit integers and booleans, NCCL no complex numbers either.
-_SENDABLE = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
-)
-
-
-def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as flat bytes if some backend does not support its dtype; not for reductions."""
-    return tensor if tensor.dtype in _SENDABLE else tensor.reshape(-1).view(torch.uint8)
-
-
-def on_group_device(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Move a tensor to a device that the backend of ``group`` supports, e.g. an offloaded one to NCCL's device."""
-    types = [device.type for device in group._device_types]
-    return tensor if not types or tensor.device.type in types else tensor.to(types[0])
 
 
 def _connect(submeshes: Iterable[DeviceMesh], device_type: str) -> None:

@@ -203,16 +203,9 @@ def _installed(replacement: Replacement) -> Callable[[], None]:
 
 
 def around(owner: Any, name: str, function: Callable[..., Any], *, reason: str) -> Callable[[], None]:
-    """Replace one function by one that calls it.
+    """Replace one function by one that calls it, as `replace` does.
 
-    Args:
-        owner: An object, a class, or a Python module.
-        name: Name of a function or method.
-        function: Called with the original, then the arguments; of a class, the instance is the first of these.
-        reason: Why, for ``active_patches``.
-
-    Returns:
-        A function that undoes it.
+    ``function`` is called with the original, then the arguments; of a class, the instance is the first of these.
     """
     original = getattr(owner, name)
     if not isinstance(owner, type | ModuleType):
@@ -233,16 +226,9 @@ def around(owner: Any, name: str, function: Callable[..., Any], *, reason: str) 
 
 
 def around_method(owner: Any, name: str, function: Callable[..., Any], *, reason: str) -> Callable[[], None]:
-    """Replace one method of an object and of its deep copies by one that calls it.
+    """Replace one method of an object and of its deep copies by one that calls it, as `replace` does.
 
-    Args:
-        owner: The object.
-        name: Name of the method.
-        function: Called with the object, or its copy, and a function that runs the method on the arguments.
-        reason: Why, for ``active_patches``.
-
-    Returns:
-        A function that undoes it.
+    ``function`` is called with the object, or its copy, and a function that runs the method on the arguments.
     """
     return _installed(_method_around(owner, name, function, getattr(owner, name), reason))
 

@@ -7,17 +7,16 @@ namespaces. A module that is not imported yet is prepared right after its import
 
 from __future__ import annotations
 
-import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lightning_hybrid.checkpoint.load_from_checkpoint import accept_folders
 from lightning_hybrid.namespaces.converted_objects import accept_both
 from lightning_hybrid.namespaces.detect_lightning_namespace import NAMESPACES, Namespace
 
@@ -38,8 +37,8 @@ def register() -> None:
     for namespace in NAMESPACES:
         for name, attribute, prepare in (
             (f"{namespace.package}.strategies", "StrategyRegistry", _register_in),
-            (f"{namespace.package}.trainer.trainer", "Trainer", _prepare_trainer),
-            (f"{namespace.package}.core.saving", "pl_load", _read_folders),
+            (f"{namespace.package}.trainer.trainer", "Trainer", accept_both),
+            (f"{namespace.package}.core.saving", "pl_load", accept_folders),
         ):
             module = sys.modules.get(name)
             if module is not None and hasattr(module, attribute):
@@ -61,42 +60,16 @@ def _build(namespace: Namespace, **options: Any) -> Any:
     return namespace.load("Hybrid3DStrategy")(**options)
 
 
-def _prepare_trainer(module: ModuleType, namespace: Namespace) -> None:
-    accept_both(module.Trainer, namespace)
-
-
-def _read_folders(module: ModuleType, namespace: Namespace) -> None:
-    """Make ``load_from_checkpoint`` read distributed checkpoints, for modules of any class."""
-    read = module.pl_load
-    if hasattr(read, "reads_folders"):
-        return
-
-    @functools.wraps(read)
-    def read_both(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        from lightning_hybrid.checkpoint.checkpoint_folder import is_folder
-
-        if not is_folder(path):
-            return read(path, map_location=map_location, weights_only=weights_only)
-        from lightning_hybrid.checkpoint.reading import SavedFolder
-
-        return SavedFolder(Path(path), weights_only=weights_only).checkpoint(map_location)
-
-    read_both.reads_folders = True  # type: ignore[attr-defined]
-    module.pl_load = read_both  # type: ignore[attr-defined]
-
-
 class _ImportWatcher(importlib.abc.MetaPathFinder):
-    """A finder that calls a function after the import of each pending module."""
+    """A finder that calls a function with each pending module, by its name, after its import."""
 
     def __init__(self, pending: dict[str, Callable[[ModuleType], None]]) -> None:
-        """Take ``pending`` (functions to call with a module, by its name)."""
         self._pending = pending
         self._is_searching = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Wrap the loader of the modules of interest."""
         if fullname not in self._pending or self._is_searching:
             return None
         self._is_searching = True

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 
 from lightning_hybrid.layout import AXES, Coordinates, LayoutError, ParallelLayout
@@ -9,12 +11,10 @@ def test_ranks_are_numbered_with_tensor_innermost_and_pipeline_outermost():
     assert layout.world_size == 8
     assert layout.coordinates(1) == Coordinates(pp=0, dp_replicate=0, dp_shard=0, cp=0, tp=1)
     assert layout.coordinates(6) == Coordinates(pp=1, dp_replicate=0, dp_shard=1, cp=0, tp=0)
-    assert layout.pipeline_ranks(3) == (3, 7)
-    assert layout.replica_ranks(3) == (2, 3, 6, 7)
     assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
-def test_coordinates_and_rank_are_inverse_and_replicas_cover_the_world():
+def test_coordinates_are_those_of_the_rank_and_replicas_cover_the_world():
     layout = ParallelLayout(
         pipeline_parallel_size=2,
         data_replicate_size=3,
@@ -24,18 +24,15 @@ def test_coordinates_and_rank_are_inverse_and_replicas_cover_the_world():
         expert_parallel_size=4,
     )
     assert layout.data_parallel_size == 6
-    replicas = set()
-    for rank in range(layout.world_size):
-        place = layout.coordinates(rank)
-        assert layout.rank_of(place) == rank
-        pipeline = layout.pipeline_ranks(rank)
-        assert [layout.coordinates(other).pp for other in pipeline] == [0, 1]
-        assert rank in pipeline
-        replica = layout.replica_ranks(rank)
-        assert {layout.data_rank(other) for other in replica} == {layout.data_rank(rank)}
-        replicas.add(replica)
-    assert len(replicas) == 6
-    assert sorted(rank for replica in replicas for rank in replica) == list(range(layout.world_size))
+    replicas: dict[int, list[int]] = {}
+    ranks = itertools.product(*map(range, layout.sizes))  # the last axis fastest
+    for rank, indices in zip(range(layout.world_size), ranks, strict=True):
+        assert layout.coordinates(rank) == Coordinates(*indices)
+        replicas.setdefault(layout.data_rank(rank), []).append(rank)
+    assert sorted(replicas) == list(range(6))
+    for replica in replicas.values():
+        places = {(place.pp, place.cp, place.tp) for place in map(layout.coordinates, replica)}
+        assert len(replica) == len(places) == 8
     assert tuple(Coordinates.__dataclass_fields__) == AXES
 
 
@@ -112,5 +109,3 @@ def test_places_outside_the_world_are_refused():
     layout = ParallelLayout(data_shard_size=2)
     with pytest.raises(LayoutError, match="rank 2 is not in a world of 2 ranks"):
         layout.coordinates(2)
-    with pytest.raises(LayoutError, match="dp_shard=2 is outside the axis dp_shard of size 2"):
-        layout.rank_of(Coordinates(0, 0, 2, 0, 0))

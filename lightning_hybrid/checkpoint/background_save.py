@@ -31,11 +31,9 @@ class BackgroundSave:
         return self._thread is not None
 
     def start(self, save: Save, group: ProcessGroup | None) -> None:
-        """Begin to write; ``wait`` must have been called for the save before.
+        """Begin to write a save, which has copies of the tensors; ``wait`` must have been called for the one before.
 
-        Args:
-            save: The save, with copies of the tensors.
-            group: A group of all ranks that nothing else uses; None for one process.
+        ``group`` consists of all ranks, and nothing else uses it; None for one process.
         """
         assert self._thread is None
         self._path = save.path

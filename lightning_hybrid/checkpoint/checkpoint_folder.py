@@ -58,10 +58,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
-
-    Args:
-        path: The folder.
+    """The manifest of the checkpoint in a folder.
 
     Raises:
         IncompleteCheckpoint: It has none, or its save did not end.
@@ -113,15 +110,15 @@ def _alternatives(path: Path) -> str:
 
 def missing(path: Path) -> list[str]:
     """List the files of the manifest that are missing or of another size, one sentence each; contents are not read."""
-    found = []
+    problems = []
     for name, entry in read_manifest(path)["files"].items():
         file = path / name
         size = file.stat().st_size if file.is_file() else None
         if size != entry["bytes"]:
-            found.append(
+            problems.append(
                 f"{name} is missing" if size is None else f"{name} has {size} bytes instead of {entry['bytes']}"
             )
-    return found
+    return problems
 
 
 def check_complete(path: Path) -> dict[str, Any]:
@@ -152,10 +149,10 @@ def write_file(path: Path, content: bytes) -> dict[str, Any]:
 def digest(path: Path) -> str:
     """The SHA-256 of a file, read piece by piece."""
     with path.open("rb") as file:
-        found = hashlib.sha256()
+        computed = hashlib.sha256()
         while piece := file.read(1 << 20):
-            found.update(piece)
-    return found.hexdigest()
+            computed.update(piece)
+    return computed.hexdigest()
 
 
 def finish(path: Path, manifest: Mapping[str, Any]) -> None:

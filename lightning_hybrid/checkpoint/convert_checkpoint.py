@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, named_state, put_tensors, torch_state
 from lightning_hybrid.checkpoint.reading import ReadRequest, SavedFolder
@@ -45,9 +44,7 @@ def to_file(source: Path, target: Path, *, weights_only: bool = True, tell: Call
 
         def tensor(key: str) -> Tensor:
             if key not in loaded:
-                if key not in saved.tensors:
-                    raise CheckpointError(f"{source} has no {key}")
-                described = saved.tensors[key]
+                described = saved.metadata_of(key)
                 loaded[key] = _on_disk(Path(scratch), described.size, described.properties.dtype)
                 saved.read([ReadRequest(key, loaded[key])])
                 if loaded[key].nbytes >= _LARGE_BYTES:
@@ -105,8 +102,3 @@ def to_folder(source: Path, target: Path, *, weights_only: bool = True) -> None:
         "epoch": state.get("epoch"),
     }
     write(prepare(state, target, None, about), None)
-
-
-def is_file(path: Path) -> bool:
-    """Whether a path is a file, and so no distributed checkpoint."""
-    return path.is_file() and not folder.is_folder(path)

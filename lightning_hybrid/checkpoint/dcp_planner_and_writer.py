@@ -29,7 +29,7 @@ Item = tuple[str, tuple[int, ...], tuple[int, ...], Tensor]
 
 
 def chunk_of(offsets: tuple[int, ...], content: Tensor) -> ChunkStorageMetadata:
-    """The chunk metadata of a box in torch's index."""
+    """The chunk metadata, offsets and shape, of a box in torch's index."""
     return ChunkStorageMetadata(torch.Size(offsets), content.shape)
 
 
@@ -61,7 +61,7 @@ class BoxPlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The content of a box."""
+        """The content of a box, in its shape."""
         return self._contents[write_item.index]
 
 
@@ -99,7 +99,6 @@ class _Digesting(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        """Open a stream that computes the digest of its content."""
         with super().create_stream(path, mode) as raw:
             stream = _DigestedStream(raw)
             yield stream
@@ -112,26 +111,21 @@ class _DigestedStream(io.RawIOBase):
         self._raw = raw
 
     def writable(self) -> bool:
-        """Return True."""
         return True
 
     def write(self, content: Any) -> int:
-        """Write to the file and update the digest."""
         self.digest.update(content)
         self.size += memoryview(content).nbytes
         self._raw.write(content)
         return memoryview(content).nbytes
 
     def tell(self) -> int:
-        """Return the number of bytes written."""
         return self.size
 
     def flush(self) -> None:
-        """Flush the file."""
         if not self._raw.closed:
             self._raw.flush()
 
     def fileno(self) -> int:
-        """Return the descriptor of the file, for fsync."""
         self._raw.flush()
         return int(self._raw.fileno())

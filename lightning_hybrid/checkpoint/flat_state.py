@@ -11,7 +11,7 @@ So are the scalars of optimizers (``step``), of which there is one for each para
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,13 +28,12 @@ _SMALL_NUMEL = 1024
 Path = tuple[Any, ...]
 
 
-def take_tensors(tree: Any, *, is_first: bool, path: Path = ()) -> tuple[Any, dict[str, OwnedShards]]:
+def take_tensors(tree: Any, *, is_first: bool) -> tuple[Any, dict[str, OwnedShards]]:
     """Separate the tensors from the rest of a checkpoint.
 
     Args:
-        tree: Lightning's checkpoint, or a subtree of it; ``OwnedShards`` stands for sharded tensors.
+        tree: Lightning's checkpoint; ``OwnedShards`` stands for sharded tensors.
         is_first: Whether this is the first rank, which saves the plain tensors.
-        path: Path of the subtree.
 
     Returns:
         The rest with references, and the tensors by key.
@@ -59,16 +58,11 @@ def take_tensors(tree: Any, *, is_first: bool, path: Path = ()) -> tuple[Any, di
             tensors[key] = value if isinstance(value, OwnedShards) else unsharded(value, counts=is_first)
         return {REFERENCE: keys[identity][1]}
 
-    return _mapped(tree, leaf, path), tensors
+    return _mapped(tree, leaf, ()), tensors
 
 
 def put_tensors(tree: Any, tensor: Callable[[str], Any]) -> Any:
-    """Replace the references in a rest by tensors; the inverse of `take_tensors`.
-
-    Args:
-        tree: The rest.
-        tensor: Returns the tensor of a key.
-    """
+    """Replace the references in a rest by what ``tensor`` returns for their keys; the inverse of `take_tensors`."""
 
     def leaf(_: Path, value: Any) -> Any:
         if not _is_reference(value):
@@ -81,11 +75,11 @@ def put_tensors(tree: Any, tensor: Callable[[str], Any]) -> Any:
     return _mapped(tree, leaf, ())
 
 
-def references(tree: Any) -> Iterator[str]:
+def references(tree: Any) -> set[str]:
     """The keys of the tensors that a rest refers to."""
-    found: list[str] = []
-    put_tensors(tree, found.append)
-    return iter(found)
+    keys: set[str] = set()
+    put_tensors(tree, keys.add)
+    return keys
 
 
 def key_of(path: Path) -> str:

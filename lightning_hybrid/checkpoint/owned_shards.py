@@ -68,12 +68,10 @@ class OwnedShards:
 
 
 def unsharded(tensor: Tensor, *, counts: bool = True, written_by: str = FIRST) -> OwnedShards:
-    """Describe a tensor of which this rank has all elements.
+    """Describe a dense tensor of any shape, of which this rank has all elements.
 
-    Args:
-        tensor: A dense tensor.
-        counts: Whether this rank is the first one of its replica to have it.
-        written_by: ``OwnedShards.written_by``.
+    ``counts`` tells whether this rank is the first one of its replica to have it; ``written_by`` is as in
+    ``OwnedShards``.
     """
     _check_dense(tensor)
     boxes = (Box((0,) * tensor.dim(), tensor.detach()),) if counts else ()
@@ -83,13 +81,11 @@ def unsharded(tensor: Tensor, *, counts: bool = True, written_by: str = FIRST) -
 def assign_boxes(tensors: Iterable[OwnedShards], mesh: Mesh | None) -> list[tuple[OwnedShards, Box]]:
     """Select the boxes that this rank writes; boxes that several ranks have are balanced over them by bytes.
 
-    Args:
-        tensors: All tensors to save, in the same order on every rank.
-        mesh: The process groups; None for one process.
+    ``tensors`` are all to save, in one order on all ranks; ``mesh`` is None for one process.
     """
     positions: dict[str, tuple[int, int]] = {}
     assigned_bytes: dict[str, list[int]] = {}
-    own = []
+    assigned = []
     for each in tensors:
         for axis in {ANY, each.written_by} - positions.keys() - {FIRST}:
             positions[axis] = (1, 0) if mesh is None else _rank_among_copies(mesh, axis)
@@ -103,8 +99,8 @@ def assign_boxes(tensors: Iterable[OwnedShards], mesh: Mesh | None) -> list[tupl
                 load[writer] += box.content.nbytes
                 writes = writer == here
             if writes:
-                own.append((each, box))
-    return own
+                assigned.append((each, box))
+    return assigned
 
 
 def _rank_among_copies(mesh: Mesh, axis: str) -> tuple[int, int]:
@@ -126,34 +122,21 @@ class LocalState:
         self._tp_name = mesh.group("tp").group_name
 
     def local_shard(self, name: str, shape: Sequence[int]) -> ShardBoxes:
-        """This rank's shard of a parameter, or of a tensor of its shape.
-
-        Args:
-            name: FQN of the parameter.
-            shape: Shape of the full parameter.
-        """
+        """This rank's shard of the parameter of this name, or of a tensor of its full ``shape``."""
         return shard_of(self._axis_cuts, name, shape)
 
-    def _is_sharded_over(self, name: str, group_name: str) -> bool:
-        return any(name in axis.placements and axis.group.group_name == group_name for axis in self._axis_cuts)
-
-    def full_shape(self, parameter: Tensor) -> Shape:
-        """The shape of a full parameter."""
-        return full_shape(parameter)
-
     def name_of(self, parameter: Tensor) -> str | None:
-        """The FQN of a parameter of the module."""
+        """The FQN of a parameter of the module, whose shape may be that of a shard; None for other tensors."""
         return self._names.get(id(parameter))
 
     def is_sharded(self, parameter: Tensor) -> bool:
-        """Whether this rank has a shard of a parameter instead of the full one now."""
+        """Whether this rank has a shard of a parameter instead of its full shape now."""
         return FULL_SHAPE in parameter.__dict__
 
     def module(self, copy: nn.Module | None = None) -> dict[str, Any]:
-        """The state dict of the module with ``OwnedShards`` for tensors; all keys on every rank.
+        """The state dict of the module, or of a copy that is sharded like it; all keys on every rank.
 
-        Args:
-            copy: A copy of the module, sharded like it; the module itself if None.
+        It has ``OwnedShards`` in place of tensors.
 
         Raises:
             CheckpointError: A tensor is not dense.
@@ -181,20 +164,22 @@ class LocalState:
 
     def _parameter(self, name: str, tensor: Tensor) -> OwnedShards:
         if is_absent(tensor):
-            return OwnedShards(self.full_shape(tensor), tensor.dtype, ())
+            return OwnedShards(full_shape(tensor), tensor.dtype, ())
         if not self.is_sharded(tensor):
             return unsharded(tensor, counts=self._is_owner_stage(name) and self._tp == 0, written_by=ANY)
-        return self._sharded(name, tensor, self.full_shape(tensor))
+        return self._sharded(name, tensor, full_shape(tensor))
 
     def _sharded(self, name: str, tensor: Tensor, shape: Shape) -> OwnedShards:
         """Describe the shard of a parameter, or of a tensor of its shape; also while the full tensor is here."""
         _check_dense(tensor)
-        counts = self._is_owner_stage(name) and (self._tp == 0 or self._is_sharded_over(name, self._tp_name))
+        axes = [axis for axis in self._axis_cuts if name in axis.placements]
+        over_tensor_ranks = any(axis.group.group_name == self._tp_name for axis in axes)
+        counts = self._is_owner_stage(name) and (self._tp == 0 or over_tensor_ranks)
         spans = [span for span in self.local_shard(name, shape).spans if counts and span.is_first]
         if tuple(tensor.shape) == shape:
             spans = [span.in_full_tensor() for span in spans]
         boxes = tuple(Box(span.offsets, span.of(tensor.detach())) for span in spans)
-        over_replicas = [axis.axis for axis in self._axis_cuts if name in axis.placements and axis.axis in _COPY_AXIS]
+        over_replicas = [axis.axis for axis in axes if axis.axis in _COPY_AXIS]
         return OwnedShards(shape, tensor.dtype, boxes, _COPY_AXIS[over_replicas[-1]] if over_replicas else ANY)
 
     def _buffer(self, name: str, tensor: Tensor, owner_stage: int) -> OwnedShards:
@@ -241,7 +226,7 @@ class LocalState:
             return leaf.detach().cpu().clone()
         if parameter is None or name.startswith("#"):
             return unsharded(leaf, counts=self._pp == self._tp == 0)
-        shape = self.full_shape(parameter)
+        shape = full_shape(parameter)
         if tuple(leaf.shape) == self.local_shard(name, shape).shape:
             return self._sharded(name, leaf, shape)
         return unsharded(leaf, counts=self._is_owner_stage(name) and self._tp == 0, written_by=ANY)

@@ -35,7 +35,7 @@ from lightning_hybrid.checkpoint.flat_state import MODULE, OPTIMIZERS, key_of, p
 from lightning_hybrid.checkpoint.owned_shards import LocalState
 from lightning_hybrid.parts.shard_boxes import ShardBoxes
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,11 +57,7 @@ class SavedFolder:
     """A complete distributed checkpoint, open for reading."""
 
     def __init__(self, path: Path, *, weights_only: bool | None = None) -> None:
-        """Open it.
-
-        Args:
-            path: The folder.
-            weights_only: Whether to refuse all but tensors and plain Python values; True if None.
+        """Open a folder; ``weights_only`` refuses all but tensors and plain Python values, unless it is False.
 
         Raises:
             CheckpointError: It is no checkpoint, or files are missing.
@@ -75,8 +71,15 @@ class SavedFolder:
 
     @property
     def tensors(self) -> Mapping[str, TensorStorageMetadata]:
-        """The metadata of the saved tensors, by key."""
+        """The metadata of the saved tensors, such as their full shapes, by key."""
         return {k: t for k, t in self.metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
+
+    def metadata_of(self, key: str) -> TensorStorageMetadata:
+        """The metadata of one tensor, such as its full shape; raises a CheckpointError if there is none of that key."""
+        saved = self.metadata.state_dict_metadata.get(key)
+        if not isinstance(saved, TensorStorageMetadata):
+            raise CheckpointError(f"{self.path} has no {key}")
+        return saved
 
     def rest(self) -> dict[str, Any]:
         """The checkpoint, with references for tensors.
@@ -97,9 +100,9 @@ class SavedFolder:
         try:
             return torch.load(self.path / name, map_location="cpu", weights_only=self._weights_only)
         except pickle.UnpicklingError as error:
-            found = re.search(r"GLOBAL (\S+)", str(error))
+            named = re.search(r"GLOBAL (\S+)", str(error))
             raise CheckpointError(
-                f"{self.path / name} holds objects of {found[1] if found else 'a class'}, not only tensors and plain"
+                f"{self.path / name} holds objects of {named[1] if named else 'a class'}, not only tensors and plain"
                 " Python values; if you trust it, pass weights_only=False (--trust on the command line)"
             ) from error
 
@@ -112,36 +115,20 @@ class SavedFolder:
         items: list[ReadItem] = []
         targets: dict[str, Tensor] = {}
         for number, each in enumerate(requests):
-            saved = self.tensors.get(each.key)
-            if saved is None:
-                raise CheckpointError(f"{self.path} has no {each.key}")
-            shape = each.target.shape if each.shard is None else None
-            if shape is not None and shape != saved.size:
-                raise CheckpointError(f"{each.key} has shape {tuple(saved.size)} in {self.path}, not {tuple(shape)}")
-            spans = [] if each.shard is None else each.shard.spans
-            boxes = [(span.offsets, span.sizes, span.of(each.target)) for span in spans]
-            if each.shard is None:
-                boxes = [((0,) * each.target.dim(), tuple(each.target.shape), each.target)]
+            saved = self.metadata_of(each.key)
+            if each.shard is not None:
+                boxes = [(span.offsets, span.sizes, span.of(each.target)) for span in each.shard.spans]
+            elif (shape := tuple(each.target.shape)) != tuple(saved.size):
+                raise CheckpointError(f"{each.key} has shape {tuple(saved.size)} in {self.path}, not {shape}")
+            else:
+                boxes = [((0,) * len(shape), shape, each.target)]
             for index, (offsets, sizes, target) in enumerate(boxes):
                 name = f"{number}.{index}"
                 targets[name] = target
                 chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                found = create_read_items_for_chunk_list(each.key, saved, [chunk])
-                items += [_renamed(item, name) for item in found if 0 not in item.lengths]
+                parts = create_read_items_for_chunk_list(each.key, saved, [chunk])
+                items += [_renamed(item, name) for item in parts if 0 not in item.lengths]
         self._reader.read_data(LoadPlan(items), _Targets(targets)).wait()
-
-    def tensor(self, key: str) -> Tensor:
-        """Read a full tensor.
-
-        Raises:
-            CheckpointError: There is no such tensor.
-        """
-        if key not in self.tensors:
-            raise CheckpointError(f"{self.path} has no {key}")
-        saved = self.tensors[key]
-        target = torch.empty(saved.size, dtype=saved.properties.dtype)
-        self.read([ReadRequest(key, target)])
-        return target
 
     def checkpoint(self, map_location: Any = None, unread: Collection[str] = ()) -> dict[str, Any]:
         """Read Lightning's checkpoint with full tensors, except the optimizers': those are read when they are needed.
@@ -168,9 +155,7 @@ class SavedFolder:
 
         def target(key: str) -> Tensor:
             if key not in requests:
-                if key not in self.tensors:
-                    raise CheckpointError(f"{self.path} has no {key}")
-                saved = self.tensors[key]
+                saved = self.metadata_of(key)
                 make = torch.zeros if key in skipped else torch.empty
                 requests[key] = ReadRequest(key, make(saved.size, dtype=saved.properties.dtype))
             return requests[key].target
@@ -200,12 +185,8 @@ class SavedOptimizer(Mapping[str, Any]):
     def _torch_state(self) -> dict[str, Any]:
         return torch_state(self._named)
 
-    def own(self, optimizer: Optimizer, local: LocalState) -> dict[str, Any]:
-        """Read the state of this rank's parameters, or shards of them, by number.
-
-        Args:
-            optimizer: The optimizer that will load it.
-            local: The local state of this rank.
+    def local_state(self, optimizer: Optimizer, local: LocalState) -> dict[str, Any]:
+        """Read the state of this rank's parameters of an optimizer, or shards of them, by number.
 
         Raises:
             CheckpointError: It is the state of other parameters.
@@ -227,33 +208,24 @@ class SavedOptimizer(Mapping[str, Any]):
             if entry is not None and not is_absent(parameter):
                 states[number] = put_tensors(entry, partial(self._request_tensor, requests, local, name, parameter))
         self._saved.read(requests)
-        others = {key: self._saved.filled(entry) for key, entry in self._others()}
+        known = set(saved_names)
+        others = {key: self._saved.filled(entry) for key, entry in self._named["state"].items() if key not in known}
         groups = [dict(group) for group in self._named["param_groups"]]
         if by_name and names != saved_names:
-            groups = [{**saved, "params": g["params"]} for saved, g in zip(groups, _numbered(optimizer), strict=True)]
+            numbered = optimizer.state_dict()["param_groups"]
+            groups = [{**saved, "params": group["params"]} for saved, group in zip(groups, numbered, strict=True)]
         return {"state": {**states, **others}, "param_groups": groups}
-
-    def _others(self) -> list[tuple[Any, Any]]:
-        names = set(self._named["names"])
-        return [(key, entry) for key, entry in self._named["state"].items() if key not in names]
 
     def _request_tensor(
         self, requests: list[ReadRequest], local: LocalState, name: str, parameter: Tensor, key: str
     ) -> Tensor:
-        saved = self._saved.tensors.get(key)
-        if saved is None:
-            raise CheckpointError(f"{self._saved.path} has no {key}")
-        shard = None
-        shape, full = saved.size, local.full_shape(parameter)
+        saved, shard = self._saved.metadata_of(key), None
+        shape, full = saved.size, full_shape(parameter)
         if local.is_sharded(parameter) and tuple(saved.size) == full:
             shard = local.local_shard(name, full)
             shape = torch.Size(shard.shape)
         requests.append(ReadRequest(key, torch.empty(shape, dtype=saved.properties.dtype), shard))
         return requests[-1].target
-
-
-def _numbered(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return list(optimizer.state_dict()["param_groups"])
 
 
 def _first_differing(own_names: Sequence[str], saved_names: Sequence[str]) -> str:
@@ -291,7 +263,6 @@ class _Targets(LoadPlanner):
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
@@ -299,25 +270,21 @@ class _Targets(LoadPlanner):
         raise NotImplementedError
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The view of the target that the item fills."""
+        """The view of the target that the item fills, of the shape of the item."""
         target = self._targets[read_item.dest_index.fqn]
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dim, start, length)
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: the target was written in place."""
+        """Nothing to do: the target, of any shape, was written in place."""
 
 
 class _Reader(FileSystemReader):
     """torch's reader; its index is a pickle, of which only the classes that torch writes are accepted."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index.
-
-        Raises:
-            CheckpointError: The file contains something else.
-        """
+        """Read the index; raises a CheckpointError if the file contains something else."""
         path = Path(self.path) / ".metadata"
         with path.open("rb") as file:
             metadata = _Index(file, path).load()

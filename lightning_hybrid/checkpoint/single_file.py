@@ -29,20 +29,16 @@ def gather_module_state(
 ) -> dict[str, Any]:
     """Gather the full state dict on pipeline rank 0, an empty one elsewhere; collective over the ranks of a model copy.
 
-    Args:
-        root: The user's module, or a copy of it that is sharded like it.
-        plan: Stage plan of the module.
-        shards: Local shards of the module.
-        is_copy: Whether ``root`` is a copy.
-        keep: Whether this pipeline needs it; other pipelines with shards of the same model copy only send them.
+    ``is_copy`` tells that ``root`` is a copy of the user's module that is sharded like it, ``keep`` that this pipeline
+    needs the state: other pipelines with shards of the same model copy only send them.
     """
-    local = nn.Module.state_dict(root)
+    state = nn.Module.state_dict(root)
     parameters = {id(parameter) for parameter in root.parameters()}
     names = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
     buffers = plan.buffer_ranks(root if is_copy else None)
     tensors = dict([*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)])
-    mine = {}
-    for key, value in local.items():
+    local_values = {}
+    for key, value in state.items():
         tensor = tensors.get(key)
         if tensor is None:
             owner = 0
@@ -54,19 +50,19 @@ def gather_module_state(
             if shards is not None and tensor is not None:
                 value = shards.full_tensor_of(names[id(tensor)], value)
             if keep:
-                mine[key] = value.detach().cpu() if isinstance(value, Tensor) else value
+                local_values[key] = value.detach().cpu() if isinstance(value, Tensor) else value
     if not keep:
         return {}
-    full = _gather_on_first(plan, mine)
-    return {key: full[key] for key in local} if plan.rank == 0 else {}
+    full = _gather_on_first(plan, local_values)
+    return {key: full[key] for key in state} if plan.rank == 0 else {}
 
 
-def _gather_on_first(plan: StagePlan, mine: Mapping[str, Any]) -> dict[str, Any]:
+def _gather_on_first(plan: StagePlan, local_values: Mapping[str, Any]) -> dict[str, Any]:
     """Union of the dicts of a pipeline's ranks on its first, empty elsewhere; collective over the pipeline."""
     if plan.num_ranks == 1:
-        return dict(mine)
+        return dict(local_values)
     rows: list[Any] | None = [None] * plan.num_ranks if plan.rank == 0 else None
-    dist.gather_object(dict(mine), rows, group=plan.group, group_dst=0)
+    dist.gather_object(dict(local_values), rows, group=plan.group, group_dst=0)
     return {key: value for row in rows or [] for key, value in row.items()}
 
 
@@ -75,12 +71,8 @@ def load_module_state(
 ) -> None:
     """Load a full state dict into this rank's parameters, or shards of them.
 
-    Args:
-        root: The module.
-        state: The full state dict.
-        shards: Local shards of the module.
-        strict: Whether names must be the same.
-        prefix: Prefix of the sharded module's names in ``root``, where that is a submodule of ``root``.
+    ``strict`` requires the same names. ``prefix`` is that of the sharded module's names in ``root``, where that is a
+    submodule of ``root``.
 
     Raises:
         CheckpointError: Names or shapes do not fit.
@@ -97,18 +89,15 @@ def load_module_state(
 
 
 def shard_loading_hook(shards: LocalShards, root: nn.Module) -> Callable[..., None]:
-    """Make a hook for ``root.load_state_dict`` by which this rank loads its shards of a full state dict.
-
-    User code may call ``load_state_dict`` too. Args: shards: local shards of the module. root: the module.
-    """
+    """Make a hook for ``root.load_state_dict``, called by user code too, that loads its shards of a full state."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     keys = {key: names[id(p)] for key, p in root.named_parameters(remove_duplicate=False)}
 
     def hook(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        own = dict(module.named_parameters(remove_duplicate=False))
+        parameters = dict(module.named_parameters(remove_duplicate=False))
         for key, name in keys.items():
             value = state.get(prefix + key)
-            here = own.get(key)
+            here = parameters.get(key)
             if not isinstance(value, Tensor) or here is None or is_absent(here):
                 continue
             if value.shape == shards.full_shape(name, here):
@@ -122,30 +111,25 @@ def state_mismatches(
 ) -> str:
     """Describe the names and shapes of a full state dict that do not match the module; "" if all match.
 
-    Args:
-        root: The module.
-        state: The full state dict.
-        shards: Local shards of the module.
-        strict: Whether names must be the same.
-        prefix: As in ``load_module_state``.
+    The arguments are those of ``load_module_state``.
     """
-    own = nn.Module.state_dict(root)
-    found = []
+    module_state = nn.Module.state_dict(root)
+    differences = []
     if strict:
-        found += [f"{key} is in the model only" for key in own if key not in state]
-        found += [f"{key} is in the checkpoint only" for key in state if key not in own]
-    for key, value in own.items():
+        differences += [f"{key} is in the model only" for key in module_state if key not in state]
+        differences += [f"{key} is in the checkpoint only" for key in state if key not in module_state]
+    for key, value in module_state.items():
         if not isinstance(value, Tensor) or not isinstance(state.get(key), Tensor):
             continue
-        mine = tuple(value.shape if shards is None else shards.full_shape(key.removeprefix(prefix), value))
-        if mine != tuple(state[key].shape):
-            found.append(f"{key} has shape {tuple(state[key].shape)} in the checkpoint and {mine} in the model")
-    if not found:
+        shape = tuple(value.shape if shards is None else shards.full_shape(key.removeprefix(prefix), value))
+        if shape != tuple(state[key].shape):
+            differences.append(f"{key} has shape {tuple(state[key].shape)} in the checkpoint and {shape} in the model")
+    if not differences:
         return ""
-    more = f"; {len(found) - _LISTED} more differ" if len(found) > _LISTED else ""
+    more = f"; {len(differences) - _LISTED} more differ" if len(differences) > _LISTED else ""
     return (
         f"the checkpoint does not fit {type(root).__name__}, whose names and shapes it should have:"
-        f" {'; '.join(found[:_LISTED])}{more}"
+        f" {'; '.join(differences[:_LISTED])}{more}"
     )
 
 
@@ -155,16 +139,16 @@ def gather_optimizer_state(
     """Gather the full state dict of an optimizer on pipeline rank 0, an empty one elsewhere; collective."""
     state = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    mine = {}
+    local_entries = {}
     for key, entry in state["state"].items():
         if not any(is_absent(leaf) for leaf in flatten(entry)[0]):  # stand-ins, for a parameter of another rank
             parameter = parameters[key] if shards is not None and isinstance(key, int) else None
             full = map_leaves(partial(_gather_leaf, parameter, shards), entry)
             if keep:
-                mine[key] = full
+                local_entries[key] = full
     if not keep:
         return {}
-    merged = _gather_on_first(plan, mine)
+    merged = _gather_on_first(plan, local_entries)
     if plan.rank != 0:
         return {}
     # Entries of parameters have numbers; optimizers may keep others under names.
@@ -186,13 +170,13 @@ def local_optimizer_state(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     absent = {number for number, parameter in zip(numbers, parameters, strict=False) if is_absent(parameter)}
-    own = {number: entry for number, entry in state["state"].items() if number not in absent}
+    entries = {number: entry for number, entry in state["state"].items() if number not in absent}
     if shards is not None:
         by_number = dict(zip(numbers, parameters, strict=False))
-        own = {
+        entries = {
             number: map_leaves(partial(shards.shard_of_state, by_number[number]), entry)
             if number in by_number
             else entry
-            for number, entry in own.items()
+            for number, entry in entries.items()
         }
-    return {**state, "state": own}
+    return {**state, "state": entries}

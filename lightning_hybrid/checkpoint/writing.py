@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.dcp_planner_and_writer import BoxPlanner, Item, Writer, chunk_of
 from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, references, take_tensors
 from lightning_hybrid.checkpoint.owned_shards import assign_boxes
+from lightning_hybrid.checkpoint.verify_checkpoint import covered
 from lightning_hybrid.mesh import Mesh
 
 _MERGED = "state"  # of an optimizer: each rank has entries of its own
@@ -83,7 +83,7 @@ class HostBuffers:
         self._memory: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def copied(self, key: str, offsets: tuple[int, ...], content: Tensor) -> Tensor:
-        """Copy a box to memory on the CPU that nothing else writes."""
+        """Copy a box of any shape to memory on the CPU that nothing else writes."""
         entry = self._memory.get((key, offsets))
         if entry is None or entry.shape != content.shape or entry.dtype != content.dtype:
             entry = torch.empty(content.shape, dtype=content.dtype)
@@ -191,7 +191,7 @@ def _finish(save: Save, reports: Sequence[_Report], afterwards: Callable[[], Non
             raise CheckpointError("; ".join(errors))
         metadata = _merged_metadata(reports)
         optimizers = _merged_optimizers(reports)
-        _check(metadata, {*references(optimizers)}.union(*(report.expected for report in reports)))
+        _check(metadata, references(optimizers).union(*(report.expected for report in reports)))
         files = {name: entry for report in reports for name, entry in report.files.items()}
         Writer(target).finish(metadata, [report.results for report in reports])
         contents = {folder.META: save.meta, folder.OPTIMIZERS: _pickled(optimizers)}
@@ -236,18 +236,14 @@ def _merged_optimizers(reports: Sequence[_Report]) -> list[Any]:
     """The optimizers of the first rank, with the entries of all ranks."""
     first, *others = [pickle.loads(report.optimizers) for report in reports]  # sent by ranks of this run
     for other in others:
-        for mine, entries in zip(first, other, strict=False):
-            if isinstance(mine, dict) and isinstance(entries, dict):
-                mine[_MERGED] = {**entries.get(_MERGED, {}), **mine.get(_MERGED, {})}
+        for merged, entries in zip(first, other, strict=False):
+            if isinstance(merged, dict) and isinstance(entries, dict):
+                merged[_MERGED] = {**entries.get(_MERGED, {}), **merged.get(_MERGED, {})}
     return first
 
 
 def _check(metadata: Metadata, expected: set[str]) -> None:
-    """Check that every tensor was written, each element once.
-
-    Raises:
-        CheckpointError: A tensor or element is missing, or was written twice.
-    """
+    """Check that every tensor was written, each element once; raises a CheckpointError otherwise."""
     lost = sorted(expected - metadata.state_dict_metadata.keys())
     if lost:
         raise CheckpointError(f"no rank wrote {', '.join(lost[:5])} ({len(lost)} tensors)")
@@ -255,25 +251,6 @@ def _check(metadata: Metadata, expected: set[str]) -> None:
         assert isinstance(tensor, TensorStorageMetadata)
         if message := covered(tuple(tensor.size), [(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]):
             raise CheckpointError(f"{key} of shape {tuple(tensor.size)} {message}")
-
-
-def covered(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
-    """Check that every element lies in exactly one box; return what is wrong, or "".
-
-    Args:
-        shape: Shape of the full tensor.
-        boxes: Offsets and sizes of each box.
-    """
-    for offsets, sizes in boxes:
-        if any(start < 0 or start + size > end for start, size, end in zip(offsets, sizes, shape, strict=True)):
-            return f"has a box outside of it, at {offsets} of sizes {sizes}"
-    ordered = sorted(boxes)
-    for number, (offsets, sizes) in enumerate(ordered):
-        for other, lengths in ordered[number + 1 :]:
-            if all(a < b + m and b < a + n for a, n, b, m in zip(offsets, sizes, other, lengths, strict=True)):
-                return f"has elements that two boxes contain, at {offsets} of sizes {sizes} and at {other} of {lengths}"
-    saved = sum(math.prod(sizes) for _, sizes in boxes)
-    return "" if saved == math.prod(shape) else f"has {math.prod(shape)} elements, of which {saved} are saved"
 
 
 # -- between ranks ----------------------------------------------------------------------------------------------------

@@ -40,12 +40,12 @@ def add_to(commands: Any) -> None:
 def _convert(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
     _refuse(rest)
     # Imported late, since this loads torch.
-    from lightning_hybrid.checkpoint.convert_checkpoint import is_file, to_file, to_folder
+    from lightning_hybrid.checkpoint.convert_checkpoint import to_file, to_folder
 
     if parsed.target.exists():
         raise ValueError(f"{parsed.target} exists; remove it, or name another target")
     weights_only = not parsed.trust
-    if is_file(parsed.source):
+    if parsed.source.is_file():
         to_folder(parsed.source, parsed.target, weights_only=weights_only)
     else:
         to_file(parsed.source, parsed.target, weights_only=weights_only, tell=lambda line: print(line, file=sys.stderr))
@@ -55,7 +55,7 @@ def _convert(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _inspect(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
     _refuse(rest)
-    from lightning_hybrid.checkpoint.inspect_and_verify_checkpoint import table
+    from lightning_hybrid.checkpoint.inspect_checkpoint import table
     from lightning_hybrid.checkpoint.reading import SavedFolder
 
     print(table(SavedFolder(parsed.source, weights_only=not parsed.trust)))
@@ -65,7 +65,7 @@ def _inspect(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
 def _verify(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
     _refuse(rest)
     from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
-    from lightning_hybrid.checkpoint.inspect_and_verify_checkpoint import problems
+    from lightning_hybrid.checkpoint.verify_checkpoint import problems
 
     try:
         found = list(problems(parsed.source, weights_only=not parsed.trust))

@@ -1,1 +1,1 @@
-"""Collectives of small messages, by which ranks check that they agree."""
+"""Small messages between ranks, by which they check that they agree; broadcasts."""

@@ -1,39 +1,22 @@
-"""Agreement of the ranks of a replica after a step: one small message of numbers, and broadcasts of tensors."""
+"""Exchange of the numbers of a step (losses, logged values) between the ranks of a replica: one small message."""
 
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.graph.step_graph import Value
-from lightning_hybrid.mesh import as_sendable
+from lightning_hybrid.collectives.rank_agreement import RanksDisagree, batches_differ
 from lightning_hybrid.shared_memory.async_row_all_gather import start_all_gather
-from lightning_hybrid.step.objects.pytree import tensors_inside
-from lightning_hybrid.step.objects.user_tensor_subclasses import as_plain_tensor
 
 _HEADER = 4
 _BROKEN = -1.0  # sent in place of the digest of the step
 _SLOTS = 124
 # Indices in the header, the more informative ones first.
 _COMPARED = ((2, "batch"), (3, "step"), (0, "number of logged values"), (1, "set of logged keys"))
-
-
-class RanksDisagree(RuntimeError):
-    """The ranks of one replica have different batches, or do different things."""
-
-
-def batches_differ(checksums: Sequence[float]) -> RanksDisagree:
-    """The error for ranks of one replica with different batches; args: checksums: of the batches, by rank."""
-    return RanksDisagree(
-        f"the batch differs between the ranks of one replica (checksums {checksums} on pipeline ranks 0 to"
-        f" {len(checksums) - 1}); every rank must draw the same samples: call seed_everything(...) before data are made"
-        " at random, and seed samplers and augmentation without the rank"
-    )
 
 
 class StepBroken(Exception):
@@ -60,7 +43,7 @@ class NumberExchange:
         *,
         names: int,
         batch: int,
-        form: int = 0,
+        trace: int = 0,
         is_broken: bool = False,
         device: torch.device,
     ) -> None:
@@ -71,7 +54,7 @@ class NumberExchange:
             group: The ranks of one replica.
             names: Digest of the names of the numbers.
             batch: Digest of the batch, which all ranks of a replica must share.
-            form: Digest of the trace of the step.
+            trace: Digest of the trace of the step.
             is_broken: Whether this rank has no numbers, as it aborted the step.
             device: The device on which the group communicates.
         """
@@ -80,8 +63,8 @@ class NumberExchange:
         self._device = device
         self._gathered: Callable[[], list[Tensor]] | None = None
         if group.size() > 1:
-            trace = _BROKEN if is_broken else float(form)
-            first = [float(len(numbers)), float(names), float(batch), trace, *numbers[:_SLOTS]]
+            state = _BROKEN if is_broken else float(trace)
+            first = [float(len(numbers)), float(names), float(batch), state, *numbers[:_SLOTS]]
             self._gathered = self._start(first + [math.nan] * (_HEADER + _SLOTS - len(first)))
 
     def _start(self, row: list[float]) -> Callable[[], list[Tensor]]:
@@ -117,70 +100,3 @@ class NumberExchange:
             rows = [row + rest.tolist() for row, rest in zip(rows, more, strict=True)]
         count = len(self._numbers)
         return [next((row[i] for row in rows if not math.isnan(row[i])), math.nan) for i in range(count)]
-
-
-def broadcast_tensor(
-    value: Value, content: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device
-) -> Tensor:
-    """Broadcast a tensor from the pipeline rank ``source``.
-
-    Args:
-        value: Its record in the step graph.
-        content: The tensor on ``source``, None elsewhere.
-        source: Pipeline rank.
-        group: The ranks of one pipeline.
-        device: The device on which the group communicates.
-    """
-    if group.size() == 1:
-        assert content is not None
-        return content.detach()
-    shape: Sequence[int] = value.shape
-    if value.dynamic:
-        header = torch.zeros(9, dtype=torch.int64, device=device)
-        if content is not None:
-            header[0] = content.dim()
-            header[1 : 1 + content.dim()] = torch.tensor(content.shape)
-        dist.broadcast(header, group=group, group_src=source)
-        dims, *sizes = header.tolist()
-        shape = sizes[:dims]
-    if content is None:
-        content = torch.empty(shape, dtype=getattr(torch, value.dtype), device=device)
-    content = content.detach().to(device).resolve_conj().resolve_neg().contiguous()
-    dist.broadcast(as_sendable(content), group=group, group_src=source)
-    return content.to(value.device) if value.device else content
-
-
-def broadcast_buffer(buffer: Tensor, owner: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Broadcast the content of a buffer from one rank of a group; collective over the group.
-
-    Args:
-        buffer: On every rank.
-        owner: Owner rank in the group.
-        group: The ranks.
-        device: The device on which the group communicates.
-    """
-    content = buffer.detach().to(device).contiguous()
-    dist.broadcast(as_sendable(content), group=group, group_src=owner)
-    if content.data_ptr() != buffer.data_ptr():
-        buffer.detach().copy_(content)
-
-
-def digest(leaves: Sequence[object]) -> int:
-    """A number that is equal for equal batches, and almost surely for no others; cheap on large tensors."""
-    total = 0
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided:
-            flat = as_plain_tensor(leaf).detach().reshape(-1)
-            part = flat[:: max(1, flat.numel() // _DIGESTED)].contiguous()
-            if part.is_complex() or part.is_conj():
-                part = torch.view_as_real(part.resolve_conj())
-            content = part.view(torch.uint8).cpu().numpy().tobytes()
-            total = hash((total, tuple(leaf.shape), zlib.crc32(content)))
-        elif isinstance(leaf, int | float):
-            total = hash((total, leaf))
-        elif inside := [] if isinstance(leaf, Tensor) else tensors_inside(leaf):
-            total = hash((total, digest(inside)))
-    return total & 0xFFFFFFFFFFFF  # exact in float64
-
-
-_DIGESTED = 4096  # elements used per tensor, about

@@ -30,7 +30,7 @@ def difference_of(found: Any, wanted: Any, tolerance: float, *, full: Tensor | N
 
     Args:
         found: A value of a sharded run.
-        wanted: The same value of the full unit.
+        wanted: The same value of the full unit, of the same shape.
         tolerance: Relative to the largest element of the full value.
         full: The full value, of which ``wanted`` is a shard.
     """

@@ -1,4 +1,4 @@
-"""The public classes for `pytorch_lightning`, whichever namespace the asking file uses.
+"""The public classes for `pytorch_lightning`, whichever namespace the importing file uses.
 
 The modules below are those of `lightning_hybrid`, loaded a second time by `namespaces/import_modules_twice.py`.
 """

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.collectives.exchange_step_numbers import broadcast_buffer
+from lightning_hybrid.collectives.broadcast_from_owner import broadcast_buffer
 from lightning_hybrid.full_params.value_locations import ValueLocations
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent

@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.collectives.sendable_tensors import as_sendable
 from lightning_hybrid.full_params import op_effects as effects
 from lightning_hybrid.full_params.buffer_refresh import HookBuffers
 from lightning_hybrid.full_params.value_locations import Ranks, ValueLocations, covers
-from lightning_hybrid.mesh import as_sendable
-from lightning_hybrid.randomness.keyed_draws import draws
+from lightning_hybrid.randomness.drawing_ops import draws
 from lightning_hybrid.step.module_state.pickle_sharded_parameters import reduce_for_pickle
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, map_leaves, rebuild_call
 from lightning_hybrid.step.standins.absent_arrays import interceptable_tolist

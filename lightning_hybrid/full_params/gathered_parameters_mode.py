@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.collectives.sendable_tensors import as_sendable
 from lightning_hybrid.full_params.op_effects import written_of
 from lightning_hybrid.full_params.sharded_parameter_mode import IDENTITY
-from lightning_hybrid.mesh import as_sendable
 from lightning_hybrid.parts.local_shards import LocalShards
-from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call, storage_id, tensors_inside
+from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call, tensors_inside
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
 from lightning_hybrid.step.standins.absent_tensors import (
     SHAPE_METHODS,
     SHAPE_PROPERTIES,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.collectives.exchange_step_numbers import RanksDisagree
+from lightning_hybrid.collectives.rank_agreement import RanksDisagree
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.intercept_step_operations import user_line
 

@@ -191,24 +191,17 @@ def assign(graph: StepGraph, homes: Mapping[str, int], num_stages: int) -> Assig
 def buffer_stages(
     graph: StepGraph, homes: Mapping[str, int], names: Collection[str], num_stages: int
 ) -> dict[str, int]:
-    """The first stages that can own some buffers together with all that a step does with them.
+    """The first stages that can own the buffers ``names`` together with all that a step does with them.
 
-    Args:
-        graph: Of the step.
-        homes: Owner stage of each parameter and tracked buffer; entries of ``names`` are ignored.
-        names: The buffers.
-        num_stages: Of the pipeline.
+    ``homes`` are the owner stages of parameters and tracked buffers; entries of ``names`` are ignored.
     """
-    found = dict.fromkeys(names, 0)
+    owners = dict.fromkeys(names, 0)
     while True:
-        assignment = assign(graph, {**homes, **found}, num_stages)
-        later = dict(found)
-        for name, stages in assignment.holders.items():
-            if name in later:
-                later[name] = max(later[name], *stages)
-        if later == found:
-            return found
-        found = later
+        holders = assign(graph, {**homes, **owners}, num_stages).holders
+        later = {name: max((stage, *holders.get(name, ()))) for name, stage in owners.items()}
+        if later == owners:
+            return owners
+        owners = later
 
 
 def _check_views(graph: StepGraph, node_stage: Sequence[int], value_stage: Sequence[int]) -> None:

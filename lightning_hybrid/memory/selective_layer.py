@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_hybrid.memory.knapsack import Step, choose_kept, needed
 from lightning_hybrid.memory.op_tape import SavedTensor, SavedValue, Tape, restore
 from lightning_hybrid.memory.recompute_values import Operation, ParameterGatherer, Value, tensors_of
-from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
+from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 
 # Cost of moving a byte, in floating-point operations of a matrix product; and of drawing one at random.
 _WORK_PER_BYTE = {"cpu": 16.0, "cuda": 100.0}
@@ -33,7 +33,7 @@ class SelectiveCheckpointing:
     def __init__(self, share: float) -> None:
         """Take ``share`` (upper bound of the saved bytes, relative to what autograd would save)."""
         self._share = share
-        self._kept: LRUCache[Hashable, frozenset[int]] = LRUCache(_MAX_CHOICES)
+        self._kept: BoundedLRUDict[Hashable, frozenset[int]] = BoundedLRUDict(_MAX_CHOICES)
         self._written: set[int] = set()
 
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Collection
+from types import ModuleType
 from typing import Any
 
 from lightning_hybrid.namespaces.detect_lightning_namespace import NAMESPACES, PUBLIC, Namespace
@@ -36,26 +37,22 @@ def convert(value: Any, namespace: Namespace) -> None:
             )
 
 
-def convert_all(value: Any, namespace: Namespace) -> None:
-    """`convert` one object, or each of several."""
-    for one in value if isinstance(value, Collection) else (value,):
-        convert(one, namespace)
-
-
-def accept_both(trainer_class: Any, namespace: Namespace) -> None:
-    """Make a Trainer class accept objects of this package that were made for the other namespace."""
-    init: Callable[..., None] = trainer_class.__init__
+def accept_both(module: ModuleType, namespace: Namespace) -> None:
+    """Make the Trainer class of a module accept objects of this package that were made for the other namespace."""
+    init: Callable[..., None] = module.Trainer.__init__
     if hasattr(init, "accepts_both_namespaces"):
         return
 
     @functools.wraps(init)
     def init_with_own(self: Any, *args: Any, **options: Any) -> None:
         for option in _TRAINER_ARGUMENTS:
-            convert_all(options.get(option), namespace)
+            value = options.get(option)
+            for one in value if isinstance(value, Collection) else (value,):
+                convert(one, namespace)
         init(self, *args, **options)
 
     init_with_own.accepts_both_namespaces = True  # type: ignore[attr-defined]
-    trainer_class.__init__ = init_with_own
+    module.Trainer.__init__ = init_with_own
 
 
 def _is_of_other_namespace(kind: type, namespace: Namespace) -> bool:

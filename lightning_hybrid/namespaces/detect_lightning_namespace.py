@@ -1,9 +1,9 @@
 """Lightning's two namespaces, `lightning.pytorch` and `pytorch_lightning`: detection of the one that a file uses.
 
 They are separate packages with separate classes, and each refuses subclasses of the other's. The strategies, precision
-plugins and callbacks are written once, against `lightning.pytorch`; `twin_modules.py` loads the same files a second
-time for `pytorch_lightning`. So each public class exists twice, and `lightning_hybrid.Hybrid3DStrategy` is the one for
-the importing file. Nothing here imports either namespace.
+plugins and callbacks are written once, against `lightning.pytorch`; `import_modules_twice.py` loads the same files
+again, for `pytorch_lightning`. So each public class exists twice, and `lightning_hybrid.Hybrid3DStrategy` is the one
+for the importing file. Nothing here imports either namespace.
 """
 
 from __future__ import annotations
@@ -111,17 +111,17 @@ def namespace_for(frame: FrameType | None) -> Namespace:
     Raises:
         ModuleNotFoundError: Neither is installed.
     """
-    found = [namespace for namespace in NAMESPACES if _is_installed(namespace)]
-    if not found:
+    candidates = [namespace for namespace in NAMESPACES if _is_installed(namespace)]
+    if not candidates:
         raise ModuleNotFoundError(
             "lightning_hybrid needs lightning or pytorch-lightning, but neither is installed; pip install lightning"
         )
     for narrowed in (_named_in, _running_below, lambda _: [n for n in NAMESPACES if n.package in sys.modules]):
-        if len(found) == 1:
+        if len(candidates) == 1:
             break
         names = narrowed(frame)
-        found = names if len(names) == 1 else found
-    return found[0]
+        candidates = names if len(names) == 1 else candidates
+    return candidates[0]
 
 
 def _is_installed(namespace: Namespace) -> bool:

@@ -35,7 +35,6 @@ class _TwinFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of the module, if it is a twin and its file exists."""
         home = PYTORCH_LIGHTNING.home + "."
         parts = fullname.removeprefix(home).split(".")
         if not fullname.startswith(home) or parts[0] not in _TWIN_PACKAGES:
@@ -56,7 +55,6 @@ class _TwinLoader(SourceFileLoader):
         return self.source_to_code(self.get_data(path), path)
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
-        """Compile the source with renamed imports."""
         tree = ast.parse(data, filename=path)
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):

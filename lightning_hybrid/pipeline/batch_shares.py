@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.collectives.exchange_step_numbers import batches_differ, digest
+from lightning_hybrid.collectives.rank_agreement import batches_differ, digest
 from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import LossWeighting, agree_on_weighting
 from lightning_hybrid.pipeline.results.log_capture import Entry, Key, keyed, keys_of
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import Rows, merged

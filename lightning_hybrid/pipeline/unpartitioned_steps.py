@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hybrid.collectives.exchange_step_numbers import NumberExchange, broadcast_buffer, digest
+from lightning_hybrid.collectives.broadcast_from_owner import broadcast_buffer
+from lightning_hybrid.collectives.exchange_step_numbers import NumberExchange
+from lightning_hybrid.collectives.rank_agreement import digest
 from lightning_hybrid.full_params.gathered_parameters_mode import GatheredParameters
 from lightning_hybrid.full_params.value_locations import ValueLocations
 from lightning_hybrid.parts.local_shards import LocalShards

@@ -76,12 +76,8 @@ class HybridPrecision(MixedPrecision):
     def is_other(cls, plugin: Precision) -> bool:
         """Returns whether a plugin is of a custom class, whose behaviour a conversion would lose."""
         convert(plugin, namespace_of(__name__))
-        return not isinstance(plugin, cls) and type(plugin) not in (
-            Precision,
-            MixedPrecision,
-            HalfPrecision,
-            DoublePrecision,
-        )
+        known = Precision, MixedPrecision, HalfPrecision, DoublePrecision
+        return not isinstance(plugin, cls) and type(plugin) not in known
 
     @classmethod
     def of(cls, plugin: Precision) -> HybridPrecision:
@@ -90,19 +86,16 @@ class HybridPrecision(MixedPrecision):
         Raises:
             TypeError: the plugin is of a custom class.
         """
-        convert(plugin, namespace_of(__name__))
+        if cls.is_other(plugin):
+            name = f"{type(plugin).__module__}.{type(plugin).__qualname__}"
+            raise TypeError(
+                f"the precision plugin is a {name}; supported are Precision, MixedPrecision, HalfPrecision, "
+                f"DoublePrecision of {namespace_of(__name__).package} and {cls.__qualname__}, so set "
+                f"Trainer(precision=...) to one of {', '.join(get_args(PrecisionName))} or subclass {cls.__qualname__}"
+            )
         if isinstance(plugin, cls):
             return plugin
-        if type(plugin) is MixedPrecision:
-            return cls(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[arg-type]
-        if type(plugin) in (Precision, HalfPrecision, DoublePrecision):
-            return cls(plugin.precision)  # type: ignore[arg-type]
-        name = f"{type(plugin).__module__}.{type(plugin).__qualname__}"
-        raise TypeError(
-            f"the precision plugin is a {name}; supported are Precision, MixedPrecision, HalfPrecision, "
-            f"DoublePrecision of {namespace_of(__name__).package} and {cls.__qualname__}, so set "
-            f"Trainer(precision=...) to one of {', '.join(get_args(PrecisionName))} or subclass {cls.__qualname__}"
-        )
+        return cls(plugin.precision, getattr(plugin, "device", None), getattr(plugin, "scaler", None))  # type: ignore[arg-type]
 
     def connect_mesh(
         self,

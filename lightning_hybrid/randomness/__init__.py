@@ -1,1 +1,1 @@
-"""Random numbers that do not depend on the layout."""
+"""Random numbers that do not depend on the layout, and snapshots of generators."""

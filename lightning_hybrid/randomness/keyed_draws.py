@@ -11,7 +11,7 @@ import contextlib
 import random
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -23,137 +23,8 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from lightning_hybrid.patching import replaced_forwards
-
-_DRAWING_NAMES = frozenset(
-    {
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "bernoulli",
-        "bernoulli_",
-        "multinomial",
-        "normal",
-        "normal_",
-        "uniform_",
-        "random_",
-        "exponential_",
-        "log_normal_",
-        "cauchy_",
-        "geometric_",
-        "poisson",
-        "binomial",
-        "dropout",
-        "dropout_",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "alpha_dropout",
-        "alpha_dropout_",
-        "feature_dropout",
-        "feature_dropout_",
-        "feature_alpha_dropout",
-        "feature_alpha_dropout_",
-        "native_dropout",
-        "rrelu",
-        "rrelu_",
-        "gumbel_softmax",
-        "scaled_dot_product_attention",
-        "multi_head_attention_forward",
-        "fractional_max_pool2d",
-        "fractional_max_pool3d",
-        "lstm",
-        "gru",
-        "rnn_tanh",
-        "rnn_relu",
-        "_standard_gamma",
-        "_sample_dirichlet",
-    }
-)
-
-
-# Positions of the probability and "training" arguments of functions that may be switched off.
-_SWITCHES: dict[str, tuple[tuple[int, str] | None, tuple[int, str] | None]] = {
-    **dict.fromkeys((name for name in _DRAWING_NAMES if "dropout" in name), ((1, "p"), (2, "training"))),
-    "scaled_dot_product_attention": ((4, "dropout_p"), None),
-    "multi_head_attention_forward": ((10, "dropout_p"), (13, "training")),
-    "rrelu": (None, (3, "training")),
-    "rrelu_": (None, (3, "training")),
-}
-
-
-def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether this call of a torch function draws random numbers.
-
-    It must return False if nothing is drawn, such as for dropout in eval mode: draws are counted, and the count must
-    not depend on which calls are intercepted.
-    """
-    if name not in _DRAWING_NAMES:
-        return False
-    probability, training = _SWITCHES.get(name, (None, None))
-    if probability is not None and _argument(probability, args, kwargs, 0.5 if name != _ATTENTION else 0.0) == 0:
-        return False
-    return training is None or bool(_argument(training, args, kwargs, True))
-
-
-_ATTENTION = "scaled_dot_product_attention"
-
-
-def _argument(where: tuple[int, str], args: Sequence[Any], kwargs: Mapping[str, Any], default: Any) -> Any:
-    position, name = where
-    return args[position] if position < len(args) else kwargs.get(name, default)
-
-
-class GeneratorStates:
-    """The states of all random generators of this process, to be restored later."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Take ``device`` (an accelerator whose generator is included)."""
-        self._python = random.getstate()
-        self._numpy = numpy.random.get_state()
-        self._torch = torch.default_generator.get_state()
-        self._device = device
-        self._accelerator = _accelerator_generator(device)
-        self._accelerator_state = None if self._accelerator is None else self._accelerator.get_state()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle the states without the generator."""
-        return {**self.__dict__, "_accelerator": None}
-
-    def on(self, device: torch.device) -> GeneratorStates:
-        """Use the generator of another device, such as that of the process that received these states."""
-        self._device, self._accelerator = device, _accelerator_generator(device)
-        return self
-
-    def are_unchanged(self) -> bool:
-        """Whether no generator has been used since."""
-        kind, keys, *position = self._numpy
-        kind_now, keys_now, *position_now = numpy.random.get_state()
-        accelerator, state = self._accelerator, self._accelerator_state
-        return (
-            random.getstate() == self._python
-            and (kind, position) == (kind_now, position_now)
-            and numpy.array_equal(keys, keys_now)
-            and torch.equal(torch.default_generator.get_state(), self._torch)
-            and (accelerator is None or state is None or torch.equal(accelerator.get_state(), state))
-        )
-
-    def restore(self) -> None:
-        """Restore the generators."""
-        random.setstate(self._python)
-        numpy.random.set_state(self._numpy)
-        torch.default_generator.set_state(self._torch)
-        if self._accelerator is not None and self._accelerator_state is not None:
-            self._accelerator.set_state(self._accelerator_state)
-
-
-def _accelerator_generator(device: torch.device) -> torch.Generator | None:
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    return None
+from lightning_hybrid.randomness.drawing_ops import draws
+from lightning_hybrid.randomness.generator_snapshot import GeneratorStates, accelerator_generator
 
 
 class KeyedRandomness:
@@ -225,7 +96,7 @@ class KeyedRandomness:
         self._drawn[module] += 1
         self._recorded.add(module)
         torch.default_generator.manual_seed(key)
-        accelerator = _accelerator_generator(self.device)
+        accelerator = accelerator_generator(self.device)
         if accelerator is not None:
             accelerator.manual_seed(key)
 

@@ -1,1 +1,1 @@
-"""See the user's step: record it once as a graph, cut the graph into stages, replay one stage of it."""
+"""The user's step: recorded once as a graph; one stage of the graph is replayed."""

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode, random_copy
+from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
+from lightning_hybrid.equivalence.random_copy import random_copy
 from lightning_hybrid.experts.parallel.expert_calling_conventions import Call, ExpertsAdapter
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding
 from lightning_hybrid.parts.placement import shard_tensor

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.collectives.sendable_tensors import on_group_device
 from lightning_hybrid.experts.parallel.all_to_all import ExpertAllToAll
 from lightning_hybrid.experts.parallel.expert_calling_conventions import ExpertsAdapter
-from lightning_hybrid.mesh import on_group_device
 from lightning_hybrid.parts.gather_on_read import GatherCallbacks, OutsideLayerGuard, ReadGuards
 from lightning_hybrid.parts.local_shards import AxisSharding, LocalShards
 from lightning_hybrid.parts.placement import Shard

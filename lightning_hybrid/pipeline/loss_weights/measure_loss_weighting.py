@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.results.log_capture import Key, LogCapture, keyed
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
-from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandomness
+from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import BatchSplitter, copied_batch, split, split_unevenly
 from lightning_hybrid.step.batch_means.counts_in_batch import Count, Mean, error_bound, find_counts
 from lightning_hybrid.step.tracing.recording import find_loss

@@ -28,10 +28,11 @@ from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependen
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
 from lightning_hybrid.step.batch_means.sums_over_samples import is_sum_over_samples, matching_values
 from lightning_hybrid.step.instrument.instrument_step import instrumented
-from lightning_hybrid.step.module_state.snapshot import ModuleState
-from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
-from lightning_hybrid.step.objects.pytree import storage_id, tensors_inside
-from lightning_hybrid.step.replay.count_mean_denominators import CountingReplay
+from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot
+from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
+from lightning_hybrid.step.objects.pytree import tensors_inside
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
+from lightning_hybrid.step.replay.count_mean_denominators import DenominatorReplay
 
 _MAX_CACHED = 512
 _EQUAL = 1e-12
@@ -59,10 +60,10 @@ class LossMeanWeights:
     def __init__(self, root: nn.Module, plan: StagePlan, choice: TraceCache, randomness: KeyedRandomness) -> None:
         """Set up for the user's module, its stage plan and trace cache; ``randomness`` keys random numbers of steps."""
         self._root, self._plan, self._traces, self._randomness = root, plan, choice, randomness
-        self._terms: LRUCache[tuple[TraceVariant, ...], frozenset[int]] = LRUCache(_MAX_CACHED)
-        self._sums: LRUCache[tuple[TraceVariant, ...], frozenset[int]] = LRUCache(_MAX_CACHED)
-        self._replays: LRUCache[TraceVariant, CountingReplay] = LRUCache(_MAX_CACHED)
-        self._even: LRUCache[tuple[TraceVariant, ...], _EvenCounts] = LRUCache(_MAX_CACHED)
+        self._terms: BoundedLRUDict[tuple[TraceVariant, ...], frozenset[int]] = BoundedLRUDict(_MAX_CACHED)
+        self._sums: BoundedLRUDict[tuple[TraceVariant, ...], frozenset[int]] = BoundedLRUDict(_MAX_CACHED)
+        self._replays: BoundedLRUDict[TraceVariant, DenominatorReplay] = BoundedLRUDict(_MAX_CACHED)
+        self._even: BoundedLRUDict[tuple[TraceVariant, ...], _EvenCounts] = BoundedLRUDict(_MAX_CACHED)
 
     def of(
         self,
@@ -204,7 +205,7 @@ class LossMeanWeights:
     ) -> list[dict[int, float]] | None:
         """The counts of each microbatch, by node; None if the step cannot run without the model's arithmetic."""
         inside = {module for unit in self._plan.units().values() for module in unit.modules()}
-        start = ModuleState(self._root, without=inside, unhooked=inside)
+        start = ModuleSnapshot(self._root, without=inside, unhooked=inside)
         names = self._plan.names()
         counted = []
         try:
@@ -237,9 +238,11 @@ class LossMeanWeights:
         with grad, call.context(), silent, contextlib.redirect_stdout(io.StringIO()):
             yield
 
-    def _replay(self, variant: TraceVariant) -> CountingReplay:
+    def _replay(self, variant: TraceVariant) -> DenominatorReplay:
         if variant not in self._replays:
-            self._replays[variant] = CountingReplay(variant.recording, variant.assignment, self._root, self._randomness)
+            self._replays[variant] = DenominatorReplay(
+                variant.recording, variant.assignment, self._root, self._randomness
+            )
         return self._replays[variant]
 
 

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.collectives.exchange_step_numbers import NumberExchange, broadcast_tensor, digest
+from lightning_hybrid.collectives.broadcast_from_owner import broadcast_tensor
+from lightning_hybrid.collectives.exchange_step_numbers import NumberExchange
+from lightning_hybrid.collectives.rank_agreement import digest
 from lightning_hybrid.pipeline.results.log_capture import Entry, Key, LogCapture, keyed
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
@@ -108,7 +110,7 @@ class StepResultExchange:
             self._group,
             names=names,
             batch=self._digest,
-            form=zlib.crc32(repr([variant.digest for variant in self._variants]).encode()),
+            trace=zlib.crc32(repr([variant.digest for variant in self._variants]).encode()),
             device=self._device,
         )
 

@@ -10,8 +10,8 @@ from numpy import ndarray
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hybrid.step.module_state.snapshot import ModuleState, TensorSnapshot, can_restore, reachable_leaves
-from lightning_hybrid.step.objects.user_tensor_subclasses import detached_copy
+from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot, TensorSnapshot, can_restore, reachable_leaves
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording import StepError
 
@@ -33,7 +33,7 @@ class StepSnapshot:
         self._written = [(p, detached_copy(p)) for name, p in named if name in written and not is_absent(p)]
         self._metrics = [module for module in root.modules() if isinstance(module, Metric)]
         inside = {inner for metric in self._metrics for inner in metric.modules()}
-        self._modules = ModuleState(root, without=inside)
+        self._modules = ModuleSnapshot(root, without=inside)
         self._states = [{name: _copied(getattr(metric, name)) for name in metric._defaults} for metric in self._metrics]
         leaves = list(reachable_leaves(root, inside, plain=False))
         tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and can_restore(leaf)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hybrid.step.module_state.snapshot import ModuleState, TensorSnapshot
+from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot, TensorSnapshot
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
@@ -35,7 +35,7 @@ class StageModuleStates:
         self._forwards_left = num_forwards
         self._buffers = buffers
         self._contents: dict[int, TensorSnapshot] = {}  # by id of a buffer: its last copy
-        self._states: dict[int, tuple[ModuleState, list[tuple[Any, TensorSnapshot | None]]]] = {}
+        self._states: dict[int, tuple[ModuleSnapshot, list[tuple[Any, TensorSnapshot | None]]]] = {}
         self._start = self._now() if len(stages) > 1 else None
 
     def enter(self, stage: int) -> None:
@@ -52,9 +52,9 @@ class StageModuleStates:
         if not self._forwards_left and stage != self._last:
             self._restore(*self._states[self._last])
 
-    def _now(self) -> tuple[ModuleState, list[tuple[Any, TensorSnapshot | None]]]:
+    def _now(self) -> tuple[ModuleSnapshot, list[tuple[Any, TensorSnapshot | None]]]:
         buffers = [members.get(name) for members, name in self._buffers]
-        state = ModuleState(self._root, buffers=False)
+        state = ModuleSnapshot(self._root, buffers=False)
         return state, [(buffer, self._content(buffer)) for buffer in buffers]
 
     def _content(self, buffer: Any) -> TensorSnapshot | None:
@@ -65,7 +65,7 @@ class StageModuleStates:
             self._contents[id(buffer)] = content = TensorSnapshot(buffer)
         return content
 
-    def _restore(self, state: ModuleState, buffers: list[tuple[Any, TensorSnapshot | None]]) -> None:
+    def _restore(self, state: ModuleSnapshot, buffers: list[tuple[Any, TensorSnapshot | None]]) -> None:
         state.restore()
         for (members, name), (buffer, content) in zip(self._buffers, buffers, strict=True):
             members[name] = buffer

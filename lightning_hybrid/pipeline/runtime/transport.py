@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.collectives.sendable_tensors import as_sendable
 from lightning_hybrid.graph.step_graph import Value
-from lightning_hybrid.mesh import as_sendable
 from lightning_hybrid.schedule import Channel, Message
 from lightning_hybrid.shared_memory.transfers import Transfers, transfers_of
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid.step.module_state.snapshot import AttributePath, reachable_leaves
-from lightning_hybrid.step.objects.pytree import storage_id
-from lightning_hybrid.step.objects.user_tensor_subclasses import as_plain_tensor
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import as_plain_tensor, storage_id
 from lightning_hybrid.step.recording.kept_values import find_lists, list_containing
 
 _NOTHING = object()

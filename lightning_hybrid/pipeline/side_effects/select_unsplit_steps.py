@@ -8,7 +8,7 @@ from typing import Any
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, TraceCache
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.batch.microbatch import batch_size_of, sizes_of
-from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
+from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 from lightning_hybrid.step.recording.check_kept_values_mergeable import why_not_mergeable
 from lightning_hybrid.step.tracing.recording import Recording
 
@@ -27,7 +27,7 @@ class UnsplitSteps:
         """Set up on a trace cache; ``tell`` is called once with the name of such a step, and the reason."""
         self.names: set[str] = set()
         self._traces, self._tell = choice, tell
-        self._reasons: LRUCache[tuple[TraceVariant, int | None, bool], str] = LRUCache(_MAX_REASONS)
+        self._reasons: BoundedLRUDict[tuple[TraceVariant, int | None, bool], str] = BoundedLRUDict(_MAX_REASONS)
 
     def adopts(
         self,

@@ -21,7 +21,7 @@ from lightning_hybrid.pipeline.stages.select_recorded_trace import Call
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.instrument.instrument_step import instrumented
-from lightning_hybrid.step.module_state.snapshot import ModuleState, TensorSnapshot
+from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot, TensorSnapshot
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.recording.kept_values import skippable_modules
 from lightning_hybrid.step.replay.side_effect_replay import SideEffectReplay
@@ -54,7 +54,7 @@ class SideEffectRun:
         self._root, self._names, self._call, self._batch = root, names, call, batch
         self._variant, self._randomness = variant, randomness
         self._without = skippable_modules(root, [variant.recording])
-        self._start = ModuleState(root, without=self._without)
+        self._start = ModuleSnapshot(root, without=self._without)
         self._watched = [(tensor, tensor._version) for tensor in tensors_inside(batch)]
 
     def returned(self, contents: Mapping[int, Tensor]) -> Any:

@@ -28,8 +28,8 @@ from lightning_hybrid.step.batch.microbatch import copied_batch
 from lightning_hybrid.step.guards.plain_attribute_state import modules_around, plain_state
 from lightning_hybrid.step.guards.unguarded_reads import UnguardedReads
 from lightning_hybrid.step.instrument.instrument_step import instrumented
-from lightning_hybrid.step.module_state.snapshot import ModuleState
-from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
+from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot
+from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
 from lightning_hybrid.step.replay.trace_tree import TraceTree, UnknownTrace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
@@ -116,7 +116,7 @@ class TraceCache:
         self._root = root
         self._plan = plan
         self._randomness = randomness
-        self._cache: LRUCache[Hashable, _Traces] = LRUCache(_MAX_SIGNATURES)
+        self._cache: BoundedLRUDict[Hashable, _Traces] = BoundedLRUDict(_MAX_SIGNATURES)
         self._writes_batch: set[str] = set()
 
     def choose(self, call: Call, microbatches: Sequence[Any]) -> list[TraceVariant]:
@@ -197,13 +197,13 @@ class TraceCache:
         """Select traces by dry runs, one microbatch after the other; module state is restored afterwards."""
         units = self._plan.units()
         inside = {module for unit in units.values() for module in unit.modules()}
-        start = ModuleState(self._root, without=inside, unhooked=inside)
+        start = ModuleSnapshot(self._root, without=inside, unhooked=inside)
         states = {traces: plain_state(traces.around) for traces in dict.fromkeys(by_microbatch)}
         names = self._plan.names()
         chosen: list[TraceVariant] = []
         try:
             for index, (microbatch, traces) in enumerate(zip(microbatches, by_microbatch, strict=True)):
-                before = ModuleState(self._root, without=inside, unhooked=inside) if index else start
+                before = ModuleSnapshot(self._root, without=inside, unhooked=inside) if index else start
                 try:
                     variant = self._find_trace(call, microbatch, index, traces, units, names, before)
                 except UnknownTrace:
@@ -235,7 +235,7 @@ class TraceCache:
         traces: _Traces,
         units: Mapping[str, nn.Module],
         names: Mapping[int, str],
-        before: ModuleState,
+        before: ModuleSnapshot,
     ) -> TraceVariant:
         """Select the trace of a microbatch by a dry run.
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.collectives.exchange_step_numbers import broadcast_buffer
+from lightning_hybrid.collectives.broadcast_from_owner import broadcast_buffer
+from lightning_hybrid.collectives.sendable_tensors import as_sendable
 from lightning_hybrid.graph import partition
 from lightning_hybrid.graph.partition import Assignment, PartitionError
-from lightning_hybrid.mesh import as_sendable
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.balance_by_size import stages_by_size
 from lightning_hybrid.pipeline.stages.check_parameter_owners import check_placement
@@ -141,7 +141,7 @@ class StagePlan:
 
         recording, assignment = self._cut(recorded)
         self._units = recording.units
-        replays = {s: StageReplay(recording, assignment, s, self._root, self._randomness) for s in self.stages}
+        replays = {s: StageReplay(recording, assignment, self._root, self._randomness, s) for s in self.stages}
         variant = TraceVariant(assignment, replays)
         if self.first is None:
             self.first = variant

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.objects.user_tensor_subclasses import detached_copy
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 _PLAIN = (bool, int, float, str, type(None))

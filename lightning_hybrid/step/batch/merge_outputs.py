@@ -43,7 +43,7 @@ def join(outputs: Sequence[Any], weights: Sequence[float], counts: Sequence[int 
 
 
 def weighted_mean(outputs: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Sum of ``weight * output``; the mean over samples if the weights are shares of the samples."""
+    """Sum of ``weight * output``, tensors of one shape; the mean over samples if weights are shares of the samples."""
     total = outputs[0] * weights[0]
     for output, weight in zip(outputs[1:], weights[1:], strict=True):
         total = total + output * weight

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_hybrid.step.batch.merge_outputs import join
 from lightning_hybrid.step.objects.pytree import children_of, flatten, map_leaves, tensors_inside
-from lightning_hybrid.step.objects.user_tensor_subclasses import detached_copy, with_class_of
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy, with_class_of
 
 BatchSplitter = Callable[[Any, int], Sequence[Any]]
 
@@ -60,17 +60,11 @@ def _samples_of(batch: Any) -> tuple[int | None, str]:
 
 
 def choose_count(batch: Any, wanted: int | None, num_stages: int, splitter: BatchSplitter | None) -> int:
-    """Choose the number of microbatches of ``batch``.
+    """Choose the number of microbatches of ``batch``: 1 where it cannot be split.
 
-    Args:
-        batch: The batch.
-        wanted: The user's number; None chooses at most four times the number of stages, and at least two samples each
-            where there are enough: layers and metrics take statistics of them.
-        num_stages: Number of pipeline stages.
-        splitter: The user's splitter; then ``wanted`` is used unchanged.
-
-    Returns:
-        1 where the batch cannot be split.
+    ``wanted`` is the user's number, and used unchanged with the user's ``splitter``. None chooses at most four times
+    the number of stages, and at least two samples each where there are enough: layers and metrics take statistics of
+    them.
     """
     if splitter is not None:
         return wanted or max(1, 2 * num_stages)
@@ -160,10 +154,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def join_batches(batches: Sequence[Any]) -> Any:
-    """Concatenate the batches of several replicas to one.
-
-    Args:
-        batches: The batches, in the order of the replicas.
+    """Concatenate the batches of several replicas, in their order, to one.
 
     Raises:
         BatchError: The result has another number of samples than the batches together.

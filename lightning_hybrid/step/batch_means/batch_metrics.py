@@ -20,12 +20,9 @@ from lightning_hybrid.step.tracing.metric_nodes import isolated_copy
 
 @dataclass
 class _MetricCopy:
-    """The copy of one metric for one of its calls in a step.
+    """The copy of one metric for one of its calls in a step, and the number of microbatches that the copy has received.
 
-    Attributes:
-        of: The metric.
-        copy: Its copy, updated with each microbatch.
-        count: Number of microbatches the copy has received; less than all after an error.
+    The number is less than all after an error.
     """
 
     of: Metric | MetricCollection
@@ -80,16 +77,16 @@ class BatchMetrics:
 
     def value_of(self, metric: Metric) -> Tensor | None:
         """The scalar value for the full batch of a metric called once in the step; None if it is not known."""
-        found = [
+        copies = [
             each
             for each in self._copies.values()
             if each.count and any(module is metric for module in each.of.modules())
         ]
-        if len(found) != 1 or found[0].count != self._num_microbatches:
+        if len(copies) != 1 or copies[0].count != self._num_microbatches:
             return None
         with torch.no_grad():
-            found[0].copy.compute()  # metrics of a collection share their states only after it
-            for original, copied in zip(found[0].of.modules(), found[0].copy.modules(), strict=True):
+            copies[0].copy.compute()  # metrics of a collection share their states only after it
+            for original, copied in zip(copies[0].of.modules(), copies[0].copy.modules(), strict=True):
                 if original is metric:
                     value = copied.compute()  # type: ignore[operator]
                     return value if isinstance(value, Tensor) and value.numel() == 1 else None

@@ -84,13 +84,8 @@ def find_counts(
 ) -> tuple[Count, ...]:
     """The counts by which microbatches are weighted; none if by samples, or if none is found.
 
-    Several are found where masks and labels select the same entries of this batch.
-
-    Args:
-        loss: Loss of the batch, and of its microbatches.
-        batch: The batch.
-        partitions: Microbatches of each partition, and their shares of the samples.
-        dtype: Dtype of the loss.
+    Several are found where masks and labels select the same entries of this batch. ``partitions`` has the microbatches
+    of each partition, and their shares of the samples; ``dtype`` is that of the scalar loss.
     """
     bound = error_bound(loss, [weights for _, weights in partitions], dtype)
     errors: dict[Count, float] = {}
@@ -137,13 +132,7 @@ def counts_in(batch: Any) -> Iterator[Count]:
 
 
 def uneven_masks(batch: Any, microbatches: Sequence[Any], weights: Sequence[float]) -> set[Count]:
-    """The counts of labels and masks whose shares in the microbatches differ from the shares of samples.
-
-    Args:
-        batch: The batch.
-        microbatches: Its microbatches.
-        weights: Their shares of the samples.
-    """
+    """The counts of labels and masks whose shares in the microbatches differ from ``weights``, those of samples."""
     found = set()
     for position, leaf in enumerate(_tensors(batch)):
         if leaf.is_floating_point() or leaf.is_complex():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from lightning_hybrid.graph.step_graph import Node, StepGraph
+from lightning_hybrid.step.batch_means.mean_ops_and_denominators import DIVISIONS, PRODUCTS
 from lightning_hybrid.step.batch_means.sums_over_samples import IDENTITIES, REARRANGED
 
+_PRODUCTS = PRODUCTS | {"mul_", "__imul__"}
 _LINEAR = (
     IDENTITIES
     | REARRANGED
     | {"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "neg", "__neg__", "sum", "mean", "add_", "__iadd__"}
-    | {"mul", "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__", "mul_", "__imul__"}
+    | _PRODUCTS
     | {"unbind", "item"}
 )
 
@@ -17,9 +19,7 @@ _LINEAR = (
 def data_dependent_means(graph: StepGraph, *, sizes_differ: bool) -> frozenset[int]:
     """Indices of the nodes that average over a number of entries that depends on the content of the batch.
 
-    Args:
-        graph: Graph of the step on a microbatch.
-        sizes_differ: Whether the graph of another microbatch has other shapes.
+    ``sizes_differ`` tells that the graph of another microbatch has other shapes than this ``graph``.
     """
     found = set()
     for node in graph.nodes:
@@ -67,14 +67,10 @@ def _is_linear(term: Node, graph: StepGraph) -> bool:
         others = [value for value in node.inputs if value not in of_term]
         if node.name in _PRODUCTS and (len(factors) != 1 or any(_may_differ(value, graph) for value in others)):
             return False
-        if node.name in _DIVISIONS and node.inputs[0] not in of_term:
+        if node.name in DIVISIONS and node.inputs[0] not in of_term:
             return False
         of_term.update(node.outputs)
     return True
-
-
-_DIVISIONS = frozenset({"div", "divide", "true_divide", "__truediv__"})
-_PRODUCTS = _DIVISIONS | {"mul", "multiply", "__mul__", "__rmul__", "mul_", "__imul__"}
 
 
 def _ancestors(value: int, graph: StepGraph) -> set[int]:

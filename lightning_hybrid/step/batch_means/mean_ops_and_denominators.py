@@ -24,8 +24,8 @@ _BY_ELEMENT = frozenset(
     {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
     | {"kl_div", "poisson_nll_loss", "gaussian_nll_loss", "soft_margin_loss"}
 )
-_DIVISIONS = frozenset({"div", "divide", "true_divide", "__truediv__"})
-_PRODUCTS = _DIVISIONS | {"mul", "multiply", "__mul__", "__rmul__"}
+DIVISIONS = frozenset({"div", "divide", "true_divide", "__truediv__"})
+PRODUCTS = DIVISIONS | {"mul", "multiply", "__mul__", "__rmul__"}
 _PICKS = frozenset({"__getitem__", "masked_select"})
 
 
@@ -59,17 +59,17 @@ def averages(name: str, args: Any, kwargs: Any, is_model: Callable[[Any], bool],
         return how.get(bound["reduction"], "")  # type: ignore[return-value]
     if name == "mean" and len(args) == 1 and not kwargs:
         return "rows"
-    if name == "__rtruediv__" or (name in _DIVISIONS and len(args) == 2 and is_model(args[1])):
+    if name == "__rtruediv__" or (name in DIVISIONS and len(args) == 2 and is_model(args[1])):
         return "inverse"
-    if name in _PRODUCTS and len(args) == 2 and not kwargs:
+    if name in PRODUCTS and len(args) == 2 and not kwargs:
         made = [arg for arg in args if not is_model(arg) and (isinstance(arg, Tensor) or numbers_read)]
         if made:
-            return "divisor" if name in _DIVISIONS else "product"
+            return "divisor" if name in DIVISIONS else "product"
     return ""
 
 
 def picked_rows(name: str, args: Any, kwargs: Any, is_model: Callable[[Any], bool]) -> Tensor | None:
-    """The number of rows that an operation selects by a boolean mask of the batch; None for other operations."""
+    """The number of rows, a scalar, that an operation selects by a boolean mask of the batch; None for others."""
     if name not in _PICKS:
         return None
     masks = [leaf for leaf in flatten((args[1:], kwargs))[0] if isinstance(leaf, Tensor) and leaf.dtype is torch.bool]
@@ -77,14 +77,9 @@ def picked_rows(name: str, args: Any, kwargs: Any, is_model: Callable[[Any], boo
 
 
 def count(how: Averages, name: str, args: Any, kwargs: Any, is_model: Callable[[Any], bool]) -> Tensor | float | None:
-    """The denominator of a mean in one microbatch; for a product its other factor.
+    """The denominator of a mean in one microbatch; for a product its other factor: a number or a tensor of one element.
 
-    Args:
-        how: Result of ``averages``.
-        name: Name of the operation.
-        args: Its arguments.
-        kwargs: Likewise.
-        is_model: Whether an object is a value of the model.
+    ``how`` is the result of ``averages``, and the other arguments are as there.
     """
     if how in ("divisor", "product"):
         made = [arg for arg in args if not is_model(arg)]
@@ -103,7 +98,10 @@ def count(how: Averages, name: str, args: Any, kwargs: Any, is_model: Callable[[
 
 
 def labels_of(name: str, args: Any, kwargs: Any) -> tuple[Tensor, int] | None:
-    """The labels of an unweighted mean over class labels, and the ignored label; None for other means."""
+    """The labels of an unweighted mean over class labels, of shape (N,) or (N, d1, ..., dk), and the ignored label.
+
+    None for other means.
+    """
     bound = _bound(name, args, kwargs) if name in _BY_CLASS else None
     if bound is None or bound["weight"] is not None or bound["target"].is_floating_point():
         return None
@@ -111,13 +109,9 @@ def labels_of(name: str, args: Any, kwargs: Any) -> tuple[Tensor, int] | None:
 
 
 def weighted_by_share(name: str, how: Averages, run: Callable[..., Any], share: Share) -> Callable[..., Any]:
-    """Wrap an operation that averages to weight its result; with a count of 0 (0 / 0) it is an empty sum.
+    """Wrap an operation that averages, by ``how``, to weight its result by the share of a microbatch.
 
-    Args:
-        name: Name of the operation.
-        how: Result of ``averages``.
-        run: The operation.
-        share: Weight of this microbatch.
+    With a count of 0 (0 / 0) it is an empty sum.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -24,15 +24,15 @@ from lightning_hybrid.step.tracing.recording import Template
 
 def scalar_nodes(graph: StepGraph) -> frozenset[int]:
     """Indices of the nodes whose outputs are all scalars, or computed from scalars alone."""
-    numbers = {value.index for value in graph.values if not value.shape}
-    found = set()
+    scalars = {value.index for value in graph.values if not value.shape}
+    nodes = set()
     for node in graph.nodes:
-        of_numbers = node.inputs and numbers.issuperset(node.inputs) and not (node.unit or node.parameters)
+        of_numbers = node.inputs and scalars.issuperset(node.inputs) and not (node.unit or node.parameters)
         if of_numbers or node.name.startswith(SINK):
-            numbers.update(node.outputs)
-        if not node.written and numbers.issuperset(node.outputs):
-            found.add(node.index)
-    return frozenset(found)
+            scalars.update(node.outputs)
+        if not node.written and scalars.issuperset(node.outputs):
+            nodes.add(node.index)
+    return frozenset(nodes)
 
 
 class _Call(NamedTuple):
@@ -140,13 +140,13 @@ class BatchScalars:
         return self._cache[index]
 
     def _compute(self, index: int) -> tuple[Tensor | None, bool]:
-        found = self._computed(index)
+        recomputed = self._computed(index)
         mean = self._mean(index)
-        if found is None or mean is None or found.dim():
-            return (mean, True) if found is None else (found, False)
+        if recomputed is None or mean is None or recomputed.dim():
+            return (mean, True) if recomputed is None else (recomputed, False)
         rounding = 8 * torch.finfo(mean.dtype).eps * abs(float(mean))
-        is_mean = abs(float(found) - float(mean)) <= rounding
-        return (mean, True) if is_mean else (found, False)
+        is_mean = abs(float(recomputed) - float(mean)) <= rounding
+        return (mean, True) if is_mean else (recomputed, False)
 
     def _computed(self, index: int) -> Tensor | None:
         """A scalar that is no mean of those of the microbatches: a metric value, or recomputed; else None."""
@@ -171,8 +171,8 @@ class BatchScalars:
         if call.node.name.endswith(".compute"):  # of all updates of the metric
             return self._microbatches[-1].values.get(index)
         leaves = self._metrics.result(call.node) if call.node.name.endswith(".forward") else None
-        found = leaves[call.position] if leaves is not None and call.position < len(leaves) else None
-        return found if isinstance(found, Tensor) else None
+        value = leaves[call.position] if leaves is not None and call.position < len(leaves) else None
+        return value if isinstance(value, Tensor) else None
 
     def _recomputed(self, call: _Call, arguments_by_microbatch: Sequence[list[Any]]) -> Tensor | None:
         """Recompute an operation on the scalars of the batch; None if other arguments differ between microbatches."""

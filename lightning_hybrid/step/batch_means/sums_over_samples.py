@@ -36,13 +36,9 @@ def matching_values(local: StepGraph, full: StepGraph) -> dict[int, int]:
 
 
 def is_sum_over_samples(value: int, local: StepGraph, full: StepGraph, pairs: Mapping[int, int]) -> bool:
-    """Whether a value is provably a sum over the samples, without other terms.
+    """Whether a value of the full batch's graph is provably a sum over the samples, without other terms.
 
-    Args:
-        value: Index in the graph of the full batch.
-        local: Graph of the step on a microbatch.
-        full: Graph of the step on the full batch.
-        pairs: The values of ``full``, and their counterparts in ``local``.
+    ``local`` is the graph of a microbatch, and ``pairs`` the result of ``matching_values``.
     """
     makers = {output: node for node in reversed(full.nodes) for output in node.outputs}
     cache: dict[int, bool] = {}

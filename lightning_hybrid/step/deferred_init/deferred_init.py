@@ -33,7 +33,7 @@ class _Parameter:
     """A parameter on meta; its version counter reveals writes that were not recorded."""
 
     parameter: Tensor
-    part: StorageView
+    view: StorageView
     version: int
 
 
@@ -73,7 +73,7 @@ class InitialValues:
             # Those whose `data` was set are real now.
             self._parameters = {key: k for key, k in self._parameters.items() if is_on_meta(k.parameter)}
             for tracked in self._parameters.values():
-                tracked.part, tracked.version = self._recorded.part(tracked.parameter), tracked.parameter._version
+                tracked.view, tracked.version = self._recorded.view_of(tracked.parameter), tracked.parameter._version
 
     def _on_registration(self, module: nn.Module, name: str, parameter: Any) -> None:
         if not isinstance(parameter, nn.Parameter) or is_lazy(parameter) or parameter.layout != torch.strided:
@@ -88,19 +88,20 @@ class InitialValues:
         self.adopt(module, parameter)
 
     def adopt(self, module: nn.Module, parameter: Tensor) -> None:
-        """Track a parameter on meta, and the values that ``load_state_dict`` of its module assigns."""
+        """Track a parameter of any shape on meta, and the values that ``load_state_dict`` of its module assigns."""
         if not self.is_adopted(parameter):
-            self._parameters[id(parameter)] = _Parameter(parameter, self._recorded.part(parameter), parameter._version)
+            view = self._recorded.view_of(parameter)
+            self._parameters[id(parameter)] = _Parameter(parameter, view, parameter._version)
         if module not in self._hooks:
             self._hooks[module] = module.register_load_state_dict_pre_hook(self._on_load)
 
     def is_adopted(self, parameter: Tensor) -> bool:
-        """Whether this parameter is tracked."""
+        """Whether this parameter, of any shape, is tracked."""
         tracked = self._parameters.get(id(parameter))
         return tracked is not None and tracked.parameter is parameter
 
     def has_record_of(self, tensor: Tensor) -> bool:
-        """Whether operations on a tensor on meta were recorded."""
+        """Whether operations on a tensor of any shape on meta were recorded."""
         return self.is_adopted(tensor) or self._recorded.has_record_of(tensor)
 
     def _on_load(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
@@ -118,10 +119,10 @@ class InitialValues:
             state[prefix + name] = torch.empty_like(value, device="meta")  # the dict is load_state_dict's own copy
             if self.is_adopted(parameter):
                 tracked = self._parameters[id(parameter)]
-                tracked.part, tracked.version = self._recorded.part(parameter), parameter._version + 1
+                tracked.view, tracked.version = self._recorded.view_of(parameter), parameter._version + 1
 
     def check(self, name: str, tensor: Tensor) -> None:
-        """Check that a tensor on meta has recorded operations that give its value.
+        """Check that a tensor on meta, of any shape, has recorded operations that give its value.
 
         Raises:
             InitialValueError: It was never written, or written without a record.
@@ -131,28 +132,28 @@ class InitialValues:
                 f"{name} was written while it had no storage, outside of trainer.init_module(empty_init=True);"
                 " write it inside, or build the model with empty_init=False"
             )
-        if not self._recorded.is_written(self.part(tensor)):
+        if not self._recorded.is_written(self.view_of(tensor)):
             raise InitialValueError(
                 f"{name} is on the meta device and nothing gives it a value; give its module a reset_parameters()"
                 " method, load a checkpoint, or build the model with trainer.init_module(empty_init=True), which keeps"
                 " what is done to parameters and leaves buffers real"
             )
 
-    def part(self, tensor: Tensor) -> StorageView:
-        """The view of a recorded storage from which the value of a tensor on meta is computed."""
+    def view_of(self, tensor: Tensor) -> StorageView:
+        """The view, of its shape, of a recorded storage from which the value of a tensor on meta is computed."""
         if self.is_adopted(tensor) and not self._recorded.has_record_of(tensor):
-            return self._parameters[id(tensor)].part  # its dtype was changed while operations were not recorded
-        return self._recorded.part(tensor)
+            return self._parameters[id(tensor)].view  # its dtype was changed while operations were not recorded
+        return self._recorded.view_of(tensor)
 
     def take(self, parameter: Tensor, device: torch.device) -> StorageView:
-        """Make a parameter on meta absent, on ``device``; returns the view from which its value is computed."""
-        part = self.part(parameter)
+        """Make a parameter on meta absent, on ``device``; returns the view, of its shape, that gives its value."""
+        view = self.view_of(parameter)
         drop(parameter, device)
-        return part
+        return view
 
-    def value(self, part: StorageView) -> Tensor:
-        """Compute the value of a view by replaying the recorded operations on it."""
-        return self._recorded.value(part)
+    def value(self, view: StorageView) -> Tensor:
+        """Compute the value of a view, a tensor of its shape, by replaying the recorded operations on it."""
+        return self._recorded.value(view)
 
     def close(self) -> bool:
         """Remove the hooks from modules unless a parameter still needs its value; returns whether they were removed."""

@@ -113,11 +113,11 @@ class RecordedInitOps:
             self._uninitialized.clear()
 
     def has_record_of(self, tensor: Tensor) -> bool:
-        """Whether a tensor on meta is a view of a recorded storage."""
+        """Whether a tensor on meta, of any shape, is a view of a recorded storage."""
         return tensor.untyped_storage()._cdata in self._numbers
 
     def is_uninitialized(self, tensor: Tensor) -> bool:
-        """Whether a real tensor is memory allocated inside that has not been written."""
+        """Whether a real tensor of any shape is memory allocated inside that has not been written."""
         return tensor.untyped_storage()._cdata in self._uninitialized
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,17 +156,17 @@ class RecordedInitOps:
                 self._uninitialized.pop(tensor.untyped_storage()._cdata, None)
 
     def _record(self, func: Any, leaves: list[Any], spec: Any, written: list[Tensor], out: Any, state: Any) -> None:
-        parts = [self.part(leaf) if is_on_meta(leaf) else leaf for leaf in leaves]
-        touched = {part.storage for part in parts if isinstance(part, StorageView)}
-        outputs = [self.part(leaf) if is_on_meta(leaf) else None for leaf in tree_leaves(out)]
-        made = tuple(None if part is None or part.storage in touched else part for part in outputs)
-        targets = {self.part(tensor).storage for tensor in written} | {part.storage for part in made if part}
+        views = [self.view_of(leaf) if is_on_meta(leaf) else leaf for leaf in leaves]
+        touched = {view.storage for view in views if isinstance(view, StorageView)}
+        outputs = [self.view_of(leaf) if is_on_meta(leaf) else None for leaf in tree_leaves(out)]
+        made = tuple(None if view is None or view.storage in touched else view for view in outputs)
+        targets = {self.view_of(tensor).storage for tensor in written} | {view.storage for view in made if view}
         if not targets or func._schema.name in _EMPTY:
             return  # a view, or memory that has not been written
         overwrites = None
-        if func._schema.name in _OVERWRITES and self._covers_storage(first := self.part(written[0])):
+        if func._schema.name in _OVERWRITES and self._covers_storage(first := self.view_of(written[0])):
             overwrites = first.storage
-        inputs = [self._source(leaf) if isinstance(leaf, Tensor) else leaf for leaf in parts]
+        inputs = [self._source(leaf) if isinstance(leaf, Tensor) else leaf for leaf in views]
         operation = _Operation(func, inputs, spec, made, frozenset(touched | targets), overwrites, state)
         for target in targets:
             self._writers.setdefault(target, []).append(len(self._operations))
@@ -206,8 +206,8 @@ class RecordedInitOps:
         index = self._device.index or 0
         return torch.get_device_module(self._device).default_generators[index]
 
-    def part(self, tensor: Tensor) -> StorageView:
-        """The view of a recorded storage from which a tensor on meta is computed later."""
+    def view_of(self, tensor: Tensor) -> StorageView:
+        """The view, of its shape, of a recorded storage from which a tensor on meta is computed later."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._numbers:
             self._numbers[storage._cdata] = len(self._storages)
@@ -215,26 +215,26 @@ class RecordedInitOps:
         number = self._numbers[storage._cdata]
         return StorageView(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
-    def _covers_storage(self, part: StorageView) -> bool:
-        return bool(torch.Size(part.shape).numel() * part.dtype.itemsize == self._storages[part.storage].nbytes())
+    def _covers_storage(self, view: StorageView) -> bool:
+        return bool(torch.Size(view.shape).numel() * view.dtype.itemsize == self._storages[view.storage].nbytes())
 
     # -- values -------------------------------------------------------------------------------------------------------
 
-    def is_written(self, part: StorageView) -> bool:
+    def is_written(self, view: StorageView) -> bool:
         """Whether an operation that writes the storage of a view has been recorded."""
-        return bool(self._writers.get(part.storage))
+        return bool(self._writers.get(view.storage))
 
-    def value(self, part: StorageView) -> Tensor:
-        """Compute the value of a tensor by replaying its operations; the generators do not advance.
+    def value(self, view: StorageView) -> Tensor:
+        """Compute the value of a view, a tensor of its shape, by replaying operations; generators do not advance.
 
         Raises:
             InitialValueError: A real tensor that an operation read has changed since.
         """
         real: dict[int, torch.UntypedStorage] = {}
         with torch.no_grad(), _disable_current_modes():
-            for index in sorted(self._required_ops(part.storage)):
+            for index in sorted(self._required_ops(view.storage)):
                 self._replay(self._operations[index], real)
-            return self._view(part, real)
+            return self._real_view(view, real)
 
     def _required_ops(self, storage: int) -> set[int]:
         """Indices of the operations on which the content of a storage depends."""
@@ -268,18 +268,18 @@ class RecordedInitOps:
                 out = operation.func(*args, **kwargs)
             finally:
                 generator.set_state(now)
-        for part, made in zip(operation.outputs, tree_leaves(out), strict=True):
-            if part is not None:
+        for view, made in zip(operation.outputs, tree_leaves(out), strict=True):
+            if view is not None:
                 storage = made.untyped_storage()
-                aligned = (made.stride(), made.storage_offset()) == (part.stride, part.offset)
-                if part.storage not in real and aligned and storage.nbytes() == self._storages[part.storage].nbytes():
-                    real[part.storage] = storage
+                aligned = (made.stride(), made.storage_offset()) == (view.stride, view.offset)
+                if view.storage not in real and aligned and storage.nbytes() == self._storages[view.storage].nbytes():
+                    real[view.storage] = storage
                 else:  # the meta kernel and the real one gave different strides
-                    self._view(part, real).copy_(made)
+                    self._real_view(view, real).copy_(made)
 
     def _as_real(self, leaf: Any, real: dict[int, torch.UntypedStorage]) -> Any:
         if isinstance(leaf, StorageView):
-            return self._view(leaf, real)
+            return self._real_view(leaf, real)
         if isinstance(leaf, _Source):
             if leaf.tensor._version != leaf.version:
                 raise InitialValueError(
@@ -289,15 +289,15 @@ class RecordedInitOps:
             return leaf.tensor
         return self._device if _is_meta(leaf) else leaf
 
-    def _view(self, part: StorageView, real: dict[int, torch.UntypedStorage]) -> Tensor:
-        if part.storage not in real:
-            size = self._storages[part.storage].nbytes()
-            real[part.storage] = torch.empty(size, dtype=torch.uint8, device=self._device).untyped_storage()
-        empty = torch.empty(0, dtype=part.dtype, device=self._device)
-        return empty.set_(real[part.storage], part.offset, part.shape, part.stride)
+    def _real_view(self, view: StorageView, real: dict[int, torch.UntypedStorage]) -> Tensor:
+        if view.storage not in real:
+            size = self._storages[view.storage].nbytes()
+            real[view.storage] = torch.empty(size, dtype=torch.uint8, device=self._device).untyped_storage()
+        empty = torch.empty(0, dtype=view.dtype, device=self._device)
+        return empty.set_(real[view.storage], view.offset, view.shape, view.stride)
 
     def _run_real(self, func: Any, leaves: list[Any], spec: Any) -> Any:
-        real = [self.value(self.part(leaf)) if is_on_meta(leaf) else leaf for leaf in leaves]
+        real = [self.value(self.view_of(leaf)) if is_on_meta(leaf) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten([self._device if _is_meta(leaf) else leaf for leaf in real], spec)
         return func(*args, **kwargs)
 

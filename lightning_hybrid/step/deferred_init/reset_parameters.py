@@ -18,12 +18,7 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 
 
 def reset(root: nn.Module, modules: set[nn.Module]) -> None:
-    """Initialise some modules below ``root``.
-
-    Args:
-        root: The user's LightningModule.
-        modules: Modules whose direct parameters or buffers have no values.
-    """
+    """Initialise the modules below ``root`` whose direct parameters or buffers have no values."""
     seen: set[nn.Module] = set()
 
     def walk(module: nn.Module) -> Iterator[nn.Module]:

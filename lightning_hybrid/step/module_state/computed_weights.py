@@ -20,7 +20,7 @@ from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
 def attribute_tensors(unit: nn.Module) -> Iterator[tuple[AttributePath, Tensor]]:
-    """Iterates over the tensors that the modules of a unit have beside their parameters, with paths from the unit."""
+    """The tensors, of any shapes, that the modules of a unit have beside their parameters, with paths from the unit."""
     for place, leaf in reachable_leaves(unit, plain=False):
         if isinstance(leaf, Tensor):
             yield place, leaf
@@ -37,7 +37,7 @@ def values_on_unit(
 
     Args:
         unit: The unit that is about to run.
-        mark_of: Gives the index of a value; None for other tensors.
+        mark_of: Gives the index of a value of any shape; None for other tensors.
         parameters: FQN by id.
         owned: FQNs of the unit's parameters.
     """

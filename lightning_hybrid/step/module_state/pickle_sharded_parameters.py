@@ -1,13 +1,14 @@
 """Pickles and copies of parameters of which this rank has a shard or nothing.
 
-In hooks of the user the modes that gather on read (`parts.reads`, `pipeline.global_reads`) show full contents to
-`copy` and `pickle` too. Where none of them is active, a shard or an absent tensor would be copied as the parameter.
+In hooks of the user the modes of `full_params` show full contents to `copy` and `pickle` too. Where none of them is
+active, a shard or an absent tensor would be copied as the parameter.
 """
 
 from __future__ import annotations
 
 import copyreg
 import pickle
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,32 +31,25 @@ class NotOnThisRank(pickle.PicklingError):
 
 
 def copy_full_parameter(parameter: Tensor, shape: torch.Size) -> None:
-    """Let copies and pickles of a parameter, of which this rank has a shard from now on, be of the full one.
+    """Let copies and pickles of a parameter, of which this rank has a shard from now on, be of the full ``shape``.
 
-    Args:
-        parameter: Its ``data`` is the shard, except where a mode shows the full one.
-        shape: The full shape.
+    The parameter's ``data`` is the shard, except where a mode shows the full one.
     """
     parameter.__dict__[FULL_SHAPE] = shape
-    parameter.__dict__[_DEEPCOPY] = _CopyInFull(parameter)
+    parameter.__dict__[_DEEPCOPY] = partial(_copy_full, parameter)
     copyreg.dispatch_table.setdefault(type(parameter), _pickle_parameter)
 
 
 def copy_local_parameter(parameter: Tensor) -> None:
-    """Undo ``copy_full_parameter``: this rank has the full parameter again."""
+    """Undo ``copy_full_parameter``: this rank has the parameter in its full shape again."""
     del parameter.__dict__[FULL_SHAPE], parameter.__dict__[_DEEPCOPY]
 
 
-class _CopyInFull:
+def _copy_full(parameter: Tensor, memo: dict[int, Any]) -> Any:
     """The ``__deepcopy__`` of a sharded parameter."""
-
-    def __init__(self, parameter: Tensor) -> None:
-        self._parameter = parameter
-
-    def __call__(self, memo: dict[int, Any]) -> Any:
-        if id(self._parameter) not in memo:
-            _check_full(self._parameter, "copied")
-        return type(self._parameter).__deepcopy__(self._parameter, memo)
+    if id(parameter) not in memo:
+        _check_full(parameter, "copied")
+    return type(parameter).__deepcopy__(parameter, memo)
 
 
 def _check_full(parameter: Tensor, done: str) -> None:
@@ -83,9 +77,7 @@ def _pickle_parameter(parameter: nn.Parameter) -> Any:
 def reduce_for_pickle(tensor: Tensor, content: Tensor) -> Any:
     """The reduced value that `pickle` writes for a tensor of the user, which may be an absent parameter.
 
-    Args:
-        tensor: The tensor whose attributes are written.
-        content: Its full content.
+    ``content`` is in its full shape; the attributes of ``tensor`` are written with it.
     """
     with torch._C.DisableTorchFunction():
         full = content.detach()

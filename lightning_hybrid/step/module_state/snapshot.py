@@ -1,25 +1,22 @@
 """Snapshots of module state: attributes, containers, buffers and hooks, put back in place.
 
-Attributes, containers in them, buffers and hooks are recorded before a step and restored, in place, after it. Torch's
-generators are handled by ``randomness``. In between, callers read what the step changed (a list of outputs, a
-lazily built mask).
+They are recorded before a step and restored after it; in between, callers read what the step changed (a list of
+outputs, a lazily built mask). Torch's generators are handled by ``randomness``.
 """
 
 from __future__ import annotations
 
 import collections
-import random
 from collections.abc import Collection, Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid.step.objects.pytree import storage_id
-from lightning_hybrid.step.objects.user_tensor_subclasses import detached_copy
+from lightning_hybrid.randomness.generator_snapshot import generator_state, is_generator, set_generator_state
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy, storage_id
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 # Attributes that Lightning sets on a module and that are not part of its state.
@@ -31,7 +28,6 @@ _CONTAINERS = (list, dict, set, collections.deque)
 _BUILT_IN = frozenset({*_CONTAINERS, collections.OrderedDict})  # types with a length
 PLAIN = frozenset({float, int, bool, str, type(None)})
 _LIBRARY = ("torch", "lightning", "pytorch_lightning", "builtins", "functools", "transformers.configuration", "logging")
-_GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 _FUNCTIONS = FunctionType | BuiltinFunctionType | MethodType | MethodWrapperType
 _MAX_DEPTH = 4
 
@@ -48,7 +44,7 @@ class AttributePath(NamedTuple):
         return prefix + self.attribute + "".join(f"[{key!r}]" for key in self.path)
 
 
-class ArgumentState:
+class ArgumentSnapshot:
     """A snapshot of a unit's argument objects before it runs, such as the keys and values in a cache."""
 
     def __init__(self, arguments: Iterable[Any]) -> None:
@@ -73,7 +69,7 @@ class ArgumentState:
         for name, item in items:
             if type(item) in PLAIN or (top and name in _NOT_STATE):
                 continue
-            if isinstance(item, _GENERATORS):
+            if is_generator(item):
                 self._generators.append((item, generator_state(item)))
                 continue
             if type(item) in _BUILT_IN and not item:
@@ -112,11 +108,11 @@ class ArgumentState:
                 container.clear()
                 container.extend(content)
         for generator, state in self._generators:
-            _set_generator(generator, state)
+            set_generator_state(generator, state)
 
 
 def can_restore(tensor: Tensor) -> bool:
-    """Whether ``TensorSnapshot`` can record and restore a tensor."""
+    """Whether ``TensorSnapshot`` can record and restore a tensor, of whatever shape."""
     return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or is_absent(tensor))
 
 
@@ -128,7 +124,7 @@ class TensorSnapshot:
         self._content = detached_copy(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether this is a snapshot of ``tensor``."""
+        """Whether this is a snapshot of this tensor object, whatever shape that has now."""
         return self._tensor is tensor
 
     def is_here(self) -> bool:
@@ -146,7 +142,7 @@ class TensorSnapshot:
         self._version = self._tensor._version
 
 
-class ModuleState(ArgumentState):
+class ModuleSnapshot(ArgumentSnapshot):
     """The state of all modules under a root at one moment."""
 
     def __init__(
@@ -182,7 +178,7 @@ class ModuleState(ArgumentState):
             self._record(module.__dict__, seen, 0, top=True)
 
     def has_unchanged(self, buffer: Tensor) -> bool:
-        """Whether a buffer is recorded and has not been written since."""
+        """Whether a buffer of any shape is recorded and has not been written since."""
         return any(content.is_of(buffer) and content.is_here() for content in self._buffers)
 
     def restore(self) -> None:
@@ -208,10 +204,7 @@ def reachable_leaves(
 ) -> Iterator[tuple[AttributePath, Any]]:
     """Iterates over every leaf (tensor, number, object) in attributes and containers of modules, with its path.
 
-    Args:
-        root: The user's module.
-        without: Modules to skip.
-        plain: Whether to include numbers, strings and None, which most leaves are.
+    ``plain`` tells whether to include numbers, strings and None, which most leaves are.
     """
     seen: set[int] = set()
     passed = frozenset() if plain else PLAIN
@@ -243,44 +236,6 @@ def reachable_leaves(
 def is_state(name: str) -> bool:
     """Whether an attribute of this name is part of a module's state, and not set by Lightning."""
     return name not in _NOT_STATE
-
-
-def is_generator(value: Any) -> bool:
-    """Whether ``value`` is a random number generator."""
-    return isinstance(value, _GENERATORS)
-
-
-def generator_state(generator: Any) -> Any:
-    """The state of a generator of Python, numpy or torch; equal states draw the same."""
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
-    bits = generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator._bit_generator
-    state: Any = bits.state
-    return _hashable(state)
-
-
-def _hashable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return tuple((key, _hashable(item)) for key, item in value.items())
-    return ("array", value.dtype.str, value.tobytes()) if isinstance(value, numpy.ndarray) else value
-
-
-def _unhashable(value: Any) -> Any:
-    if isinstance(value, tuple) and value[:1] == ("array",):
-        return numpy.frombuffer(value[2], dtype=value[1]).copy()
-    return {key: _unhashable(item) for key, item in value} if isinstance(value, tuple) else value
-
-
-def _set_generator(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    else:
-        bits = generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator._bit_generator
-        bits.state = _unhashable(state)
 
 
 def inside(value: Any) -> Any:

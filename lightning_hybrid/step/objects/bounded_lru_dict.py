@@ -8,7 +8,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class LRUCache(dict[K, V]):
+class BoundedLRUDict(dict[K, V]):
     """A dict that evicts the least recently read or written entry when it exceeds ``most`` entries."""
 
     def __init__(self, most: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.step.objects.user_tensor_subclasses import detached_copy
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
@@ -20,8 +20,8 @@ def copied(value: Any, new: Callable[[Tensor], Tensor] = detached_copy, *, modul
     A cache that a unit fills must be copied before each call of the unit.
 
     Args:
-        value: The object.
-        new: Creates the tensors of the copy.
+        value: The object; it is shared if it cannot be copied.
+        new: Creates the tensors of the copy; by default with their shapes and contents.
         modules: Whether modules in it are copied too; otherwise the copy shares them.
     """
     memo: dict[int, Any] = {}

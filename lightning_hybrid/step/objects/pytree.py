@@ -180,7 +180,7 @@ _MOST_OBJECTS = 1000
 
 
 def tensors_inside(value: object, seen: set[int] | None = None) -> list[Tensor]:
-    """The tensors in the attributes of an object of an unknown class, such as a batch of graphs, or in containers."""
+    """The tensors, of any shapes, in an object of an unknown class, such as a batch of graphs, or in containers."""
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         return [value]
@@ -192,8 +192,3 @@ def tensors_inside(value: object, seen: set[int] | None = None) -> list[Tensor]:
     opened = children_of(value)
     inner: list[Any] = opened[0] if opened is not None else list(getattr(value, "__dict__", {}).values())
     return [tensor for item in inner for tensor in tensors_inside(item, seen)]
-
-
-def storage_id(tensor: Tensor) -> int:
-    """An identifier of a tensor's storage, equal for views of one another, `.data` included."""
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)

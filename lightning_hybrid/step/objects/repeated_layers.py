@@ -14,11 +14,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def find_layers(units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The layers in these units, by FQN in the root; a unit without repeated layers is a layer itself.
-
-    Args:
-        units: The units of the pipeline, by FQN.
-    """
+    """The layers in these units, by FQN in the root; a unit without repeated layers is a layer itself."""
     found: dict[str, nn.Module] = {}
 
     def descend(fqn: str, module: nn.Module) -> None:

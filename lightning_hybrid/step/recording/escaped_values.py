@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.module_state.computed_weights import computed_weights
-from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleState, reachable_leaves
+from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleSnapshot, reachable_leaves
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.standins.absent_arrays import is_absent_number, line_of_read
 from lightning_hybrid.step.standins.absent_numbers import source_values
@@ -92,7 +92,7 @@ def describe_tensors(value: Any, watch: StepMode) -> Any:
     return map_leaves(described, value)
 
 
-def number_in_buffer(root: nn.Module, before: ModuleState, without: Collection[nn.Module] = ()) -> str:
+def number_in_buffer(root: nn.Module, before: ModuleSnapshot, without: Collection[nn.Module] = ()) -> str:
     """The FQN of a buffer that the step filled with a number of the model: ``self.spread.fill_(h.std().item())``."""
     for name, module in root.named_modules():
         for member, buffer in module._buffers.items() if module not in without else ():
@@ -103,7 +103,7 @@ def number_in_buffer(root: nn.Module, before: ModuleState, without: Collection[n
     return ""
 
 
-def refuse_number_in_buffer(root: nn.Module, before: ModuleState, read_at: str) -> None:
+def refuse_number_in_buffer(root: nn.Module, before: ModuleSnapshot, read_at: str) -> None:
     """Check that a step that is to be replayed has written no number read from the model into a buffer.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleState, is_state, reachable_leaves
+from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleSnapshot, is_state, reachable_leaves
 from lightning_hybrid.step.recording.escaped_values import describe_tensors
 from lightning_hybrid.step.standins.absent_arrays import has_absent_content, is_absent_number, line_of_read
 from lightning_hybrid.step.standins.absent_tensors import is_absent
@@ -40,7 +40,7 @@ class KeptValues(NamedTuple):
 
 
 def find_kept_values(
-    root: nn.Module, before: ModuleState, old: Sequence[Any], watch: StepMode, recording: Recording
+    root: nn.Module, before: ModuleSnapshot, old: Sequence[Any], watch: StepMode, recording: Recording
 ) -> KeptValues:
     """Find the values that a recorded step appends to lists, and those that it keeps in other ways.
 

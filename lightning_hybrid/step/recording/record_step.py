@@ -19,7 +19,7 @@ from lightning_hybrid.step.guards.plain_attribute_state import modules_around
 from lightning_hybrid.step.guards.unguarded_reads import UnguardedReads
 from lightning_hybrid.step.instrument.instrument_step import intercepted_step
 from lightning_hybrid.step.instrument.intercept_autograd_functions import refuse_uninterceptable_functions
-from lightning_hybrid.step.module_state.snapshot import ModuleState, reachable_leaves
+from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot, reachable_leaves
 from lightning_hybrid.step.objects.pytree import ContainerClassRegistered
 from lightning_hybrid.step.recording.escaped_values import refuse_number_in_buffer
 from lightning_hybrid.step.recording.find_differentiated_nodes import FullGraphNeeded
@@ -75,7 +75,7 @@ def record(
     tracked = frozenset(tracked_buffers)
 
     def attempt() -> Recording:
-        state, around_units, bound = ModuleState(root), modules_around(root, units), find_bound_applies(root)
+        state, around_units, bound = ModuleSnapshot(root), modules_around(root, units), find_bound_applies(root)
         old = [leaf for _, leaf in reachable_leaves(root)]
         costs, current = CostCounter(root), CurrentRun()
         recorder: Recorder | None = None

@@ -14,8 +14,9 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import averages
 from lightning_hybrid.step.guards.unguarded_reads import UnguardedReads
 from lightning_hybrid.step.module_state.computed_weights import values_on_unit
-from lightning_hybrid.step.module_state.snapshot import ArgumentState
-from lightning_hybrid.step.objects.pytree import Spec, flatten, register_container_class, storage_id
+from lightning_hybrid.step.module_state.snapshot import ArgumentSnapshot
+from lightning_hybrid.step.objects.pytree import Spec, flatten, register_container_class
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
 from lightning_hybrid.step.recording.captured_inputs_of_units import CapturedInputs
 from lightning_hybrid.step.recording.check_kept_values_mergeable import selects_rows
 from lightning_hybrid.step.recording.data_dependent_sizes import SIZED_BY_DATA, DynamicSizeReads, masks_to_indices
@@ -227,7 +228,7 @@ class Recorder(StepMode):
         if name == "masked_select" and sized_by == "the content of the batch":
             return args[0][args[1]], sized_by
         self._costs.has_dynamic_shapes = False
-        before = ArgumentState(flatten((args, kwargs))[0]) if name.startswith("@") else None
+        before = ArgumentSnapshot(flatten((args, kwargs))[0]) if name.startswith("@") else None
         try:
             out = run(*args, **kwargs)
             return out, "values of the model" if self._costs.has_dynamic_shapes else sized_by

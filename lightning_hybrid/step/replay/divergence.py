@@ -39,11 +39,11 @@ class Divergence:
         self._read: dict[int, tuple[tuple[int, ...], str]] = {}
 
     def size_read(self, value: int, tensor: Tensor, line: Callable[[], str]) -> None:
-        """Record that the step reads the size of a value; it may branch on it if it differs from the recorded one.
+        """Record that the step reads the size of a value: it may branch on it if it is not the recorded one.
 
         Args:
             value: Index of the value in the graph.
-            tensor: The value in this run.
+            tensor: The value in this run, of the shape that is read.
             line: Returns the line of the read.
         """
         recorded = self._graph.values[value]
@@ -53,11 +53,7 @@ class Divergence:
             self._read[value] = tuple(tensor.shape), line()
 
     def error(self, change: str) -> StepChanged:
-        """The error to raise.
-
-        Args:
-            change: Description of the divergence.
-        """
+        """The error to raise for a divergence that ``change`` describes."""
         for value, (shape, line) in reversed(self._read.items()):
             maker = self._op_that_sized(value)
             if maker is not None:
@@ -74,23 +70,14 @@ class Divergence:
         )
 
     def of_operation(self, node: Node, now: str) -> StepChanged:
-        """The error to raise where an operation differs from the recorded one.
-
-        Args:
-            node: The recorded operation.
-            now: Description of the operation of this run.
-        """
+        """The error to raise where the operation of this run, ``now``, differs from the recorded node."""
         return self.error(
             f"operation {node.index} of the step was {node.name} of the values {list(node.inputs)} at {node.line} when"
             f" it was recorded and {now}"
         )
 
     def check_returned(self, result: Any, mark_of: Callable[[Tensor], int | None]) -> None:
-        """Check that the step returns the recorded values; the backward starts from the recorded loss.
-
-        Args:
-            result: Output of the step.
-            mark_of: Returns the value index of a tensor.
+        """Check that the step returns the recorded values; the backward starts from the recorded scalar loss.
 
         Raises:
             StepChanged: It returns others.

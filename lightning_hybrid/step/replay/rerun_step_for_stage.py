@@ -24,6 +24,7 @@ from lightning_hybrid.step.batch_means.recompute_batch_scalars import ScalarResu
 from lightning_hybrid.step.instrument.intercept_autograd_functions import user_functions
 from lightning_hybrid.step.instrument.user_activation_checkpointing import recomputed
 from lightning_hybrid.step.module_state.computed_weights import look_up, put
+from lightning_hybrid.step.module_state.snapshot import AttributePath
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.replay.divergence import Divergence, StepChanged
 from lightning_hybrid.step.standins.absent_tensors import MARK, fill, make_placeholder
@@ -63,8 +64,9 @@ def rebuild_result(
 ) -> Any:
     """Build the result of an operation that is skipped, in the containers of the recorded result.
 
-    ``leaves`` are of its arguments; ``made`` returns the tensor of a value index, ``mark`` marks a tensor with it,
-    and ``rewrite`` turns an argument that the operation writes in place into the written value.
+    ``leaves`` are of its arguments; ``made`` returns the tensor of a value index, of the shape that the value has,
+    ``mark`` marks a tensor with it, and ``rewrite`` turns an argument that the operation writes in place into the
+    written value.
     """
     result: list[Any] = []
     tensors: dict[int, Tensor] = {}  # a tensor may occur twice
@@ -89,8 +91,14 @@ class StageReplay:
     """Runs one stage of one recorded step, a microbatch at a time."""
 
     def __init__(
-        self, recording: Recording, assignment: Assignment, stage: int, root: nn.Module, randomness: KeyedRandomness
+        self,
+        recording: Recording,
+        assignment: Assignment,
+        root: nn.Module,
+        randomness: KeyedRandomness,
+        stage: int = -1,
     ) -> None:
+        """Take ``stage`` (by default one without operations, for a run of the Python side effects alone)."""
         self.recording = recording
         self.assignment = assignment
         self.stage = stage
@@ -124,7 +132,7 @@ class StageReplay:
 
         Args:
             step: Runs the user's step on one microbatch.
-            received: Full tensors that other stages sent, by value index.
+            received: Full tensors that other stages sent, by value index; of any shapes.
             parameters: FQN by id of all parameters and tracked buffers of the module.
             current: The run in progress, from ``instrumented``.
             shares: Weights of operations that average, by node index.
@@ -147,21 +155,15 @@ class StageReplay:
         return StageRun(result, watch.made, watch.placeholders, watch.numbers_read, watch.scalars)
 
     def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
-        """Create the function mode for one run."""
-        return ReplayWatch(self, received, parameters, self.randomness)
+        """Create the function mode for one run; ``received`` are full tensors of the microbatch's shapes."""
+        return ReplayWatch(self, received, parameters)
 
 
 class ReplayWatch(StepMode):
     """Executes the events of one stage and skips the others."""
 
-    def __init__(
-        self,
-        replay: StageReplay,
-        received: Mapping[int, Tensor],
-        parameters: Mapping[int, str],
-        randomness: KeyedRandomness,
-    ) -> None:
-        super().__init__(parameters, randomness)
+    def __init__(self, replay: StageReplay, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> None:
+        super().__init__(parameters, replay.randomness)
         self.units = replay.recording.units
         self._stage = replay.stage
         graph = replay.recording.graph
@@ -185,14 +187,14 @@ class ReplayWatch(StepMode):
         self.placeholders: list[tuple[int, FakeTensor]] = []
 
     def is_absent_here(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is, in this run, a value of another stage that was not received."""
+        """Whether a tensor, of any shape, is in this run a value of another stage that was not received."""
         mark = self.mark_of(tensor)
         if mark is None:
             return isinstance(tensor, FakeTensor)
         return self._value_stage[mark] != self._stage and mark not in self._received
 
     def is_elsewhere(self, tensor: Tensor) -> bool:
-        """Whether the value belongs to another stage, received or not."""
+        """Whether a tensor, of any shape, is a value of another stage, received or not."""
         mark = self.mark_of(tensor)
         return mark is not None and self._value_stage[mark] != self._stage
 
@@ -224,11 +226,9 @@ class ReplayWatch(StepMode):
         """Execute one operation, or skip it if it belongs to another stage."""
         leaves, plain = flatten_call(args, kwargs)
         num_arguments = len(leaves)
-        paths = (
-            self._templates[self._next].attribute_inputs
-            if name[:1] == "@" and self._next < len(self._templates)
-            else ()
-        )
+        paths: Sequence[AttributePath] = ()
+        if name[:1] == "@" and self._next < len(self._templates):
+            paths = self._templates[self._next].attribute_inputs
         if paths:
             leaves = [*leaves, *look_up(self.units[name[1:]], paths)]
         inputs: list[int] = []

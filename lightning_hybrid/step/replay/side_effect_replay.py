@@ -5,32 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_hybrid.graph.partition import Assignment
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 from lightning_hybrid.step.replay.rerun_step_for_stage import ReplayWatch, StageReplay
-from lightning_hybrid.step.tracing.recording import Recording
-
-_NO_STAGE = -1
 
 
 class SideEffectReplay(StageReplay):
     """Replays a step as a stage without operations; reads of values in ``contents`` return their content.
 
     Attributes:
-        contents: Full tensors by value index.
+        contents: Full tensors by value index; set before a run.
     """
 
-    def __init__(self, recording: Recording, assignment: Assignment, root: nn.Module, randomness: KeyedRandomness):
-        super().__init__(recording, assignment, _NO_STAGE, root, randomness)
-        self.contents: Mapping[int, Tensor] = {}
+    contents: Mapping[int, Tensor]
 
     def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
-        """Create a function mode that answers reads from ``contents``."""
-        return _ReadingWatch(self, received, parameters, self.randomness)
+        """Create a function mode that answers reads from ``contents``; ``received`` are tensors of any shapes."""
+        return _ReadingWatch(self, received, parameters)
 
 
 class _ReadingWatch(ReplayWatch):

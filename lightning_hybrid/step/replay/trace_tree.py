@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.module_state.computed_weights import look_up
-from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleState
+from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleSnapshot
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.recording.escaped_values import find_escaped_values, number_in_buffer
 from lightning_hybrid.step.replay.rerun_step_for_stage import rebuild_result
@@ -71,13 +71,7 @@ class TraceTree(Generic[Trace]):
         self._start = _TreeNode(Template((), None, ()), {})
 
     def add(self, root: nn.Module, recording: Recording, trace: Trace) -> None:
-        """Add a recording.
-
-        Args:
-            root: The user's module.
-            recording: A recording with the units of this tree.
-            trace: Returned by a dry run that takes this trace.
-        """
+        """Add a recording with the units of this tree; a dry run that takes its trace returns ``trace``."""
         graph, position = recording.graph, self._start
         visible = {*graph.returned, *graph.kept, *graph.cloned}
         for node, template in zip(graph.nodes, recording.templates, strict=True):
@@ -108,7 +102,7 @@ class TraceTree(Generic[Trace]):
         parameters: Mapping[int, str],
         current: CurrentRun,
         randomness: KeyedRandomness,
-        before: ModuleState,
+        before: ModuleSnapshot,
     ) -> Trace:
         """Run ``step`` without the operations of the model, and return the trace that it takes.
 
@@ -192,15 +186,13 @@ class _DryRun(StepMode):
         self._rewritten: list[tuple[Tensor, Tensor]] = []  # (tensor, placeholder with its content)
 
     def is_absent_here(self, tensor: Tensor) -> bool:
-        """Whether a tensor comes from a parameter: all of these are absent."""
+        """Whether a tensor of any shape comes from a parameter: all of these are absent."""
         return isinstance(tensor, FakeTensor) or self.mark_of(tensor) is not None
 
     def is_dynamic(self, value: int) -> bool:
-        """Whether the shape of a value depends on data, as recorded."""
         return self._values[value].dynamic
 
     def answer_if_finite(self, value: int) -> Answer | None:
-        """The recorded value of each element if the numbers of the model are finite."""
         return self._values[value].finite_answer
 
     def event(

@@ -19,7 +19,8 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness, draws
+from lightning_hybrid.randomness.drawing_ops import draws
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.objects.source_folders import PACKAGE, TORCH
 from lightning_hybrid.step.standins.absent_arrays import content_message, stand_in_for_content

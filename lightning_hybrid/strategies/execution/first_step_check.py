@@ -12,7 +12,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandomness
+from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.describe_run import activation_bytes

@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint.background_save import BackgroundSave
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
-from lightning_hybrid.checkpoint.generator_states import generator_states, restore_generators
 from lightning_hybrid.checkpoint.owned_shards import OwnedShards, unsharded
 from lightning_hybrid.checkpoint.reading import SavedFolder
 from lightning_hybrid.checkpoint.writing import HostBuffers, prepare, write
 from lightning_hybrid.layout import AXES
+from lightning_hybrid.randomness.generator_snapshot import plain_generator_states, restore_plain_states
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.run.full_and_sharded_state import ModuleState
 from lightning_hybrid.strategies.run.run import needs_runner
@@ -163,7 +163,7 @@ class CheckpointFiles:
             is_running = self._module.trainer.state.status == TrainerStatus.RUNNING
             beside = self._options.async_checkpoint and is_running and not world.broadcast(waited_for)
             buffers = self._buffers if beside else None
-            drawn = generator_states(world.device)
+            drawn = plain_generator_states(world.device)
             mesh, description = self._state.mesh, self._metadata(state)
             save = prepare(state, path, mesh, description, buffers=buffers, generators=drawn)
             if not beside or save.error is not None:
@@ -255,7 +255,7 @@ class CheckpointFiles:
     def restore_generators(self) -> None:
         """Restore the generators of user code, if there are as many replicas as in the run that was saved."""
         if len(self._generator_states) == self._world.layout.data_parallel_size:
-            restore_generators(self._generator_states[self._world.data_rank], self._world.device)
+            restore_plain_states(self._generator_states[self._world.data_rank], self._world.device)
         self._generator_states = []
 
 

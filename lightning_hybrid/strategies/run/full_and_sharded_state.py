@@ -225,7 +225,7 @@ class ModuleState:
                 if run is not None and run.global_reads is not None:
                     run.global_reads.track_state(optimizer.state)
             elif isinstance(state, SavedOptimizer):
-                optimizer.load_state_dict(state.own(optimizer, self.local_states))
+                optimizer.load_state_dict(state.local_state(optimizer, self.local_states))
             else:
                 parts = None if run is None else run.parts
                 optimizer.load_state_dict(local_optimizer_state(optimizer, state, parts))

@@ -10,7 +10,8 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.step.deferred_init.deferred_init import InitialValueError, InitialValues, StorageView
+from lightning_hybrid.step.deferred_init.deferred_init import InitialValues
+from lightning_hybrid.step.deferred_init.recorded_init_ops import InitialValueError, StorageView
 from lightning_hybrid.step.deferred_init.reset_parameters import reset
 from lightning_hybrid.step.standins.absent_tensors import fill
 
@@ -50,7 +51,7 @@ class EmptyInit:
                 if buffer is None or not buffer.is_meta:
                     continue
                 if id(buffer) not in buffers and self._values.has_record_of(buffer):
-                    buffers[id(buffer)] = self._values.value(self._values.part(buffer)).to(self._device)
+                    buffers[id(buffer)] = self._values.value(self._values.view_of(buffer)).to(self._device)
                 elif id(buffer) not in buffers:
                     buffers[id(buffer)] = real = torch.empty_like(buffer, device=self._device)
                     self._unset.append((f"{fqn}.{name}" if fqn else name, real, real._version))

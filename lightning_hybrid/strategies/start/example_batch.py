@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _request_dataloa
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hybrid.randomness.keyed_draws import GeneratorStates
+from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.strategies.start.iterator_pushback import PushedBackItems, is_one_shot, push_back
 from lightning_hybrid.strategies.user_code.dataloader_reads import ReadRecorder

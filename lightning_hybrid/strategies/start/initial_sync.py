@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.mesh import Mesh, as_sendable
-from lightning_hybrid.randomness.keyed_draws import GeneratorStates
+from lightning_hybrid.collectives.sendable_tensors import as_sendable
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
 
 

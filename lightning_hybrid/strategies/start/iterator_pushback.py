@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_hybrid.patching import reduced_as
-from lightning_hybrid.randomness.keyed_draws import GeneratorStates
+from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.objects.pytree import children_of
 
 _DEEPEST = 3

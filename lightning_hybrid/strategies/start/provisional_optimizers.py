@@ -15,8 +15,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hybrid.randomness.keyed_draws import GeneratorStates
-from lightning_hybrid.step.module_state.snapshot import ModuleState
+from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
+from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.start.example_batch import provide_loaders_once
 
@@ -77,7 +77,7 @@ def _is_rereadable(loader: Any) -> bool:
 @contextlib.contextmanager
 def _restored_afterwards(module: pl.LightningModule, device: Any) -> Iterator[None]:
     """Undo the attributes, frozen parameters and draws of the `configure_optimizers` that runs inside."""
-    state, generators = ModuleState(module), GeneratorStates(device)
+    state, generators = ModuleSnapshot(module), GeneratorStates(device)
     trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     try:
         yield

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.step.objects.pytree import flatten_call
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.tracing.intercept_step_operations import _METADATA, user_line
-from lightning_hybrid.tensor.runtime.region_mode import tensors_in
+from lightning_hybrid.tensor.shard_state.mark_sharded_values import tensors_in
 
 # A table with so many times fewer rows than the largest one (positions, token types) is not worth an all-reduce.
 _SMALL_TABLE_FACTOR = 8

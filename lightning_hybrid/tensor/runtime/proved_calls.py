@@ -25,13 +25,13 @@ from lightning_hybrid.step.guards.plain_attribute_state import plain_state
 from lightning_hybrid.step.module_state.snapshot import (
     PLAIN,
     AttributePath,
-    ModuleState,
+    ModuleSnapshot,
     TensorSnapshot,
     can_restore,
     is_state,
     reachable_leaves,
 )
-from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
+from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call
 from lightning_hybrid.step.standins.sharded_tensor_base import ShardedTensorBase, materialize, materialize_call
@@ -97,7 +97,7 @@ class ProvedCalls:
             agree: Whether any rank that holds a shard of the unit votes so; collective over these ranks.
         """
         self._unit, self._calls, self._set_path, self._agree = unit, calls, note, agree
-        self._checked: LRUCache[Hashable, str] = LRUCache(_MOST_KEYS)
+        self._checked: BoundedLRUDict[Hashable, str] = BoundedLRUDict(_MOST_KEYS)
         self._num_compared = 0
         self.isolated: Callable[[], AbstractContextManager[Any]] = partial(torch.random.fork_rng, devices=())
 
@@ -180,7 +180,7 @@ class ProvedCalls:
 
     def _trial(self, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Trial:
         """Runs a forward, and restores the state of the unit."""
-        state = ModuleState(self._unit)
+        state = ModuleSnapshot(self._unit)
         tensors = [leaf for _, leaf in reachable_leaves(self._unit, plain=False) if isinstance(leaf, Tensor)]
         contents = [TensorSnapshot(leaf) for leaf in tensors if can_restore(leaf)]
         on_device = any(p.device.type != "cpu" for p in self._unit.parameters())  # whose generator is not checked

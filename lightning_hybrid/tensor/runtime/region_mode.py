@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.randomness.keyed_draws import draws
+from lightning_hybrid.randomness.drawing_ops import draws
 from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH
 from lightning_hybrid.tensor.collectives.rank_collectives import OneRank, Ranks
 from lightning_hybrid.tensor.plan.unit_plan import Rule, Site

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.randomness.keyed_draws import draws
+from lightning_hybrid.randomness.drawing_ops import draws
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.standins.sharded_tensor_base import materialize
 from lightning_hybrid.tensor.collectives import sequence_collectives as positions

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode, random_copy
+from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
 from lightning_hybrid.equivalence.output_differences import difference_of
+from lightning_hybrid.equivalence.random_copy import random_copy
 from lightning_hybrid.step.tracing.torch_call_sites import user_call_sites
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.proved_calls import value_read_in

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries, Rows, merged
-from lightning_hybrid.step.module_state.snapshot import ModuleState
+from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot
 
 
 class MicrobatchSideEffects:
@@ -22,8 +22,8 @@ class MicrobatchSideEffects:
     def __init__(self, module: nn.Module, shares: int) -> None:
         # Metrics accumulate over all shares.
         self._metrics = [inner for m in module.modules() if isinstance(m, Metric) for inner in m.modules()]
-        self._start = ModuleState(module, without=self._metrics) if shares > 1 else None
-        self._end: ModuleState | None = None
+        self._start = ModuleSnapshot(module, without=self._metrics) if shares > 1 else None
+        self._end: ModuleSnapshot | None = None
         self._module, self._share = module, 0
         self._appended = AppendedEntries(module)
         self._rows: list[Rows] = []
@@ -46,7 +46,7 @@ class MicrobatchSideEffects:
     def _leave(self) -> None:
         self._rows.append(self._appended.rows)
         if self._share == 0:
-            self._end = ModuleState(self._module, without=self._metrics)
+            self._end = ModuleSnapshot(self._module, without=self._metrics)
 
     def finish(self, weights: Sequence[float], sizes: Sequence[int | None]) -> None:
         """Merge after the last microbatch; args: weights, sizes: one per microbatch."""

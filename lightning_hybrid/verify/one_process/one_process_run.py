@@ -20,7 +20,8 @@ from torchmetrics import Metric
 
 from lightning_hybrid.pipeline.results.count_metric_batches_once import CountedMetrics
 from lightning_hybrid.pipeline.results.log_capture import Entry, LogCapture
-from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandomness
+from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join
 from lightning_hybrid.step.batch.microbatch import (
     BatchError,

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.mesh import on_group_device
+from lightning_hybrid.collectives.sendable_tensors import on_group_device
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandomness
+from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.replicate.forbid_communication import collectives_forbidden
 from lightning_hybrid.step.batch.microbatch import BatchError, join_batches, split
 from lightning_hybrid.step.instrument.instrument_step import draw_as_stages

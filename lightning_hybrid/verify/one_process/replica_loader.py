@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_hybrid.randomness.keyed_draws import GeneratorStates
+from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 
 
 class ReplicaLoader:

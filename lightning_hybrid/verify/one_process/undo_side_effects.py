@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.step.module_state.snapshot import ModuleState
+from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.verify.records.run_record import perturb
 
@@ -23,7 +23,7 @@ def without_side_effects(module: nn.Module, *, without: Collection[nn.Module] = 
         module: The user's module.
         without: Modules whose attributes are not restored, except buffers and metrics.
     """
-    state = ModuleState(module, buffers=False, without=without)
+    state = ModuleSnapshot(module, buffers=False, without=without)
     metrics = [inner for inner in module.modules() if isinstance(inner, Metric)]
     states = [getattr(metric, name) for metric in metrics for name in metric._defaults]
     # BatchNorm writes its running averages without a trace in their versions.

@@ -1,16 +1,13 @@
 """What runs over process groups as strict as NCCL's."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from harness.strict_group import Refused, as_on_gpus
-from lightning_hybrid.collectives.exchange_step_numbers import broadcast_tensor
+from lightning_hybrid.collectives.broadcast_from_owner import broadcast_tensor
 from lightning_hybrid.graph.step_graph import Value
-from lightning_hybrid.mesh import on_group_device
 from lightning_hybrid.pipeline.runtime.transport import GroupTransport
 from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
 from lightning_hybrid.schedule import Message
@@ -79,13 +76,6 @@ def test_tensors_of_all_types_travel():
                     assert torch.equal(got, tensor), dtype
                 shared = broadcast_tensor(value, tensor if here == 1 else None, 1, dist.group.WORLD, cpu)
                 assert torch.equal(shared, tensor), dtype
-
-
-def test_what_is_at_rest_on_the_host_is_sent_from_the_device_of_the_group():
-    group, tensor = SimpleNamespace(_device_types=[torch.device("meta")]), torch.ones(2)
-    assert on_group_device(tensor, group).device.type == "meta"
-    group._device_types.append(torch.device("cpu"))
-    assert on_group_device(tensor, group) is tensor
 
 
 @pytest.mark.world(2)

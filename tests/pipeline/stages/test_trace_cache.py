@@ -10,14 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from harness.one_process_pipeline import OneRank, keyed
 from lightning_hybrid.pipeline.stages import select_recorded_trace as choice
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
+from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 from lightning_hybrid.step.standins import absent_tensors as absent
 from models.cases import batch_of, make
 from models.hand_written import WIDTH, Layers
 
 
 def test_what_was_used_least_lately_is_forgotten():
-    recent = LRUCache(2)
+    recent = BoundedLRUDict(2)
     recent["a"], recent["b"] = 1, 2
     assert recent["a"] == 1
     recent["c"] = 3

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.step.module_state.computed_weights import attribute_tensors, look_up, put
-from lightning_hybrid.step.module_state.snapshot import ArgumentState, AttributePath, ModuleState, TensorSnapshot
+from lightning_hybrid.step.module_state.snapshot import ArgumentSnapshot, AttributePath, ModuleSnapshot, TensorSnapshot
 
 
 class Stateful(nn.Module):
@@ -33,7 +33,7 @@ def test_modules_are_restored_in_place():
     outputs, totals, mask = module.outputs, module.totals, module.mask
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     drawn = random.Random(3).random()
-    state = ModuleState(module)
+    state = ModuleSnapshot(module)
     module.change()
     assert not state.has_unchanged(mask)
     state.restore()
@@ -46,7 +46,7 @@ def test_modules_are_restored_in_place():
 
 def test_buffers_may_be_left_as_the_code_has_made_them():
     module = Stateful()
-    state = ModuleState(module, buffers=False)
+    state = ModuleSnapshot(module, buffers=False)
     module.change()
     state.restore()
     assert module.count == 0 and torch.equal(module.mask, torch.ones(2))
@@ -55,7 +55,7 @@ def test_buffers_may_be_left_as_the_code_has_made_them():
 def test_hooks_on_excluded_modules_are_removed():
     module = Stateful()
     module.norm.register_forward_hook(print)
-    state = ModuleState(module, without=[module.norm], unhooked=[module.norm])
+    state = ModuleSnapshot(module, without=[module.norm], unhooked=[module.norm])
     module.norm.register_forward_hook(repr)
     state.restore()
     assert list(module.norm._forward_hooks.values()) == [print]
@@ -74,7 +74,7 @@ def test_a_tensor_goes_back_to_its_memory():
 
 def test_containers_among_arguments_are_restored():
     cache, names = {"keys": [1]}, []
-    state = ArgumentState([cache, names, 3, torch.ones(1)])
+    state = ArgumentSnapshot([cache, names, 3, torch.ones(1)])
     cache["keys"].append(2)
     cache["values"] = 1
     names.append("x")

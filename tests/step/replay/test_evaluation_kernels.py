@@ -9,7 +9,7 @@ from torch import nn
 from harness.one_process_pipeline import OneRank, keyed
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.step.instrument.instrument_step import instrumented
-from lightning_hybrid.step.replay.rerun_step_for_stage import StepChanged
+from lightning_hybrid.step.replay.divergence import StepChanged
 from models.cases import batch_of, make
 from models.hand_written import WIDTH, Layers
 

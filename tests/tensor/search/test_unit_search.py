@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.equivalence.deterministic_mode import random_copy
+from lightning_hybrid.equivalence.random_copy import random_copy
 from lightning_hybrid.parts.placement import Piece, Replicated, Shard
 from lightning_hybrid.tensor.plan.plan_json import from_json, to_json
 from lightning_hybrid.tensor.runtime.find_position_dim import find_positions

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.equivalence.output_differences import are_equal_within, difference_of
 from lightning_hybrid.parts.placement import Replicated, Shard
 from lightning_hybrid.tensor.collectives import sequence_collectives as positions
 from lightning_hybrid.tensor.plan.unit_plan import PositionsPlan
@@ -16,7 +15,7 @@ from lightning_hybrid.tensor.runtime import parallel_linears as linears
 from lightning_hybrid.tensor.runtime import region_inputs as entrances
 from lightning_hybrid.tensor.runtime.parallel_linears import ParallelLinears
 from lightning_hybrid.tensor.search.unit_search import plan_unit
-from lightning_hybrid.tensor.trial.equivalence_proof import TOLERANCE, proof_of
+from lightning_hybrid.tensor.trial.equivalence_proof import proof_of
 from models.tensor_blocks import HEADS, WIDTH, Block, FusedAttention, GroupedQueries, tokens
 
 SHARDED = ["tensor", "context", "both", "all"]
@@ -134,17 +133,6 @@ def test_modes_in_which_other_code_runs_are_proved_too(kind, proved):
     before = proof.ranks.num_trials
     assert proof.first_failure(plan) is None
     assert proof.ranks.num_trials - before == proved
-
-
-@pytest.mark.parametrize("place", [(0, 0), (517, 11)])
-@pytest.mark.parametrize("wrong", [1e-6, float("nan")])
-def test_one_wrong_element_of_a_large_gradient(place, wrong):
-    wanted = torch.randn(768, 300, dtype=torch.float64)
-    found = wanted.t().contiguous().t()
-    assert difference_of(found, wanted, TOLERANCE) is None
-    found[place] += wrong
-    assert "relative difference" in difference_of(found, wanted, TOLERANCE)
-    assert not are_equal_within(found, wanted, TOLERANCE, full=wanted)
 
 
 @pytest.mark.parametrize("sequence_parallel", [None, "tensor", "all"])

@@ -1,16 +1,17 @@
-"""Tensor subclasses of the user, such as torchvision's images: plain memory with further attributes."""
+"""The identity of a tensor's storage, and tensor subclasses of the user: plain memory with further attributes."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.utils._python_dispatch import _disable_current_modes
 
 
 def is_user_subclass(value: Any) -> bool:
-    """Whether ``value`` is of a tensor subclass of the user that has no ``__torch_dispatch__`` of its own."""
+    """Whether ``value`` is of a user's tensor subclass (torchvision's images) without a ``__torch_dispatch__``."""
     kind = type(value)
     return (
         isinstance(value, Tensor)
@@ -29,7 +30,7 @@ def as_plain_tensor(value: Any) -> Any:
 
 
 def with_class_of(original: Tensor, piece: Tensor) -> Tensor:
-    """``piece``, a slice or copy of ``original``, with the class and attributes of ``original``."""
+    """``piece``, a slice or copy of ``original`` of any shape, with the class and attributes of ``original``."""
     if not is_user_subclass(original) or type(piece) is type(original):
         return piece
     with DisableTorchFunctionSubclass():
@@ -39,5 +40,10 @@ def with_class_of(original: Tensor, piece: Tensor) -> Tensor:
 
 
 def detached_copy(tensor: Tensor) -> Tensor:
-    """A detached copy of the same class and attributes; no method of the user's class is called."""
+    """A detached copy of the same class, attributes and shape; no method of the user's class is called."""
     return with_class_of(tensor, as_plain_tensor(tensor).detach().clone())
+
+
+def storage_id(tensor: Tensor) -> int:
+    """An identifier of a tensor's storage, equal for views of one another of whatever shapes, `.data` included."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
