@@ -19,7 +19,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike
-from lightning_hybrid.tensor.runtime.region_mode import tensors_in
+from lightning_hybrid.tensor.shard_state.mark_sharded_values import tensors_in
 
 Pair = tuple[tuple[str, ...], tuple[str, ...]]  # columns, and the rows that they feed
 

@@ -17,17 +17,18 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_hybrid.parts.placement import Shard, shard_tensor
 from lightning_hybrid.patching import Replacement
-from lightning_hybrid.tensor.collectives.rank_collectives import Ranks, gather, leave
-from lightning_hybrid.tensor.collectives.sequence_collectives import SequenceShard, save_local_shard, shard_sequence
+from lightning_hybrid.tensor.collectives.feature_collectives import gather, leave
+from lightning_hybrid.tensor.collectives.rank_groups import Ranks
+from lightning_hybrid.tensor.collectives.sequence_shard_tensor import SequenceShard, save_local_shard, shard_sequence
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, PositionsPlan, UnitPlan
-from lightning_hybrid.tensor.runtime.multiply_by_local_weight import convolution_of, product_of
 from lightning_hybrid.tensor.runtime.parallel_attention import sharded_attention
 from lightning_hybrid.tensor.runtime.region_inputs import RegionInputs
 from lightning_hybrid.tensor.runtime.region_mode import RegionMode
-from lightning_hybrid.tensor.runtime.sequence_sharding import ShardedSequence
+from lightning_hybrid.tensor.runtime.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import mark, tensors_in
 from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw
 
@@ -182,3 +183,27 @@ class ParallelLinears:
             return leave(addend, self._ranks)
         addend = self.sequence.leave(addend)
         return leave(addend, self._ranks) if self.sequence.inner is None else addend
+
+
+def product_of(module: nn.Module, linear: LinearLike, x: Tensor, with_bias: bool) -> Tensor:
+    """Multiplies ``(..., in features)`` by the module's local shard of the weight."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    bias = module._parameters.get("bias") if with_bias else None
+    return F.linear(x, weight if linear.out_dim == 0 else weight.t(), bias)
+
+
+def convolution_of(module: nn.Module) -> Callable[..., Tensor]:
+    """Makes a function that calls a convolution, with or without its bias."""
+    forward = module.forward
+
+    def run(x: Tensor, with_bias: bool, *args: Any, **kwargs: Any) -> Tensor:
+        if with_bias:
+            return forward(x, *args, **kwargs)
+        bias, module._parameters["bias"] = module._parameters["bias"], None
+        try:
+            return forward(x, *args, **kwargs)
+        finally:
+            module._parameters["bias"] = bias
+
+    return run

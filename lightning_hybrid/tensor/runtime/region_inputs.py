@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_hybrid.tensor.collectives.rank_collectives import Ranks, Readers, enter
-from lightning_hybrid.tensor.collectives.sequence_collectives import SequenceShard
+from lightning_hybrid.tensor.collectives.feature_collectives import Readers, enter
+from lightning_hybrid.tensor.collectives.rank_groups import Ranks
+from lightning_hybrid.tensor.collectives.sequence_shard_tensor import SequenceShard
 
 
 class RegionInputs:

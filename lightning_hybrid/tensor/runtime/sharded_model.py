@@ -24,16 +24,16 @@ from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
 from lightning_hybrid.step.standins.sharded_tensor_base import materialize_call
 from lightning_hybrid.step.tracing.eager_around_compiled_layers import compiled_modules
-from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks, paired
+from lightning_hybrid.tensor.collectives.rank_groups import GroupRanks, paired
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.compiled_linears import CompiledRegionInputs, compiled_forwards
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
 from lightning_hybrid.tensor.shard_state.full_parameter_reads import FullParameterReads
 from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw
-from lightning_hybrid.tensor.vocabulary.outside_mode import OutsideVocabularyMode
+from lightning_hybrid.tensor.vocabulary.weights_outside_units import WeightsOutsideUnits
 
 
-class ModelShards:
+class ShardedModel:
     """The sharded units of one model on one rank.
 
     Attributes:
@@ -222,7 +222,7 @@ class ModelShards:
                 parameter = unit.get_parameter(inner)
                 if FULL_SHAPE in parameter.__dict__:
                     found[id(parameter)] = self.shardings[0].placements[names[id(parameter)]]
-        return OutsideVocabularyMode(found, GroupRanks(self._group)) if found else contextlib.nullcontext()
+        return WeightsOutsideUnits(found, GroupRanks(self._group)) if found else contextlib.nullcontext()
 
     def gather_on_read(self, guards: ReadGuards) -> None:
         """Gathers parameters when code outside of units reads them, where no recording shows what it reads.

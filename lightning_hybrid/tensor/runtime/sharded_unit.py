@@ -33,24 +33,22 @@ from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.standins.sharded_tensor_base import materialize_call
 from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.step.tracing.torch_call_sites import CallTrace
-from lightning_hybrid.tensor.collectives.rank_collectives import (
-    ExchangingRanks,
-    Ranks,
-    as_ranks,
-    gather,
-    local_shard,
-    paired,
-    sum_gradients,
-)
+from lightning_hybrid.tensor.collectives.feature_collectives import gather, local_shard, sum_gradients
+from lightning_hybrid.tensor.collectives.rank_groups import ExchangingRanks, Ranks, as_ranks, paired
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan, local_positions
 from lightning_hybrid.tensor.runtime.parallel_linears import ParallelLinears
 from lightning_hybrid.tensor.runtime.proved_calls import ProvedCalls
 from lightning_hybrid.tensor.runtime.region_inputs import RegionInputs
 from lightning_hybrid.tensor.runtime.region_mode import RegionMode
-from lightning_hybrid.tensor.runtime.sequence_sharding import LocalPositionDraws, ShardedSequence
+from lightning_hybrid.tensor.runtime.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import sharded_over
-from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw, RankDraws
-from lightning_hybrid.tensor.shard_state.swapped_members import find_slots, put_attributes, put_forwards, put_tensors
+from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw, LocalPositionDraws, RankDraws
+from lightning_hybrid.tensor.shard_state.swap_parameters_and_forwards import (
+    find_slots,
+    put_attributes,
+    put_forwards,
+    put_tensors,
+)
 from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import Vocabulary
 from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
 
@@ -235,7 +233,7 @@ class ShardedUnit:
                 )
                 undo.enter_context(linears.region_mode)
             if sequence is not None and self._unit.training:
-                undo.enter_context(LocalPositionDraws(sequence, self._around_local_draw))
+                undo.enter_context(LocalPositionDraws(lambda: sequence.is_local, self._around_local_draw))
             with self._path or contextlib.nullcontext():
                 output = forward(*args, **kwargs)
         self.num_gathers = sum(vocabulary.num_gathers for vocabulary in self.vocabularies.values())

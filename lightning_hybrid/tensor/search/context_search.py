@@ -23,7 +23,7 @@ from lightning_hybrid.parts.placement import Placement, Shard, split_over_two_ax
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, PositionsPlan, SequenceAxes, SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.search.group_plan import GroupPlan, merged_plan
 from lightning_hybrid.tensor.search.sequence_search import find_sequence, shard_sequence
-from lightning_hybrid.tensor.trial.equivalence_proof import Proof
+from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof
 
 ONE_TENSOR_RANK = "context ranks hold all parameters"
 

@@ -20,7 +20,7 @@ from lightning_hybrid.tensor.search.group_plan import GroupPlan
 from lightning_hybrid.tensor.search.group_trials import GroupTrials, StoredPlacements
 from lightning_hybrid.tensor.search.plan_variants import uneven_sizes, variants
 from lightning_hybrid.tensor.search.sequence_search import find_sequence, shard_sequence
-from lightning_hybrid.tensor.trial.equivalence_proof import Proof
+from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof
 
 # A lone linear with less than this share of the unit's parameters is not worth a gather.
 _SMALL_SHARE = 0.01

@@ -12,7 +12,7 @@ from lightning_hybrid.parts.placement import Placement, Shard
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, Rule, Site, UnitPlan
 from lightning_hybrid.tensor.search.context_search import stored_placements
 from lightning_hybrid.tensor.search.group_plan import GroupPlan, merged_plan
-from lightning_hybrid.tensor.trial.equivalence_proof import Proof
+from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof
 
 
 @dataclass(frozen=True)

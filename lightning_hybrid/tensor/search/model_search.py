@@ -16,10 +16,11 @@ from lightning_hybrid.step.recording.unit_dedup import UnitKinds
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.tracing.eager_around_compiled_layers import compiled_modules
 from lightning_hybrid.tensor.discovery.unit_calls import UnitCalls
-from lightning_hybrid.tensor.discovery.vocabulary_uses import Use, VocabularySharding, choose_vocabulary_shardings
+from lightning_hybrid.tensor.discovery.vocabulary_uses import Use
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.unit_requests import UnitRequests, check_followed
 from lightning_hybrid.tensor.requests.user_plan import TensorPlanError
+from lightning_hybrid.tensor.search.choose_vocabulary_shardings import VocabularySharding, choose_vocabulary_shardings
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from lightning_hybrid.tensor.search.vocabulary_loss_proof import cross_entropy_failure
 

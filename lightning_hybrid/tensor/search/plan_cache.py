@@ -23,7 +23,7 @@ from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.structure_digest import digest_of
 from lightning_hybrid.tensor.requests.unit_requests import UnitRequests
 from lightning_hybrid.tensor.search.unit_search import plan_unit
-from lightning_hybrid.tensor.trial.equivalence_proof import prove_cached
+from lightning_hybrid.tensor.trial.sharded_unit_proof import prove_cached
 
 FILE_NAME = "tensor_plans.json"
 _MAX_PLANS = 500

@@ -14,7 +14,6 @@ from torch import nn
 from lightning_hybrid.parts.placement import Piece, Placement, Shard
 from lightning_hybrid.tensor.discovery.linear_dataflow import Arrangement, Discovery
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike
-from lightning_hybrid.tensor.runtime.convert_slices_to_local import local_pieces
 
 Attributes = dict[str, dict[str, int]]
 
@@ -178,3 +177,19 @@ def _attributes(
         yield counted, "heads divided by value"
     if wide := chosen(False, {**widths, **heads}):
         yield wide, "heads and widths divided by value"
+
+
+def local_pieces(lengths: tuple[int, ...], heads: tuple[int | None, ...], size: int) -> tuple[Piece, ...] | None:
+    """Pieces of a projection sharded by full heads; fewer heads than ranks are repeated; None if none fit."""
+    pieces = []
+    for length, num_heads in zip(lengths, heads, strict=True):
+        if num_heads is None or num_heads % size == 0:
+            parts = size
+        elif size % num_heads == 0:
+            parts = num_heads
+        else:
+            return None
+        if length % parts:
+            return None
+        pieces.append(Piece(length, parts))
+    return tuple(pieces)

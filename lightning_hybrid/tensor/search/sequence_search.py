@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lightning_hybrid.equivalence.output_differences import are_equal_within, difference_of, difference_of_sum
 from lightning_hybrid.parts.placement import Replicated
 from lightning_hybrid.tensor.plan.unit_plan import Axis, Group, PositionsPlan, SequenceAxes, UnitPlan
-from lightning_hybrid.tensor.trial.equivalence_proof import LOOSE_TOLERANCE, TOLERANCE, Proof
-from lightning_hybrid.tensor.trial.threaded_ranks import Outcome, local_and_expected, run_unsharded
+from lightning_hybrid.tensor.trial.run_unit_trials import Outcome, local_and_expected, run_unsharded
+from lightning_hybrid.tensor.trial.sharded_unit_proof import LOOSE_TOLERANCE, TOLERANCE, Proof
 
 # The largest number of choices of modules that see the full length that are tried.
 _MAX_TRIALS = 16

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_hybrid.parts.placement import Shard, join, padded
 from lightning_hybrid.step.standins.sharded_tensor_base import DeferredTensor
-from lightning_hybrid.tensor.collectives.rank_collectives import Ranks
+from lightning_hybrid.tensor.collectives.rank_groups import Ranks
 
 
 class Vocabulary:

@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_map
 from lightning_hybrid.step.instrument.autograd_functions import NotIntercepted
 from lightning_hybrid.step.standins.sharded_tensor_base import materialize
 from lightning_hybrid.tensor.vocabulary.op_rules import rule_of
-from lightning_hybrid.tensor.vocabulary.sharded_losses import LOSS_RULES, embedding_rows, gather_rows
+from lightning_hybrid.tensor.vocabulary.sharded_embedding import embedding_rows
+from lightning_hybrid.tensor.vocabulary.sharded_losses import LOSS_RULES, gather_rows
 from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import Vocabulary, VocabularyShard
 
 # Operations that need the memory of the full tensor.

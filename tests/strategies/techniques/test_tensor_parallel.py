@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from harness.fits import Run, assert_parity, fit, fit_reference, refusal
-from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks
+from lightning_hybrid.tensor.collectives.rank_groups import GroupRanks
 from models.mixtures import Routers
 
 

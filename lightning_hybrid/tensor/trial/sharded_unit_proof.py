@@ -19,14 +19,14 @@ from lightning_hybrid.step.tracing.torch_call_sites import user_call_sites
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.proved_calls import value_read_in
 from lightning_hybrid.tensor.trial.example_inputs import Example, make_example, spread_rows
-from lightning_hybrid.tensor.trial.threaded_ranks import (
+from lightning_hybrid.tensor.trial.run_unit_trials import (
     Outcome,
     Setting,
-    TrialFailed,
     TrialRanks,
     local_and_expected,
     run_unsharded,
 )
+from lightning_hybrid.tensor.trial.threaded_ranks import TrialFailed
 
 TOLERANCE = 1e-9  # relative to the largest element, in float64: only the order of sums differs
 LOOSE_TOLERANCE = 1e-4  # in float32, or where user code casts to it

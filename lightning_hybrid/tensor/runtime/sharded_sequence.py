@@ -1,4 +1,4 @@
-"""Sequence sharding of one forward of a unit: shards, gathers and returns its positions.
+"""The sharded sequence of one forward of a unit: shards, gathers and returns its positions.
 
 A sequence is sharded over tensor ranks, over context ranks, or over context ranks and each shard over tensor ranks:
 
@@ -11,25 +11,16 @@ and the reverse after the row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.randomness.keyed_draws import draws
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.standins.sharded_tensor_base import materialize
 from lightning_hybrid.tensor.collectives import sequence_collectives as positions
-from lightning_hybrid.tensor.collectives.rank_collectives import ExchangingRanks
-from lightning_hybrid.tensor.collectives.sequence_collectives import (
-    AnySharding,
-    SequenceShard,
-    SequenceSharding,
-    TwoLevelSharding,
-    shard_sequence,
-)
+from lightning_hybrid.tensor.collectives.rank_groups import ExchangingRanks
+from lightning_hybrid.tensor.collectives.sequence_collectives import AnySharding, SequenceSharding, TwoLevelSharding
+from lightning_hybrid.tensor.collectives.sequence_shard_tensor import SequenceShard, shard_sequence
 from lightning_hybrid.tensor.plan.unit_plan import PositionsPlan
 from lightning_hybrid.tensor.runtime.convert_slices_to_local import CannotShard
 
@@ -224,20 +215,3 @@ def _check_length(value: Tensor, sharding: AnySharding) -> None:
         raise CannotShard(
             f"a value of shape {tuple(value.shape)} has no {sharding.length} positions in dim {sharding.dim}"
         )
-
-
-class LocalPositionDraws(TorchFunctionMode):
-    """The function mode by which ranks draw different random numbers for their positions, and equal ones elsewhere."""
-
-    def __init__(self, sequence: ShardedSequence, around_draw: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Takes the sharded sequence of the forward, and a context that makes draws differ by rank."""
-        super().__init__()
-        self._sequence, self._around_draw = sequence, around_draw
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Enters the context for a draw for local positions."""
-        kwargs = kwargs or {}
-        if self._sequence.is_local and draws(getattr(func, "__name__", ""), args, kwargs):
-            with self._around_draw():
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
