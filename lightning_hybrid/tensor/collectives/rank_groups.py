@@ -24,7 +24,7 @@ class Ranks(Protocol):
     size: int
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a contiguous tensor over the ranks, in place."""
+        """Sums a contiguous tensor of any shape over the ranks, in place."""
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, in their order; all have one shape."""
@@ -48,7 +48,7 @@ class GroupRanks:
         self.size = group.size()
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a contiguous tensor over the ranks, in place."""
+        """Sums a contiguous tensor of any shape over the ranks, in place."""
         if self._memory is not None:
             self._memory.all_reduce(_as_real(tensor))
         else:
@@ -90,14 +90,14 @@ class OneRank:
     rank, size = 0, 1
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Leaves the tensor as it is."""
+        """Leaves the tensor, of any shape, as it is."""
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensor of this rank alone."""
+        """The tensor of this rank alone, of any shape."""
         return [tensor]
 
     def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        """The block of this rank alone."""
+        """The block of this rank alone, of any shape."""
         return blocks
 
 
@@ -105,12 +105,11 @@ class PairedRanks:
     """The ranks of two axes together: `rank = outer rank * inner size + inner rank`."""
 
     def __init__(self, outer: Ranks, inner: Ranks) -> None:
-        """Combines the ranks of an outer and an inner axis."""
         self._outer, self._inner = outer, inner
         self.rank, self.size = outer.rank * inner.size + inner.rank, outer.size * inner.size
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a contiguous tensor over the ranks of both axes, in place."""
+        """Sums a contiguous tensor of any shape over the ranks of both axes, in place."""
         self._inner.all_reduce(tensor)
         self._outer.all_reduce(tensor)
 

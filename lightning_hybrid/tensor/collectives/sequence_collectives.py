@@ -26,7 +26,7 @@ from lightning_hybrid.tensor.collectives.rank_groups import ExchangingRanks
 
 @dataclass(frozen=True)
 class SequenceSharding:
-    """The sharding of a sequence over ranks: one contiguous range of positions for each.
+    """The sharding of a sequence over ranks: one contiguous range of positions for each. Equal for the same ranges.
 
     Attributes:
         dim: The dim of values that holds the positions.
@@ -48,14 +48,6 @@ class SequenceSharding:
     def local_length(self) -> int:
         """Number of positions of this rank."""
         return self.lengths[self.ranks.rank]
-
-    def is_same(self, other: SequenceSharding | TwoLevelSharding) -> bool:
-        """Whether the other sharding gives this rank the same positions."""
-        return (
-            isinstance(other, SequenceSharding)
-            and (self.dim, self.length) == (other.dim, other.length)
-            and self.ranks is other.ranks
-        )
 
     def local_positions(self, full: Tensor) -> Tensor:
         """This rank's positions of a tensor with ``length`` positions in ``dim``, as a contiguous tensor."""
@@ -117,12 +109,6 @@ class TwoLevelSharding:
         """Number of positions of this rank."""
         return self.inner.local_length
 
-    def is_same(self, other: SequenceSharding | TwoLevelSharding) -> bool:
-        """Whether the other sharding gives this rank the same positions."""
-        if isinstance(other, SequenceSharding):
-            return False
-        return self.outer.is_same(other.outer) and self.inner.is_same(other.inner)
-
     def local_positions(self, full: Tensor) -> Tensor:
         """This rank's positions of a tensor with ``length`` positions in ``dim``."""
         return self.inner.local_positions(self.outer.local_positions(full))
@@ -140,7 +126,7 @@ AnySharding = SequenceSharding | TwoLevelSharding
 
 
 def local_positions(full: Tensor, sharding: AnySharding) -> Tensor:
-    """This rank's ``local_length`` positions of a value of ``length`` positions that every rank has in full."""
+    """This rank's ``local_length`` positions of a value of the full shape that every rank has."""
     return LinearMap.apply(full, sharding.local_positions, sharding.gathered)
 
 

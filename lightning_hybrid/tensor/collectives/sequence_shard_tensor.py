@@ -80,11 +80,6 @@ class SequenceShard(LazyFullTensor):
         self._regathered = full if self._saved > 0 else None
         return full
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the gathered tensor has not been written in place."""
-        return self._gathered is None or self._gathered._version == 0
-
 
 class _RepresentSequence(torch.autograd.Function):
     """Makes a `SequenceShard`; code that torch does not show to it (an autograd function) gets gradients."""
@@ -107,7 +102,8 @@ class _RepresentSequence(torch.autograd.Function):
 
 def shard_sequence(value: Tensor, sharding: AnySharding) -> Tensor:
     """This rank's positions of a full shape that every rank has; a `SequenceShard` that matches needs no gather."""
-    if isinstance(value, SequenceShard) and value.sharding.is_same(sharding) and value.is_current:
+    is_shard = isinstance(value, SequenceShard) and value.sharding == sharding
+    if is_shard and (value._gathered is None or value._gathered._version == 0):  # not written in place
         return value.local
     return local_positions(materialize(value), sharding)
 

@@ -111,7 +111,7 @@ class ShardedModel:
             plan = self._with_experts(fqn, unit, proved)
             is_sharded = plan.num_sharded or plan.positions is not None
             if is_sharded and not any(is_absent(parameter) for parameter in unit.parameters()):
-                buffers = _LocalBuffers(unit, plan, self._group)
+                buffers = _local_buffers(unit, plan, self._group)
                 self._runners[fqn] = ShardedUnit(
                     unit,
                     plan,
@@ -273,22 +273,15 @@ class ShardedModel:
         self._reads = None
 
 
-class _LocalBuffers:
-    """The local shards of a unit's buffers, as views of the full ones."""
-
-    def __init__(self, unit: nn.Module, plan: UnitPlan, group: dist.ProcessGroup) -> None:
-        self._unit = unit
-        self._slices: list[tuple[str, int, int, int]] = []
-        for name, _ in unit.named_buffers():
-            placement = plan.placements.get(name)
-            if isinstance(placement, Shard):
-                ((start, length),) = placement.ranges(group.rank(), group.size())
-                self._slices.append((name, placement.dim, start, length))
-
-    def __call__(self) -> dict[str, Tensor]:
-        return {
-            name: self._unit.get_buffer(name).narrow(dim, start, length) for name, dim, start, length in self._slices
-        }
+def _local_buffers(unit: nn.Module, plan: UnitPlan, group: dist.ProcessGroup) -> Callable[[], dict[str, Tensor]]:
+    """Makes a function that returns the local shards of a unit's buffers, as views of the full ones."""
+    slices: list[tuple[str, int, int, int]] = []
+    for name, _ in unit.named_buffers():
+        placement = plan.placements.get(name)
+        if isinstance(placement, Shard):
+            ((start, length),) = placement.ranges(group.rank(), group.size())
+            slices.append((name, placement.dim, start, length))
+    return lambda: {name: unit.get_buffer(name).narrow(*span) for name, *span in slices}
 
 
 def _tensors_of(unit: nn.Module) -> dict[str, Any]:

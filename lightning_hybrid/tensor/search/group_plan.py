@@ -10,7 +10,6 @@ from torch import nn
 
 from lightning_hybrid.parts.placement import Placement, Replicated, Shard
 from lightning_hybrid.tensor.plan.unit_plan import Group, LinearLike, Role, Rule, Site, UnitPlan
-from lightning_hybrid.tensor.search.plan_variants import Variant
 from lightning_hybrid.tensor.trial.example_inputs import Example
 
 
@@ -41,12 +40,6 @@ class GroupPlan:
     watched: bool = False
     avoidable: bool = False
     vocabulary: Mapping[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of_pair(cls, columns: tuple[str, ...], rows: tuple[str, ...], variant: Variant, origin: str) -> GroupPlan:
-        """Make the plan of a pair from one of its variants."""
-        group = Group("column", columns, rows, variant.how, origin)
-        return cls(group, dict(variant.placements), variant.attributes, variant.offsets)
 
     def roles(self) -> dict[str, Role]:
         """Return the role of each linear, by FQN."""
@@ -117,7 +110,6 @@ def merged_plan(
 
 
 def _reason(fqn: str, roles: Mapping[str, Role], reasons: Mapping[str, str]) -> str:
-    """Explain why a parameter is replicated."""
     if fqn in reasons:
         return reasons[fqn]
     owner = fqn.rpartition(".")[0]

@@ -257,7 +257,9 @@ class GroupSearch:
             if best is not None and (not best.avoidable or not more):
                 break
             more -= best is not None
-            group, failure = self._trials.try_group(GroupPlan.of_pair(*pair, variant, origin))
+            linears = Group("column", *pair, variant.how, origin)
+            candidate = GroupPlan(linears, dict(variant.placements), variant.attributes, variant.offsets)
+            group, failure = self._trials.try_group(candidate)
             if group is not None and (best is None or not group.watched):
                 best = group
             if group is None:
@@ -368,7 +370,6 @@ def _pair_text(pair: Pair) -> str:
 
 
 def _sizes_text(uneven: Mapping[str, tuple[int, str]]) -> str:
-    """List sizes and the modules that have them."""
     owners: dict[tuple[int, str], list[str]] = {}
     for fqn, size in uneven.items():
         owners.setdefault(size, []).append(fqn or "it")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
+from operator import attrgetter
 
 from lightning_hybrid.parts.placement import Placement, Shard
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, Rule, Site, UnitPlan
@@ -98,7 +97,7 @@ class GroupTrials:
         elsewhere = watch.inside | watch.outside | self.excluded.keys()
         sliced = {fqn: dim for fqn, dim in watch.sliced.items() if fqn not in elsewhere}
         for fqn, dim in sliced.items():
-            shape = self._tensor_of(fqn).shape
+            shape = attrgetter(fqn)(proof.unit).shape
             group.placements[fqn] = Shard.evenly(dim % len(shape), shape[dim], proof.ranks.size)
         mixed = watch.inside & watch.outside | (set(watch.sliced) - set(sliced))
         group.summed = tuple(sorted(watch.inside - mixed - set(group.placements)))
@@ -120,12 +119,6 @@ class GroupTrials:
             forward_only=not self._check_gradients,
             without=weights - group.vocabulary.keys(),
         )
-
-    def _tensor_of(self, fqn: str) -> Tensor:
-        owner, _, name = fqn.rpartition(".")
-        value = getattr(self._proof.unit.get_submodule(owner), name)
-        assert isinstance(value, Tensor)
-        return value
 
 
 def _is_size(site: Site, rule: Rule) -> bool:

@@ -28,12 +28,11 @@ def plan_unit(
     sequence_parallel: SequenceParallel = None,
     plan_requests: UnitRequests | None = None,
     vocabulary: Mapping[str, int] | None = None,
-    seed: int = 0,
 ) -> UnitPlan:
     """Find how a unit can be sharded over tensor ranks, and prove it.
 
     The unit itself, its weights and torch's generators are unchanged: all trials run on a copy with random weights. The
-    same unit, arguments and seed give the same plan.
+    same unit and arguments give the same plan.
 
     Args:
         unit: The smallest module that a pipeline cut never enters.
@@ -46,7 +45,6 @@ def plan_unit(
             between regions (sequence parallelism).
         plan_requests: The requests of plans for its modules.
         vocabulary: Weights and biases to shard by vocabulary, by FQN inside the unit, each with its dim of rows.
-        seed: Seed of the random weights.
 
     Returns:
         A proved plan; at worst one that replicates everything and has the reason.
@@ -60,8 +58,7 @@ def plan_unit(
     plan_requests = plan_requests or UnitRequests()
     with torch.random.fork_rng(devices=[]):
         least = size * context if sequence_parallel == "tensor" else 1
-        arguments = unit, example_args, example_kwargs or {}, size, seed, vocabulary
-        proof = proof_of(*arguments, context=context, least=least)
+        proof = proof_of(unit, example_args, example_kwargs or {}, size, vocabulary, context=context, least=least)
         if isinstance(proof, str):
             plan = UnitPlan.unsharded(unit, size, proof)
         else:

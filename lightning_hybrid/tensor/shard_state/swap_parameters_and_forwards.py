@@ -38,7 +38,7 @@ def find_slots(modules: Modules, fqns: Iterable[str]) -> dict[str, list[Slot]]:
 
 
 def put_tensors(slots: Mapping[str, list[Slot]], tensors: Mapping[str, Tensor], undo: ExitStack) -> None:
-    """Puts tensors into their slots, by FQN; ``undo`` restores the previous ones."""
+    """Puts tensors, of any shape, into their slots, by FQN; ``undo`` restores the previous ones."""
     for fqn, tensor in tensors.items():
         for members, name in slots[fqn]:
             if members[name] is not tensor:

@@ -34,7 +34,7 @@ class Example:
     spec: Spec | None
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any], dict[int, Tensor]]:
-        """Make arguments for one run; returns args, kwargs, and the inputs that need a gradient by leaf index."""
+        """Makes args and kwargs of one run, and the inputs that need a gradient by leaf index; shapes of the leaves."""
         fresh: list[Any] = []
         inputs: dict[int, Tensor] = {}
         for index, leaf in enumerate(self.leaves):

@@ -23,7 +23,7 @@ from lightning_hybrid.step.tracing.torch_call_sites import CallTrace, Step
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.region_mode import RegionMode
 from lightning_hybrid.tensor.runtime.sharded_sequence import ShardedSequence
-from lightning_hybrid.tensor.runtime.sharded_unit import sharded
+from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
 from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw
 from lightning_hybrid.tensor.trial.example_inputs import Example
 from lightning_hybrid.tensor.trial.threaded_ranks import ThreadGroups, ThreadRanks
@@ -223,11 +223,11 @@ class TrialRanks:
         # Nothing is drawn; and threads that access torch's generator can deadlock: its lock's owner waits for the
         # interpreter's lock if garbage is collected at that moment.
         around: AroundDraw = contextlib.nullcontext
-        running = sharded(
+        runner = ShardedUnit(
             unit, plan, ranks, context=context, tensors=lambda: local, around_draw=around, around_local_draw=around
         )
-        with running as runner:
-            runner.learning = learning
+        runner.learning = learning
+        with runner.running():
             try:
                 outputs, inputs = _forward(unit, example, setting)
             finally:

@@ -237,11 +237,11 @@ def proof_of(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     size: int,
-    seed: int,
     vocabulary: Mapping[str, int] | None = None,
     *,
     context: int = 1,
     least: int = 1,
+    seed: int = 0,
 ) -> Proof | str:
     """Make the proof of a unit, or return why that is not possible.
 
@@ -250,10 +250,10 @@ def proof_of(
         args: Arguments of one call.
         kwargs: Its keyword arguments.
         size: Number of tensor ranks.
-        seed: Seed of the random weights.
         vocabulary: Vocabulary-parallel parameters: FQN -> dim; the example looks up rows of each rank.
         context: Number of context ranks.
         least: Minimal number of positions of the example.
+        seed: Seed of the random weights.
     """
     if size * context == 1:
         return "there is one tensor rank"
@@ -327,9 +327,7 @@ def _runs_without_modes(proof: Proof) -> bool:
         return False
 
 
-def prove_cached(
-    unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: UnitPlan, *, seed: int = 0
-) -> UnitPlan | None:
+def prove_cached(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: UnitPlan) -> UnitPlan | None:
     """Prove a plan of a structurally equal unit for this unit; returns it with its costs, or None if it fails.
 
     Args:
@@ -337,14 +335,13 @@ def prove_cached(
         args: Arguments of one call.
         kwargs: Its keyword arguments.
         plan: The plan.
-        seed: Seed of the random weights.
     """
     began = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
         least = 1
         if plan.positions is not None:
             least = plan.size * plan.context if plan.positions.by == "both" else plan.size
-        proof = proof_of(unit, args, kwargs, plan.size, seed, plan.vocabulary, context=plan.context, least=least)
+        proof = proof_of(unit, args, kwargs, plan.size, plan.vocabulary, context=plan.context, least=least)
         if isinstance(proof, str) or proof.first_failure(plan) is not None or proof.value_read:
             return None
         num_trials = proof.ranks.num_trials

@@ -37,7 +37,7 @@ class ThreadRanks:
         self.rank, self.size, self._group = rank, group.size, group
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a contiguous tensor over the ranks, in place."""
+        """Sums a contiguous tensor of any shape over the ranks, in place."""
         # Each rank sums its share of all addends in place: they may be gradients of full layers.
         addends = [addend.view(-1) for addend in self.all_gather(tensor)]
         shares = [addend.tensor_split(self.size)[self.rank] for addend in addends]
@@ -48,7 +48,7 @@ class ThreadRanks:
         self._group.barrier.wait()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, in the order of ranks."""
+        """The tensors of all ranks, in their order; all have one shape."""
         group = self._group
         group.slots[self.rank] = tensor.detach()
         group.barrier.wait()
@@ -59,7 +59,7 @@ class ThreadRanks:
         return gathered
 
     def exchange(self, parts: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        """Send one tensor to each rank; returns the tensors from all ranks, of these shapes (all-to-all)."""
+        """All-to-all: sends one tensor to each rank; returns the tensor from each rank, in these shapes."""
         group = self._group
         group.slots[self.rank] = [tensor.detach() for tensor in parts]
         group.barrier.wait()

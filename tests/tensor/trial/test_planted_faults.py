@@ -155,7 +155,7 @@ def test_a_bias_that_every_rank_adds(monkeypatch, sequence_parallel):
         if sequence is not None and sequence.exchanges(linear.fqn):
             x = sequence.to_positions(x, linear.fqn)
         out = run(x, True, *args, **kwargs)
-        return self._leave(out) if sequence is None else sequence.leave_region(out)
+        return self._leave(out) if sequence is None else sequence.reduce_scatter(out, sequence.inner)
 
     monkeypatch.setattr(ParallelLinears, "_row", row)
     assert "output 0" in proof.first_failure(plan)
