@@ -102,8 +102,11 @@ class _RepresentSequence(torch.autograd.Function):
 
 def shard_sequence(value: Tensor, sharding: AnySharding) -> Tensor:
     """This rank's positions of a full shape that every rank has; a `SequenceShard` that matches needs no gather."""
-    is_shard = isinstance(value, SequenceShard) and value.sharding == sharding
-    if is_shard and (value._gathered is None or value._gathered._version == 0):  # not written in place
+    if (
+        isinstance(value, SequenceShard)
+        and value.sharding == sharding
+        and (value._gathered is None or value._gathered._version == 0)  # not written in place
+    ):
         return value.local
     return local_positions(materialize(value), sharding)
 

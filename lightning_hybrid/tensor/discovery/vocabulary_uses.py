@@ -80,7 +80,7 @@ class VocabularyUses(TorchFunctionMode):
         self.uses: dict[str, Use] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the function, and record its use of weights and logits."""
+        """Runs the function, and records its use of weights and logits."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -172,12 +172,10 @@ class VocabularyUses(TorchFunctionMode):
             self.uses[name].biases.add(bias)
 
     def _record_logits_read(self, name: str, logits: frozenset[str], leaves: list[Tensor], out: Any) -> None:
-        if name in _LOSSES:
-            for weight in logits:
-                self.uses[weight].reads_loss = True
-        elif name not in _LOGITS_OPS | _OTHER_READERS:
-            for weight in logits:
-                use = self.uses[weight]
+        for use in (self.uses[weight] for weight in logits):
+            if name in _LOSSES:
+                use.reads_loss = True
+            elif name not in _LOGITS_OPS | _OTHER_READERS:
                 use.reads_others = use.reads_others or f"{name} at {user_line()}"
         if name in _LOGITS_OPS:
             for tensor in tensors_in([out]):

@@ -14,7 +14,7 @@ from lightning_hybrid.tensor.requests.user_plan import STYLES, Request
 
 
 def requests_of_model(root: nn.Module) -> dict[str, Request]:
-    """Resolve the plans that modules carry (those of transformers' models) to requests, by FQN in the root.
+    """Resolves the plans that modules carry (those of transformers' models) to requests, by FQN in the root.
 
     Their names are relative to the module that has the plan, and ``*`` stands for a number. The outermost plan counts.
     Styles that are not for one linear (experts, sequences, fused ones, embeddings) are left to the search.

@@ -43,11 +43,11 @@ class UnitRequests:
         )
 
     def named(self, fqn: str) -> str:
-        """Return the FQN in the root of a module of the unit."""
+        """The FQN in the root of a module of the unit."""
         return ".".join(name for name in (self.unit, fqn) if name)
 
     def replicated(self, unit: nn.Module) -> dict[str, str]:
-        """Return the parameters that the user wants replicated, each with the reason, by FQN inside the unit."""
+        """The parameters that the user wants replicated, each with the reason, by FQN inside the unit."""
         return {
             f"{fqn}.{name}" if fqn else name: f"your plan has {request.entry}"
             for fqn, request in self.by_user.items()
@@ -59,7 +59,7 @@ class UnitRequests:
 def requests_by_unit(
     root: nn.Module, units: Mapping[str, nn.Module], by_user: Mapping[str, Request], by_model: Mapping[str, Request]
 ) -> dict[str, UnitRequests]:
-    """Assign the requests to units.
+    """Assigns the requests to units.
 
     Args:
         root: The user's module.
@@ -92,7 +92,7 @@ def requests_by_unit(
 def requested_pairs(
     found: Discovery, plan_requests: Mapping[str, Request], assigned: Collection[str] = ()
 ) -> tuple[list[Pair], dict[str, str]]:
-    """Find the pairs that a plan requests, with the linears that it does not name and they need.
+    """Finds the pairs that a plan requests, with the linears that it does not name and they need.
 
     Args:
         found: The dataflow of the unit.
@@ -150,7 +150,7 @@ def requested_pairs(
 
 
 def check_followed(plan_requests: UnitRequests, plan: UnitPlan) -> None:
-    """Check that a unit's plan follows the user's requests.
+    """Checks that a unit's plan follows the user's requests.
 
     Raises:
         TensorPlanError: A linear has another role.

@@ -48,7 +48,7 @@ class Request(NamedTuple):
 
 
 def check_styles(plan: Any) -> None:
-    """Check the types and styles of the user's plan.
+    """Checks the types and styles of the user's plan.
 
     Raises:
         TypeError: It is no mapping of str to str.
@@ -67,7 +67,7 @@ def check_styles(plan: Any) -> None:
 
 
 def requests_of_user(root: nn.Module, plan: Mapping[str, str]) -> dict[str, Request]:
-    """Resolve the user's plan to requests, by FQN in the root of each module that has parameters of its own.
+    """Resolves the user's plan to requests, by FQN in the root of each module that has parameters of its own.
 
     Args:
         root: The user's module.

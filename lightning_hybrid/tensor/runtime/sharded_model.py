@@ -129,11 +129,7 @@ class ShardedModel:
                     self._expert_users.update(dict.fromkeys(summed & self._expert_parameters, self._runners[fqn]))
 
     def why_not_sharded_elsewhere(self, name: str) -> str:
-        """The reason why another technique cannot shard a parameter over tensor ranks; "" if it can.
-
-        Args:
-            name: FQN in the root.
-        """
+        """The reason why another technique cannot shard a parameter (FQN in the root) over tensor ranks; or ""."""
         for fqn, plan in self.plans.items():
             inner = name.removeprefix(f"{fqn}.")
             if inner == name or inner not in plan.placements:
@@ -145,11 +141,7 @@ class ShardedModel:
         return ""
 
     def mark_sharded_elsewhere(self, names: Collection[str]) -> None:
-        """Removes parameters that another technique shards over tensor ranks from the plans' replicated ones.
-
-        Args:
-            names: FQNs in the root.
-        """
+        """Removes parameters (FQNs in the root) that another technique shards from the plans' replicated ones."""
         for fqn, plan in self.plans.items():
             replicated_reasons = {
                 name: reason for name, reason in plan.replicated_reasons.items() if f"{fqn}.{name}" not in names
@@ -157,12 +149,9 @@ class ShardedModel:
             self.plans[fqn] = replace(plan, replicated_reasons=replicated_reasons)
 
     def set_sharded_experts(self, names: Collection[str]) -> None:
-        """Sets the experts that are sharded over context ranks, whose gradients are summed elsewhere.
+        """Sets parameters of experts (FQNs in the root) that are sharded over context ranks; called before `be_ready`.
 
-        It is called before `be_ready`.
-
-        Args:
-            names: FQNs of their parameters in the root.
+        Their gradients are summed elsewhere.
         """
         self._expert_parameters = frozenset(names)
 
@@ -176,11 +165,7 @@ class ShardedModel:
         return replace(plan, positions=replace(plan.positions, summed_over_context=summed))
 
     def sees_local_positions(self, name: str) -> bool:
-        """Whether the unit that uses a parameter in the current forward works on this context rank's positions alone.
-
-        Args:
-            name: FQN in the root.
-        """
+        """Whether the unit that uses a parameter (FQN in the root) works on this context rank's positions alone now."""
         runner = self._expert_users.get(name)
         return runner is not None and runner.has_local_positions
 

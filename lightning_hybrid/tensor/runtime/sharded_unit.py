@@ -65,8 +65,8 @@ class ShardedUnit:
         last_region_mode: The region mode of the last forward, if there was one.
         last_sequence: While learning, the sharded sequence of the last forward.
         vocabularies: The row ranges of parameters that are sharded along their vocabulary, by FQN.
-        proved: The checks of its forwards; None where no user code runs in them.
         num_gathers: How often such parameters, and values computed from them, were gathered in forwards.
+        proved: The checks of its forwards; None where no user code runs in them.
         compiled: If set, runs the user's forward compiled where no mode is needed, with forwards for its linears.
     """
 

@@ -35,7 +35,7 @@ class VocabularySharding:
 def choose_vocabulary_shardings(
     root: nn.Module, uses: Mapping[str, Use], size: int
 ) -> tuple[dict[str, VocabularySharding], dict[str, str]]:
-    """Choose the parameters to shard by vocabulary over `size` tensor ranks, from their uses in the step.
+    """Chooses the parameters to shard by vocabulary over `size` tensor ranks, from their uses in the step.
 
     Returns:
         The weights and biases to shard, and why other tables are not; by first FQN in the root.

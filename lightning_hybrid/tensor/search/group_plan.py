@@ -42,13 +42,13 @@ class GroupPlan:
     vocabulary: Mapping[str, int] = field(default_factory=dict)
 
     def roles(self) -> dict[str, Role]:
-        """Return the role of each linear, by FQN."""
+        """The role of each linear, by FQN."""
         if self.group.role == "vocabulary":  # its modules run unmodified
             return {}
         return {**dict.fromkeys(self.group.columns, self.group.role), **dict.fromkeys(self.group.rows, "row")}
 
     def fits(self, unit: nn.Module) -> bool:
-        """Return whether the lengths of its placements are those of the unit's parameters."""
+        """Whether the lengths of its placements are those of the unit's parameters."""
         return all(
             not isinstance(placement, Shard) or unit.get_parameter(fqn).shape[placement.dim] == placement.length
             for fqn, placement in self.placements.items()
@@ -64,7 +64,7 @@ def merged_plan(
     reasons: Mapping[str, str],
     rules: dict[Site, Rule] | None = None,
 ) -> UnitPlan:
-    """Merge group plans into the plan of a unit.
+    """Merges group plans into the plan of a unit.
 
     Args:
         unit: The unit, or a copy.

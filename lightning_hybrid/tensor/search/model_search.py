@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -44,7 +45,7 @@ def plan_units(
     uses: Mapping[str, Use] | None = None,
     step_units: Collection[nn.Module] = (),
 ) -> dict[str, UnitPlan]:
-    """Search a proved plan for each unit.
+    """Searches a proved plan for each unit.
 
     Args:
         root: The user's module.
@@ -199,7 +200,7 @@ def _refused(
 
 
 def _with_vocabulary_shards(plan: UnitPlan, unit: nn.Module, vocabulary: Mapping[str, int]) -> UnitPlan:
-    """Shard the vocabularies of a unit that is not called: others use them, and another step may call it."""
+    """Shards the vocabularies of a unit that is not called: others use them, and another step may call it."""
     shardings = {
         name: Shard.unevenly(dim, unit.get_parameter(name).shape[dim], plan.size) for name, dim in vocabulary.items()
     }
@@ -210,7 +211,7 @@ def _with_vocabulary_shards(plan: UnitPlan, unit: nn.Module, vocabulary: Mapping
 
 
 def _try_plan(find: Callable[..., UnitPlan], unit: nn.Module, args: Any, kwargs: Any, size: int) -> UnitPlan:
-    """Plan a unit; one that cannot be tried stays replicated, which is always right."""
+    """Plans a unit; one that cannot be tried stays replicated, which is always right."""
     try:
         return find(unit, args, kwargs, size)
     except TensorPlanError:
@@ -222,13 +223,9 @@ def _try_plan(find: Callable[..., UnitPlan], unit: nn.Module, args: Any, kwargs:
 
 def _used_by_several(root: nn.Module, units: Mapping[str, nn.Module]) -> set[int]:
     """Ids of parameters of several units, or of a unit and a module outside of units."""
-    owners: dict[int, set[str]] = {}
-    for fqn, unit in units.items():
-        for parameter in unit.parameters():
-            owners.setdefault(id(parameter), set()).add(fqn)
-    for key in _outside_of_units(root, units):
-        owners.setdefault(key, set()).add("")
-    return {key for key, names in owners.items() if len(names) > 1}
+    owners = [{id(parameter) for parameter in unit.parameters()} for unit in units.values()]
+    counts = Counter(key for keys in (*owners, _outside_of_units(root, units)) for key in keys)
+    return {key for key, count in counts.items() if count > 1}
 
 
 def _outside_of_units(root: nn.Module, units: Mapping[str, nn.Module]) -> set[int]:
@@ -239,7 +236,7 @@ def _outside_of_units(root: nn.Module, units: Mapping[str, nn.Module]) -> set[in
 
 
 def _without_fused_buffers(unit: nn.Module, plan: UnitPlan) -> UnitPlan:
-    """Replicate a unit with a buffer in several pieces: its shard must be a view of the full buffer, to be written."""
+    """Replicates a unit with a buffer in several pieces: its shard must be a view of the full buffer, to be written."""
     buffers = {name for name, _ in unit.named_buffers()}
     for name, placement in plan.placements.items():
         if name in buffers and isinstance(placement, Shard) and len(placement.pieces) > 1:

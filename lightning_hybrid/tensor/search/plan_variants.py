@@ -38,7 +38,7 @@ class Variant:
 def variants(
     unit: nn.Module, found: Discovery, columns: tuple[str, ...], rows: tuple[str, ...], size: int
 ) -> Iterator[Variant]:
-    """Yield all variants of a group.
+    """Yields all variants of a group.
 
     Args:
         unit: The unit, or a copy.
@@ -70,13 +70,9 @@ def variants(
 def uneven_sizes(
     found: Discovery, columns: tuple[str, ...], rows: tuple[str, ...], size: int
 ) -> dict[str, tuple[int, str]]:
-    """Find sizes of a group that the number of ranks does not divide: FQN -> size, and what it counts; heads first.
+    """Finds sizes of a group that the number of ranks does not divide: FQN -> size, and what it counts; heads first.
 
-    Args:
-        found: The dataflow of the unit.
-        columns: The column-parallel linears.
-        rows: The row-parallel linears.
-        size: Number of tensor ranks.
+    Arguments as for `variants`.
     """
     uneven = {}
     for fqn in columns:
@@ -128,7 +124,7 @@ def _column_pieces(
 def _local_numbers(
     linears: list[LinearLike], arrangements: Mapping[str, Arrangement], pieces: list[tuple[Piece, ...]], size: int
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Map numbers of heads, and widths, to those of one rank."""
+    """Maps numbers of heads, and widths, to those of one rank."""
     heads: dict[int, int] = {}
     widths: dict[int, int] = {}
     for linear, cut in zip(linears, pieces, strict=True):

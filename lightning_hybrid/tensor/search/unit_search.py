@@ -29,7 +29,7 @@ def plan_unit(
     plan_requests: UnitRequests | None = None,
     vocabulary: Mapping[str, int] | None = None,
 ) -> UnitPlan:
-    """Find how a unit can be sharded over tensor ranks, and prove it.
+    """Finds how a unit can be sharded over tensor ranks, and proves it.
 
     The unit itself, its weights and torch's generators are unchanged: all trials run on a copy with random weights. The
     same unit and arguments give the same plan.
@@ -77,10 +77,10 @@ def _search(
     plan_requests: UnitRequests,
     vocabulary: Mapping[str, int],
 ) -> UnitPlan:
-    """Search over tensor ranks, then over context ranks; the result is proved."""
+    """Searches over tensor ranks, then over context ranks; the result is proved."""
     context = proof.ranks.context
-    on_tensor, on_tensor_deal = (proof, sequence_parallel) if context == 1 else (proof.on(size), None)
-    search = GroupSearch(unit, on_tensor, excluded, plan_requests, on_tensor_deal, vocabulary)
+    on_tensor, sharded_by = (proof, sequence_parallel) if context == 1 else (proof.on(size), None)
+    search = GroupSearch(unit, on_tensor, excluded, plan_requests, sharded_by, vocabulary)
     plan = search.run()
     if search.proof_failed:  # outputs were right in trials where gradients are not
         search = search.with_gradients()
@@ -93,7 +93,7 @@ def _search(
 
 
 def _with_context(plan: UnitPlan, search: GroupSearch, proof: Proof, sequence_parallel: SequenceParallel) -> UnitPlan:
-    """Shard the sequence of a plan over tensor ranks over context ranks as well."""
+    """Shards the sequence of a plan over tensor ranks over context ranks as well."""
     size, context = proof.ranks.size, proof.ranks.context
     if plan.vocabulary:
         return replace(

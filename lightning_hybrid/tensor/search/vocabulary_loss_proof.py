@@ -21,7 +21,7 @@ _MAX_ROWS = 97
 
 
 def cross_entropy_failure(length: int, size: int) -> str | None:
-    """Compare a vocabulary-parallel cross entropy of random float64 numbers; returns what is wrong, or None.
+    """Compares a vocabulary-parallel cross entropy of random float64 numbers; returns what is wrong, or None.
 
     Args:
         length: Rows of the vocabulary; a large one is replaced by a small one that is as uneven.

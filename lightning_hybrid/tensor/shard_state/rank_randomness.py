@@ -19,11 +19,10 @@ AroundDraw = Callable[[], AbstractContextManager[Any]]
 class RankDraws:
     """Random numbers that differ by rank in sharded regions, for dropout; those outside stay equal.
 
-    The region's generator state is separate from the default one, which therefore advances equally on all ranks.
+    The region's generator state, on ``device``, is separate from the default one, which advances equally on all ranks.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        """Takes the number of this rank, and the device on which regions draw."""
         self._rank, self._device = rank, device
         self._state: Tensor | None = None
 
@@ -44,10 +43,9 @@ class RankDraws:
 
 
 class KeyedDraws:
-    """Random numbers that differ by rank in sharded regions, and depend on the key of the draw alone."""
+    """Random numbers that differ by rank in sharded regions, on ``device``, and depend on the draw's key alone."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        """Takes the number of this rank, and the device on which regions draw."""
         self._rank, self._device = rank, device
 
     @contextlib.contextmanager
@@ -77,7 +75,6 @@ class LocalPositionDraws(TorchFunctionMode):
         self._is_local, self._around_draw = is_local, around_draw
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Enters the context for a draw for local positions."""
         kwargs = kwargs or {}
         if self._is_local() and draws(getattr(func, "__name__", ""), args, kwargs):
             with self._around_draw():

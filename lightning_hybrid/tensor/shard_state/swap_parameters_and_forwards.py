@@ -72,7 +72,4 @@ def put_forwards(modules: Modules, forwards: Mapping[str, Callable[..., Any]], u
     for module in modules.values():
         # Torch's encoder layer bypasses the attention's forward and reads its weights in eval mode, unless this is 0.
         if isinstance(module, nn.TransformerEncoderLayer):
-            undo.callback(replace(module, _FAST_PATH, 0, reason="parallel linears"))
-
-
-_FAST_PATH = "activation_relu_or_gelu"
+            undo.callback(replace(module, "activation_relu_or_gelu", 0, reason="parallel linears"))

@@ -21,8 +21,6 @@ from lightning_hybrid.step.standins.sharded_tensor_base import materialize
 from lightning_hybrid.step.tracing.side_outputs_of_modules import taking_asides
 from lightning_hybrid.step.tracing.torch_call_sites import CallTrace, Step
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
-from lightning_hybrid.tensor.runtime.region_mode import RegionMode
-from lightning_hybrid.tensor.runtime.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
 from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw
 from lightning_hybrid.tensor.trial.example_inputs import Example
@@ -69,7 +67,7 @@ class Setting:
 def run_unsharded(
     unit: nn.Module, example: Example, setting: Setting, without: Collection[str] = (), *, backward: bool = True
 ) -> Outcome:
-    """Run a unit unsharded, and its backward if the setting has gradients; arguments as for `TrialRanks.run`."""
+    """Runs a unit unsharded, and its backward if the setting has gradients; arguments as for `TrialRanks.run`."""
     parameters = {fqn: p for fqn, p in unit.named_parameters() if p.requires_grad and fqn not in without}
     before = {fqn: buffer.clone() for fqn, buffer in unit.named_buffers()}
     unit.train(setting.training)
@@ -91,7 +89,7 @@ def _forward(
     setting: Setting,
     around: contextlib.AbstractContextManager[Any] | None = None,
 ) -> tuple[list[Any], dict[str, Tensor]]:
-    """Run the forward; returns the leaves of the unit's result, and the inputs that need a gradient by name."""
+    """Runs the forward; returns the leaves of the unit's result, and the inputs that need a gradient by name."""
     with (
         torch.set_grad_enabled(setting.grad),
         DeterministicMode(setting.dtype) if setting.exact else contextlib.nullcontext(),
@@ -126,13 +124,11 @@ class TrialRanks:
     Attributes:
         copies: Copies of the unit, at least one for each rank; they hold the same parameter objects.
         num_trials: Number of sharded runs.
-        watches: The `RegionMode` of each rank in the last trial.
-        sequence_shardings: The sharding of the sequence on each rank in the last trial.
-        num_gathers: Number of full vocabulary tensors that were gathered in the last trial.
+        first_unit: The sharded unit of the first rank in the last trial; None if that did not begin.
     """
 
     def __init__(self, unit: nn.Module, size: int, context: int = 1, *, copies: list[nn.Module] | None = None) -> None:
-        """Make the copies.
+        """Makes the copies.
 
         Args:
             unit: The unit with random weights, which the copies share.
@@ -146,9 +142,7 @@ class TrialRanks:
             self.copies.append(copy.deepcopy(unit, {id(p): p for p in unit.parameters()}))
         self.num_trials = 0
         self._shards: dict[tuple[str, int], tuple[Placement, Tensor]] = {}
-        self.watches: list[RegionMode | None] = []
-        self.sequence_shardings: list[ShardedSequence | None] = []
-        self.num_gathers = 0
+        self.first_unit: ShardedUnit | None = None
 
     def run(
         self,
@@ -160,7 +154,7 @@ class TrialRanks:
         check: Callable[[list[Outcome]], bool] = lambda _: True,
         without: Collection[str] = (),
     ) -> list[Outcome]:
-        """Run the unit on all ranks.
+        """Runs the unit on all ranks.
 
         Args:
             plan: The plan.
@@ -174,8 +168,7 @@ class TrialRanks:
             TrialFailed: A rank raised, or the ranks did not exchange the same things.
         """
         self.num_trials += 1
-        self.watches = [None] * (self.size * self.context)
-        self.sequence_shardings = [None] * (self.size * self.context)
+        self.first_unit = None
         groups = ThreadGroups(self.size, self.context)
         runs = groups.run_on_each(
             lambda ranks, context: self._one(ranks, context, plan, example, setting, learning, without),
@@ -210,7 +203,7 @@ class TrialRanks:
         learning: bool,
         without: Collection[str],
     ) -> tuple[Outcome, dict[str, Tensor]]:
-        """Run the forward of a rank; returns its outcome, and the tensors to differentiate by, by name."""
+        """Runs the forward of a rank; returns its outcome, and the tensors to differentiate by, by name."""
         rank, index = ranks.rank, ranks.rank * context.size + context.rank
         unit = self.copies[index].train(setting.training)
         local: dict[str, Tensor] = {}
@@ -227,12 +220,10 @@ class TrialRanks:
             unit, plan, ranks, context=context, tensors=lambda: local, around_draw=around, around_local_draw=around
         )
         runner.learning = learning
+        if index == 0:
+            self.first_unit = runner
         with runner.running():
-            try:
-                outputs, inputs = _forward(unit, example, setting)
-            finally:
-                self.watches[index], self.sequence_shardings[index] = runner.last_region_mode, runner.last_sequence
-                self.num_gathers = runner.num_gathers
+            outputs, inputs = _forward(unit, example, setting)
         buffers = {fqn: local[fqn] for fqn, _ in self._unsharded.named_buffers()}
         return Outcome(outputs, buffers=buffers), {**inputs, **parameters}
 
@@ -240,7 +231,7 @@ class TrialRanks:
 def local_and_expected(
     outcomes: list[Outcome], plan: UnitPlan, name: str, kind: str, wanted: Tensor
 ) -> list[tuple[list[Tensor], Tensor]]:
-    """Pair the local shards of a gradient or buffer with the expected slices; nothing is gathered, layers are large.
+    """Pairs the local shards of a gradient or buffer with the expected slices; nothing is gathered, layers are large.
 
     Args:
         outcomes: The outcomes of all ranks.

@@ -71,7 +71,7 @@ class ThreadRanks:
 
 
 def on_ranks(size: int, run: Callable[[ThreadRanks], _T]) -> list[_T]:
-    """Run a function on `size` ranks at once, in threads; returns the results in the order of ranks.
+    """Runs a function on `size` ranks at once, in threads; returns the results in the order of ranks.
 
     Raises:
         TrialFailed: A rank raised, or the ranks did not exchange the same things.
@@ -87,7 +87,7 @@ class ThreadGroups:
         self._context = [_ThreadGroup(context) for _ in range(size)]
 
     def run_on_each(self, run: Callable[[ThreadRanks, ThreadRanks], _T]) -> list[_T]:
-        """Run a function on all ranks at once, in threads; returns the results in the order of ranks.
+        """Runs a function on all ranks at once, in threads; returns the results in the order of ranks.
 
         Args:
             run: Called with the rank among the tensor ranks, and the rank among the context ranks.

@@ -29,7 +29,6 @@ class WeightsOutsideUnits(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replaces the weights among the arguments by their representations."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _IDENTITY or (name == "__get__" and func.__self__.__name__ in _OF_SHARD):
