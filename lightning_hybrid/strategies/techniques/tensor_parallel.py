@@ -16,7 +16,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.tensor.discovery.unit_calls import UnitCalls, record_calls
-from lightning_hybrid.tensor.discovery.vocabulary_uses import Use, VocabularyUses
+from lightning_hybrid.tensor.discovery.vocabulary_uses import VocabularyUses, WeightUse
 from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.model_plan import requests_of_model
 from lightning_hybrid.tensor.requests.unit_requests import requests_by_unit
@@ -59,7 +59,7 @@ class TensorPlanner:
         self._units: dict[str, nn.Module] = {}
         self._watched: Collection[nn.Module] = ()
         self._read_by_step: dict[str, str] = {}
-        self._uses: dict[str, Use] = {}
+        self._uses: dict[str, WeightUse] = {}
 
     @contextlib.contextmanager
     def watching(self, variant: TraceVariant) -> Iterator[None]:

@@ -51,7 +51,7 @@ class Arrangement:
 
 
 @dataclass
-class Discovery:
+class LinearDataflow:
     """The linears of one run, and how they feed each other.
 
     Attributes:
@@ -92,28 +92,28 @@ class Discovery:
             rows.add(row)
             used |= columns | {row}
         order = list(self.linears)
-        return [(tuple(sorted(columns, key=order.index)), tuple(found)) for columns, found in groups]
+        return [(tuple(sorted(columns, key=order.index)), tuple(reading)) for columns, reading in groups]
 
 
-def discover(unit: nn.Module, run: Callable[[], Any]) -> Discovery:
+def trace_linears(unit: nn.Module, run: Callable[[], Any]) -> LinearDataflow:
     """Runs a unit once and records which linears feed which.
 
     Args:
         unit: A copy of the unit with random weights, so that a linear is recognized by its numbers.
         run: Calls it on small inputs.
     """
-    found = Discovery()
+    dataflow = LinearDataflow()
     shared = _tied_parameters(unit)
     with contextlib.ExitStack() as hooks, torch.no_grad():
         for fqn, module in unit.named_modules():
             if isinstance(module, nn.MultiheadAttention):
-                found.attentions.append(fqn)
+                dataflow.attentions.append(fqn)
                 hooks.callback(module.register_forward_hook(_clear_sources).remove)
             elif may_be_linear(module) and not any(id(p) in shared for p in module.parameters()):
-                hooks.callback(module.register_forward_hook(partial(_record_linear, fqn, found)).remove)
-        with _DataflowMode(found):
+                hooks.callback(module.register_forward_hook(partial(_record_linear, fqn, dataflow)).remove)
+        with _DataflowMode(dataflow):
             run()
-    return found
+    return dataflow
 
 
 def _tied_parameters(unit: nn.Module) -> set[int]:
@@ -164,16 +164,16 @@ def _clear_sources(module: nn.Module, args: Any, output: Any) -> None:
         tensor.__dict__.pop("_sources", None)
 
 
-def _record_linear(fqn: str, found: Discovery, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _record_linear(fqn: str, dataflow: LinearDataflow, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """A forward hook that records the sources of the input, and marks the output as the linear's."""
     if not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
         return
-    linear = found.linears.get(fqn) or _as_linear(fqn, module, args[0], output)
+    linear = dataflow.linears.get(fqn) or _as_linear(fqn, module, args[0], output)
     if linear is None:
         return
-    found.linears.setdefault(fqn, linear)
-    found.sources.setdefault(fqn, set()).update(getattr(args[0], "_sources", ()))
-    arrangement = found.arrangements.setdefault(fqn, Arrangement())
+    dataflow.linears.setdefault(fqn, linear)
+    dataflow.sources.setdefault(fqn, set()).update(getattr(args[0], "_sources", ()))
+    arrangement = dataflow.arrangements.setdefault(fqn, Arrangement())
     arrangement.joined = getattr(args[0], "_joined", arrangement.joined)
     output._sources = frozenset({fqn})  # type: ignore[attr-defined]
     output._features = (fqn, 0, linear.num_out)  # type: ignore[attr-defined]
@@ -199,9 +199,9 @@ def _as_linear(fqn: str, module: nn.Module, x: Tensor, output: Tensor) -> Linear
 class _DataflowMode(TorchFunctionMode):
     """A function mode that propagates the sources of values, and records how the output of a linear is split."""
 
-    def __init__(self, found: Discovery) -> None:
+    def __init__(self, dataflow: LinearDataflow) -> None:
         super().__init__()
-        self._found = found
+        self._dataflow = dataflow
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -225,8 +225,8 @@ class _DataflowMode(TorchFunctionMode):
         if len(slices) != 1 or not results:
             return
         tensor, (fqn, start, length) = slices[0], slices[0]._features
-        arrangement = self._found.arrangements[fqn]
-        dim = self._found.linears[fqn].feature_dim
+        arrangement = self._dataflow.arrangements[fqn]
+        dim = self._dataflow.linears[fqn].feature_dim
         if name in _SPLITS and all(result.dim() == tensor.dim() for result in results):
             self._record_split(tensor, results, arrangement, fqn, start, dim)
         elif name in _RESHAPES and len(results) == 1 and dim == -1:

@@ -36,7 +36,7 @@ _OTHER_READERS = frozenset({"argmax"})
 
 
 @dataclass
-class Use:
+class WeightUse:
     """The uses of one weight in a step.
 
     Attributes:
@@ -77,7 +77,7 @@ class VocabularyUses(TorchFunctionMode):
                 self._units.setdefault(names[id(parameter)], set()).add(fqn)
         self._names: dict[int, str] = {}
         self._stand_ins: list[Tensor] = []  # referenced, so that their ids stay unique
-        self.uses: dict[str, Use] = {}
+        self.uses: dict[str, WeightUse] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the function, and records its use of weights and logits."""
@@ -115,8 +115,8 @@ class VocabularyUses(TorchFunctionMode):
         found = self._names.get(id(tensor))
         return None if found is None else (found, False)
 
-    def _use_of(self, name: str) -> Use:
-        use = self.uses.setdefault(name, Use())
+    def _use_of(self, name: str) -> WeightUse:
+        use = self.uses.setdefault(name, WeightUse())
         use.outside |= not any(unit in self._running for unit in self._units.get(name, ()))
         return use
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import nn
 
-from lightning_hybrid.tensor.discovery.linear_dataflow import Discovery, Pair
+from lightning_hybrid.tensor.discovery.linear_dataflow import LinearDataflow, Pair
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.requests.user_plan import Request, TensorPlanError
 
@@ -90,19 +90,19 @@ def requests_by_unit(
 
 
 def requested_pairs(
-    found: Discovery, plan_requests: Mapping[str, Request], assigned: Collection[str] = ()
+    dataflow: LinearDataflow, plan_requests: Mapping[str, Request], assigned: Collection[str] = ()
 ) -> tuple[list[Pair], dict[str, str]]:
     """Finds the pairs that a plan requests, with the linears that it does not name and they need.
 
     Args:
-        found: The dataflow of the unit.
+        dataflow: The dataflow of the unit.
         plan_requests: The requests, by FQN inside the unit.
         assigned: Linears whose role another plan has fixed.
 
     Returns:
         Columns and their rows, and what is wrong with linears that fit no pair, by FQN.
     """
-    order = list(found.linears)
+    order = list(dataflow.linears)
     free = [fqn for fqn in order if fqn not in assigned]
 
     def wanted(fqn: str) -> str | None:
@@ -115,7 +115,7 @@ def requested_pairs(
     problems: dict[str, str] = {}
     rows = [fqn for fqn in free if wanted(fqn) == "row"]
     for column in [fqn for fqn in free if wanted(fqn) == "column"]:
-        readers = [fqn for fqn in order if column in found.sources[fqn]]
+        readers = [fqn for fqn in order if column in dataflow.sources[fqn]]
         if not readers or any(r not in free or wanted(r) not in (None, "row") for r in readers):
             problems[column] = (
                 f"is colwise, but its output is read by {entries(readers)}; make what reads it rowwise, or make it"
@@ -126,17 +126,17 @@ def requested_pairs(
     groups: list[tuple[set[str], list[str]]] = []
     used: set[str] = set()
     for row in rows:  # grows
-        columns = {c for c in found.sources[row] if c in free and wanted(c) in (None, "column")} - {*rows, *problems}
+        columns = {c for c in dataflow.sources[row] if c in free and wanted(c) in (None, "column")} - {*rows, *problems}
         if not columns:
             problems[row] = (
                 f"is rowwise, but no colwise linear feeds it: its input comes from"
-                f" {entries(sorted(found.sources[row], key=order.index))}; make what feeds it colwise, or make it"
+                f" {entries(sorted(dataflow.sources[row], key=order.index))}; make what feeds it colwise, or make it"
                 " colwise_gather_output or replicated"
             )
             continue
         # A linear that reads a sharded value must be a row too.
         used |= columns
-        rows += [r for r in free if found.sources[r] & columns and wanted(r) is None and r not in {*rows, *used}]
+        rows += [r for r in free if dataflow.sources[r] & columns and wanted(r) is None and r not in {*rows, *used}]
         joined = [group for group in groups if group[0] & columns]
         groups = [group for group in groups if group not in joined]
         groups.append(

@@ -9,7 +9,7 @@ from math import prod
 from torch import nn
 
 from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.tensor.discovery.vocabulary_uses import Use
+from lightning_hybrid.tensor.discovery.vocabulary_uses import WeightUse
 
 # A table with so many times fewer rows than the largest one (positions, token types) is not worth an all-reduce.
 _SMALL_TABLE_FACTOR = 8
@@ -33,7 +33,7 @@ class VocabularySharding:
 
 
 def choose_vocabulary_shardings(
-    root: nn.Module, uses: Mapping[str, Use], size: int
+    root: nn.Module, uses: Mapping[str, WeightUse], size: int
 ) -> tuple[dict[str, VocabularySharding], dict[str, str]]:
     """Chooses the parameters to shard by vocabulary over `size` tensor ranks, from their uses in the step.
 

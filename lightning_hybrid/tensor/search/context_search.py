@@ -22,7 +22,7 @@ from torch import nn
 from lightning_hybrid.parts.placement import Placement, Shard, split_over_two_axes
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, PositionsPlan, SequenceAxes, SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.search.group_plan import GroupPlan, merged_plan
-from lightning_hybrid.tensor.search.sequence_search import find_sequence, shard_sequence
+from lightning_hybrid.tensor.search.sequence_search import find_sequence, plan_sequence
 from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof
 
 ONE_TENSOR_RANK = "context ranks hold all parameters"
@@ -140,7 +140,7 @@ def _sharded(
         notes=plan.notes,
         positions=PositionsPlan(by=by, leaf_index=0, dim=1, num_dims=3, features=features, parameter_shards=others),
     )
-    sharded = shard_sequence(unit, candidate, proof, by, sequence=sequence, guess=guess, prove=False, same_as=same_as)
+    sharded = plan_sequence(unit, candidate, proof, by, sequence=sequence, guess=guess, prove=False, same_as=same_as)
     if sharded.full_sequence_reason:
         return sharded.full_sequence_reason
     return sharded if size == 1 else replace(sharded, full_sequence_plan=plan)

@@ -10,7 +10,7 @@ from functools import partial
 from torch import nn
 
 from lightning_hybrid.parts.placement import Placement, Shard
-from lightning_hybrid.tensor.discovery.linear_dataflow import Discovery, Pair, discover
+from lightning_hybrid.tensor.discovery.linear_dataflow import LinearDataflow, Pair, trace_linears
 from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, Group, LinearLike, SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.unit_requests import Origin, UnitRequests, requested_pairs
 from lightning_hybrid.tensor.requests.user_plan import TensorPlanError
@@ -19,7 +19,7 @@ from lightning_hybrid.tensor.search.context_search import ONE_TENSOR_RANK
 from lightning_hybrid.tensor.search.group_plan import GroupPlan
 from lightning_hybrid.tensor.search.group_trials import GroupTrials, StoredPlacements
 from lightning_hybrid.tensor.search.plan_variants import uneven_sizes, variants
-from lightning_hybrid.tensor.search.sequence_search import find_sequence, shard_sequence
+from lightning_hybrid.tensor.search.sequence_search import find_sequence, plan_sequence
 from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof
 
 # A lone linear with less than this share of the unit's parameters is not worth a gather.
@@ -46,14 +46,14 @@ class GroupSearch:
         plan_requests: UnitRequests,
         sequence_parallel: SequenceParallel,
         vocabulary: Mapping[str, int],
-        found: Discovery | None = None,
+        dataflow: LinearDataflow | None = None,
         stored: StoredPlacements | None = None,
         check_gradients: bool = False,
     ) -> None:
         """Binds the search to a unit and to the ranks of its proof; `excluded` are parameters that stay replicated.
 
-        `unit`, `plan_requests`, `sequence_parallel` and `vocabulary` are those of `plan_unit`; `found` is the
-        dataflow of the unit, if known, and `stored` the placements over tensor ranks, for exchanges of positions. With
+        `unit`, `plan_requests`, `sequence_parallel` and `vocabulary` are those of `plan_unit`; `dataflow` is that
+        of the unit, if known, and `stored` the placements over tensor ranks, for exchanges of positions. With
         `check_gradients` trials compare gradients too; the proof always does.
         """
         self.groups: list[GroupPlan] = []
@@ -62,8 +62,8 @@ class GroupSearch:
         self._user_unit, _, self._replicated, self._requests, self._sequence_parallel, self._vocabulary = self._given
         self._only_with_heads = False
         self._proof, self._unit, self._ranks, self._size = proof, proof.unit, proof.ranks, proof.ranks.size
-        self._found = discover(proof.unit, proof.run_unit) if found is None else found
-        self.linears: Mapping[str, LinearLike] = self._found.linears
+        self._dataflow = trace_linears(proof.unit, proof.run_unit) if dataflow is None else dataflow
+        self.linears: Mapping[str, LinearLike] = self._dataflow.linears
         self.reasons: dict[str, str] = dict(excluded)
         self._trials = GroupTrials(
             proof, self.linears, self.reasons, dict(excluded), stored, check_gradients=check_gradients
@@ -83,11 +83,11 @@ class GroupSearch:
         `proof` is on all ranks; `placements` are those of the stored parameters over tensor ranks.
         """
         stored = StoredPlacements(placements, size, context)
-        return GroupSearch(self._user_unit, proof, self._replicated, UnitRequests(), None, {}, self._found, stored)
+        return GroupSearch(self._user_unit, proof, self._replicated, UnitRequests(), None, {}, self._dataflow, stored)
 
     def with_gradients(self) -> GroupSearch:
         """Makes the same search with trials that compare gradients too."""
-        return GroupSearch(*self._given, found=self._found, check_gradients=True)
+        return GroupSearch(*self._given, dataflow=self._dataflow, check_gradients=True)
 
     def run(self) -> UnitPlan:
         """Searches a plan, and proves it."""
@@ -99,7 +99,7 @@ class GroupSearch:
         # Vocabulary-parallel lookups and products need all positions.
         if self._sequence_parallel is not None and plan.num_sharded and not plan.vocabulary:
             sequence = find_sequence(self._proof)
-            shard = partial(shard_sequence, self._unit, plan, self._proof, self._sequence_parallel, sequence=sequence)
+            shard = partial(plan_sequence, self._unit, plan, self._proof, self._sequence_parallel, sequence=sequence)
             guessed = shard(guess=True, prove=False)
             is_right = guessed.full_sequence_reason or self._proof.first_failure(guessed) is None
             plan = guessed if is_right else shard(guess=False)
@@ -137,7 +137,7 @@ class GroupSearch:
 
     def _max_heads(self, columns: tuple[str, ...]) -> tuple[int, str]:
         """The largest number of heads as which the output of one of these is viewed, and its FQN; 1 if none is."""
-        seen = {fqn: self._found.arrangements[fqn].pieces(self.linears[fqn].num_out)[1] for fqn in columns}
+        seen = {fqn: self._dataflow.arrangements[fqn].pieces(self.linears[fqn].num_out)[1] for fqn in columns}
         return max((count or 1, fqn) for fqn, counts in seen.items() for count in counts)
 
     def _uneven_heads(self, columns: tuple[str, ...]) -> str:
@@ -169,7 +169,7 @@ class GroupSearch:
 
     def _attention_groups(self) -> list[GroupPlan]:
         groups = []
-        for fqn in self._found.attentions:
+        for fqn in self._dataflow.attentions:
             module = self._unit.get_submodule(fqn)
             assert isinstance(module, nn.MultiheadAttention)
             names = [f"{fqn}.{name}" if fqn else name for name, _ in module.named_parameters()]
@@ -190,7 +190,7 @@ class GroupSearch:
         by_user, by_model = self._requests.by_user, self._requests.by_model
         assigned = set(by_user)
         groups: list[GroupPlan] = []
-        pairs, problems = requested_pairs(self._found, by_user)
+        pairs, problems = requested_pairs(self._dataflow, by_user)
         for fqn, problem in problems.items():
             name = self._requests.named(fqn)
             raise TensorPlanError(f"tensor_parallel_plan has {by_user[fqn].entry}: {name} {problem}")
@@ -200,7 +200,7 @@ class GroupSearch:
                 raise self._refused(pair, reason)
             groups.append(group)
             assigned |= group.roles().keys()
-        pairs, problems = requested_pairs(self._found, by_model, assigned)
+        pairs, problems = requested_pairs(self._dataflow, by_model, assigned)
         for fqn, problem in problems.items():
             self._notes.append(f"the model's own plan is not followed: {fqn} {problem.partition(';')[0]}")
         tried: dict[Pair, tuple[GroupPlan | None, str]] = {}
@@ -221,7 +221,7 @@ class GroupSearch:
         no_rows: set[str] = set()
         uneven: dict[str, tuple[int, str]] | None = None
         while True:
-            pairs = [pair for pair in self._found.candidates(assigned, no_rows) if self._is_candidate(pair)]
+            pairs = [pair for pair in self._dataflow.candidates(assigned, no_rows) if self._is_candidate(pair)]
             for pair in pairs:
                 if pair not in tried:
                     tried[pair] = self._best_variant(pair, "found")
@@ -241,7 +241,7 @@ class GroupSearch:
         best: GroupPlan | None = None
         more, num_wrong = _EXTRA_TRIALS, 0
         least_wrong = math.inf, "its sizes cannot be divided"
-        for variant in variants(self._unit, self._found, *pair, self._size):
+        for variant in variants(self._unit, self._dataflow, *pair, self._size):
             if best is not None and (not best.avoidable or not more):
                 break
             more -= best is not None
@@ -256,7 +256,7 @@ class GroupSearch:
                     least_wrong = error, f"{failure} (sharded {variant.how}"
         if best is not None:
             return best, ""
-        uneven = uneven_sizes(self._found, *pair, self._size)
+        uneven = uneven_sizes(self._dataflow, *pair, self._size)
         if uneven:
             self._uneven |= uneven
             return None, f"{_sizes_text(uneven)} are {NOT_A_MULTIPLE} {self._size} ranks"
@@ -311,7 +311,7 @@ class GroupSearch:
     def _why_unpaired(self, fqn: str) -> str:
         if fqn in self._unpaired:
             return self._unpaired[fqn]
-        readers = [reader for reader, sources in self._found.sources.items() if fqn in sources]
+        readers = [reader for reader, sources in self._dataflow.sources.items() if fqn in sources]
         others = [reader for reader in readers if reader in self._requests.by_user]
         return f"what reads it ({', '.join(others)}) is in your plan" if others else "it pairs with no other linear"
 

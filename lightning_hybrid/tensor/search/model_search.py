@@ -17,7 +17,7 @@ from lightning_hybrid.step.recording.unit_dedup import UnitKinds
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.tracing.eager_around_compiled_layers import compiled_modules
 from lightning_hybrid.tensor.discovery.unit_calls import UnitCalls
-from lightning_hybrid.tensor.discovery.vocabulary_uses import Use
+from lightning_hybrid.tensor.discovery.vocabulary_uses import WeightUse
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.unit_requests import UnitRequests, check_followed
 from lightning_hybrid.tensor.requests.user_plan import TensorPlanError
@@ -42,7 +42,7 @@ def plan_units(
     sequence_parallel: SequenceParallel = None,
     context: int = 1,
     plan_requests: Mapping[str, UnitRequests] | None = None,
-    uses: Mapping[str, Use] | None = None,
+    uses: Mapping[str, WeightUse] | None = None,
     step_units: Collection[nn.Module] = (),
 ) -> dict[str, UnitPlan]:
     """Searches a proved plan for each unit.

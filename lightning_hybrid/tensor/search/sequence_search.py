@@ -24,7 +24,7 @@ from lightning_hybrid.tensor.trial.sharded_unit_proof import LOOSE_TOLERANCE, TO
 _MAX_TRIALS = 16
 
 
-def shard_sequence(
+def plan_sequence(
     unit: nn.Module,
     plan: UnitPlan,
     proof: Proof,
