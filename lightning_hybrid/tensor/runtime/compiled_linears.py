@@ -19,12 +19,7 @@ from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 
 
 def why_not_compiled(unit: nn.Module, plan: UnitPlan) -> str:
-    """The reason why a sharded unit cannot be compiled; empty if it can.
-
-    Args:
-        unit: The user's module.
-        plan: How it is sharded.
-    """
+    """The reason why a unit that is sharded by a plan cannot be compiled; empty if it can."""
     if "forward" in unit.__dict__:
         return "its forward is an attribute of the instance"
     if plan.positions is not None:

@@ -48,11 +48,7 @@ Forward = Callable[..., Any]
 
 
 def value_read_in(steps: Iterable[Step]) -> str:
-    """The first line at which user code reads values of tensors, on which it may branch; "" if there is none.
-
-    Args:
-        steps: The steps that a ``CallTrace`` has recorded.
-    """
+    """The first of a ``CallTrace``'s steps in which user code reads values, on which it may branch; "" if none."""
     for function, frames in steps:
         if frames and is_user_frame(frames[0]) and getattr(function, "__name__", "") in _VALUE_READS:
             return f"{frames[0][0].co_filename}:{frames[0][1]}"

@@ -210,11 +210,7 @@ class ShardedModel:
         return WeightsOutsideUnits(found, GroupRanks(self._group)) if found else contextlib.nullcontext()
 
     def gather_on_read(self, guards: ReadGuards) -> None:
-        """Gathers parameters when code outside of units reads them, where no recording shows what it reads.
-
-        Args:
-            guards: The guards of the run.
-        """
+        """Gathers parameters when code outside of units reads them, where no recording shows what it reads."""
         used_outside = {f"{fqn}.{name}" for fqn, plan in self.plans.items() for name in plan.outside}
         cut = next((axis for axis in self.shardings if axis.axis == "tp" and axis.placements), None)
         self._reads = None if cut is None else FullParameterReads(self._root, cut, used_outside, guards)

@@ -12,7 +12,8 @@ from torch import nn
 from lightning_hybrid.parts.placement import Placement, Shard
 from lightning_hybrid.tensor.discovery.linear_dataflow import LinearDataflow, Pair, trace_linears
 from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, Group, LinearLike, SequenceParallel, UnitPlan
-from lightning_hybrid.tensor.requests.unit_requests import Origin, UnitRequests, requested_pairs
+from lightning_hybrid.tensor.requests.requested_pairs import requested_pairs
+from lightning_hybrid.tensor.requests.unit_requests import Origin, UnitRequests
 from lightning_hybrid.tensor.requests.user_plan import TensorPlanError
 from lightning_hybrid.tensor.runtime.parallel_attention import attention_placements
 from lightning_hybrid.tensor.search.context_search import ONE_TENSOR_RANK
@@ -71,11 +72,6 @@ class GroupSearch:
         self._unpaired: dict[str, str] = {}  # of linears in no pair
         self._uneven: dict[str, tuple[int, str]] = {}
         self._notes: list[str] = []
-
-    @property
-    def num_trials(self) -> int:
-        """Number of sharded runs of the unit."""
-        return self._ranks.num_trials
 
     def over_all_ranks(self, proof: Proof, placements: Mapping[str, Placement], size: int, context: int) -> GroupSearch:
         """Makes a search over all ranks (`size` tensor ranks times `context` context ranks) of the same unit.

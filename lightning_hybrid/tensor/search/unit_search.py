@@ -99,7 +99,8 @@ def _with_context(plan: UnitPlan, search: GroupSearch, proof: Proof, sequence_pa
         return replace(
             plan, context=context, full_sequence_reason="vocabulary-parallel lookups and products need all positions"
         )
-    wide = search.over_all_ranks(proof.on(size * context), plan.placements, size, context)
+    wide_proof = proof.on(size * context)
+    wide = search.over_all_ranks(wide_proof, plan.placements, size, context)
     over_tensor = plan
     for with_heads in (True, False):  # groups that mix positions mostly have heads
         exchanged, why = wide.exchanged(None if size == 1 else search.groups, with_heads=with_heads)
@@ -107,4 +108,4 @@ def _with_context(plan: UnitPlan, search: GroupSearch, proof: Proof, sequence_pa
         plan = shard_over_context(proof.unit, over_tensor, groups, proof, sequence_parallel)
         if plan.positions is not None:
             break
-    return replace(plan, num_trials=plan.num_trials + wide.num_trials + proof.ranks.num_trials)
+    return replace(plan, num_trials=plan.num_trials + wide_proof.ranks.num_trials + proof.ranks.num_trials)
