@@ -53,7 +53,7 @@ def sharded_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The forward of ``module``, which holds its local shards; returns output and attention weights, of full shapes.
+    """The forward of ``module``, which holds its local shards; returns ``(..., features)`` and attention weights.
 
     Args:
         module: The attention.
