@@ -156,7 +156,7 @@ class ShardedSequence:
         return shard_sequence(value, value.sharding if value.sharding == self.inner else self.sharding)
 
     def represent(self, local: Tensor, *, of_region: bool = False) -> SequenceShard:
-        """The lazy tensor for a shard, of the full shape or of that of the tensor ranks together; one for each value."""
+        """The lazy tensor for a shard, of the full shape or that of the tensor ranks together; one for each value."""
         sharding = self.inner if of_region and self.inner is not None else self.sharding
         key = id(local), sharding is self.sharding
         cached = self._shards.get(key)
