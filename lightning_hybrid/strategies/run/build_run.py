@@ -28,12 +28,12 @@ from lightning_hybrid.strategies.run.run import Optimization, Run, Setting
 from lightning_hybrid.strategies.techniques.compilation import CompiledUnits, share_compile_processes
 from lightning_hybrid.strategies.techniques.gradient_reduction import has_adascale
 from lightning_hybrid.strategies.techniques.recomputation import gather_in_recomputation, recompute_plain_layers
-from lightning_hybrid.strategies.techniques.tensor_parallel import KeyedDraws
 from lightning_hybrid.strategies.techniques.zero import around_validation, shard_over_replicas
 from lightning_hybrid.strategies.user_code.dataloader_reads import wrap_loaders
 from lightning_hybrid.strategies.user_code.hook_reads import HookReads, summarize_full_parameters
 from lightning_hybrid.strategies.user_code.user_hooks import wrap_user_hooks
 from lightning_hybrid.strategies.world.strategy_callbacks import FullAtTrainEnd
+from lightning_hybrid.tensor.shard_state.rank_randomness import KeyedDraws
 from lightning_hybrid.zero.gather_and_free_parameters import ZeroSharding
 
 

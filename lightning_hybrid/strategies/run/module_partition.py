@@ -28,7 +28,7 @@ from lightning_hybrid.strategies.techniques.recomputation import recompute_layer
 from lightning_hybrid.strategies.techniques.tensor_parallel import TensorPlanner, warn_across_nodes
 from lightning_hybrid.strategies.techniques.zero import LayerReads, zero_shardings
 from lightning_hybrid.strategies.user_code.hook_context import why_no_stages
-from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
+from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 
 
 class ModulePartition:
@@ -61,7 +61,7 @@ class ModulePartition:
         self.mesh: Mesh = setting.world.mesh
         self.may_retry = may_retry
         self.demotion: Demotion | None = None
-        self.shards: ModelShards | None = None
+        self.shards: ShardedModel | None = None
         self.parts: LocalShards | None = None
         self.experts: ShardedExperts | None = None
         self.zero_shardings: list[AxisSharding] = []

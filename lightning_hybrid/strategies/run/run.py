@@ -38,7 +38,7 @@ from lightning_hybrid.strategies.techniques.compilation import CompiledUnits
 from lightning_hybrid.strategies.techniques.gradient_reduction import Reducers
 from lightning_hybrid.strategies.user_code.hook_reads import HookReads
 from lightning_hybrid.strategies.world.rank_communication import RankWorld
-from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
+from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 from lightning_hybrid.zero.gather_and_free_parameters import ZeroSharding
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
 from lightning_hybrid.zero.optimizer_states.sharded_step import ShardedStep
@@ -161,7 +161,7 @@ class Run:
     plan: StagePlan | None = None
     runner: MicrobatchRunner | None = None
     metrics: MetricSync | None = None
-    shards: ModelShards | None = None
+    shards: ShardedModel | None = None
     parts: LocalShards | None = None
     experts: ShardedExperts | None = None
     zero_shardings: tuple[AxisSharding, ...] = ()

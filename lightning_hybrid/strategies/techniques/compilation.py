@@ -26,7 +26,7 @@ from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 from lightning_hybrid.step.standins.sharded_tensor_base import materialize_call
 from lightning_hybrid.step.tracing.eager_around_compiled_layers import compiled_modules
 from lightning_hybrid.tensor.runtime.compiled_linears import CompiledRegionInputs, why_not_compiled
-from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
+from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
@@ -56,7 +56,7 @@ class CompiledUnits:
         self._randomness: KeyedRandomness | None = None
         self._local_units: dict[str, nn.Module] = {}  # by this rank, of those that are compiled
         self._runs: dict[str, Callable[..., Any]] = {}  # of those that no ranks share
-        self._shards: ModelShards | None = None
+        self._shards: ShardedModel | None = None
         self._drawing: Collection[str] = ()
         self.reasons: dict[str, str] = {}
         self.kinds: list[list[str]] = []
@@ -77,7 +77,7 @@ class CompiledUnits:
     def choose(
         self,
         units: Mapping[str, nn.Module] | None = None,
-        shards: ModelShards | None = None,
+        shards: ShardedModel | None = None,
         drawing: Collection[str] = (),
         randomness: KeyedRandomness | None = None,
     ) -> None:

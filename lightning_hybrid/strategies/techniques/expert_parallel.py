@@ -24,9 +24,11 @@ from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.strategies.options.strategy_options import Options, compile_options
 from lightning_hybrid.strategies.techniques.tensor_parallel import check_is_sharded
-from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks, enter, leave, sum_gradients
-from lightning_hybrid.tensor.collectives.sequence_collectives import SequenceSharding, gather_sequence, shard_sequence
-from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
+from lightning_hybrid.tensor.collectives.feature_collectives import enter, leave, sum_gradients
+from lightning_hybrid.tensor.collectives.rank_groups import GroupRanks
+from lightning_hybrid.tensor.collectives.sequence_collectives import SequenceSharding, gather_sequence
+from lightning_hybrid.tensor.collectives.sequence_shard_tensor import shard_sequence
+from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 
 
 class ExpertPlanner:
@@ -62,7 +64,7 @@ class ExpertPlanner:
             yield
         self._drawing = variant.recording.graph.draws
 
-    def plan(self, shardings: Sequence[AxisSharding], shards: ModelShards | None) -> list[AxisSharding]:
+    def plan(self, shardings: Sequence[AxisSharding], shards: ShardedModel | None) -> list[AxisSharding]:
         """Find the experts on the first rank, and shard them; collective over the world; return the further shardings.
 
         Raises:
@@ -110,7 +112,7 @@ class ExpertPlanner:
         return new_shardings
 
     def _share(
-        self, found: FoundExperts, shardings: Sequence[AxisSharding], shards: ModelShards | None
+        self, found: FoundExperts, shardings: Sequence[AxisSharding], shards: ShardedModel | None
     ) -> AxisSharding:
         placements = placements_of(self._module, found.adapters, self._size, shardings)
         sharding = AxisSharding(self._mesh.group("ep"), placements, axis="ep", places=self._mesh.places("ep"))
@@ -129,7 +131,7 @@ class ExpertPlanner:
         )
         return sharding
 
-    def _why_not_shardable(self, shards: ModelShards | None, fqn: str) -> str:
+    def _why_not_shardable(self, shards: ShardedModel | None, fqn: str) -> str:
         """Return why surrounding code keeps the experts of a module from being sharded; "" if it does not."""
         if any(name == fqn or name.startswith(f"{fqn}.") for name in self._drawing):
             return "they draw random numbers, which ranks would draw equally for different features"
@@ -201,7 +203,7 @@ class ExpertTensorRanks:
 class ExpertContextRows:
     """Rows of context ranks (implements ``ContextRows``)."""
 
-    def __init__(self, group: dist.ProcessGroup, shards: ModelShards) -> None:
+    def __init__(self, group: dist.ProcessGroup, shards: ShardedModel) -> None:
         self._ranks, self._shards = GroupRanks(group), shards
 
     def _of(self, number: int) -> SequenceSharding:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -17,11 +16,12 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.tensor.discovery.unit_calls import UnitCalls, record_calls
-from lightning_hybrid.tensor.discovery.vocabulary_uses import Use, VocabularyUses
+from lightning_hybrid.tensor.discovery.vocabulary_uses import VocabularyUses, WeightUse
 from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, SequenceParallel, UnitPlan
+from lightning_hybrid.tensor.requests.model_plan import requests_of_model
 from lightning_hybrid.tensor.requests.unit_requests import requests_by_unit
-from lightning_hybrid.tensor.requests.user_plan import Request, TensorPlanError, requests_of_model, requests_of_user
-from lightning_hybrid.tensor.runtime.sharded_model import ModelShards
+from lightning_hybrid.tensor.requests.user_plan import Request, TensorPlanError, requests_of_user
+from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 from lightning_hybrid.tensor.search.model_search import plan_units
 from lightning_hybrid.tensor.search.plan_cache import PlanCache
 from lightning_hybrid.tensor.search.unit_search import plan_unit
@@ -59,7 +59,7 @@ class TensorPlanner:
         self._units: dict[str, nn.Module] = {}
         self._watched: Collection[nn.Module] = ()
         self._read_by_step: dict[str, str] = {}
-        self._uses: dict[str, Use] = {}
+        self._uses: dict[str, WeightUse] = {}
 
     @contextlib.contextmanager
     def watching(self, variant: TraceVariant) -> Iterator[None]:
@@ -74,7 +74,7 @@ class TensorPlanner:
         if self._size > 1:
             self._uses = uses.uses
 
-    def plan(self, with_experts: bool = False) -> ModelShards:
+    def plan(self, with_experts: bool = False) -> ShardedModel:
         """Find the plans on the first rank, and broadcast them; collective over the world.
 
         ``with_experts`` means that experts may be sharded besides: their planner checks that something is sharded.
@@ -106,7 +106,7 @@ class TensorPlanner:
         if self._context > 1:
             _check_sequence_sharding(box[0], self._size, self._context)
         groups = self._mesh.group("tp"), self._mesh.group("cp")
-        return ModelShards(self._module, box[0], *groups, self._mesh.places("cp"))
+        return ShardedModel(self._module, box[0], *groups, self._mesh.places("cp"))
 
     def _planned(self) -> dict[str, UnitPlan]:
         cache = None if self._folder is None else PlanCache(self._folder)
@@ -194,31 +194,6 @@ def warn_across_nodes(size: int, ranks_per_node: int, num_nodes: int) -> None:
 
 def _spans(first: int, size: int, ranks_per_node: int) -> bool:
     return first // ranks_per_node != (first + size - 1) // ranks_per_node
-
-
-class KeyedDraws:
-    """Makes draws inside of sharded regions differ between tensor ranks, and depend on their key alone.
-
-    Units draw on ``device``, whose generator is seeded for each draw.
-    """
-
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._device, self._rank = device, rank
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Enter a context around one draw."""
-        generator = torch.default_generator
-        if self._device.type == "cuda":
-            generator = torch.cuda.default_generators[self._device.index or 0]
-        # The same number on each rank, whether the draw is keyed or goes on from the one before.
-        key = int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator))
-        before = generator.get_state()
-        generator.manual_seed(hash((key, self._rank + 1)) & 0x7FFFFFFFFFFFFFFF)
-        try:
-            yield
-        finally:
-            generator.set_state(before)
 
 
 def describe_tensor_plans(plans: Mapping[str, UnitPlan], summary: str = "") -> str:

@@ -8,8 +8,10 @@ output (a split, a view as heads) show how its features are arranged.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -42,14 +44,14 @@ class Arrangement:
     joined: tuple[int, ...] = ()
 
     def pieces(self, length: int) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-        """Return the lengths of the pieces of `length` features, and the number of heads of each."""
+        """The lengths of the pieces of `length` features, and the number of heads of each."""
         bounds = sorted({0, length} | {bound for bound in self.bounds if bound < length})
         lengths = tuple(stop - start for start, stop in pairwise(bounds))
         return lengths, tuple(self.heads.get(start) for start in bounds[:-1])
 
 
 @dataclass
-class Discovery:
+class LinearDataflow:
     """The linears of one run, and how they feed each other.
 
     Attributes:
@@ -65,7 +67,7 @@ class Discovery:
     attentions: list[str] = field(default_factory=list)
 
     def candidates(self, assigned: Collection[str] = (), no_rows: Collection[str] = ()) -> list[Pair]:
-        """Pair columns with the rows that they feed, in the order of their run; each linear in one pair at most.
+        """Pairs columns with the rows that they feed, in the order of their run; each linear in one pair at most.
 
         Args:
             assigned: Linears whose role is fixed.
@@ -79,55 +81,49 @@ class Discovery:
             if not columns or row in columns or row in used or row in no_rows:
                 continue
             joined = next((group for group in groups if group[0] & columns), None)
-            if joined is not None:
-                # It may read others as well, for example channel weights that were computed from sums over channels.
-                if not (columns - joined[0]) & used:
-                    joined[0].update(columns)
-                    joined[1].append(row)
-                    rows.add(row)
-                    used |= columns | {row}
+            if joined is None:
+                groups.append((columns, [row]))
+            elif (columns - joined[0]) & used:
                 continue
-            groups.append((columns, [row]))
+            else:
+                # It may read others as well, for example channel weights that were computed from sums over channels.
+                joined[0].update(columns)
+                joined[1].append(row)
             rows.add(row)
             used |= columns | {row}
         order = list(self.linears)
-        return [(tuple(sorted(columns, key=order.index)), tuple(found)) for columns, found in groups]
+        return [(tuple(sorted(columns, key=order.index)), tuple(reading)) for columns, reading in groups]
 
 
-def discover(unit: nn.Module, run: Callable[[], Any]) -> Discovery:
-    """Run a unit once and record which linears feed which.
+def trace_linears(unit: nn.Module, run: Callable[[], Any]) -> LinearDataflow:
+    """Runs a unit once and records which linears feed which.
 
     Args:
         unit: A copy of the unit with random weights, so that a linear is recognized by its numbers.
         run: Calls it on small inputs.
     """
-    found = Discovery()
+    dataflow = LinearDataflow()
     shared = _tied_parameters(unit)
     with contextlib.ExitStack() as hooks, torch.no_grad():
         for fqn, module in unit.named_modules():
             if isinstance(module, nn.MultiheadAttention):
-                found.attentions.append(fqn)
+                dataflow.attentions.append(fqn)
                 hooks.callback(module.register_forward_hook(_clear_sources).remove)
             elif may_be_linear(module) and not any(id(p) in shared for p in module.parameters()):
-                hooks.callback(module.register_forward_hook(_LinearHook(fqn, found)).remove)
-        with _DataflowMode(found):
+                hooks.callback(module.register_forward_hook(partial(_record_linear, fqn, dataflow)).remove)
+        with _DataflowMode(dataflow):
             run()
-    return found
+    return dataflow
 
 
 def _tied_parameters(unit: nn.Module) -> set[int]:
     """Ids of parameters that several modules hold; they would need several shardings."""
-    seen: set[int] = set()
-    shared: set[int] = set()
-    for module in unit.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                (shared if id(parameter) in seen else seen).add(id(parameter))
-    return shared
+    counts = Counter(id(p) for module in unit.modules() for p in module._parameters.values() if p is not None)
+    return {key for key, count in counts.items() if count > 1}
 
 
 def may_be_linear(module: nn.Module) -> bool:
-    """Return whether a module has the parameters of a linear or a convolution; a run shows what it computes."""
+    """Whether a module has the parameters of a linear or a convolution; a run shows what it computes."""
     weight = module._parameters.get("weight")
     if weight is None or set(module._parameters) - {"weight", "bias"} or next(module.children(), None) is not None:
         return False
@@ -168,25 +164,19 @@ def _clear_sources(module: nn.Module, args: Any, output: Any) -> None:
         tensor.__dict__.pop("_sources", None)
 
 
-class _LinearHook:
+def _record_linear(fqn: str, dataflow: LinearDataflow, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """A forward hook that records the sources of the input, and marks the output as the linear's."""
-
-    def __init__(self, fqn: str, found: Discovery) -> None:
-        self._fqn, self._found = fqn, found
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
-            return
-        linear = self._found.linears.get(self._fqn) or _as_linear(self._fqn, module, args[0], output)
-        if linear is None:
-            return
-        found = self._found
-        found.linears.setdefault(self._fqn, linear)
-        found.sources.setdefault(self._fqn, set()).update(getattr(args[0], "_sources", ()))
-        arrangement = found.arrangements.setdefault(self._fqn, Arrangement())
-        arrangement.joined = getattr(args[0], "_joined", arrangement.joined)
-        output._sources = frozenset({self._fqn})  # type: ignore[attr-defined]
-        output._features = (self._fqn, 0, linear.num_out)  # type: ignore[attr-defined]
+    if not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
+        return
+    linear = dataflow.linears.get(fqn) or _as_linear(fqn, module, args[0], output)
+    if linear is None:
+        return
+    dataflow.linears.setdefault(fqn, linear)
+    dataflow.sources.setdefault(fqn, set()).update(getattr(args[0], "_sources", ()))
+    arrangement = dataflow.arrangements.setdefault(fqn, Arrangement())
+    arrangement.joined = getattr(args[0], "_joined", arrangement.joined)
+    output._sources = frozenset({fqn})  # type: ignore[attr-defined]
+    output._features = (fqn, 0, linear.num_out)  # type: ignore[attr-defined]
 
 
 def _as_linear(fqn: str, module: nn.Module, x: Tensor, output: Tensor) -> LinearLike | None:
@@ -209,9 +199,9 @@ def _as_linear(fqn: str, module: nn.Module, x: Tensor, output: Tensor) -> Linear
 class _DataflowMode(TorchFunctionMode):
     """A function mode that propagates the sources of values, and records how the output of a linear is split."""
 
-    def __init__(self, found: Discovery) -> None:
+    def __init__(self, dataflow: LinearDataflow) -> None:
         super().__init__()
-        self._found = found
+        self._dataflow = dataflow
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -235,8 +225,8 @@ class _DataflowMode(TorchFunctionMode):
         if len(slices) != 1 or not results:
             return
         tensor, (fqn, start, length) = slices[0], slices[0]._features
-        arrangement = self._found.arrangements[fqn]
-        dim = self._found.linears[fqn].feature_dim
+        arrangement = self._dataflow.arrangements[fqn]
+        dim = self._dataflow.linears[fqn].feature_dim
         if name in _SPLITS and all(result.dim() == tensor.dim() for result in results):
             self._record_split(tensor, results, arrangement, fqn, start, dim)
         elif name in _RESHAPES and len(results) == 1 and dim == -1:
@@ -260,7 +250,7 @@ class _DataflowMode(TorchFunctionMode):
 
 
 def _record_view(tensor: Tensor, result: Tensor, arrangement: Arrangement, start: int, length: int) -> None:
-    """Record features viewed as (heads, features per head), or as (2 or 3 pieces, heads, features per head)."""
+    """Records features viewed as (heads, features per head), or as (2 or 3 pieces, heads, features per head)."""
     extra = _trailing_sizes(result.shape, length)
     if len(extra) < 2:
         return

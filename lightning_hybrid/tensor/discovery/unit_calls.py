@@ -39,7 +39,7 @@ class UnitCalls:
 
 @contextlib.contextmanager
 def record_calls(units: Mapping[str, nn.Module], pipeline_units: Mapping[str, nn.Module]) -> Iterator[UnitCalls]:
-    """Record the calls of units while a step is recorded in this context.
+    """Records the calls of units while a step is recorded in this context.
 
     Args:
         units: The tensor units.
@@ -100,7 +100,7 @@ class _OutsideReads(TorchFunctionMode):
 
 
 def _copied_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Copy the arguments as they are now: a unit may change the objects that it receives."""
+    """Copies the arguments as they are now: a unit may change the objects that it receives."""
     leaves, spec = flatten((args, kwargs))
     copies = [leaf if isinstance(leaf, (Tensor, *_PLAIN)) else copied(leaf) for leaf in leaves]
     return unflatten(copies, spec)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,14 +15,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.step.objects.pytree import flatten_call
-from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.tracing.intercept_step_operations import _METADATA, user_line
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import tensors_in
-
-# A table with so many times fewer rows than the largest one (positions, token types) is not worth an all-reduce.
-_SMALL_TABLE_FACTOR = 8
-# Shards of different sizes need so many rows for each rank.
-_UNEVEN_ROWS = 4
 
 _VIEW_PROPERTIES = frozenset({"T", "mT"})
 _TRANSPOSES = frozenset({"t", "transpose", "swapaxes", "get_T", "get_mT"})
@@ -43,7 +36,7 @@ _OTHER_READERS = frozenset({"argmax"})
 
 
 @dataclass
-class Use:
+class WeightUse:
     """The uses of one weight in a step.
 
     Attributes:
@@ -84,10 +77,10 @@ class VocabularyUses(TorchFunctionMode):
                 self._units.setdefault(names[id(parameter)], set()).add(fqn)
         self._names: dict[int, str] = {}
         self._stand_ins: list[Tensor] = []  # referenced, so that their ids stay unique
-        self.uses: dict[str, Use] = {}
+        self.uses: dict[str, WeightUse] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the function, and record its use of weights and logits."""
+        """Runs the function, and records its use of weights and logits."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -122,8 +115,8 @@ class VocabularyUses(TorchFunctionMode):
         found = self._names.get(id(tensor))
         return None if found is None else (found, False)
 
-    def _use_of(self, name: str) -> Use:
-        use = self.uses.setdefault(name, Use())
+    def _use_of(self, name: str) -> WeightUse:
+        use = self.uses.setdefault(name, WeightUse())
         use.outside |= not any(unit in self._running for unit in self._units.get(name, ()))
         return use
 
@@ -179,12 +172,10 @@ class VocabularyUses(TorchFunctionMode):
             self.uses[name].biases.add(bias)
 
     def _record_logits_read(self, name: str, logits: frozenset[str], leaves: list[Tensor], out: Any) -> None:
-        if name in _LOSSES:
-            for weight in logits:
-                self.uses[weight].reads_loss = True
-        elif name not in _LOGITS_OPS | _OTHER_READERS:
-            for weight in logits:
-                use = self.uses[weight]
+        for use in (self.uses[weight] for weight in logits):
+            if name in _LOSSES:
+                use.reads_loss = True
+            elif name not in _LOGITS_OPS | _OTHER_READERS:
                 use.reads_others = use.reads_others or f"{name} at {user_line()}"
         if name in _LOGITS_OPS:
             for tensor in tensors_in([out]):
@@ -207,67 +198,3 @@ def _lookup_options(
     if scale_grad_by_freq:
         return "scale_grad_by_freq=True counts lookups over all rows"
     return "sparse=True gives sparse gradients" if sparse else ""
-
-
-@dataclass(frozen=True)
-class VocabularySharding:
-    """The vocabulary sharding of one weight.
-
-    Attributes:
-        dim: The dim that is sharded.
-        outside: Whether code outside of its units uses it too.
-        is_head: Whether it is multiplied by to make logits, or added to them.
-    """
-
-    dim: int
-    outside: bool
-    is_head: bool
-
-
-def choose_vocabulary_shardings(
-    root: nn.Module, uses: Mapping[str, Use], size: int
-) -> tuple[dict[str, VocabularySharding], dict[str, str]]:
-    """Choose the parameters to shard by vocabulary over `size` tensor ranks, from their uses in the step.
-
-    Returns:
-        The weights and biases to shard, and why other tables are not; by first FQN in the root.
-    """
-    parameters = dict(root.named_parameters())
-    shardings: dict[str, VocabularySharding] = {}
-    reasons: dict[str, str] = {}
-    tables = [full_shape(parameters[name]) for name, use in uses.items() if use.is_table]
-    largest = max(tables, key=prod, default=(0, 0))
-    for name, use in uses.items():
-        shape = full_shape(parameters[name])
-        if not (use.is_table or use.is_head) or len(shape) != 2:
-            continue
-        if use.is_table and not use.is_head:
-            if use.other:
-                reasons[name] = use.other
-                continue
-            if shape[0] * _SMALL_TABLE_FACTOR <= largest[0] or prod(shape) * _SMALL_TABLE_FACTOR <= prod(largest):
-                reasons[name] = f"a table of {shape[0]} rows, small beside one of {largest[0]}"
-                continue
-        if use.other or len(use.dims) != 1:
-            continue
-        (dim,) = use.dims
-        # An untied head is worth it if only a loss reads its output, and that is larger than its input.
-        if not use.is_table and (use.reads_others or not use.reads_loss or shape[dim] <= shape[1 - dim]):
-            continue
-        if shape[dim] <= shape[1 - dim]:
-            reasons[name] = f"a table of {shape[dim]} rows of {shape[1 - dim]}: less than what ranks would send for it"
-            continue
-        if not _can_shard(shape[dim], size):
-            reasons[name] = f"its vocabulary of {shape[dim]} rows is too small for {size} ranks"
-            continue
-        shardings[name] = VocabularySharding(dim, use.outside, use.is_head)
-        for bias in use.biases:
-            bias_use = uses[bias]
-            is_bias_alone = not (bias_use.other or bias_use.is_table or bias_use.is_head)
-            if is_bias_alone and full_shape(parameters[bias]) == (shape[dim],):
-                shardings[bias] = VocabularySharding(0, bias_use.outside, is_head=True)
-    return shardings, reasons
-
-
-def _can_shard(length: int, size: int) -> bool:
-    return length % size == 0 or (length >= _UNEVEN_ROWS * size and -(-length // size) * (size - 1) < length)

@@ -19,7 +19,7 @@ _CLASS = "is"
 
 
 def to_json(plan: UnitPlan) -> dict[str, Any]:
-    """Convert a plan to objects that the json module writes.
+    """Converts a plan to objects that the json module writes.
 
     Raises:
         TypeError: A value has no JSON form.
@@ -28,7 +28,7 @@ def to_json(plan: UnitPlan) -> dict[str, Any]:
 
 
 def from_json(value: Any) -> UnitPlan:
-    """Rebuild the plan that `to_json` wrote.
+    """Rebuilds the plan that `to_json` wrote.
 
     Raises:
         ValueError: This is no plan, or one with other fields.

@@ -44,7 +44,7 @@ class LinearLike:
     has_bias: bool
 
     def parameter(self, name: str) -> str:
-        """Return the FQN of its weight or bias."""
+        """The FQN of its weight or bias."""
         return f"{self.fqn}.{name}" if self.fqn else name
 
 
@@ -167,7 +167,7 @@ class UnitPlan:
 
     @classmethod
     def unsharded(cls, unit: nn.Module, size: int, reason: str) -> UnitPlan:
-        """Make a plan that replicates all parameters and buffers over `size` tensor ranks, for a reason in words."""
+        """Makes a plan that replicates all parameters and buffers over `size` tensor ranks, for a reason in words."""
         parameters = [fqn for fqn, _ in unit.named_parameters()]
         buffers = [fqn for fqn, _ in unit.named_buffers()]
         placements = dict.fromkeys((*parameters, *buffers), Replicated())
@@ -179,13 +179,13 @@ class UnitPlan:
         return sum(isinstance(placement, Shard) for placement in self.placements.values())
 
     def exchanges(self, group: Group) -> bool:
-        """Return whether context ranks exchange positions for features in a group."""
+        """Whether context ranks exchange positions for features in a group."""
         if self.positions is None or self.positions.by == "tensor":
             return False
         return group.role == "attention" or any(fqn in self.positions.features for fqn in group.columns)
 
     def lines(self) -> list[str]:
-        """Describe the plan, one line for each group and each reason to replicate parameters."""
+        """Describes the plan, one line for each group and each reason to replicate parameters."""
         lines = [str(group) for group in self.groups]
         if self.positions is not None and self.positions.by == "tensor":
             lines.append("sequence sharded over the ranks between these")
@@ -205,7 +205,7 @@ class UnitPlan:
 
 
 def local_positions(plan: UnitPlan) -> PositionsPlan | None:
-    """Return how the sequence is sharded, with the placements that shard a tensor rank's shard over context ranks."""
+    """How the sequence is sharded, with the placements that shard a tensor rank's shard over context ranks."""
     positions = plan.positions
     if positions is None or positions.by == "tensor":
         return positions

@@ -36,7 +36,7 @@ def digest_of(
     requested: UnitRequests,
     sequence_parallel: SequenceParallel = None,
 ) -> str:
-    """Compute the key of a unit's plan.
+    """Computes the key of a unit's plan.
 
     Args:
         unit: The unit.
@@ -73,7 +73,7 @@ def _module(module: nn.Module) -> Any:
 
 
 def _value(value: Any, depth: int = 0, within: bool = False) -> Any:
-    """Describe a value; an object (a configuration) by its attributes, objects in it by their class."""
+    """Describes a value; an object (a configuration) by its attributes, objects in it by their class."""
     if isinstance(value, Tensor):
         return tuple(value.shape), str(value.dtype), value.requires_grad
     if isinstance(value, _PLAIN):
@@ -106,6 +106,6 @@ def _class(base: type) -> Any:
 
 
 def _code(code: CodeType) -> Any:
-    """Describe instructions and their lines: the rules of a plan name calls by line."""
+    """Describes instructions and their lines: the rules of a plan name calls by line."""
     constants = [_code(item) if isinstance(item, CodeType) else _value(item) for item in code.co_consts]
     return code.co_filename, code.co_firstlineno, code.co_code, code.co_names, constants

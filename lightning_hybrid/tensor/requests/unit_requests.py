@@ -1,4 +1,4 @@
-"""Precedence of tensor plans: the user's, then the one that the model brings along, then the search's.
+"""The requests for the modules of a unit: by the user's plan, then by the one that the model brings along.
 
 A plan fixes the role of linears. For each authority in the same way, a run shows which linears belong together, trials
 find how their features are arranged, and all is proved. A request of the user is done or refused; one of the model's
@@ -7,13 +7,12 @@ plan that cannot be proved is dropped, with a line in the table.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
 
-from lightning_hybrid.tensor.discovery.linear_dataflow import Discovery, Pair
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.requests.user_plan import Request, TensorPlanError
 
@@ -43,11 +42,11 @@ class UnitRequests:
         )
 
     def named(self, fqn: str) -> str:
-        """Return the FQN in the root of a module of the unit."""
+        """The FQN in the root of a module of the unit."""
         return ".".join(name for name in (self.unit, fqn) if name)
 
     def replicated(self, unit: nn.Module) -> dict[str, str]:
-        """Return the parameters that the user wants replicated, each with the reason, by FQN inside the unit."""
+        """The parameters that the user wants replicated, each with the reason, by FQN inside the unit."""
         return {
             f"{fqn}.{name}" if fqn else name: f"your plan has {request.entry}"
             for fqn, request in self.by_user.items()
@@ -59,7 +58,7 @@ class UnitRequests:
 def requests_by_unit(
     root: nn.Module, units: Mapping[str, nn.Module], by_user: Mapping[str, Request], by_model: Mapping[str, Request]
 ) -> dict[str, UnitRequests]:
-    """Assign the requests to units.
+    """Assigns the requests to units.
 
     Args:
         root: The user's module.
@@ -89,68 +88,8 @@ def requests_by_unit(
     return {fqn: UnitRequests(fqn, *both) for fqn, both in requested.items()}
 
 
-def requested_pairs(
-    found: Discovery, plan_requests: Mapping[str, Request], assigned: Collection[str] = ()
-) -> tuple[list[Pair], dict[str, str]]:
-    """Find the pairs that a plan requests, with the linears that it does not name and they need.
-
-    Args:
-        found: The dataflow of the unit.
-        plan_requests: The requests, by FQN inside the unit.
-        assigned: Linears whose role another plan has fixed.
-
-    Returns:
-        Columns and their rows, and what is wrong with linears that fit no pair, by FQN.
-    """
-    order = list(found.linears)
-    free = [fqn for fqn in order if fqn not in assigned]
-
-    def wanted(fqn: str) -> str | None:
-        return plan_requests[fqn].wanted if fqn in plan_requests else None
-
-    def entries(fqns: list[str]) -> str:
-        words = [f"{fqn} ({plan_requests[fqn].entry})" if fqn in plan_requests else fqn for fqn in fqns]
-        return ", ".join(words) or "no linear of its layer"
-
-    problems: dict[str, str] = {}
-    rows = [fqn for fqn in free if wanted(fqn) == "row"]
-    for column in [fqn for fqn in free if wanted(fqn) == "column"]:
-        readers = [fqn for fqn in order if column in found.sources[fqn]]
-        if not readers or any(r not in free or wanted(r) not in (None, "row") for r in readers):
-            problems[column] = (
-                f"is colwise, but its output is read by {entries(readers)}; make what reads it rowwise, or make it"
-                " colwise_gather_output"
-            )
-        else:
-            rows += [fqn for fqn in readers if fqn not in rows]
-    groups: list[tuple[set[str], list[str]]] = []
-    used: set[str] = set()
-    for row in rows:  # grows
-        columns = {c for c in found.sources[row] if c in free and wanted(c) in (None, "column")} - {*rows, *problems}
-        if not columns:
-            problems[row] = (
-                f"is rowwise, but no colwise linear feeds it: its input comes from"
-                f" {entries(sorted(found.sources[row], key=order.index))}; make what feeds it colwise, or make it"
-                " colwise_gather_output or replicated"
-            )
-            continue
-        # A linear that reads a sharded value must be a row too.
-        used |= columns
-        rows += [r for r in free if found.sources[r] & columns and wanted(r) is None and r not in {*rows, *used}]
-        joined = [group for group in groups if group[0] & columns]
-        groups = [group for group in groups if group not in joined]
-        groups.append(
-            (columns.union(*(group[0] for group in joined)), [*(r for group in joined for r in group[1]), row])
-        )
-    pairs = [
-        (tuple(sorted(columns, key=order.index)), tuple(sorted(together, key=order.index)))
-        for columns, together in groups
-    ]
-    return sorted(pairs, key=lambda pair: order.index(pair[1][0])), problems
-
-
 def check_followed(plan_requests: UnitRequests, plan: UnitPlan) -> None:
-    """Check that a unit's plan follows the user's requests.
+    """Checks that a unit's plan follows the user's requests.
 
     Raises:
         TensorPlanError: A linear has another role.

@@ -9,7 +9,6 @@ it began with ``*.``. Of several patterns that name one module, the last counts.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,7 +48,7 @@ class Request(NamedTuple):
 
 
 def check_styles(plan: Any) -> None:
-    """Check the types and styles of the user's plan.
+    """Checks the types and styles of the user's plan.
 
     Raises:
         TypeError: It is no mapping of str to str.
@@ -68,7 +67,7 @@ def check_styles(plan: Any) -> None:
 
 
 def requests_of_user(root: nn.Module, plan: Mapping[str, str]) -> dict[str, Request]:
-    """Resolve the user's plan to requests, by FQN in the root of each module that has parameters of its own.
+    """Resolves the user's plan to requests, by FQN in the root of each module that has parameters of its own.
 
     Args:
         root: The user's module.
@@ -115,37 +114,3 @@ def _covers(pattern: Sequence[str], name: Sequence[str]) -> bool:
     if pattern[0] == "*":
         return any(_covers(pattern[1:], name[start:]) for start in range(1, len(name) + 1))
     return fnmatchcase(name[0], pattern[0]) and _covers(pattern[1:], name[1:])
-
-
-def requests_of_model(root: nn.Module) -> dict[str, Request]:
-    """Resolve the plans that modules carry (those of transformers' models) to requests, by FQN in the root.
-
-    Their names are relative to the module that has the plan, and ``*`` stands for a number. The outermost plan counts.
-    Styles that are not for one linear (experts, sequences, fused ones, embeddings) are left to the search.
-    """
-    found: dict[str, Request] = {}
-    for owner, module in root.named_modules():
-        plan = _plan_of_module(module)
-        if not plan:
-            continue
-        for fqn, inner in module.named_modules(remove_duplicate=False):
-            style = plan.get(fqn, plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", fqn)))
-            wanted = STYLES.get(style) if isinstance(style, str) else None
-            if wanted not in (None, "replicated") and may_be_linear(inner):
-                full = f"{owner}.{fqn}" if owner else fqn
-                found.setdefault(full, Request(wanted, f"{fqn!r}: {style!r}"))
-    return found
-
-
-def _plan_of_module(module: nn.Module) -> Mapping[str, Any]:
-    plans: list[Any] = []
-    with contextlib.suppress(Exception):  # properties of user code may raise
-        plans.append(getattr(module, "_tp_plan", None))
-        # The configuration has the plan of the model without a head; the model's own includes those of its children.
-        if getattr(module, "base_model", None) is module:
-            plans.append(getattr(getattr(module, "config", None), "base_model_tp_plan", None))
-    merged: dict[str, Any] = {}
-    for plan in reversed(plans):
-        if isinstance(plan, Mapping):
-            merged |= plan
-    return merged

@@ -19,12 +19,7 @@ from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 
 
 def why_not_compiled(unit: nn.Module, plan: UnitPlan) -> str:
-    """The reason why a sharded unit cannot be compiled; empty if it can.
-
-    Args:
-        unit: The user's module.
-        plan: How it is sharded.
-    """
+    """The reason why a unit that is sharded by a plan cannot be compiled; empty if it can."""
     if "forward" in unit.__dict__:
         return "its forward is an attribute of the instance"
     if plan.positions is not None:
@@ -46,11 +41,10 @@ class CompiledRegionInputs:
     """The values that have entered a region in the current call, each once, however many linears read it."""
 
     def __init__(self) -> None:
-        """Starts with no value."""
         self.known: list[tuple[Tensor, Tensor]] = []
 
     def enter(self, tensor: Tensor, group: str) -> Tensor:
-        """Lets a replicated value enter the region of a group: its gradient is summed over the ranks."""
+        """Lets a replicated value of any shape enter the region of a group: its gradient is summed over the ranks."""
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
         # A value written in place between two linears is refused by autograd, which has saved it for the first.
@@ -101,7 +95,7 @@ class CompiledLinear:
 def compiled_forwards(
     modules: Mapping[str, nn.Module], plan: UnitPlan, group: dist.ProcessGroup, inputs: CompiledRegionInputs
 ) -> dict[str, Callable[..., Tensor]]:
-    """Makes the forwards that replace those of sharded linears, by FQN inside the unit.
+    """Makes the forwards, ``(..., features)`` to ``(..., features)``, of sharded linears, by FQN inside the unit.
 
     Args:
         modules: All modules of the unit, by FQN.
@@ -120,31 +114,37 @@ def _sum(tensor: Tensor, group: Any) -> Tensor:
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
+        """A view of the same shape."""
         ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The sum over ranks, of the same shape."""
         return _sum(grad, ctx.group), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
+        """The sum over ranks, of the same shape."""
         return _sum(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The gradient, of the same shape."""
         return grad, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, rank: int, size: int, group: Any) -> Tensor:
+        """``(..., features / size)`` to ``(..., features)``."""
         ctx.rank, ctx.size = rank, size
         full = collectives.wait_tensor(collectives.all_gather_tensor(tensor.contiguous(), 0, group))
         return torch.cat(full.chunk(size), -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """``(..., features)`` to ``(..., features / size)``."""
         return grad.chunk(ctx.size, -1)[ctx.rank].contiguous(), None, None, None

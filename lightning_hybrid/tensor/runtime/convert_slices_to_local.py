@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_hybrid.parts.placement import Piece, Shard
+from lightning_hybrid.parts.placement import Shard
 
 
 class CannotShard(RuntimeError):
@@ -57,19 +57,3 @@ def local_index(index: Any, num_dims: int, placement: Shard, feature_dim: int) -
     start, stop, _ = wanted.indices(placement.length)
     items[dim] = slice(local_offset(placement, start), local_offset(placement, stop))
     return tuple(items)
-
-
-def local_pieces(lengths: tuple[int, ...], heads: tuple[int | None, ...], size: int) -> tuple[Piece, ...] | None:
-    """Pieces of a projection sharded by full heads; fewer heads than ranks are repeated; None if none fit."""
-    pieces = []
-    for length, num_heads in zip(lengths, heads, strict=True):
-        if num_heads is None or num_heads % size == 0:
-            parts = size
-        elif size % num_heads == 0:
-            parts = num_heads
-        else:
-            return None
-        if length % parts:
-            return None
-        pieces.append(Piece(length, parts))
-    return tuple(pieces)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hybrid.parts.placement import Piece, Placement, Shard
-from lightning_hybrid.tensor.collectives.rank_collectives import Ranks, gather, leave
+from lightning_hybrid.tensor.collectives.feature_collectives import gather, leave
+from lightning_hybrid.tensor.collectives.rank_groups import Ranks
 
 
 def attention_placements(fqn: str, module: nn.MultiheadAttention, size: int) -> dict[str, Placement]:
@@ -52,7 +53,7 @@ def sharded_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The forward of ``module``, which holds the local shards of its parameters; returns output and attention weights.
+    """The forward of ``module``, which holds its local shards; returns ``(..., features)`` and attention weights.
 
     Args:
         module: The attention.
@@ -131,8 +132,17 @@ def _attention_weights(
     """Softmax of the masked scores, with dropout: ``(batch, heads, queries, keys)``."""
     batch, num_heads = q.shape[:2]
     scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
-    for mask in _masks(attn_mask, key_padding_mask, batch, num_heads, ranks, k.shape[2], scores):
-        scores = scores + mask
+    masks = []
+    if attn_mask is not None:
+        mask = _addend(attn_mask, scores)
+        if mask.dim() == 3:  # (batch * heads, queries, keys)
+            mask = mask.unflatten(0, (batch, num_heads * ranks.size))
+            mask = mask.narrow(1, ranks.rank * num_heads, num_heads)
+        masks.append(mask)
+    if key_padding_mask is not None:
+        masks.append(_addend(key_padding_mask, scores)[:, None, None, :])
+    for mask in masks:
+        scores = scores + F.pad(mask, (0, k.shape[2] - mask.shape[-1]))  # zeros for keys that were appended
     attention = torch.softmax(scores, -1)
     if module.training and module.dropout > 0:
         with around_draw():
@@ -149,28 +159,6 @@ def _projections(module: nn.MultiheadAttention) -> tuple[tuple[Tensor, ...], tup
         weights = tuple(weight for weight in separate if weight is not None)
     biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     return weights, biases
-
-
-def _masks(
-    attn_mask: Tensor | None,
-    key_padding_mask: Tensor | None,
-    batch: int,
-    num_heads: int,
-    ranks: Ranks,
-    num_keys: int,
-    scores: Tensor,
-) -> list[Tensor]:
-    """Both masks as addends of the scores, with zeros for keys that were appended."""
-    masks = []
-    if attn_mask is not None:
-        mask = _addend(attn_mask, scores)
-        if mask.dim() == 3:  # (batch * heads, queries, keys)
-            mask = mask.unflatten(0, (batch, num_heads * ranks.size))
-            mask = mask.narrow(1, ranks.rank * num_heads, num_heads)
-        masks.append(mask)
-    if key_padding_mask is not None:
-        masks.append(_addend(key_padding_mask, scores)[:, None, None, :])
-    return [F.pad(mask, (0, num_keys - mask.shape[-1])) for mask in masks]
 
 
 def _addend(mask: Tensor, scores: Tensor) -> Tensor:

@@ -17,17 +17,18 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_hybrid.parts.placement import Shard, shard_tensor
 from lightning_hybrid.patching import Replacement
-from lightning_hybrid.tensor.collectives.rank_collectives import Ranks, gather, leave
-from lightning_hybrid.tensor.collectives.sequence_collectives import SequenceShard, save_local_shard, shard_sequence
+from lightning_hybrid.tensor.collectives.feature_collectives import gather, leave
+from lightning_hybrid.tensor.collectives.rank_groups import Ranks
+from lightning_hybrid.tensor.collectives.sequence_shard_tensor import SequenceShard, save_local_shard, shard_sequence
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, PositionsPlan, UnitPlan
-from lightning_hybrid.tensor.runtime.multiply_by_local_weight import convolution_of, product_of
 from lightning_hybrid.tensor.runtime.parallel_attention import sharded_attention
 from lightning_hybrid.tensor.runtime.region_inputs import RegionInputs
 from lightning_hybrid.tensor.runtime.region_mode import RegionMode
-from lightning_hybrid.tensor.runtime.sequence_sharding import ShardedSequence
+from lightning_hybrid.tensor.runtime.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import mark, tensors_in
 from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw
 
@@ -49,7 +50,7 @@ class ParallelLinears:
         plan: UnitPlan,
         positions: PositionsPlan | None,
         ranks: tuple[Ranks, Ranks, Ranks],
-        entrances: RegionInputs,
+        inputs: RegionInputs,
         around_draw: AroundDraw,
     ) -> None:
         """Makes the forwards.
@@ -59,12 +60,12 @@ class ParallelLinears:
             plan: The plan of the unit.
             positions: The sequence sharding, with the features of a tensor rank as context ranks shard them.
             ranks: The tensor ranks, the context ranks, and both together where the sequence is sharded over context.
-            entrances: The inputs of the unit's regions.
+            inputs: The inputs of the unit's regions.
             around_draw: A context around each draw of random numbers inside of a region.
         """
         self._modules, self._plan, self._positions = modules, plan, positions
         self._ranks, self._context, self._all = ranks
-        self._region_inputs, self._around_draw = entrances, around_draw
+        self._inputs, self._around_draw = inputs, around_draw
         self.region_mode: RegionMode | None = None
         self.sequence: ShardedSequence | None = None
         self.forwards = {fqn: self._forward_of(fqn) for fqn in plan.roles}
@@ -75,10 +76,6 @@ class ParallelLinears:
             fqn: Replacement(modules[fqn], "forward", run, modules[fqn].forward, reason="parallel linears")
             for fqn, run in self.forwards.items()
         }
-
-    def enter(self, tensor: Tensor, ranks: Ranks, *, fresh: bool = False) -> Tensor:
-        """Lets a replicated value enter a region of ``ranks``, for one more reader."""
-        return self._region_inputs.enter(tensor, ranks, fresh=fresh)
 
     def _forward_of(self, fqn: str) -> Callable[..., Any]:
         module, role = self._modules[fqn], self._plan.roles[fqn]
@@ -109,15 +106,14 @@ class ParallelLinears:
         return forward(*args, **kwargs)
 
     def _input(self, linear: LinearLike, x: Tensor) -> tuple[Tensor, bool]:
-        """The input of a linear, and whether it is this rank's positions."""
         return (x, False) if self.sequence is None else self.sequence.linear_input(linear.fqn, x)
 
     def _product(self, run: Run, x: Tensor, is_sharded: bool, *args: Any, **kwargs: Any) -> Tensor:
         """The product with the input in the region, at the positions that tensor ranks have together."""
         if is_sharded and self.sequence is not None and self.sequence.inner is not None:
-            x = self.sequence.in_region(x)
+            x = self.sequence.represent(x, of_region=True)
         with save_local_shard(x):
-            return run(self.enter(x, self._ranks, fresh=True), True, *args, **kwargs)
+            return run(self._inputs.enter(x, self._ranks, fresh=True), True, *args, **kwargs)
 
     def _column(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         sequence, over, placement = self.sequence, self._ranks, self._plan.placements[linear.parameter("weight")]
@@ -129,8 +125,8 @@ class ParallelLinears:
             if is_sharded:
                 out = sequence.to_heads(self._product(run, x, True), linear.fqn)
             else:  # another sequence, replicated on every rank
-                features = self._positions.features[linear.fqn]
-                out = shard_tensor(run(self.enter(x, over), True), features, self._context.rank, self._context.size)
+                features, context = self._positions.features[linear.fqn], self._context
+                out = shard_tensor(run(self._inputs.enter(x, over), True), features, context.rank, context.size)
             sequence.is_local = False
         else:
             out = self._product(run, x, is_sharded, *args, **kwargs)
@@ -148,7 +144,7 @@ class ParallelLinears:
             return run(x, True, *args, **kwargs)
         out = run(x, False, *args, **kwargs)
         if sequence is not None and sequence.inner is not None:
-            out = sequence.leave_region(out)
+            out = sequence.reduce_scatter(out, sequence.inner)
         else:
             out = leave(out, self._ranks)
         bias = self._modules[linear.fqn]._parameters.get("bias") if linear.has_bias else None
@@ -173,12 +169,36 @@ class ParallelLinears:
         with contextlib.ExitStack() as saved:
             for tensor in tensors_in((*args, *kwargs.values())):
                 saved.enter_context(save_local_shard(tensor))
-            enter = partial(self.enter, ranks=ranks)
+            enter = partial(self._inputs.enter, ranks=ranks)
             return sharded_attention(module, ranks, enter, self._leave, self._around_draw, *args, **kwargs)
 
     def _leave(self, addend: Tensor) -> Tensor:
         """The sum over all ranks, at this rank's positions where the sequence is sharded."""
         if self.sequence is None:
             return leave(addend, self._ranks)
-        addend = self.sequence.leave(addend)
+        addend = self.sequence.reduce_scatter(addend, self.sequence.sharding)
         return leave(addend, self._ranks) if self.sequence.inner is None else addend
+
+
+def product_of(module: nn.Module, linear: LinearLike, x: Tensor, with_bias: bool) -> Tensor:
+    """Multiplies ``(..., in features)`` by the module's local shard of the weight."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    bias = module._parameters.get("bias") if with_bias else None
+    return F.linear(x, weight if linear.out_dim == 0 else weight.t(), bias)
+
+
+def convolution_of(module: nn.Module) -> Callable[..., Tensor]:
+    """Makes a function that calls a convolution, with or without its bias; shapes are those of its forward."""
+    forward = module.forward
+
+    def run(x: Tensor, with_bias: bool, *args: Any, **kwargs: Any) -> Tensor:
+        if with_bias:
+            return forward(x, *args, **kwargs)
+        bias, module._parameters["bias"] = module._parameters["bias"], None
+        try:
+            return forward(x, *args, **kwargs)
+        finally:
+            module._parameters["bias"] = bias
+
+    return run

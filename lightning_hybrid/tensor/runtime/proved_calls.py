@@ -186,7 +186,7 @@ class ProvedCalls:
         on_device = any(p.device.type != "cpu" for p in self._unit.parameters())  # whose generator is not checked
         try:
             # The user's saved-tensor hooks do not run. Detached: a node that holds its own result is never freed.
-            with self.isolated(), saved_tensors_hooks(torch.Tensor.detach, _identity):
+            with self.isolated(), saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved):
                 drawn = torch.get_rng_state()
                 args, kwargs = copied((args, kwargs), _copy_of, modules=False)
                 leaves = [materialize(leaf) for leaf in flatten(run(*args, **kwargs))[0]]
@@ -217,10 +217,6 @@ def _copy_of(tensor: Tensor) -> Tensor:
     if isinstance(tensor, ShardedTensorBase | nn.Parameter):
         return tensor
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _identity(tensor: Any) -> Any:
-    return tensor
 
 
 def _differ(found: Any, wanted: Any) -> str:

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_hybrid.tensor.collectives.rank_collectives import Ranks, Readers, enter
-from lightning_hybrid.tensor.collectives.sequence_collectives import SequenceShard
+from lightning_hybrid.tensor.collectives.feature_collectives import Readers, enter
+from lightning_hybrid.tensor.collectives.rank_groups import Ranks
+from lightning_hybrid.tensor.collectives.sequence_shard_tensor import SequenceShard
 
 
 class RegionInputs:
@@ -36,7 +37,7 @@ class RegionInputs:
             self._entered = outer
 
     def enter(self, tensor: Tensor, ranks: Ranks, *, fresh: bool = False) -> Tensor:
-        """The value in a region of ``ranks``, for one more reader, whose gradient is a new tensor if ``fresh``."""
+        """The value, of the same shape, in a region of ``ranks``, for one more reader (``fresh``: as in `Readers`)."""
         if isinstance(tensor, SequenceShard):  # it enters over the ranks that the sequence is sharded over
             inside = tensor.entered()
             return inside if self._gathers else self.enter(inside, self._ranks)
@@ -53,6 +54,6 @@ class RegionInputs:
         return inside
 
     def remember(self, inside: Tensor) -> None:
-        """Registers a value that is in the region already."""
+        """Registers a value, of any shape, that is in the region already."""
         for ranks in (self._ranks, self._every):
             self._entered[id(inside), ranks.size] = (inside, inside._version, inside, Readers())

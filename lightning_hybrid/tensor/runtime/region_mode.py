@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.randomness.drawing_ops import draws
 from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH
-from lightning_hybrid.tensor.collectives.rank_collectives import OneRank, Ranks
+from lightning_hybrid.tensor.collectives.rank_groups import OneRank, Ranks
 from lightning_hybrid.tensor.plan.unit_plan import Rule, Site
 from lightning_hybrid.tensor.runtime.convert_slices_to_local import (
     CannotShard,
@@ -127,8 +127,8 @@ class RegionMode(TorchFunctionMode):
         if self.paused or name in _QUERIES:
             return func(*args, **kwargs)
         if name == "__get__":
-            value = func(*args, **kwargs)
-            return mark_all(value, self._size_of(args[0])) if self._is_sharded(args[0]) else value
+            value, size = func(*args, **kwargs), self._size_of(args[0])
+            return mark_all(value, size) if size else value
         tensors = [*tensors_in(args), *tensors_in(kwargs.values())]
         sharded = [tensor for tensor in tensors if self._size_of(tensor)]
         if not sharded:
@@ -153,9 +153,6 @@ class RegionMode(TorchFunctionMode):
     def _size_of(self, tensor: Tensor) -> int:
         return self._cut_ids.get(id(tensor)) or sharded_over(tensor)
 
-    def _is_sharded(self, tensor: Tensor) -> bool:
-        return self._size_of(tensor) > 0
-
     def _common_size(self, sharded: list[Tensor]) -> int:
         """The number of ranks that all of these values are sharded over."""
         sizes = {self._size_of(tensor) for tensor in sharded}
@@ -177,7 +174,7 @@ class RegionMode(TorchFunctionMode):
 
         def operand(value: Any) -> Any:
             if isinstance(value, Tensor):
-                is_local = value is written or self._is_sharded(value)
+                is_local = value is written or self._size_of(value)
                 return value if is_local else self._replicated_operand(name, value, reference)
             if type(value) in (tuple, list):
                 return type(value)(operand(item) for item in value)
@@ -185,7 +182,7 @@ class RegionMode(TorchFunctionMode):
 
         return tuple(operand(value) for value in args), {key: operand(value) for key, value in kwargs.items()}
 
-    def _reference(self, name: str, args: tuple[Any, ...], sharded: list[Tensor]) -> tuple[int, ...]:
+    def _reference(self, name: str, args: Args, sharded: list[Tensor]) -> tuple[int, ...]:
         """The shape that replicated operands are compared with; empty where none is expected to match."""
         if name == _ATTENTION:
             return (*args[0].shape[:-1], 0)
@@ -241,7 +238,7 @@ class RegionMode(TorchFunctionMode):
     # --- sizes and offsets computed from full sizes -------------------------------------------------------------------
 
     def _with_local_sizes(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        if not args or not isinstance(args[0], Tensor) or not self._is_sharded(args[0]):
+        if not args or not isinstance(args[0], Tensor) or not self._size_of(args[0]):
             return args, kwargs
         tensor = args[0]
         if name in _VIEWS and len(args) > 1:
@@ -317,9 +314,7 @@ class RegionMode(TorchFunctionMode):
                 sizes[-k] = tensor.shape[-k]
         return sizes
 
-    def _with_local_groups(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _with_local_groups(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         groups = args[6] if len(args) > 6 else kwargs.get("groups", 1)
         if groups == 1:
             return args, kwargs
@@ -380,7 +375,6 @@ class RegionMode(TorchFunctionMode):
 
 
 def _where(site: Site) -> str:
-    """The innermost line of user code."""
     file, line = next((item for item in site if isinstance(item, tuple)), ("?", 0))
     return f"{file}:{line}"
 

@@ -24,16 +24,16 @@ from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
 from lightning_hybrid.step.standins.sharded_tensor_base import materialize_call
 from lightning_hybrid.step.tracing.eager_around_compiled_layers import compiled_modules
-from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks, paired
+from lightning_hybrid.tensor.collectives.rank_groups import GroupRanks, paired
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.compiled_linears import CompiledRegionInputs, compiled_forwards
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
 from lightning_hybrid.tensor.shard_state.full_parameter_reads import FullParameterReads
 from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw
-from lightning_hybrid.tensor.vocabulary.outside_mode import OutsideVocabularyMode
+from lightning_hybrid.tensor.vocabulary.weights_outside_units import WeightsOutsideUnits
 
 
-class ModelShards:
+class ShardedModel:
     """The sharded units of one model on one rank.
 
     Attributes:
@@ -111,7 +111,7 @@ class ModelShards:
             plan = self._with_experts(fqn, unit, proved)
             is_sharded = plan.num_sharded or plan.positions is not None
             if is_sharded and not any(is_absent(parameter) for parameter in unit.parameters()):
-                buffers = _LocalBuffers(unit, plan, self._group)
+                buffers = _local_buffers(unit, plan, self._group)
                 self._runners[fqn] = ShardedUnit(
                     unit,
                     plan,
@@ -129,11 +129,7 @@ class ModelShards:
                     self._expert_users.update(dict.fromkeys(summed & self._expert_parameters, self._runners[fqn]))
 
     def why_not_sharded_elsewhere(self, name: str) -> str:
-        """The reason why another technique cannot shard a parameter over tensor ranks; "" if it can.
-
-        Args:
-            name: FQN in the root.
-        """
+        """The reason why another technique cannot shard a parameter (FQN in the root) over tensor ranks; or ""."""
         for fqn, plan in self.plans.items():
             inner = name.removeprefix(f"{fqn}.")
             if inner == name or inner not in plan.placements:
@@ -145,11 +141,7 @@ class ModelShards:
         return ""
 
     def mark_sharded_elsewhere(self, names: Collection[str]) -> None:
-        """Removes parameters that another technique shards over tensor ranks from the plans' replicated ones.
-
-        Args:
-            names: FQNs in the root.
-        """
+        """Removes parameters (FQNs in the root) that another technique shards from the plans' replicated ones."""
         for fqn, plan in self.plans.items():
             replicated_reasons = {
                 name: reason for name, reason in plan.replicated_reasons.items() if f"{fqn}.{name}" not in names
@@ -157,12 +149,9 @@ class ModelShards:
             self.plans[fqn] = replace(plan, replicated_reasons=replicated_reasons)
 
     def set_sharded_experts(self, names: Collection[str]) -> None:
-        """Sets the experts that are sharded over context ranks, whose gradients are summed elsewhere.
+        """Sets parameters of experts (FQNs in the root) that are sharded over context ranks; called before `be_ready`.
 
-        It is called before `be_ready`.
-
-        Args:
-            names: FQNs of their parameters in the root.
+        Their gradients are summed elsewhere.
         """
         self._expert_parameters = frozenset(names)
 
@@ -176,11 +165,7 @@ class ModelShards:
         return replace(plan, positions=replace(plan.positions, summed_over_context=summed))
 
     def sees_local_positions(self, name: str) -> bool:
-        """Whether the unit that uses a parameter in the current forward works on this context rank's positions alone.
-
-        Args:
-            name: FQN in the root.
-        """
+        """Whether the unit that uses a parameter (FQN in the root) works on this context rank's positions alone now."""
         runner = self._expert_users.get(name)
         return runner is not None and runner.has_local_positions
 
@@ -222,14 +207,10 @@ class ModelShards:
                 parameter = unit.get_parameter(inner)
                 if FULL_SHAPE in parameter.__dict__:
                     found[id(parameter)] = self.shardings[0].placements[names[id(parameter)]]
-        return OutsideVocabularyMode(found, GroupRanks(self._group)) if found else contextlib.nullcontext()
+        return WeightsOutsideUnits(found, GroupRanks(self._group)) if found else contextlib.nullcontext()
 
     def gather_on_read(self, guards: ReadGuards) -> None:
-        """Gathers parameters when code outside of units reads them, where no recording shows what it reads.
-
-        Args:
-            guards: The guards of the run.
-        """
+        """Gathers parameters when code outside of units reads them, where no recording shows what it reads."""
         used_outside = {f"{fqn}.{name}" for fqn, plan in self.plans.items() for name in plan.outside}
         cut = next((axis for axis in self.shardings if axis.axis == "tp" and axis.placements), None)
         self._reads = None if cut is None else FullParameterReads(self._root, cut, used_outside, guards)
@@ -273,22 +254,15 @@ class ModelShards:
         self._reads = None
 
 
-class _LocalBuffers:
-    """The local shards of a unit's buffers, as views of the full ones."""
-
-    def __init__(self, unit: nn.Module, plan: UnitPlan, group: dist.ProcessGroup) -> None:
-        self._unit = unit
-        self._slices: list[tuple[str, int, int, int]] = []
-        for name, _ in unit.named_buffers():
-            placement = plan.placements.get(name)
-            if isinstance(placement, Shard):
-                ((start, length),) = placement.ranges(group.rank(), group.size())
-                self._slices.append((name, placement.dim, start, length))
-
-    def __call__(self) -> dict[str, Tensor]:
-        return {
-            name: self._unit.get_buffer(name).narrow(dim, start, length) for name, dim, start, length in self._slices
-        }
+def _local_buffers(unit: nn.Module, plan: UnitPlan, group: dist.ProcessGroup) -> Callable[[], dict[str, Tensor]]:
+    """Makes a function that returns the local shards of a unit's buffers, as views of the full ones."""
+    slices: list[tuple[str, int, int, int]] = []
+    for name, _ in unit.named_buffers():
+        placement = plan.placements.get(name)
+        if isinstance(placement, Shard):
+            ((start, length),) = placement.ranges(group.rank(), group.size())
+            slices.append((name, placement.dim, start, length))
+    return lambda: {name: unit.get_buffer(name).narrow(*span) for name, *span in slices}
 
 
 def _tensors_of(unit: nn.Module) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A unit that runs sharded by its plan; the user's module is restored after each forward.
 
-While `sharded` is entered, the unit's forward is replaced on the instance. A call of it
+While `ShardedUnit.running` is entered, the unit's forward is replaced on the instance. A call of it
 
 1. replaces parameters by the rank's local shards, and integer attributes (number of heads) by the divided ones;
 2. replaces the forwards of sharded linears by column-parallel, row-parallel or gathered ones;
@@ -19,7 +19,8 @@ features are sharded over tensor ranks times context ranks; those of other regio
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -33,65 +34,26 @@ from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.standins.sharded_tensor_base import materialize_call
 from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.step.tracing.torch_call_sites import TorchCallSites
-from lightning_hybrid.tensor.collectives.rank_collectives import (
-    ExchangingRanks,
-    Ranks,
-    as_ranks,
-    gather,
-    local_shard,
-    paired,
-    sum_gradients,
-)
+from lightning_hybrid.tensor.collectives.feature_collectives import gather, local_shard, sum_gradients
+from lightning_hybrid.tensor.collectives.rank_groups import ExchangingRanks, Ranks, as_ranks, paired
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan, local_positions
 from lightning_hybrid.tensor.runtime.parallel_linears import ParallelLinears
 from lightning_hybrid.tensor.runtime.proved_calls import ProvedCalls
 from lightning_hybrid.tensor.runtime.region_inputs import RegionInputs
 from lightning_hybrid.tensor.runtime.region_mode import RegionMode
-from lightning_hybrid.tensor.runtime.sequence_sharding import LocalPositionDraws, ShardedSequence
+from lightning_hybrid.tensor.runtime.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import sharded_over
-from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw, RankDraws
-from lightning_hybrid.tensor.shard_state.swapped_members import find_slots, put_attributes, put_forwards, put_tensors
+from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw, LocalPositionDraws, RankDraws
+from lightning_hybrid.tensor.shard_state.swap_parameters_and_forwards import (
+    find_slots,
+    put_attributes,
+    put_forwards,
+    put_tensors,
+)
 from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import Vocabulary
 from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
 
 Tensors = Mapping[str, Tensor]
-
-
-@contextlib.contextmanager
-def sharded(
-    unit: nn.Module,
-    plan: UnitPlan,
-    ranks: dist.ProcessGroup | ExchangingRanks,
-    *,
-    context: dist.ProcessGroup | ExchangingRanks | None = None,
-    tensors: Callable[[], Tensors] | None = None,
-    around_draw: AroundDraw | None = None,
-    around_local_draw: AroundDraw | None = None,
-) -> Iterator[ShardedUnit]:
-    """Within this context the unit's forward runs sharded.
-
-    Args:
-        unit: The user's module.
-        plan: Its plan, from `plan_unit`.
-        ranks: The tensor ranks: a process group.
-        context: The context ranks, if there are several.
-        tensors: Called before each forward for the local shards of this rank, by FQN inside the unit; tensors that are
-            missing, and by default all, are those that the unit holds at that time.
-        around_draw: A context entered around each draw of random numbers inside a sharded region; it makes the draws
-            of the ranks differ. By default each rank has a separate generator state for these.
-        around_local_draw: The same around draws for a rank's local positions.
-    """
-    runner = ShardedUnit(
-        unit,
-        plan,
-        ranks,
-        context=context,
-        tensors=tensors,
-        around_draw=around_draw,
-        around_local_draw=around_local_draw,
-    )
-    with replaced(unit, "forward", runner.run_sharded, reason="runs a sharded unit"):
-        yield runner
 
 
 class ShardedUnit:
@@ -104,6 +66,7 @@ class ShardedUnit:
         last_sequence: While learning, the sharded sequence of the last forward.
         vocabularies: The row ranges of parameters that are sharded along their vocabulary, by FQN.
         num_gathers: How often such parameters, and values computed from them, were gathered in forwards.
+        proved: The checks of its forwards; None where no user code runs in them.
         compiled: If set, runs the user's forward compiled where no mode is needed, with forwards for its linears.
     """
 
@@ -118,7 +81,19 @@ class ShardedUnit:
         around_draw: AroundDraw | None = None,
         around_local_draw: AroundDraw | None = None,
     ) -> None:
-        """Takes the arguments of `sharded`."""
+        """Binds a unit to its plan.
+
+        Args:
+            unit: The user's module.
+            plan: Its plan, from `plan_unit`.
+            ranks: The tensor ranks.
+            context: The context ranks, if there are several.
+            tensors: Called before each forward for the local shards of this rank, by FQN inside the unit; tensors that
+                are missing, and by default all, are those that the unit holds at that time.
+            around_draw: A context entered around each draw of random numbers inside a sharded region; it makes the
+                draws of the ranks differ. By default each rank has a separate generator state for these.
+            around_local_draw: The same around draws for a rank's local positions.
+        """
         self._ranks, self._context = as_ranks(ranks), as_ranks(context)
         sizes = (plan.size, self._ranks.size, "tensor"), (plan.context, self._context.size, "context")
         for planned, found, kind in sizes:
@@ -139,7 +114,7 @@ class ShardedUnit:
         is_of_torch = all(type(module).__module__.startswith("torch.") for module in unit.modules())
         has_code = plan.calls and not is_of_torch
         agree = self._on_any_rank
-        self._proved = ProvedCalls(unit, plan.calls, note=self._set_path, agree=agree) if has_code else None
+        self.proved = ProvedCalls(unit, plan.calls, note=self._set_path, agree=agree) if has_code else None
         self._path: TorchCallSites | None = None  # of a forward that is checked
         self._fallback_unit: ShardedUnit | None = None
         self._modules = dict(unit.named_modules())
@@ -170,10 +145,9 @@ class ShardedUnit:
 
     # --- one forward --------------------------------------------------------------------------------------------------
 
-    @property
-    def proved(self) -> ProvedCalls | None:
-        """The checks of its forwards; None where no user code runs in them."""
-        return self._proved
+    def running(self) -> AbstractContextManager[None]:
+        """A context in which the unit's forward runs sharded."""
+        return replaced(self._unit, "forward", self.run_sharded, reason="runs a sharded unit")
 
     def _on_any_rank(self, vote: bool) -> bool:
         device = next((p.device for p in self._unit.parameters()), torch.device("cpu"))
@@ -225,7 +199,7 @@ class ShardedUnit:
                 linears.region_mode = self.last_region_mode = RegionMode(
                     learning=self.learning,
                     rules=self._plan.rules if isinstance(self._plan.rules, dict) else dict(self._plan.rules),
-                    enter=linears.enter,
+                    enter=self._region_inputs.enter,
                     names=names,
                     cut_ids=cut_ids,
                     regions=(self._ranks, self._all),
@@ -235,7 +209,7 @@ class ShardedUnit:
                 )
                 undo.enter_context(linears.region_mode)
             if sequence is not None and self._unit.training:
-                undo.enter_context(LocalPositionDraws(sequence, self._around_local_draw))
+                undo.enter_context(LocalPositionDraws(lambda: sequence.is_local, self._around_local_draw))
             with self._path or contextlib.nullcontext():
                 output = forward(*args, **kwargs)
         self.num_gathers = sum(vocabulary.num_gathers for vocabulary in self.vocabularies.values())
@@ -248,7 +222,6 @@ class ShardedUnit:
         return self._linears.sequence is not None
 
     def _run_full(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's forward, unsharded."""
         args, kwargs = materialize_call(args, kwargs)
         with self._path or contextlib.nullcontext():
             return self._forward(*args, **kwargs)

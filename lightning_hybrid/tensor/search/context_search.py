@@ -22,8 +22,8 @@ from torch import nn
 from lightning_hybrid.parts.placement import Placement, Shard, split_over_two_axes
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, PositionsPlan, SequenceAxes, SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.search.group_plan import GroupPlan, merged_plan
-from lightning_hybrid.tensor.search.sequence_search import find_sequence, shard_sequence
-from lightning_hybrid.tensor.trial.equivalence_proof import Proof
+from lightning_hybrid.tensor.search.sequence_search import find_sequence, plan_sequence
+from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof
 
 ONE_TENSOR_RANK = "context ranks hold all parameters"
 
@@ -54,7 +54,7 @@ _ExchangedGroup = tuple[GroupPlan, dict[str, Shard], dict[str, Shard]]
 def shard_over_context(
     unit: nn.Module, plan: UnitPlan, groups: ShardedGroups, proof: Proof, sequence_parallel: SequenceParallel
 ) -> UnitPlan:
-    """Shard the sequence over context ranks, with exchanges where positions are mixed; or say why not in the plan.
+    """Shards the sequence over context ranks, with exchanges where positions are mixed; or says why not in the plan.
 
     Args:
         unit: A copy of the unit with random weights.
@@ -84,7 +84,7 @@ _AXES: Mapping[SequenceParallel, tuple[SequenceAxes, ...]] = {"tensor": ("both",
 def _with_fewest_exchanges(
     shard: Callable[..., UnitPlan | str], exchanged: list[_ExchangedGroup], proof: Proof
 ) -> UnitPlan | str:
-    """Find a proved plan with few exchanging groups by dropping them one by one, or return what is wrong.
+    """Finds a proved plan with few exchanging groups by dropping them one by one, or returns what is wrong.
 
     `shard` is `_sharded` as a function of the groups that exchange.
     """
@@ -120,7 +120,7 @@ def _sharded(
     guess: bool = True,
     same_as: UnitPlan | None = None,
 ) -> UnitPlan | str:
-    """Make the plan with these groups exchanged, tried in one setting; or return what is wrong with it."""
+    """Makes the plan with these groups exchanged, tried in one setting; or returns what is wrong with it."""
     size, context = proof.ranks.size, proof.ranks.context
     keys = {_key(group) for group, _, _ in exchanged}
     stored = [group for group in groups.over_tensor if _key(group) not in keys]
@@ -140,14 +140,14 @@ def _sharded(
         notes=plan.notes,
         positions=PositionsPlan(by=by, leaf_index=0, dim=1, num_dims=3, features=features, parameter_shards=others),
     )
-    sharded = shard_sequence(unit, candidate, proof, by, sequence=sequence, guess=guess, prove=False, same_as=same_as)
+    sharded = plan_sequence(unit, candidate, proof, by, sequence=sequence, guess=guess, prove=False, same_as=same_as)
     if sharded.full_sequence_reason:
         return sharded.full_sequence_reason
     return sharded if size == 1 else replace(sharded, full_sequence_plan=plan)
 
 
 def stored_placements(placements: Mapping[str, Placement], size: int, context: int) -> dict[str, Placement] | str:
-    """Reduce placements over `size` tensor ranks times `context` context ranks, by FQN, to tensor ranks.
+    """Reduces placements over `size` tensor ranks times `context` context ranks, by FQN, to tensor ranks.
 
     Returns a description of the parameter that cannot be sharded so, if there is one.
     """
@@ -165,7 +165,7 @@ def stored_placements(placements: Mapping[str, Placement], size: int, context: i
 def _exchanged_group(
     group: GroupPlan, linears: Mapping[str, LinearLike], size: int, context: int
 ) -> _ExchangedGroup | str:
-    """Derive a group that exchanges from its sharding over all ranks; or return why it cannot exchange."""
+    """Derives a group that exchanges from its sharding over all ranks; or returns why it cannot exchange."""
     placements = stored_placements(group.placements, size, context)
     if isinstance(placements, str):
         return placements

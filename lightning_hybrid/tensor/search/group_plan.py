@@ -10,7 +10,6 @@ from torch import nn
 
 from lightning_hybrid.parts.placement import Placement, Replicated, Shard
 from lightning_hybrid.tensor.plan.unit_plan import Group, LinearLike, Role, Rule, Site, UnitPlan
-from lightning_hybrid.tensor.search.plan_variants import Variant
 from lightning_hybrid.tensor.trial.example_inputs import Example
 
 
@@ -42,20 +41,14 @@ class GroupPlan:
     avoidable: bool = False
     vocabulary: Mapping[str, int] = field(default_factory=dict)
 
-    @classmethod
-    def of_pair(cls, columns: tuple[str, ...], rows: tuple[str, ...], variant: Variant, origin: str) -> GroupPlan:
-        """Make the plan of a pair from one of its variants."""
-        group = Group("column", columns, rows, variant.how, origin)
-        return cls(group, dict(variant.placements), variant.attributes, variant.offsets)
-
     def roles(self) -> dict[str, Role]:
-        """Return the role of each linear, by FQN."""
+        """The role of each linear, by FQN."""
         if self.group.role == "vocabulary":  # its modules run unmodified
             return {}
         return {**dict.fromkeys(self.group.columns, self.group.role), **dict.fromkeys(self.group.rows, "row")}
 
     def fits(self, unit: nn.Module) -> bool:
-        """Return whether the lengths of its placements are those of the unit's parameters."""
+        """Whether the lengths of its placements are those of the unit's parameters."""
         return all(
             not isinstance(placement, Shard) or unit.get_parameter(fqn).shape[placement.dim] == placement.length
             for fqn, placement in self.placements.items()
@@ -71,7 +64,7 @@ def merged_plan(
     reasons: Mapping[str, str],
     rules: dict[Site, Rule] | None = None,
 ) -> UnitPlan:
-    """Merge group plans into the plan of a unit.
+    """Merges group plans into the plan of a unit.
 
     Args:
         unit: The unit, or a copy.
@@ -117,7 +110,6 @@ def merged_plan(
 
 
 def _reason(fqn: str, roles: Mapping[str, Role], reasons: Mapping[str, str]) -> str:
-    """Explain why a parameter is replicated."""
     if fqn in reasons:
         return reasons[fqn]
     owner = fqn.rpartition(".")[0]

@@ -10,17 +10,18 @@ from functools import partial
 from torch import nn
 
 from lightning_hybrid.parts.placement import Placement, Shard
-from lightning_hybrid.tensor.discovery.linear_dataflow import Discovery, Pair, discover
+from lightning_hybrid.tensor.discovery.linear_dataflow import LinearDataflow, Pair, trace_linears
 from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, Group, LinearLike, SequenceParallel, UnitPlan
-from lightning_hybrid.tensor.requests.unit_requests import Origin, UnitRequests, requested_pairs
+from lightning_hybrid.tensor.requests.requested_pairs import requested_pairs
+from lightning_hybrid.tensor.requests.unit_requests import Origin, UnitRequests
 from lightning_hybrid.tensor.requests.user_plan import TensorPlanError
 from lightning_hybrid.tensor.runtime.parallel_attention import attention_placements
 from lightning_hybrid.tensor.search.context_search import ONE_TENSOR_RANK
 from lightning_hybrid.tensor.search.group_plan import GroupPlan
 from lightning_hybrid.tensor.search.group_trials import GroupTrials, StoredPlacements
 from lightning_hybrid.tensor.search.plan_variants import uneven_sizes, variants
-from lightning_hybrid.tensor.search.sequence_search import find_sequence, shard_sequence
-from lightning_hybrid.tensor.trial.equivalence_proof import Proof
+from lightning_hybrid.tensor.search.sequence_search import find_sequence, plan_sequence
+from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof
 
 # A lone linear with less than this share of the unit's parameters is not worth a gather.
 _SMALL_SHARE = 0.01
@@ -33,6 +34,7 @@ class GroupSearch:
 
     Attributes:
         groups: The groups of the plan that was found.
+        linears: The linears that ran, by FQN.
         reasons: Why parameters stay replicated.
         proof_failed: Whether groups that had passed their trials were not proved together.
     """
@@ -45,76 +47,62 @@ class GroupSearch:
         plan_requests: UnitRequests,
         sequence_parallel: SequenceParallel,
         vocabulary: Mapping[str, int],
-        found: Discovery | None = None,
+        dataflow: LinearDataflow | None = None,
         stored: StoredPlacements | None = None,
         check_gradients: bool = False,
     ) -> None:
-        """Bind the search to a unit and to the ranks of its proof; `excluded` are parameters that stay replicated.
+        """Binds the search to a unit and to the ranks of its proof; `excluded` are parameters that stay replicated.
 
-        `unit`, `plan_requests`, `sequence_parallel` and `vocabulary` are those of `plan_unit`; `found` is the
-        dataflow of the unit, if known, and `stored` the placements over tensor ranks, for exchanges of positions. With
+        `unit`, `plan_requests`, `sequence_parallel` and `vocabulary` are those of `plan_unit`; `dataflow` is that
+        of the unit, if known, and `stored` the placements over tensor ranks, for exchanges of positions. With
         `check_gradients` trials compare gradients too; the proof always does.
         """
         self.groups: list[GroupPlan] = []
         self.proof_failed = False
-        self._user_unit, self._replicated, self._wishes, self._sequence_parallel = (
-            unit,
-            excluded,
-            plan_requests,
-            sequence_parallel,
-        )
-        self._vocabulary, self._only_with_heads = vocabulary, False
+        self._given = unit, proof, excluded, plan_requests, sequence_parallel, vocabulary
+        self._user_unit, _, self._replicated, self._requests, self._sequence_parallel, self._vocabulary = self._given
+        self._only_with_heads = False
         self._proof, self._unit, self._ranks, self._size = proof, proof.unit, proof.ranks, proof.ranks.size
-        self._found = discover(proof.unit, proof.run_unit) if found is None else found
+        self._dataflow = trace_linears(proof.unit, proof.run_unit) if dataflow is None else dataflow
+        self.linears: Mapping[str, LinearLike] = self._dataflow.linears
         self.reasons: dict[str, str] = dict(excluded)
         self._trials = GroupTrials(
-            proof, self._found.linears, self.reasons, dict(excluded), stored, check_gradients=check_gradients
+            proof, self.linears, self.reasons, dict(excluded), stored, check_gradients=check_gradients
         )
         self._unpaired: dict[str, str] = {}  # of linears in no pair
         self._uneven: dict[str, tuple[int, str]] = {}
         self._notes: list[str] = []
 
-    @property
-    def linears(self) -> Mapping[str, LinearLike]:
-        """The linears that ran, by FQN."""
-        return self._found.linears
-
-    @property
-    def num_trials(self) -> int:
-        """Number of sharded runs of the unit."""
-        return self._ranks.num_trials
-
     def over_all_ranks(self, proof: Proof, placements: Mapping[str, Placement], size: int, context: int) -> GroupSearch:
-        """Make a search over all ranks (`size` tensor ranks times `context` context ranks) of the same unit.
+        """Makes a search over all ranks (`size` tensor ranks times `context` context ranks) of the same unit.
 
         `proof` is on all ranks; `placements` are those of the stored parameters over tensor ranks.
         """
         stored = StoredPlacements(placements, size, context)
-        return GroupSearch(self._user_unit, proof, self._replicated, UnitRequests(), None, {}, self._found, stored)
+        return GroupSearch(self._user_unit, proof, self._replicated, UnitRequests(), None, {}, self._dataflow, stored)
 
     def with_gradients(self) -> GroupSearch:
-        """Make the same search with trials that compare gradients too."""
-        given = self._user_unit, self._proof, self._replicated, self._wishes, self._sequence_parallel, self._vocabulary
-        return GroupSearch(*given, found=self._found, check_gradients=True)
+        """Makes the same search with trials that compare gradients too."""
+        return GroupSearch(*self._given, dataflow=self._dataflow, check_gradients=True)
 
     def run(self) -> UnitPlan:
-        """Search a plan, and prove it."""
+        """Searches a plan, and proves it."""
         if self._size == 1:
-            return self._unsharded_plan(ONE_TENSOR_RANK)
+            return UnitPlan.unsharded(self._user_unit, self._size, ONE_TENSOR_RANK)
         groups = self.groups = [*self._vocabulary_groups(), *self._attention_groups(), *self._linear_pairs()]
         groups += self._gathered_linears({fqn for group in groups for fqn in group.roles()})
         plan = self._prove(groups)
         # Vocabulary-parallel lookups and products need all positions.
         if self._sequence_parallel is not None and plan.num_sharded and not plan.vocabulary:
             sequence = find_sequence(self._proof)
-            shard = partial(shard_sequence, self._unit, plan, self._proof, self._sequence_parallel, sequence=sequence)
+            shard = partial(plan_sequence, self._unit, plan, self._proof, self._sequence_parallel, sequence=sequence)
             guessed = shard(guess=True, prove=False)
             is_right = guessed.full_sequence_reason or self._proof.first_failure(guessed) is None
             plan = guessed if is_right else shard(guess=False)
         return replace(plan, num_trials=self._ranks.num_trials)
 
     def exchanged(self, groups: list[GroupPlan] | None, *, with_heads: bool) -> tuple[list[GroupPlan], str]:
-        """Shard groups over the ranks of this search that are sharded over fewer; returns them, and why others fail.
+        """Shards groups over the ranks of this search that are sharded over fewer; returns them, and why others fail.
 
         Args:
             groups: The groups over fewer ranks; None for all that can be found.
@@ -145,17 +133,14 @@ class GroupSearch:
 
     def _max_heads(self, columns: tuple[str, ...]) -> tuple[int, str]:
         """The largest number of heads as which the output of one of these is viewed, and its FQN; 1 if none is."""
-        seen = {fqn: self._found.arrangements[fqn].pieces(self._found.linears[fqn].num_out)[1] for fqn in columns}
+        seen = {fqn: self._dataflow.arrangements[fqn].pieces(self.linears[fqn].num_out)[1] for fqn in columns}
         return max((count or 1, fqn) for fqn, counts in seen.items() for count in counts)
 
     def _uneven_heads(self, columns: tuple[str, ...]) -> str:
         """Why positions cannot be exchanged for heads after these; fewer key heads than ranks can be repeated."""
         heads, fqn = self._max_heads(columns)
-        return (
-            f"{heads} heads of {fqn} are {NOT_A_MULTIPLE} {self._size} ranks"
-            if heads > 1 and heads % self._size
-            else ""
-        )
+        fits = heads == 1 or heads % self._size == 0
+        return "" if fits else f"{heads} heads of {fqn} are {NOT_A_MULTIPLE} {self._size} ranks"
 
     # --- candidates ---------------------------------------------------------------------------------------------------
 
@@ -169,7 +154,7 @@ class GroupSearch:
             rows = next(iter(shards.values())).local_length
             group = Group("vocabulary", tuple(dims), (), f"by vocabulary, {rows} of {length} rows on a rank", "found")
             found, reason = self._trials.try_group(GroupPlan(group, {**shards}, vocabulary=dims))
-            if found is not None and self._ranks.num_gathers:
+            if found is not None and self._ranks.first_unit is not None and self._ranks.first_unit.num_gathers:
                 found, reason = None, "the unit uses it in an operation without a vocabulary-parallel form"
             if found is not None:
                 groups.append(found)
@@ -180,14 +165,12 @@ class GroupSearch:
 
     def _attention_groups(self) -> list[GroupPlan]:
         groups = []
-        for fqn in self._found.attentions:
+        for fqn in self._dataflow.attentions:
             module = self._unit.get_submodule(fqn)
             assert isinstance(module, nn.MultiheadAttention)
+            names = [f"{fqn}.{name}" if fqn else name for name, _ in module.named_parameters()]
             if module.num_heads % self._size:
-                self._replicate(
-                    [f"{fqn}.{name}" if fqn else name for name, _ in module.named_parameters()],
-                    f"{module.num_heads} heads are {NOT_A_MULTIPLE} {self._size} ranks",
-                )
+                self._replicate(names, f"{module.num_heads} heads are {NOT_A_MULTIPLE} {self._size} ranks")
                 self._uneven[fqn] = module.num_heads, "heads"
                 continue
             group = Group("attention", (fqn,), how="by heads")
@@ -195,24 +178,25 @@ class GroupSearch:
             if found is not None:
                 groups.append(found)
             else:
-                self._replicate([f"{fqn}.{name}" if fqn else name for name, _ in module.named_parameters()], reason)
+                self._replicate(names, reason)
         return groups
 
     def _linear_pairs(self) -> list[GroupPlan]:
         """The user's pairs, those of the model's own plan, and further pairs that are found."""
-        by_user, by_model = self._wishes.by_user, self._wishes.by_model
+        by_user, by_model = self._requests.by_user, self._requests.by_model
         assigned = set(by_user)
         groups: list[GroupPlan] = []
-        pairs, problems = requested_pairs(self._found, by_user)
+        pairs, problems = requested_pairs(self._dataflow, by_user)
         for fqn, problem in problems.items():
-            raise TensorPlanError(f"tensor_parallel_plan has {by_user[fqn].entry}: {self._wishes.named(fqn)} {problem}")
+            name = self._requests.named(fqn)
+            raise TensorPlanError(f"tensor_parallel_plan has {by_user[fqn].entry}: {name} {problem}")
         for pair in pairs:
             group, reason = self._best_variant(pair, "your plan")
             if group is None:
                 raise self._refused(pair, reason)
             groups.append(group)
             assigned |= group.roles().keys()
-        pairs, problems = requested_pairs(self._found, by_model, assigned)
+        pairs, problems = requested_pairs(self._dataflow, by_model, assigned)
         for fqn, problem in problems.items():
             self._notes.append(f"the model's own plan is not followed: {fqn} {problem.partition(';')[0]}")
         tried: dict[Pair, tuple[GroupPlan | None, str]] = {}
@@ -225,7 +209,7 @@ class GroupSearch:
                 tried[pair] = None, reason
                 self._notes.append(f"the model's own plan is not followed: {_pair_text(pair)}: {reason}")
         groups += self._found_pairs(assigned, tried)
-        order = list(self._found.linears)
+        order = list(self.linears)
         return sorted(groups, key=lambda group: order.index(group.group.rows[0]))
 
     def _found_pairs(self, assigned: set[str], tried: dict[Pair, tuple[GroupPlan | None, str]]) -> list[GroupPlan]:
@@ -233,7 +217,7 @@ class GroupSearch:
         no_rows: set[str] = set()
         uneven: dict[str, tuple[int, str]] | None = None
         while True:
-            pairs = [pair for pair in self._found.candidates(assigned, no_rows) if self._is_candidate(pair)]
+            pairs = [pair for pair in self._dataflow.candidates(assigned, no_rows) if self._is_candidate(pair)]
             for pair in pairs:
                 if pair not in tried:
                     tried[pair] = self._best_variant(pair, "found")
@@ -253,11 +237,13 @@ class GroupSearch:
         best: GroupPlan | None = None
         more, num_wrong = _EXTRA_TRIALS, 0
         least_wrong = math.inf, "its sizes cannot be divided"
-        for variant in variants(self._unit, self._found, *pair, self._size):
+        for variant in variants(self._unit, self._dataflow, *pair, self._size):
             if best is not None and (not best.avoidable or not more):
                 break
             more -= best is not None
-            group, failure = self._trials.try_group(GroupPlan.of_pair(*pair, variant, origin))
+            linears = Group("column", *pair, variant.how, origin)
+            candidate = GroupPlan(linears, dict(variant.placements), variant.attributes, variant.offsets)
+            group, failure = self._trials.try_group(candidate)
             if group is not None and (best is None or not group.watched):
                 best = group
             if group is None:
@@ -266,7 +252,7 @@ class GroupSearch:
                     least_wrong = error, f"{failure} (sharded {variant.how}"
         if best is not None:
             return best, ""
-        uneven = uneven_sizes(self._found, *pair, self._size)
+        uneven = uneven_sizes(self._dataflow, *pair, self._size)
         if uneven:
             self._uneven |= uneven
             return None, f"{_sizes_text(uneven)} are {NOT_A_MULTIPLE} {self._size} ranks"
@@ -274,26 +260,25 @@ class GroupSearch:
         return None, least_wrong[1] + tried * (num_wrong > 0)
 
     def _refused(self, pair: Pair, reason: str) -> TensorPlanError:
-        entries = "; ".join(
-            dict.fromkeys(self._wishes.by_user[f].entry for side in pair for f in side if f in self._wishes.by_user)
-        )
+        by_user = self._requests.by_user
+        entries = "; ".join(dict.fromkeys(by_user[fqn].entry for side in pair for fqn in side if fqn in by_user))
         return TensorPlanError(
-            f"tensor_parallel_plan has {entries}, but {_pair_text(pair)} of {self._wishes.unit or 'the unit'} sharded"
+            f"tensor_parallel_plan has {entries}, but {_pair_text(pair)} of {self._requests.unit or 'the unit'} sharded"
             f" like that is not proved: {reason}; leave these out of the plan, so that another one is searched, or make"
             " them replicated"
         )
 
     def _gathered_linears(self, assigned: set[str]) -> list[GroupPlan]:
         """Linears in no pair, column-parallel with their outputs gathered."""
-        plan_requests = self._wishes
+        by_user, by_model = self._requests.by_user, self._requests.by_model
         total = sum(p.numel() for p in self._unit.parameters())
         groups = []
-        for fqn, linear in self._found.linears.items():
+        for fqn, linear in self.linears.items():
             if fqn in assigned:
                 continue
             names = [linear.parameter(name) for name in ("weight", "bias")[: 1 + linear.has_bias]]
             numel = sum(self._unit.get_parameter(name).numel() for name in names)
-            is_small = numel < _SMALL_SHARE * total and fqn not in plan_requests.by_user
+            is_small = numel < _SMALL_SHARE * total and fqn not in by_user
             if NOT_A_MULTIPLE in self._unpaired.get(fqn, "") and linear.num_out % self._size:
                 self._replicate(names, self._unpaired[fqn])
             elif is_small:
@@ -308,14 +293,8 @@ class GroupSearch:
                 shards: dict[str, Placement] = {
                     name: Shard.evenly(dim, linear.num_out, self._size) for name, dim in dims.items()
                 }
-                requested = [
-                    name
-                    for name, plan in (
-                        ("your plan", plan_requests.by_user),
-                        ("the model's own plan", plan_requests.by_model),
-                    )
-                    if fqn in plan and plan[fqn].wanted == "gathered"
-                ]
+                plans = ("your plan", by_user), ("the model's own plan", by_model)
+                requested = [name for name, plan in plans if fqn in plan and plan[fqn].wanted == "gathered"]
                 how = "output gathered" if requested else f"output gathered: {self._why_unpaired(fqn)}"
                 group = Group("gathered", (fqn,), (), how, (*requested, "found")[0])
                 found, reason = self._trials.try_group(GroupPlan(group, shards))
@@ -328,8 +307,8 @@ class GroupSearch:
     def _why_unpaired(self, fqn: str) -> str:
         if fqn in self._unpaired:
             return self._unpaired[fqn]
-        readers = [reader for reader, sources in self._found.sources.items() if fqn in sources]
-        others = [reader for reader in readers if reader in self._wishes.by_user]
+        readers = [reader for reader, sources in self._dataflow.sources.items() if fqn in sources]
+        others = [reader for reader in readers if reader in self._requests.by_user]
         return f"what reads it ({', '.join(others)}) is in your plan" if others else "it pairs with no other linear"
 
     def _replicate(self, fqns: list[str], reason: str) -> None:
@@ -337,29 +316,20 @@ class GroupSearch:
             self.reasons.setdefault(fqn, reason)
 
     def _prove(self, groups: list[GroupPlan]) -> UnitPlan:
-        """Prove all groups together, in every setting; groups that make the proof fail are dropped."""
+        """Proves all groups together, in every setting; groups that make the proof fail are dropped."""
         plan = self._trials.plan(groups)
         failure = self._proof.first_failure(plan)
         self.proof_failed = failure is not None
         while failure is not None and groups:
-            failing = next(
-                (
-                    k
-                    for k in range(len(groups))
-                    if self._proof.first_failure(self._trials.plan([groups[k]])) is not None
-                ),
-                len(groups) - 1,
-            )
+            failures = (self._proof.first_failure(self._trials.plan([group])) for group in groups)
+            failing = next((k for k, other in enumerate(failures) if other is not None), len(groups) - 1)
             group = groups.pop(failing)
             self._replicate(list(group.placements), failure)
             plan = self._trials.plan(groups)
             failure = self._proof.first_failure(plan)
         if failure is not None:
-            plan = self._unsharded_plan(failure)
+            plan = UnitPlan.unsharded(self._user_unit, self._size, failure)
         return replace(plan, uneven=self._uneven, notes=tuple(self._notes))
-
-    def _unsharded_plan(self, reason: str) -> UnitPlan:
-        return UnitPlan.unsharded(self._user_unit, self._size, reason)
 
 
 def _pair_text(pair: Pair) -> str:
@@ -368,7 +338,6 @@ def _pair_text(pair: Pair) -> str:
 
 
 def _sizes_text(uneven: Mapping[str, tuple[int, str]]) -> str:
-    """List sizes and the modules that have them."""
     owners: dict[tuple[int, str], list[str]] = {}
     for fqn, size in uneven.items():
         owners.setdefault(size, []).append(fqn or "it")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
+from operator import attrgetter
 
 from lightning_hybrid.parts.placement import Placement, Shard
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, Rule, Site, UnitPlan
 from lightning_hybrid.tensor.search.context_search import stored_placements
 from lightning_hybrid.tensor.search.group_plan import GroupPlan, merged_plan
-from lightning_hybrid.tensor.trial.equivalence_proof import Proof
+from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class StoredPlacements:
     context: int
 
     def agrees_with(self, placements: Mapping[str, Placement]) -> bool:
-        """Return whether placements over tensor ranks times context ranks only shard the stored shards further."""
+        """Whether placements over tensor ranks times context ranks only shard the stored shards further."""
         if self.size == 1:
             return True
         reduced = stored_placements(placements, self.size, self.context)
@@ -54,7 +53,7 @@ class GroupTrials:
         *,
         check_gradients: bool,
     ) -> None:
-        """Bind the trials to a unit and to the ranks of its proof.
+        """Binds the trials to a unit and to the ranks of its proof.
 
         Args:
             proof: Of the unit, on these ranks.
@@ -69,12 +68,12 @@ class GroupTrials:
         self._proof, self._linears, self._reasons, self._stored = proof, linears, reasons, stored
 
     def plan(self, groups: list[GroupPlan], rules: dict[Site, Rule] | None = None) -> UnitPlan:
-        """Merge groups into a plan of the unit, as `merged_plan`."""
+        """Merges groups into a plan of the unit, as `merged_plan`."""
         proof = self._proof
         return merged_plan(proof.unit, proof.ranks.size, groups, self._linears, proof.example, self._reasons, rules)
 
     def try_group(self, group: GroupPlan) -> tuple[GroupPlan | None, str]:
-        """Try one group by itself; returns it with the rules and sums that it needs, or None and what is wrong."""
+        """Tries one group by itself; returns it with the rules and sums that it needs, or None and what is wrong."""
         proof = self._proof
         proof.relative_error = math.inf
         if not group.fits(proof.unit):
@@ -89,7 +88,7 @@ class GroupTrials:
             group.outputs = proof.sharded_outputs
             rules = {}
             failure = self._failure(group, rules)
-        watch = proof.ranks.watches[0]
+        watch = None if proof.ranks.first_unit is None else proof.ranks.first_unit.last_region_mode
         if failure is None and self._stored is None and not proof.runs_as_first(proof.eval_mode):
             # Code that runs only in eval mode needs rules too; for exchanges they are learned in that setting again.
             failure = proof.difference(self.plan([group], rules=rules), proof.eval_mode, learning=True)
@@ -98,7 +97,7 @@ class GroupTrials:
         elsewhere = watch.inside | watch.outside | self.excluded.keys()
         sliced = {fqn: dim for fqn, dim in watch.sliced.items() if fqn not in elsewhere}
         for fqn, dim in sliced.items():
-            shape = self._tensor_of(fqn).shape
+            shape = attrgetter(fqn)(proof.unit).shape
             group.placements[fqn] = Shard.evenly(dim % len(shape), shape[dim], proof.ranks.size)
         mixed = watch.inside & watch.outside | (set(watch.sliced) - set(sliced))
         group.summed = tuple(sorted(watch.inside - mixed - set(group.placements)))
@@ -120,12 +119,6 @@ class GroupTrials:
             forward_only=not self._check_gradients,
             without=weights - group.vocabulary.keys(),
         )
-
-    def _tensor_of(self, fqn: str) -> Tensor:
-        owner, _, name = fqn.rpartition(".")
-        value = getattr(self._proof.unit.get_submodule(owner), name)
-        assert isinstance(value, Tensor)
-        return value
 
 
 def _is_size(site: Site, rule: Rule) -> bool:

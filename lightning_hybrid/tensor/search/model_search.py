@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,10 +17,11 @@ from lightning_hybrid.step.recording.unit_dedup import UnitKinds
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.tracing.eager_around_compiled_layers import compiled_modules
 from lightning_hybrid.tensor.discovery.unit_calls import UnitCalls
-from lightning_hybrid.tensor.discovery.vocabulary_uses import Use, VocabularySharding, choose_vocabulary_shardings
+from lightning_hybrid.tensor.discovery.vocabulary_uses import WeightUse
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.unit_requests import UnitRequests, check_followed
 from lightning_hybrid.tensor.requests.user_plan import TensorPlanError
+from lightning_hybrid.tensor.search.choose_vocabulary_shardings import VocabularySharding, choose_vocabulary_shardings
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from lightning_hybrid.tensor.search.vocabulary_loss_proof import cross_entropy_failure
 
@@ -40,10 +42,10 @@ def plan_units(
     sequence_parallel: SequenceParallel = None,
     context: int = 1,
     plan_requests: Mapping[str, UnitRequests] | None = None,
-    uses: Mapping[str, Use] | None = None,
+    uses: Mapping[str, WeightUse] | None = None,
     step_units: Collection[nn.Module] = (),
 ) -> dict[str, UnitPlan]:
-    """Search a proved plan for each unit.
+    """Searches a proved plan for each unit.
 
     Args:
         root: The user's module.
@@ -198,7 +200,7 @@ def _refused(
 
 
 def _with_vocabulary_shards(plan: UnitPlan, unit: nn.Module, vocabulary: Mapping[str, int]) -> UnitPlan:
-    """Shard the vocabularies of a unit that is not called: others use them, and another step may call it."""
+    """Shards the vocabularies of a unit that is not called: others use them, and another step may call it."""
     shardings = {
         name: Shard.unevenly(dim, unit.get_parameter(name).shape[dim], plan.size) for name, dim in vocabulary.items()
     }
@@ -209,7 +211,7 @@ def _with_vocabulary_shards(plan: UnitPlan, unit: nn.Module, vocabulary: Mapping
 
 
 def _try_plan(find: Callable[..., UnitPlan], unit: nn.Module, args: Any, kwargs: Any, size: int) -> UnitPlan:
-    """Plan a unit; one that cannot be tried stays replicated, which is always right."""
+    """Plans a unit; one that cannot be tried stays replicated, which is always right."""
     try:
         return find(unit, args, kwargs, size)
     except TensorPlanError:
@@ -221,13 +223,9 @@ def _try_plan(find: Callable[..., UnitPlan], unit: nn.Module, args: Any, kwargs:
 
 def _used_by_several(root: nn.Module, units: Mapping[str, nn.Module]) -> set[int]:
     """Ids of parameters of several units, or of a unit and a module outside of units."""
-    owners: dict[int, set[str]] = {}
-    for fqn, unit in units.items():
-        for parameter in unit.parameters():
-            owners.setdefault(id(parameter), set()).add(fqn)
-    for key in _outside_of_units(root, units):
-        owners.setdefault(key, set()).add("")
-    return {key for key, names in owners.items() if len(names) > 1}
+    owners = [{id(parameter) for parameter in unit.parameters()} for unit in units.values()]
+    counts = Counter(key for keys in (*owners, _outside_of_units(root, units)) for key in keys)
+    return {key for key, count in counts.items() if count > 1}
 
 
 def _outside_of_units(root: nn.Module, units: Mapping[str, nn.Module]) -> set[int]:
@@ -238,7 +236,7 @@ def _outside_of_units(root: nn.Module, units: Mapping[str, nn.Module]) -> set[in
 
 
 def _without_fused_buffers(unit: nn.Module, plan: UnitPlan) -> UnitPlan:
-    """Replicate a unit with a buffer in several pieces: its shard must be a view of the full buffer, to be written."""
+    """Replicates a unit with a buffer in several pieces: its shard must be a view of the full buffer, to be written."""
     buffers = {name for name, _ in unit.named_buffers()}
     for name, placement in plan.placements.items():
         if name in buffers and isinstance(placement, Shard) and len(placement.pieces) > 1:

@@ -23,7 +23,7 @@ from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.structure_digest import digest_of
 from lightning_hybrid.tensor.requests.unit_requests import UnitRequests
 from lightning_hybrid.tensor.search.unit_search import plan_unit
-from lightning_hybrid.tensor.trial.equivalence_proof import prove_cached
+from lightning_hybrid.tensor.trial.sharded_unit_proof import prove_cached
 
 FILE_NAME = "tensor_plans.json"
 _MAX_PLANS = 500
@@ -40,7 +40,7 @@ class PlanCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Take ``folder`` (of the file, made where it is missing)."""
+        """Takes ``folder`` (of the file, made where it is missing)."""
         self.path = Path(folder) / FILE_NAME
         self.num_read = self.num_searched = 0
         self._plans = self._read()
@@ -59,7 +59,7 @@ class PlanCache:
         sequence_parallel: SequenceParallel = None,
         vocabulary: Mapping[str, int] | None = None,
     ) -> UnitPlan:
-        """Return a unit's plan, from the file if its proof passes and else from `plan_unit`; arguments as there."""
+        """A unit's plan, from the file if its proof passes and else from `plan_unit`; arguments as there."""
         by_rows = {name: f"by vocabulary along {dim}" for name, dim in (vocabulary or {}).items()}
         key = digest_of(
             unit, args, kwargs, (size, context), {**keep_replicated, **by_rows}, plan_requests, sequence_parallel
@@ -92,7 +92,7 @@ class PlanCache:
         return plan
 
     def save(self) -> str | None:
-        """Add the searched plans to the file; returns why it could not be written, or None."""
+        """Adds the searched plans to the file; returns why it could not be written, or None."""
         if not self._searched:
             return None
         others = {key: value for key, value in self._read().items() if key not in self._searched}
@@ -110,7 +110,7 @@ class PlanCache:
         return None
 
     def summary(self, unwritten: str | None) -> str:
-        """Describe where plans came from; `unwritten` is the reason why the file could not be written, if any."""
+        """Describes where plans came from; `unwritten` is the reason why the file could not be written, if any."""
         text = f"{self.num_searched} searched, {self.num_read} read from {self.path} and proved again"
         return text if unwritten is None else f"{text}; nothing is kept for the next run: {unwritten}"
 

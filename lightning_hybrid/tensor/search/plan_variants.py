@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_hybrid.parts.placement import Piece, Placement, Shard
-from lightning_hybrid.tensor.discovery.linear_dataflow import Arrangement, Discovery
+from lightning_hybrid.tensor.discovery.linear_dataflow import Arrangement, LinearDataflow
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike
-from lightning_hybrid.tensor.runtime.convert_slices_to_local import local_pieces
 
 Attributes = dict[str, dict[str, int]]
 
@@ -37,28 +36,28 @@ class Variant:
 
 
 def variants(
-    unit: nn.Module, found: Discovery, columns: tuple[str, ...], rows: tuple[str, ...], size: int
+    unit: nn.Module, dataflow: LinearDataflow, columns: tuple[str, ...], rows: tuple[str, ...], size: int
 ) -> Iterator[Variant]:
-    """Yield all variants of a group.
+    """Yields all variants of a group.
 
     Args:
         unit: The unit, or a copy.
-        found: The dataflow of the unit.
+        dataflow: The dataflow of the unit.
         columns: The column-parallel linears (sharded by output features).
         rows: The row-parallel linears (sharded by input features).
         size: Number of tensor ranks.
     """
-    column_linears = [found.linears[fqn] for fqn in columns]
+    column_linears = [dataflow.linears[fqn] for fqn in columns]
     seen: list[object] = []
-    for row_placements, row_words in _row_placements([found.linears[fqn] for fqn in rows], found, size):
-        for pieces, words in _column_pieces(column_linears, found, size):
+    for row_placements, row_words in _row_placements([dataflow.linears[fqn] for fqn in rows], dataflow, size):
+        for pieces, words in _column_pieces(column_linears, dataflow, size):
             placements = {**row_placements}
             for linear, cut in zip(column_linears, pieces, strict=True):
                 placements[linear.parameter("weight")] = Shard(linear.out_dim, cut)
                 if linear.has_bias:
                     placements[linear.parameter("bias")] = Shard(0, cut)
             fused = any(len(cut) > 1 for cut in pieces)
-            numbers = _local_numbers(column_linears, found.arrangements, pieces, size)
+            numbers = _local_numbers(column_linears, dataflow.arrangements, pieces, size)
             for attributes, which in _attributes(unit, columns, rows, numbers):
                 for offsets in (False, True) if fused else (False,):
                     key = (placements, attributes, offsets)
@@ -69,19 +68,15 @@ def variants(
 
 
 def uneven_sizes(
-    found: Discovery, columns: tuple[str, ...], rows: tuple[str, ...], size: int
+    dataflow: LinearDataflow, columns: tuple[str, ...], rows: tuple[str, ...], size: int
 ) -> dict[str, tuple[int, str]]:
-    """Find sizes of a group that the number of ranks does not divide: FQN -> size, and what it counts; heads first.
+    """Finds sizes of a group that the number of ranks does not divide: FQN -> size, and what it counts; heads first.
 
-    Args:
-        found: The dataflow of the unit.
-        columns: The column-parallel linears.
-        rows: The row-parallel linears.
-        size: Number of tensor ranks.
+    Arguments as for `variants`.
     """
     uneven = {}
     for fqn in columns:
-        _, seen = found.arrangements[fqn].pieces(found.linears[fqn].num_out)
+        _, seen = dataflow.arrangements[fqn].pieces(dataflow.linears[fqn].num_out)
         # Fewer heads than ranks are repeated.
         heads = [count for count in seen if count is not None and count > 1 and count % size and size % count]
         if heads:
@@ -89,13 +84,15 @@ def uneven_sizes(
     if uneven:
         return uneven
     sides = [(columns, "num_out", "output features"), (rows, "num_in", "input features")]
-    lengths = [(fqn, getattr(found.linears[fqn], name), what) for fqns, name, what in sides for fqn in fqns]
+    lengths = [(fqn, getattr(dataflow.linears[fqn], name), what) for fqns, name, what in sides for fqn in fqns]
     return {fqn: (length, what) for fqn, length, what in lengths if length % size}
 
 
-def _row_placements(rows: list[LinearLike], found: Discovery, size: int) -> Iterator[tuple[dict[str, Placement], str]]:
+def _row_placements(
+    rows: list[LinearLike], dataflow: LinearDataflow, size: int
+) -> Iterator[tuple[dict[str, Placement], str]]:
     """Placements of input features: in one piece, or in those that the input was concatenated from."""
-    joined = [found.arrangements[linear.fqn].joined for linear in rows]
+    joined = [dataflow.arrangements[linear.fqn].joined for linear in rows]
     for lengths in ([(linear.num_in,) for linear in rows], joined):
         placements: dict[str, Placement] = {}
         for linear, cuts in zip(rows, lengths, strict=True):
@@ -109,10 +106,10 @@ def _row_placements(rows: list[LinearLike], found: Discovery, size: int) -> Iter
 
 
 def _column_pieces(
-    linears: list[LinearLike], found: Discovery, size: int
+    linears: list[LinearLike], dataflow: LinearDataflow, size: int
 ) -> Iterator[tuple[list[tuple[Piece, ...]], str]]:
     """Pieces for each column: as the code used them in the run, then one, three and two equal ones."""
-    used = [found.arrangements[linear.fqn].pieces(linear.num_out) for linear in linears]
+    used = [dataflow.arrangements[linear.fqn].pieces(linear.num_out) for linear in linears]
     in_run = [local_pieces(lengths, heads, size) for lengths, heads in used]
     if all(cut is not None for cut in in_run):
         most = max(len(cut) for cut in in_run if cut is not None)
@@ -129,7 +126,7 @@ def _column_pieces(
 def _local_numbers(
     linears: list[LinearLike], arrangements: Mapping[str, Arrangement], pieces: list[tuple[Piece, ...]], size: int
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Map numbers of heads, and widths, to those of one rank."""
+    """Maps numbers of heads, and widths, to those of one rank."""
     heads: dict[int, int] = {}
     widths: dict[int, int] = {}
     for linear, cut in zip(linears, pieces, strict=True):
@@ -178,3 +175,19 @@ def _attributes(
         yield counted, "heads divided by value"
     if wide := chosen(False, {**widths, **heads}):
         yield wide, "heads and widths divided by value"
+
+
+def local_pieces(lengths: tuple[int, ...], heads: tuple[int | None, ...], size: int) -> tuple[Piece, ...] | None:
+    """Pieces of a projection sharded by full heads; fewer heads than ranks are repeated; None if none fit."""
+    pieces = []
+    for length, num_heads in zip(lengths, heads, strict=True):
+        if num_heads is None or num_heads % size == 0:
+            parts = size
+        elif size % num_heads == 0:
+            parts = num_heads
+        else:
+            return None
+        if length % parts:
+            return None
+        pieces.append(Piece(length, parts))
+    return tuple(pieces)

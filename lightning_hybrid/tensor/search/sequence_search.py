@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from lightning_hybrid.equivalence.output_differences import are_equal_within, difference_of, difference_of_sum
 from lightning_hybrid.parts.placement import Replicated
 from lightning_hybrid.tensor.plan.unit_plan import Axis, Group, PositionsPlan, SequenceAxes, UnitPlan
-from lightning_hybrid.tensor.trial.equivalence_proof import LOOSE_TOLERANCE, TOLERANCE, Proof
-from lightning_hybrid.tensor.trial.threaded_ranks import Outcome, local_and_expected, run_unsharded
+from lightning_hybrid.tensor.trial.run_unit_trials import Outcome, local_and_expected, run_unsharded
+from lightning_hybrid.tensor.trial.sharded_unit_proof import LOOSE_TOLERANCE, TOLERANCE, Proof
 
 # The largest number of choices of modules that see the full length that are tried.
 _MAX_TRIALS = 16
 
 
-def shard_sequence(
+def plan_sequence(
     unit: nn.Module,
     plan: UnitPlan,
     proof: Proof,
@@ -35,7 +35,7 @@ def shard_sequence(
     prove: bool = True,
     same_as: UnitPlan | None = None,
 ) -> UnitPlan:
-    """Shard the sequence of a unit; returns the new plan, or the given one with the reason why it is not sharded.
+    """Shards the sequence of a unit; returns the new plan, or the given one with the reason why it is not sharded.
 
     Args:
         unit: A copy of the unit with random weights.
@@ -51,11 +51,10 @@ def shard_sequence(
     if sequence is None:
         return replace(plan, full_sequence_reason="no argument of the unit has the shape of its result")
     leaf_index, dim = sequence
+    num_dims = int(proof.example.leaves[leaf_index].dim())
     reason = ""
     for shown in itertools.islice(_full_length_choices(unit, plan, by, same_as), _MAX_TRIALS):
-        positions = PositionsPlan(
-            by=by, leaf_index=leaf_index, dim=dim, num_dims=_num_dims(proof, leaf_index), shown=shown
-        )
+        positions = PositionsPlan(by=by, leaf_index=leaf_index, dim=dim, num_dims=num_dims, shown=shown)
         sharded = _sharded(plan, positions, proof, guess=guess, prove=prove)
         if isinstance(sharded, UnitPlan):
             return sharded
@@ -64,7 +63,7 @@ def shard_sequence(
 
 
 def find_sequence(proof: Proof) -> tuple[int, int] | None:
-    """Find the leaf index of the sequence among the arguments, and its dim of positions; None if there is none."""
+    """Finds the leaf index of the sequence among the arguments, and its dim of positions; None if there is none."""
     results = {tuple(out.shape) for out in proof.reference(proof.first).outputs if isinstance(out, Tensor)}
     for leaf_index, leaf in enumerate(proof.example.leaves):
         # The first such argument is the hidden state; others are additional inputs.
@@ -92,14 +91,10 @@ def _mixes(proof: Proof, leaf_index: int, dim: int) -> bool:
     return not all(torch.equal(a.select(dim, i), b.select(dim, i)) for a, b in compared for i in others)
 
 
-def _num_dims(proof: Proof, leaf_index: int) -> int:
-    return int(proof.example.leaves[leaf_index].dim())
-
-
 def _full_length_choices(
     unit: nn.Module, plan: UnitPlan, by: SequenceAxes, same_as: UnitPlan | None
 ) -> Iterator[tuple[str, ...]]:
-    """Yield choices of modules that see the full length: for each group one around its columns, or none."""
+    """Yields choices of modules that see the full length: for each group one around its columns, or none."""
     choices = []
     for group in plan.groups if by != "context" else filter(plan.exchanges, plan.groups):
         around = _modules_around(group, unit)
@@ -121,7 +116,7 @@ def _modules_around(group: Group, unit: nn.Module) -> list[str | None]:
 
 
 def _sharded(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, guess: bool, prove: bool) -> UnitPlan | str:
-    """Complete the plan by what a trial with these positions shows; or return what is wrong with it."""
+    """Completes the plan by what a trial with these positions shows; or returns what is wrong with it."""
     if plan.positions is not None:
         positions = replace(
             positions, features=plan.positions.features, parameter_shards=plan.positions.parameter_shards
@@ -138,7 +133,7 @@ def _sharded(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, guess: b
         outcomes = proof.outcomes(candidate, setting, learning=True, without=guessed)
         if isinstance(outcomes, str):
             return outcomes
-        sharding = proof.ranks.sequence_shardings[0]
+        sharding = None if proof.ranks.first_unit is None else proof.ranks.first_unit.last_sequence
         if sharding is None:
             return "nothing was sharded"
         for fqn, places in sharding.inputs.items():
@@ -168,7 +163,7 @@ def _sharded(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, guess: b
 def _find_summed(
     plan: UnitPlan, outcomes: list[Outcome], proof: Proof, guessed: Collection[str], summed: dict[Axis, list[str]]
 ) -> str:
-    """Collect the parameters whose gradients cover only local positions; returns what is wrong with one, or "".
+    """Collects the parameters whose gradients cover only local positions; returns what is wrong with one, or "".
 
     Args:
         plan: The plan by which the ranks ran.
@@ -210,7 +205,7 @@ def _difference(addends: list[Tensor], shard: Tensor, tolerance: float, wanted: 
 
 
 def _summed_axes(plan: UnitPlan, name: str) -> list[tuple[Axis, ...]]:
-    """Return the axes over which the gradient of a parameter may have to be summed, fewest first."""
+    """The axes over which the gradient of a parameter may have to be summed, fewest first."""
     assert plan.positions is not None
     over_tensor = plan.positions.by != "context" and plan.placements[name] == Replicated() and name not in plan.summed
     if plan.positions.by == "tensor":
@@ -219,7 +214,7 @@ def _summed_axes(plan: UnitPlan, name: str) -> list[tuple[Axis, ...]]:
 
 
 def _summands(found: list[Tensor], axes: tuple[Axis, ...], plan: UnitPlan) -> list[list[Tensor]]:
-    """Group the local gradients of ranks into the addends of each sum over some axes.
+    """Groups the local gradients of ranks into the addends of each sum over some axes.
 
     Args:
         found: Local gradients of tensor ranks times context ranks, or of the context ranks of one tensor rank.

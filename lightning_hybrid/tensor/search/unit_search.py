@@ -14,7 +14,7 @@ from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.unit_requests import UnitRequests, check_followed
 from lightning_hybrid.tensor.search.context_search import ShardedGroups, shard_over_context
 from lightning_hybrid.tensor.search.group_search import GroupSearch
-from lightning_hybrid.tensor.trial.equivalence_proof import Proof, proof_of
+from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof, proof_of
 
 
 def plan_unit(
@@ -28,12 +28,11 @@ def plan_unit(
     sequence_parallel: SequenceParallel = None,
     plan_requests: UnitRequests | None = None,
     vocabulary: Mapping[str, int] | None = None,
-    seed: int = 0,
 ) -> UnitPlan:
-    """Find how a unit can be sharded over tensor ranks, and prove it.
+    """Finds how a unit can be sharded over tensor ranks, and proves it.
 
     The unit itself, its weights and torch's generators are unchanged: all trials run on a copy with random weights. The
-    same unit, arguments and seed give the same plan.
+    same unit and arguments give the same plan.
 
     Args:
         unit: The smallest module that a pipeline cut never enters.
@@ -46,7 +45,6 @@ def plan_unit(
             between regions (sequence parallelism).
         plan_requests: The requests of plans for its modules.
         vocabulary: Weights and biases to shard by vocabulary, by FQN inside the unit, each with its dim of rows.
-        seed: Seed of the random weights.
 
     Returns:
         A proved plan; at worst one that replicates everything and has the reason.
@@ -60,8 +58,7 @@ def plan_unit(
     plan_requests = plan_requests or UnitRequests()
     with torch.random.fork_rng(devices=[]):
         least = size * context if sequence_parallel == "tensor" else 1
-        arguments = unit, example_args, example_kwargs or {}, size, seed, vocabulary
-        proof = proof_of(*arguments, context=context, least=least)
+        proof = proof_of(unit, example_args, example_kwargs or {}, size, vocabulary, context=context, least=least)
         if isinstance(proof, str):
             plan = UnitPlan.unsharded(unit, size, proof)
         else:
@@ -80,10 +77,10 @@ def _search(
     plan_requests: UnitRequests,
     vocabulary: Mapping[str, int],
 ) -> UnitPlan:
-    """Search over tensor ranks, then over context ranks; the result is proved."""
+    """Searches over tensor ranks, then over context ranks; the result is proved."""
     context = proof.ranks.context
-    on_tensor, on_tensor_deal = (proof, sequence_parallel) if context == 1 else (proof.on(size), None)
-    search = GroupSearch(unit, on_tensor, excluded, plan_requests, on_tensor_deal, vocabulary)
+    on_tensor, sharded_by = (proof, sequence_parallel) if context == 1 else (proof.on(size), None)
+    search = GroupSearch(unit, on_tensor, excluded, plan_requests, sharded_by, vocabulary)
     plan = search.run()
     if search.proof_failed:  # outputs were right in trials where gradients are not
         search = search.with_gradients()
@@ -96,13 +93,14 @@ def _search(
 
 
 def _with_context(plan: UnitPlan, search: GroupSearch, proof: Proof, sequence_parallel: SequenceParallel) -> UnitPlan:
-    """Shard the sequence of a plan over tensor ranks over context ranks as well."""
+    """Shards the sequence of a plan over tensor ranks over context ranks as well."""
     size, context = proof.ranks.size, proof.ranks.context
     if plan.vocabulary:
         return replace(
             plan, context=context, full_sequence_reason="vocabulary-parallel lookups and products need all positions"
         )
-    wide = search.over_all_ranks(proof.on(size * context), plan.placements, size, context)
+    wide_proof = proof.on(size * context)
+    wide = search.over_all_ranks(wide_proof, plan.placements, size, context)
     over_tensor = plan
     for with_heads in (True, False):  # groups that mix positions mostly have heads
         exchanged, why = wide.exchanged(None if size == 1 else search.groups, with_heads=with_heads)
@@ -110,4 +108,4 @@ def _with_context(plan: UnitPlan, search: GroupSearch, proof: Proof, sequence_pa
         plan = shard_over_context(proof.unit, over_tensor, groups, proof, sequence_parallel)
         if plan.positions is not None:
             break
-    return replace(plan, num_trials=plan.num_trials + wide.num_trials + proof.ranks.num_trials)
+    return replace(plan, num_trials=plan.num_trials + wide_proof.ranks.num_trials + proof.ranks.num_trials)

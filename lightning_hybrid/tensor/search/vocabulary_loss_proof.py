@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_hybrid.parts.placement import Shard, join, shard_tensor
-from lightning_hybrid.tensor.trial.equivalence_proof import TOLERANCE
+from lightning_hybrid.tensor.trial.sharded_unit_proof import TOLERANCE
 from lightning_hybrid.tensor.trial.threaded_ranks import ThreadRanks, TrialFailed, on_ranks
 from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import Vocabulary
 from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
@@ -21,7 +21,7 @@ _MAX_ROWS = 97
 
 
 def cross_entropy_failure(length: int, size: int) -> str | None:
-    """Compare a vocabulary-parallel cross entropy of random float64 numbers; returns what is wrong, or None.
+    """Compares a vocabulary-parallel cross entropy of random float64 numbers; returns what is wrong, or None.
 
     Args:
         length: Rows of the vocabulary; a large one is replaced by a small one that is as uneven.

@@ -150,9 +150,11 @@ class _FullCopy:
 class _Joined(NotIntercepted, torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, cut: AxisSharding, placement: Shard) -> Tensor:
+        """The full tensor, of the shape that the shards join to."""
         ctx.cut, ctx.placement = cut, placement
         return cut.unshard(local, placement)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """This rank's shard of the gradient, which has the full shape."""
         return ctx.cut.shard(gradients[0], ctx.placement).contiguous(), None, None

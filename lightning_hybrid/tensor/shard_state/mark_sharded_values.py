@@ -35,7 +35,7 @@ def mark_all(value: Any, size: int) -> Any:
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Yields the tensors among values and inside tuples and lists."""
+    """Yields the tensors, of any shape, among values and inside tuples and lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

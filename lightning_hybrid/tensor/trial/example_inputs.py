@@ -34,7 +34,7 @@ class Example:
     spec: Spec | None
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any], dict[int, Tensor]]:
-        """Make arguments for one run; returns args, kwargs, and the inputs that need a gradient by leaf index."""
+        """Makes args and kwargs of one run, and the inputs that need a gradient by leaf index; shapes of the leaves."""
         fresh: list[Any] = []
         inputs: dict[int, Tensor] = {}
         for index, leaf in enumerate(self.leaves):
@@ -61,7 +61,7 @@ def make_example(
     dtype: torch.dtype,
     least: int = 1,
 ) -> Example | None:
-    """Make an example with small sizes on which the unit runs.
+    """Makes an example with small sizes on which the unit runs.
 
     Args:
         args: Positional arguments, real or fake tensors among them.
@@ -105,7 +105,7 @@ def make_example(
 
 
 def _small_lengths(lengths: list[int], masked: set[int], weights: set[int], size: int, least: int) -> dict[int, int]:
-    """Assign a small prime to each length that can be replaced by one."""
+    """Assigns a small prime to each length that can be replaced by one."""
     enough = [prime for prime in _PRIMES if prime >= least] or [*_PRIMES[-1:]]
     primes = [prime for prime in enough if prime % size and size % prime and prime not in weights] or enough
     further = [prime for prime in primes[1:] if prime >= 2 * least] or primes
@@ -119,7 +119,7 @@ def _small_lengths(lengths: list[int], masked: set[int], weights: set[int], size
 
 
 def spread_rows(example: Example, lengths: Iterable[int], runs: Callable[[Example], bool]) -> Example:
-    """Spread the integers of an example over the vocabularies, so that each rank looks up some of its rows.
+    """Spreads the integers of an example over the vocabularies, so that each rank looks up some of its rows.
 
     Args:
         example: The example of a unit with lookups.
@@ -192,13 +192,8 @@ def _real(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Ten
     dtype = dtype if floating else tensor.dtype
     if not _has_no_data(tensor):
         value = tensor.detach().to("cpu", dtype)
-        return (value.clone() if value is tensor else value).requires_grad_(tensor.requires_grad)
-    if floating:
-        return (
-            torch.randn(tensor.shape, dtype=torch.float64, generator=generator)
-            .to(dtype)
-            .requires_grad_(tensor.requires_grad)
-        )
-    if dtype is torch.bool:
-        return torch.ones(tensor.shape, dtype=dtype)
-    return torch.zeros(tensor.shape, dtype=dtype)
+    elif floating:
+        value = torch.randn(tensor.shape, dtype=torch.float64, generator=generator).to(dtype)
+    else:
+        value = torch.full(tensor.shape, dtype is torch.bool, dtype=dtype)
+    return value.requires_grad_(tensor.requires_grad)

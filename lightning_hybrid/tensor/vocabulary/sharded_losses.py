@@ -151,40 +151,13 @@ LOSS_RULES: dict[Any, Rule] = {
 }
 
 
-# --- autograd functions for operations whose backward would gather the full tensor ------------------------------------
-
-
-class _Lookup(torch.autograd.Function, NotIntercepted):
-    """Looks up rows of an embedding's weight: each rank those that it holds, summed over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: VocabularyShard, rows: Tensor, padding: int | None) -> Tensor:
-        vocabulary = weight.vocabulary
-        local, foreign = vocabulary.located(rows)
-        ctx.save_for_backward(local, foreign)
-        ctx.weight_like, ctx.padding = (vocabulary, type(weight)), padding
-        found = torch.embedding(weight.local, local).masked_fill_(foreign.unsqueeze(-1), 0)
-        return vocabulary.summed(found)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[VocabularyShard, None, None]:
-        local, foreign = ctx.saved_tensors
-        vocabulary, kind = ctx.weight_like
-        padding = -1
-        if ctx.padding is not None:
-            padding = ctx.padding % vocabulary.length - vocabulary.offset
-            padding = padding if 0 <= padding < vocabulary.local_length else -1
-        grad = grad.masked_fill(foreign.unsqueeze(-1), 0)
-        dense = aten.embedding_dense_backward(grad, local, vocabulary.local_length, padding, False)
-        return kind(dense, 0, vocabulary), None, None
+# --- gather, whose own backward would gather the full tensor ----------------------------------------------------------
 
 
 class _Gather(torch.autograd.Function, NotIntercepted):
-    """``torch.gather`` along the vocabulary."""
-
     @staticmethod
     def forward(ctx: Any, x: VocabularyShard, rows: Tensor) -> Tensor:
+        """The values at ``rows``, in their shape."""
         ctx.save_for_backward(rows)
         ctx.like = x.vocabulary, type(x), x.local.shape, x.cut_dim
         last, dim = _vocabulary_last(x)
@@ -193,28 +166,12 @@ class _Gather(torch.autograd.Function, NotIntercepted):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[VocabularyShard, None]:
+        """The gradient of this rank's rows."""
         (rows,) = ctx.saved_tensors
         vocabulary, kind, shape, dim = ctx.like
         local, foreign = vocabulary.located(rows)
         out = grad.new_zeros(shape).scatter_add_(dim, local, grad.masked_fill(foreign, 0))
         return kind(out, dim, vocabulary), None
-
-
-def embedding_rows(
-    rows: Any,
-    weight: Any,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Any:
-    """``F.embedding`` on a weight sharded by rows; ``NotImplemented`` where an option needs the rows of all ranks."""
-    if not isinstance(weight, VocabularyShard) or weight.cut_dim != 0 or isinstance(rows, VocabularyShard):
-        return NotImplemented
-    if max_norm is not None or scale_grad_by_freq or sparse:
-        return NotImplemented
-    return _Lookup.apply(weight, rows, padding_idx)
 
 
 def gather_rows(x: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Any:

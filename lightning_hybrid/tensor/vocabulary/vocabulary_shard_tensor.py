@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_hybrid.parts.placement import Shard, join, padded
 from lightning_hybrid.step.standins.sharded_tensor_base import ShardedTensorBase
-from lightning_hybrid.tensor.collectives.rank_collectives import Ranks
+from lightning_hybrid.tensor.collectives.rank_groups import Ranks
 
 
 class Vocabulary:
@@ -42,7 +42,7 @@ class Vocabulary:
         return full.narrow(dim, self.offset, self.local_length)
 
     def summed(self, addend: Tensor) -> Tensor:
-        """The sum over the ranks, in the memory of the addend if that is dense."""
+        """The sum over the ranks, of the same shape, in the memory of the addend if that is dense."""
         addend = addend.contiguous()
         self.ranks.all_reduce(addend)
         return addend
@@ -60,10 +60,6 @@ class Vocabulary:
         if self.ranks.rank < self.ranks.size - 1:
             foreign |= local >= self.local_length
         return local.masked_fill(foreign, 0), foreign
-
-
-def _full_shape(local: Tensor, dim: int, length: int) -> tuple[int, ...]:
-    return (*local.shape[:dim], length, *local.shape[dim + 1 :])
 
 
 def _full_stride(local: Tensor, dim: int, length: int) -> tuple[int, ...]:
@@ -117,7 +113,7 @@ class VocabularyShard(ShardedTensorBase):
         """Wraps this rank's rows along ``dim``; ``memory`` is that of the shard of which this one is a view."""
         made: VocabularyShard = torch.Tensor._make_wrapper_subclass(
             cls,
-            _full_shape(local, dim, vocabulary.length),
+            (*local.shape[:dim], vocabulary.length, *local.shape[dim + 1 :]),
             strides=_full_stride(local, dim, vocabulary.length),
             dtype=local.dtype,
             device=local.device,
@@ -153,7 +149,7 @@ class VocabularyShard(ShardedTensorBase):
         return self.cut_dim - self._local.dim()
 
     def view_of(self, local: Tensor, dim: int | None = None) -> VocabularyShard:
-        """A shard that shares this one's memory."""
+        """A shard that shares this one's memory; ``local`` has any shape with ``local_length`` rows along ``dim``."""
         return type(self)(local, self.cut_dim if dim is None else dim, self.vocabulary, self._memory)
 
     def like(self, local: Tensor, dim: int | None = None) -> VocabularyShard:
@@ -161,7 +157,7 @@ class VocabularyShard(ShardedTensorBase):
         return type(self)(local, self.cut_dim if dim is None else dim, self.vocabulary)
 
     def gathered(self) -> Tensor:
-        """All-gathers the full tensor, without its autograd history; collective. It must not be written."""
+        """All-gathers the full shape, without its autograd history; collective. It must not be written."""
         local = self.local
         memory = self._memory
         exposed = next((full for full, shard, _ in memory.exposed if shard is self._local), None)
@@ -177,7 +173,7 @@ class VocabularyShard(ShardedTensorBase):
         return join(self.vocabulary.ranks.all_gather(padded(local.detach(), placement).contiguous()), placement)
 
     def exposed(self) -> Tensor:
-        """The full tensor as ``gathered``, for views that user code gets and might write."""
+        """The full shape as ``gathered``, for views that user code gets and might write."""
         full = self.gathered()
         if not any(full is other for other, _, _ in self._memory.exposed):
             self._memory.exposed.append((full, self._local, self.cut_dim))
@@ -185,7 +181,7 @@ class VocabularyShard(ShardedTensorBase):
         return full
 
     def take_full(self) -> Tensor:
-        """A full tensor that the caller owns."""
+        """A tensor of the full shape that the caller owns."""
         full = self.gathered()
         if self._gathered is None:
             return full.clone()

@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_map
 from lightning_hybrid.step.instrument.intercept_autograd_functions import NotIntercepted
 from lightning_hybrid.step.standins.sharded_tensor_base import materialize
 from lightning_hybrid.tensor.vocabulary.op_rules import rule_of
-from lightning_hybrid.tensor.vocabulary.sharded_losses import LOSS_RULES, embedding_rows, gather_rows
+from lightning_hybrid.tensor.vocabulary.sharded_embedding import embedding_rows
+from lightning_hybrid.tensor.vocabulary.sharded_losses import LOSS_RULES, gather_rows
 from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import Vocabulary, VocabularyShard
 
 # Operations that need the memory of the full tensor.
@@ -52,7 +53,7 @@ class VocabularyTensor(VocabularyShard):
     """A vocabulary shard whose operations run by sharding rules, or on the full tensor."""
 
     def full_tensor(self) -> Tensor:
-        """All-gathers the full tensor; gradients flow back to the shard."""
+        """All-gathers the full shape; gradients flow back to the shard."""
         return _GatherFull.apply(self)
 
     @classmethod
@@ -136,27 +137,27 @@ def _run_on_full(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _GatherFull(torch.autograd.Function, NotIntercepted):
-    """Makes the plain full tensor; backward, each rank gets its rows of the gradient."""
-
     @staticmethod
     def forward(ctx: Any, x: VocabularyShard) -> Tensor:
+        """The plain tensor of the full shape."""
         return x.take_full()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """The gradient, of the full shape, of which each rank gets its rows."""
         return grad
 
 
 class _Represent(torch.autograd.Function, NotIntercepted):
-    """Makes a `VocabularyTensor` of this rank's rows."""
-
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, vocabulary: Vocabulary) -> VocabularyShard:
+        """A `VocabularyTensor` of the full shape from this rank's rows."""
         ctx.dim, ctx.vocabulary = dim, vocabulary
         return VocabularyTensor(local.detach(), dim, vocabulary)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """This rank's rows of the gradient."""
         if isinstance(grad, VocabularyShard) and grad.cut_dim == ctx.dim:
             return grad.local, None, None
         full = grad.gathered() if isinstance(grad, VocabularyShard) else grad

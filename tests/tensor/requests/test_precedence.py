@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hybrid.tensor.requests.model_plan import requests_of_model
 from lightning_hybrid.tensor.requests.unit_requests import requests_by_unit
-from lightning_hybrid.tensor.requests.user_plan import TensorPlanError, requests_of_model, requests_of_user
+from lightning_hybrid.tensor.requests.user_plan import TensorPlanError, requests_of_user
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from models.tensor_blocks import BLOCKS, HIDDEN, WIDTH, tokens
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.parts.placement import join, shard_tensor
-from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks
+from lightning_hybrid.tensor.collectives.rank_groups import GroupRanks
 from lightning_hybrid.tensor.runtime.convert_slices_to_local import CannotShard
-from lightning_hybrid.tensor.runtime.sharded_unit import sharded
+from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from models.tensor_blocks import BLOCKS, WIDTH, Block, FusedAttention, tokens
 
@@ -77,7 +77,7 @@ def test_the_sharded_unit_is_the_unit(name, monkeypatch):
     for fqn, parameter in unit.named_parameters():
         local[fqn].requires_grad_(parameter.requires_grad)
     args = tuple(arg.detach().clone().requires_grad_(arg.requires_grad) for arg in args)
-    with sharded(unit, plan, dist.group.WORLD, tensors=lambda: local):
+    with ShardedUnit(unit, plan, dist.group.WORLD, tensors=lambda: local).running():
         with counted(monkeypatch) as forward:
             output = first(unit(*args))
         with counted(monkeypatch) as backward:
@@ -103,7 +103,7 @@ def test_other_batches_and_lengths_than_those_of_the_proof():
         local = {fqn: shard_tensor(tensor, plan.placements[fqn], rank, 2) for fqn, tensor in unit.state_dict().items()}
         x = torch.randn(shape, dtype=torch.float64)
         expected = first(unit(x))
-        with sharded(unit, plan, dist.group.WORLD, tensors=lambda local=local: local), torch.no_grad():
+        with ShardedUnit(unit, plan, dist.group.WORLD, tensors=lambda local=local: local).running(), torch.no_grad():
             assert (first(unit(x)) - expected).abs().max() < TOLERANCE
 
 
@@ -117,7 +117,7 @@ def test_attributes_of_the_unit_are_local():
         owner, _, name = fqn.rpartition(".")
         local = nn.Parameter(shard_tensor(parameter.detach(), plan.placements[fqn], rank, 2))
         setattr(unit.get_submodule(owner), name, local)
-    with sharded(unit, plan, dist.group.WORLD):
+    with ShardedUnit(unit, plan, dist.group.WORLD).running():
         assert (unit(x) - expected).abs().max() < TOLERANCE
 
 
@@ -141,7 +141,7 @@ def test_dropout_differs_inside_a_region_and_is_equal_outside():
     plan = plan_unit(unit, (tokens(2, 5, 8),), {}, 2)
     local = {fqn: shard_tensor(tensor, plan.placements[fqn], rank, 2) for fqn, tensor in unit.state_dict().items()}
     x = torch.ones(2, 5, 8)
-    with sharded(unit, plan, dist.group.WORLD, tensors=lambda: local):
+    with ShardedUnit(unit, plan, dist.group.WORLD, tensors=lambda: local).running():
         masks = []
         for _ in range(2):
             unit(x)
@@ -165,7 +165,7 @@ def test_a_hook_around_draws_is_entered_for_regions_alone():
         entered.append(1)
         yield
 
-    with sharded(unit, plan, dist.group.WORLD, tensors=lambda: local, around_draw=around):
+    with ShardedUnit(unit, plan, dist.group.WORLD, tensors=lambda: local, around_draw=around).running():
         unit(tokens())
         assert len(entered) == 1  # of attention; the two dropouts after the sums are outside
         unit.eval()
@@ -191,7 +191,7 @@ def test_an_input_that_needs_a_gradient_only_later_gets_it():
     local = {fqn: shard_tensor(t, plan.placements[fqn], dist.get_rank(), 2) for fqn, t in unit.state_dict().items()}
     scale.requires_grad_()
     [expected] = torch.autograd.grad(unit(x, scale).sum(), scale)
-    with sharded(unit, plan, dist.group.WORLD, tensors=lambda: local):
+    with ShardedUnit(unit, plan, dist.group.WORLD, tensors=lambda: local).running():
         [found] = torch.autograd.grad(unit(x, scale).sum(), scale)
     assert (found - expected).abs().max() < TOLERANCE
 
@@ -212,7 +212,7 @@ def test_gradients_can_be_differentiated_again():
         return force.square().sum()
 
     [expected] = torch.autograd.grad(force_loss(), x)
-    with sharded(unit, plan, dist.group.WORLD, tensors=lambda: local):
+    with ShardedUnit(unit, plan, dist.group.WORLD, tensors=lambda: local).running():
         [found] = torch.autograd.grad(force_loss(), x)
     assert (found - expected).abs().max() < TOLERANCE
 
@@ -233,7 +233,7 @@ def test_a_branch_that_was_not_proved_is_refused():
     unit = Branches()
     plan = plan_unit(unit, (tokens(2, 6, 8),), {}, 2)
     local = {fqn: shard_tensor(t, plan.placements[fqn], dist.get_rank(), 2) for fqn, t in unit.state_dict().items()}
-    with sharded(unit, plan, dist.group.WORLD, tensors=lambda: local), torch.no_grad():
+    with ShardedUnit(unit, plan, dist.group.WORLD, tensors=lambda: local).running(), torch.no_grad():
         unit(tokens(4, 6, 8))
         with pytest.raises(CannotShard, match=r"did not run when the unit's plan was proved"):
             unit(tokens(12, 6, 8))
@@ -243,7 +243,7 @@ def test_a_branch_that_was_not_proved_is_refused():
 def test_a_plan_for_another_number_of_ranks_is_refused():
     plan = plan_unit(nn.Linear(4, 4), (torch.zeros(2, 4),), {}, 4)
     message = "the plan is for 4 tensor ranks but the group has 2"
-    with pytest.raises(ValueError, match=message), sharded(nn.Linear(4, 4), plan, dist.group.WORLD):
+    with pytest.raises(ValueError, match=message), ShardedUnit(nn.Linear(4, 4), plan, dist.group.WORLD).running():
         pass
 
 

@@ -15,9 +15,9 @@ from lightning_hybrid.tensor.plan.plan_json import from_json, to_json
 from lightning_hybrid.tensor.runtime.find_position_dim import find_positions
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from lightning_hybrid.tensor.shard_state.rank_randomness import RankDraws
-from lightning_hybrid.tensor.trial.equivalence_proof import Proof
 from lightning_hybrid.tensor.trial.example_inputs import make_example
-from lightning_hybrid.tensor.trial.threaded_ranks import Setting, TrialRanks, run_unsharded
+from lightning_hybrid.tensor.trial.run_unit_trials import Setting, TrialRanks, run_unsharded
+from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof
 from models.tensor_blocks import BLOCKS, WIDTH, BiasedAttention, Block, FusedAttention, tokens
 
 # name -> what is sharded over 2 ranks: columns -> rows (or what is gathered), in their order

@@ -8,7 +8,12 @@ from torch import nn
 
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import mark, mark_all, sharded_over, tensors_in
 from lightning_hybrid.tensor.shard_state.rank_randomness import RankDraws
-from lightning_hybrid.tensor.shard_state.swapped_members import find_slots, put_attributes, put_forwards, put_tensors
+from lightning_hybrid.tensor.shard_state.swap_parameters_and_forwards import (
+    find_slots,
+    put_attributes,
+    put_forwards,
+    put_tensors,
+)
 
 
 class Tied(nn.Module):

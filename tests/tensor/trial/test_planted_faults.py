@@ -8,14 +8,13 @@ import torch
 from torch import nn
 
 from lightning_hybrid.parts.placement import Replicated, Shard
-from lightning_hybrid.tensor.collectives import sequence_collectives as positions
+from lightning_hybrid.tensor.collectives import sequence_collectives, sequence_shard_tensor
 from lightning_hybrid.tensor.plan.unit_plan import PositionsPlan
-from lightning_hybrid.tensor.runtime import multiply_by_local_weight as products
 from lightning_hybrid.tensor.runtime import parallel_linears as linears
 from lightning_hybrid.tensor.runtime import region_inputs as entrances
 from lightning_hybrid.tensor.runtime.parallel_linears import ParallelLinears
 from lightning_hybrid.tensor.search.unit_search import plan_unit
-from lightning_hybrid.tensor.trial.equivalence_proof import proof_of
+from lightning_hybrid.tensor.trial.sharded_unit_proof import proof_of
 from models.tensor_blocks import HEADS, WIDTH, Block, FusedAttention, GroupedQueries, tokens
 
 SHARDED = ["tensor", "context", "both", "all"]
@@ -86,7 +85,7 @@ class OtherInEval(nn.Module):
 
 
 def test_a_gradient_of_a_weight_that_is_wrong_in_eval_mode_alone(monkeypatch):
-    product_of = products.product_of
+    product_of = linears.product_of
 
     def wrong_in_eval(module, linear, x, with_bias):
         weight = module.weight
@@ -144,7 +143,7 @@ def test_a_bias_that_every_rank_adds(monkeypatch, sequence_parallel):
         if sequence is not None and sequence.exchanges(linear.fqn):
             x = sequence.to_positions(x, linear.fqn)
         out = run(x, True, *args, **kwargs)
-        return self._leave(out) if sequence is None else sequence.leave_region(out)
+        return self._leave(out) if sequence is None else sequence.reduce_scatter(out, sequence.inner)
 
     monkeypatch.setattr(ParallelLinears, "_row", row)
     assert "output 0" in proof.first_failure(plan)
@@ -192,7 +191,7 @@ def test_sharded_positions_that_are_mixed():
 @pytest.mark.parametrize("sequence_parallel", ["tensor", "all"])
 def test_positions_of_sums_that_are_not_summed(monkeypatch, sequence_parallel):
     plan, proof = fused(sequence_parallel)
-    monkeypatch.setattr(positions, "leave", lambda addend, sharding: positions.shard_sequence(addend, sharding))
+    monkeypatch.setattr(sequence_collectives, "leave", sequence_collectives.local_positions)
     assert "output 0" in proof.first_failure(plan)
 
 
@@ -210,7 +209,7 @@ def test_a_gradient_of_positions_that_is_not_gathered(monkeypatch, sequence_para
         def backward(ctx, grad):
             return ctx.sharding.local_positions(grad), None
 
-    monkeypatch.setattr(positions, "_Enter", OwnGradient)
+    monkeypatch.setattr(sequence_shard_tensor, "enter", OwnGradient.apply)
     assert "grad of" in proof.first_failure(plan)
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.fits import Run, check, fit, reference_of
-from lightning_hybrid.tensor.collectives.rank_collectives import GroupRanks
+from lightning_hybrid.tensor.collectives.rank_groups import GroupRanks
 from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import VocabularyShard
 from models.hand_written import WIDTH, Decoder, TiedByHand
 

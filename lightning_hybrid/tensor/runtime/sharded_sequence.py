@@ -1,4 +1,4 @@
-"""Sequence sharding of one forward of a unit: shards, gathers and returns its positions.
+"""The sharded sequence of one forward of a unit: shards, gathers and returns its positions.
 
 A sequence is sharded over tensor ranks, over context ranks, or over context ranks and each shard over tensor ranks:
 
@@ -11,25 +11,16 @@ and the reverse after the row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.randomness.drawing_ops import draws
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.standins.sharded_tensor_base import materialize
 from lightning_hybrid.tensor.collectives import sequence_collectives as positions
-from lightning_hybrid.tensor.collectives.rank_collectives import ExchangingRanks
-from lightning_hybrid.tensor.collectives.sequence_collectives import (
-    AnySharding,
-    SequenceShard,
-    SequenceSharding,
-    TwoLevelSharding,
-    shard_sequence,
-)
+from lightning_hybrid.tensor.collectives.rank_groups import ExchangingRanks
+from lightning_hybrid.tensor.collectives.sequence_collectives import AnySharding, SequenceSharding, TwoLevelSharding
+from lightning_hybrid.tensor.collectives.sequence_shard_tensor import SequenceShard, shard_sequence
 from lightning_hybrid.tensor.plan.unit_plan import PositionsPlan
 from lightning_hybrid.tensor.runtime.convert_slices_to_local import CannotShard
 
@@ -105,7 +96,7 @@ class ShardedSequence:
             shard_sequence(leaf, self.sharding) if k == index else materialize(leaf) for k, leaf in enumerate(leaves)
         ]
         if "" in self._plan.shown:
-            leaves[index] = self._represent(leaves[index], of_region="" in self._of_region)
+            leaves[index] = self.represent(leaves[index], of_region="" in self._of_region)
         return rebuild_call(leaves, args, kwargs, plain)
 
     def end(self, output: Any, *, keep_sharded: bool) -> Any:
@@ -141,15 +132,15 @@ class ShardedSequence:
         """The arguments of a module in the unit, the sharded ones as `SequenceShard`, which has the full shape."""
         leaves, plain = flatten_call(args, kwargs)
         if self._learning:  # its sizes are all different
-            found = [index for index, leaf in enumerate(leaves) if self._is_sharded(leaf)]
+            found = [index for index, leaf in enumerate(leaves) if isinstance(leaf, SequenceShard) or self._fits(leaf)]
             self.inputs[fqn] = tuple(sorted({*self.inputs.get(fqn, ()), *found}))
         for index in self.inputs[fqn] if self._learning else self._plan.inputs.get(fqn, ()):
             if index < len(leaves) and isinstance(leaves[index], Tensor):
-                leaves[index] = self._represent(self._local(leaves[index]), of_region=fqn in self._of_region)
+                leaves[index] = self.represent(self._local(leaves[index]), of_region=fqn in self._of_region)
         return rebuild_call(leaves, args, kwargs, plain)
 
     def linear_input(self, fqn: str, x: Tensor) -> tuple[Tensor, bool]:
-        """The input of a linear, and whether it is this rank's positions."""
+        """The input ``(..., features)`` of a linear, and whether it is this rank's positions."""
         if self.inner is not None or self.exchanges(fqn):  # other linears do the same with any input
             (x,), _ = self.module_inputs(fqn, (x,), {})
         return (self._local(x), True) if isinstance(x, SequenceShard) else (x, False)
@@ -158,22 +149,14 @@ class ShardedSequence:
         """Whether context ranks exchange positions for the features of a linear."""
         return fqn in self._plan.features
 
-    def in_region(self, local: Tensor) -> SequenceShard:
-        """The lazy tensor of the positions that the tensor ranks have together."""
-        return self._represent(local, of_region=True)
-
-    def _is_sharded(self, leaf: Any) -> bool:
-        return isinstance(leaf, SequenceShard) or self._fits(leaf)
-
     def _local(self, value: Tensor) -> Tensor:
         """This rank's positions of a sharded value."""
         if not isinstance(value, SequenceShard):
             return value
-        is_of_region = self.inner is not None and value.sharding.is_same(self.inner)
-        return shard_sequence(value, self.inner if is_of_region and self.inner is not None else self.sharding)
+        return shard_sequence(value, value.sharding if value.sharding == self.inner else self.sharding)
 
-    def _represent(self, local: Tensor, *, of_region: bool = False) -> SequenceShard:
-        """The lazy tensor of the full shape for a sharded value; the same object for the same value."""
+    def represent(self, local: Tensor, *, of_region: bool = False) -> SequenceShard:
+        """The lazy tensor for a shard, of the full shape or that of the tensor ranks together; one for each value."""
         sharding = self.inner if of_region and self.inner is not None else self.sharding
         key = id(local), sharding is self.sharding
         cached = self._shards.get(key)
@@ -188,29 +171,21 @@ class ShardedSequence:
 
     # --- outputs of regions -------------------------------------------------------------------------------------------
 
-    def leave(self, addend: Tensor) -> Tensor:
-        """Reduce-scatters over all ranks that the sequence is sharded over."""
-        return self._reduce_scatter(addend, self.sharding)
-
-    def leave_region(self, addend: Tensor) -> Tensor:
-        """Reduce-scatters over tensor ranks."""
-        assert self.inner is not None
-        return self._reduce_scatter(addend, self.inner)
-
-    def _reduce_scatter(self, addend: Tensor, sharding: AnySharding) -> Tensor:
+    def reduce_scatter(self, addend: Tensor, sharding: AnySharding) -> Tensor:
+        """This rank's positions of the sum of the ranks' addends, which have the full shape of the sharding."""
         _check_length(addend, sharding)
         self.is_local = True
         return positions.leave(addend, sharding)
 
     def to_positions(self, inside: Tensor, fqn: str) -> Tensor:
-        """All-to-all: all positions of the local heads to a context rank's positions of all its features."""
+        """All-to-all: ``(positions, local heads)`` to ``(local positions, features)`` of a context rank."""
         assert self.outer is not None
         _check_length(inside, self.outer)
         self.is_local = self.inner is None
         return positions.to_positions(inside, self.outer, self._plan.features[fqn])
 
     def to_heads(self, local: Tensor, fqn: str) -> Tensor:
-        """All-to-all: a context rank's positions of all its features to all positions of the local heads."""
+        """All-to-all: ``(local positions, features)`` of a context rank to ``(positions, local heads)``."""
         assert self.outer is not None
         return positions.to_heads(local, self.outer, self._plan.features[fqn])
 
@@ -224,20 +199,3 @@ def _check_length(value: Tensor, sharding: AnySharding) -> None:
         raise CannotShard(
             f"a value of shape {tuple(value.shape)} has no {sharding.length} positions in dim {sharding.dim}"
         )
-
-
-class LocalPositionDraws(TorchFunctionMode):
-    """The function mode by which ranks draw different random numbers for their positions, and equal ones elsewhere."""
-
-    def __init__(self, sequence: ShardedSequence, around_draw: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Takes the sharded sequence of the forward, and a context that makes draws differ by rank."""
-        super().__init__()
-        self._sequence, self._around_draw = sequence, around_draw
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Enters the context for a draw for local positions."""
-        kwargs = kwargs or {}
-        if self._sequence.is_local and draws(getattr(func, "__name__", ""), args, kwargs):
-            with self._around_draw():
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)

@@ -38,7 +38,7 @@ def find_slots(modules: Modules, fqns: Iterable[str]) -> dict[str, list[Slot]]:
 
 
 def put_tensors(slots: Mapping[str, list[Slot]], tensors: Mapping[str, Tensor], undo: ExitStack) -> None:
-    """Puts tensors into their slots, by FQN; ``undo`` restores the previous ones."""
+    """Puts tensors, of any shape, into their slots, by FQN; ``undo`` restores the previous ones."""
     for fqn, tensor in tensors.items():
         for members, name in slots[fqn]:
             if members[name] is not tensor:
@@ -72,7 +72,4 @@ def put_forwards(modules: Modules, forwards: Mapping[str, Callable[..., Any]], u
     for module in modules.values():
         # Torch's encoder layer bypasses the attention's forward and reads its weights in eval mode, unless this is 0.
         if isinstance(module, nn.TransformerEncoderLayer):
-            undo.callback(replace(module, _FAST_PATH, 0, reason="parallel linears"))
-
-
-_FAST_PATH = "activation_relu_or_gelu"
+            undo.callback(replace(module, "activation_relu_or_gelu", 0, reason="parallel linears"))

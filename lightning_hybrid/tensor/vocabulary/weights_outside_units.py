@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call
-from lightning_hybrid.tensor.collectives.rank_collectives import Ranks
+from lightning_hybrid.tensor.collectives.rank_groups import Ranks
 from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import Vocabulary
 from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
 
@@ -18,7 +18,7 @@ _OF_SHARD = frozenset({"grad", "requires_grad", "is_leaf", "grad_fn", "_backward
 _IDENTITY = frozenset({"__hash__", "requires_grad_", "register_hook", "__set__", "__delete__"})
 
 
-class OutsideVocabularyMode(TorchFunctionMode):
+class WeightsOutsideUnits(TorchFunctionMode):
     """A mode in which operations on a vocabulary-parallel weight get it as a tensor of the full shape."""
 
     def __init__(self, placements: Mapping[int, Shard], ranks: Ranks) -> None:
@@ -29,7 +29,6 @@ class OutsideVocabularyMode(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replaces the weights among the arguments by their representations."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _IDENTITY or (name == "__get__" and func.__self__.__name__ in _OF_SHARD):

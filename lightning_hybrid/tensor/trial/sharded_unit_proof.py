@@ -20,14 +20,14 @@ from lightning_hybrid.step.tracing.torch_call_sites import user_call_sites
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.proved_calls import value_read_in
 from lightning_hybrid.tensor.trial.example_inputs import Example, make_example, spread_rows
-from lightning_hybrid.tensor.trial.threaded_ranks import (
+from lightning_hybrid.tensor.trial.run_unit_trials import (
     Outcome,
     Setting,
-    TrialFailed,
     TrialRanks,
     local_and_expected,
     run_unsharded,
 )
+from lightning_hybrid.tensor.trial.threaded_ranks import TrialFailed
 
 TOLERANCE = 1e-9  # relative to the largest element, in float64: only the order of sums differs
 LOOSE_TOLERANCE = 1e-4  # in float32, or where user code casts to it
@@ -42,6 +42,10 @@ class Proof:
         example: Its arguments.
         ranks: Runs it on all ranks.
         dtype: Dtype of weights and arguments.
+        first: Train mode with gradients: the setting that finds most errors.
+        eval_mode: Eval mode without gradients, in which units may run other code than in training.
+        without_modes: Eval mode without function modes, as in a run of the user: torch takes other paths there.
+        settings: The settings in which a plan must pass.
         sharded_outputs: Outputs of the last run that had the local size along one dim: index -> dim.
         relative_error: What the last run differed by; infinite where not by numbers alone.
     """
@@ -51,56 +55,33 @@ class Proof:
     ranks: TrialRanks
     dtype: torch.dtype
 
-    @property
-    def first(self) -> Setting:
-        """Train mode with gradients: the setting that finds most errors."""
-        return Setting(dtype=self.dtype)
-
-    @property
-    def eval_mode(self) -> Setting:
-        """Eval mode without gradients, in which units may run other code than in training."""
-        return Setting(training=False, grad=False, dtype=self.dtype)
-
-    @property
-    def without_modes(self) -> Setting:
-        """Eval mode without function modes, as in a run of the user: torch takes other paths there."""
-        return replace(self.eval_mode, exact=False)
-
-    @property
-    def settings(self) -> list[Setting]:
-        """The settings in which a plan must pass."""
-        return [
-            self.first,
-            Setting(training=False, dtype=self.dtype),
-            Setting(grad=False, dtype=self.dtype),
-            self.eval_mode,
-            self.without_modes,
-        ]
-
     def __post_init__(self) -> None:
+        first = self.first = Setting(dtype=self.dtype)
+        self.eval_mode = replace(first, training=False, grad=False)
+        self.without_modes = replace(self.eval_mode, exact=False)
+        others = [replace(first, training=False), replace(first, grad=False)]
+        self.settings = [first, *others, self.eval_mode, self.without_modes]
         self._references: dict[str, tuple[Outcome, frozenset[str]]] = {}  # with the names of missing gradients
         self._same_as_first: dict[str, bool] = {}
         self.sharded_outputs: dict[int, int] = {}
         self.relative_error = math.inf
 
     def on(self, size: int, context: int = 1) -> Proof:
-        """Make a proof of the same example on other numbers of tensor and context ranks."""
+        """Makes a proof of the same example on other numbers of tensor and context ranks."""
         proof = replace(self, ranks=TrialRanks(self.unit, size, context, copies=self.ranks.copies))
         proof._references, proof._same_as_first = self._references, self._same_as_first
         return proof
 
     def reference(self, setting: Setting, without: Collection[str] = ()) -> Outcome:
-        """Return the outcome of the unsharded unit, which runs once for each setting.
+        """The outcome of the unsharded unit, which runs once for each setting.
 
         Gradients of the parameters in `without` may be missing.
         """
         key = f"{setting} {setting.exact}"
         cached = self._references.get(key)
         if cached is None or not cached[1] <= set(without):
-            cached = self._references[key] = (
-                run_unsharded(self.unit, self.example, setting, without),
-                frozenset(without),
-            )
+            outcome = run_unsharded(self.unit, self.example, setting, without)
+            cached = self._references[key] = outcome, frozenset(without)
         return cached[0]
 
     def difference(
@@ -112,7 +93,7 @@ class Proof:
         forward_only: bool = False,
         without: Collection[str] = (),
     ) -> str | None:
-        """Run the unit by a plan; returns the first difference from the unsharded unit, or None.
+        """Runs the unit by a plan; returns the first difference from the unsharded unit, or None.
 
         Args:
             plan: The plan.
@@ -146,14 +127,9 @@ class Proof:
         forward_only: bool = False,
         without: Collection[str] = (),
     ) -> list[Outcome] | str:
-        """Run the unit by a plan; returns the outcomes of all ranks, or a failure or the first difference of outputs.
+        """Runs the unit by a plan; returns the outcomes of all ranks, or a failure or the first difference of outputs.
 
-        Args:
-            plan: The plan.
-            setting: The setting of the run.
-            learning: Whether the run makes the rules of the plan.
-            forward_only: Whether to skip the backward.
-            without: Parameters whose gradients are not needed.
+        Arguments as for `difference`; the backward is skipped with `forward_only`.
         """
         self.sharded_outputs, self.relative_error = {}, math.inf
         expected = self.reference(setting, () if learning else without)
@@ -194,12 +170,12 @@ class Proof:
         return found
 
     def first_failure(self, plan: UnitPlan) -> str | None:
-        """Return the first difference in any setting, or None if the plan is proved."""
+        """The first difference in any setting, or None if the plan is proved."""
         failures = (self.difference(plan, setting) for setting in self.settings if not self.runs_as_first(setting))
         return next((failure for failure in failures if failure is not None), None)
 
     def runs_as_first(self, setting: Setting) -> bool:
-        """Return whether the unit makes the same torch calls from the same lines as in the first setting, bit for bit.
+        """Whether the unit makes the same torch calls from the same lines as in the first setting, bit for bit.
 
         A proof in the first setting holds in such a setting too: no rule of a plan can tell the two apart.
         """
@@ -229,7 +205,7 @@ class Proof:
         return next(filter(None, (value_read_in(outcome.path) for outcome, _ in self._references.values())), "")
 
     def run_unit(self) -> None:
-        """Run the unsharded unit once on its example."""
+        """Runs the unsharded unit once on its example."""
         _run(self.unit, self.example, self.dtype)
 
 
@@ -238,23 +214,23 @@ def proof_of(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     size: int,
-    seed: int,
     vocabulary: Mapping[str, int] | None = None,
     *,
     context: int = 1,
     least: int = 1,
+    seed: int = 0,
 ) -> Proof | str:
-    """Make the proof of a unit, or return why that is not possible.
+    """Makes the proof of a unit, or returns why that is not possible.
 
     Args:
         unit: The user's unit; a copy with random weights is run.
         args: Arguments of one call.
         kwargs: Its keyword arguments.
         size: Number of tensor ranks.
-        seed: Seed of the random weights.
         vocabulary: Vocabulary-parallel parameters: FQN -> dim; the example looks up rows of each rank.
         context: Number of context ranks.
         least: Minimal number of positions of the example.
+        seed: Seed of the random weights.
     """
     if size * context == 1:
         return "there is one tensor rank"
@@ -328,24 +304,21 @@ def _runs_without_modes(proof: Proof) -> bool:
         return False
 
 
-def prove_cached(
-    unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: UnitPlan, *, seed: int = 0
-) -> UnitPlan | None:
-    """Prove a plan of a structurally equal unit for this unit; returns it with its costs, or None if it fails.
+def prove_cached(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: UnitPlan) -> UnitPlan | None:
+    """Proves a plan of a structurally equal unit for this unit; returns it with its costs, or None if it fails.
 
     Args:
         unit: The user's unit.
         args: Arguments of one call.
         kwargs: Its keyword arguments.
         plan: The plan.
-        seed: Seed of the random weights.
     """
     began = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
         least = 1
         if plan.positions is not None:
             least = plan.size * plan.context if plan.positions.by == "both" else plan.size
-        proof = proof_of(unit, args, kwargs, plan.size, seed, plan.vocabulary, context=plan.context, least=least)
+        proof = proof_of(unit, args, kwargs, plan.size, plan.vocabulary, context=plan.context, least=least)
         if isinstance(proof, str) or proof.first_failure(plan) is not None or proof.value_read:
             return None
         num_trials = proof.ranks.num_trials
