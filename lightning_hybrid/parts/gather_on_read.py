@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from functools import wraps
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from lightning_hybrid.step.standins.absent_tensors import SHAPE_METHODS, SHAPE_P
 # Gathers run in this order: the shard of a replica is a shard of what a tensor rank has; reads of experts are errors.
 Level: TypeAlias = Literal["experts", "replicas", "tensor"]
 
+_P = ParamSpec("_P")
 _GATHER = "_hybrid_gather"  # attribute of a guarded parameter: a `GatherCallbacks` by level
 _UNGUARDED_PROPERTIES = frozenset(
     {"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "layout", "grad", "_backward_hooks", "is_cuda", "names"}
@@ -143,6 +145,17 @@ class GuardedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as an ordinary parameter with the full tensor."""
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+def below_read_guards(method: Callable[_P, None]) -> Callable[_P, None]:
+    """Run a method below the read guards: operations on a parameter see its local shard, and gather nothing."""
+
+    @wraps(method)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            method(*args, **kwargs)
+
+    return run
 
 
 def can_guard(parameter: Tensor) -> bool:

@@ -152,6 +152,11 @@ class Shard:
             offset += piece.length
         return found
 
+    def view(self, full: Tensor, rank: int, size: int) -> Tensor:
+        """A rank's shard of a full tensor as a view of it, of shape (..., length of the shard, ...); for one piece."""
+        ((start, length),) = self.ranges(rank, size)
+        return full.narrow(self.dim, start, length)
+
     def shard_ranges(self, size: int) -> list[tuple[int, int, int, int]]:
         """For each shard its first rank, its start on that rank and in the full dim, and its length."""
         found, start, offset = [], 0, 0

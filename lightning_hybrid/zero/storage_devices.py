@@ -85,10 +85,6 @@ class StoredShards:
         assert name not in self._shown
         return self._shards[name]
 
-    def shape(self, name: str) -> torch.Size:
-        """Shape of a shard."""
-        return self._shards[name].shape
-
     def address(self, name: str) -> int:
         """Address of a shard in storage."""
         return self._shards[name].data_ptr()

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybrid.zero import storage_devices as homes
 from lightning_hybrid.zero.memory_mapped_states import StateFile
-from lightning_hybrid.zero.optimizer_states import layerwise_step as offload
 from lightning_hybrid.zero.optimizer_states import offloaded_all_parameters_step as offload_at_once
+from lightning_hybrid.zero.optimizer_states import offloaded_layerwise_step as offload
 
 PRETENDED = torch.device("xpu", 0)
 CPU = torch.device("cpu")

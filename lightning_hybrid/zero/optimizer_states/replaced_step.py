@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.patching import replace
 
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # attributes of an optimizer
+
 
 def replace_step(optimizer: Optimizer, step: Callable[..., Any], *, reason: str) -> Callable[[], None]:
     """Replace the step of one optimizer; what learning rate schedulers have set on the old one stays on it.

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.parts.placement import Shard, padded
 from lightning_hybrid.zero.optimizer_states.replaced_step import step_after_closure
-from lightning_hybrid.zero.parameter_group import _all_gather
+from lightning_hybrid.zero.parameter_group import all_gather_single
 from lightning_hybrid.zero.shard_layout import shard_placement
 
 
@@ -91,7 +91,7 @@ class ShardedStep:
         """For each shard those of all ranks."""
         message = torch.cat([shard.reshape(-1) for shard in shards])
         received = message.new_empty(self._size * message.numel())
-        _all_gather(received, message, group=self._ranks)
+        all_gather_single(received, message, group=self._ranks)
         of_ranks = [row.split([shard.numel() for shard in shards]) for row in received.view(self._size, -1)]
         return [[row[k].view(shard.shape) for row in of_ranks] for k, shard in enumerate(shards)]
 
@@ -146,8 +146,7 @@ class ShardedStep:
         placement = self._placement(p)
         if placement is None:
             return full
-        ((start, length),) = placement.ranges(self._rank if rank is None else rank, self._size)
-        return full.narrow(placement.dim, start, length)
+        return placement.view(full, self._rank if rank is None else rank, self._size)
 
     def _padded(self, p: Tensor, shard: Tensor) -> Tensor:
         placement = self._placement(p)

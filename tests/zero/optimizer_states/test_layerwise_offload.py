@@ -13,7 +13,8 @@ from harness.fits import Run, fit, refusal
 from harness.simulated_host import SimulatedHost
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.zero.memory_mapped_states import OffloadError, StateFile
-from lightning_hybrid.zero.optimizer_states.layerwise_step import LayerwiseStep, steps_independently
+from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
+from lightning_hybrid.zero.optimizer_states.try_optimizer_step import steps_independently
 from models.cases import make
 from models.hugging_face import GPT2
 

@@ -1,15 +1,13 @@
 """Optimizer step layer by layer, on the device of its states: the host, a file, or the compute device.
 
-A step that treats each parameter by itself may take them in any order and in any number of calls; whether an optimizer
-does is tried, not known by name. So one layer after the other is stepped, and only that layer's states, and its copies
-of parameters and gradients where those are on another device, are in memory meanwhile; the new values go back to the
-device of the parameters.
+A step that treats each parameter by itself may take them in any order and in any number of calls. So one layer after
+the other is stepped, and only that layer's states, and its copies of parameters and gradients where those are on
+another device, are in memory meanwhile; the new values go back to the device of the parameters.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +18,8 @@ from torch.optim import Optimizer
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile, aligned, state_tensors
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
-from lightning_hybrid.zero.optimizer_states.replaced_step import step_after_closure
+from lightning_hybrid.zero.optimizer_states.replaced_step import STEP_HOOKS, step_after_closure
+from lightning_hybrid.zero.optimizer_states.try_optimizer_step import state_element_sizes
 from lightning_hybrid.zero.storage_devices import HOST
 
 
@@ -79,10 +78,10 @@ class LayerwiseStep(OffloadedStates):
         optimizer, file = self._optimizer, self.file
         self.check()
         all_parameters = [group["params"] for group in optimizer.param_groups]
-        hooks = {name: optimizer.__dict__.get(name) for name in _HOOKS}
+        hooks = {name: optimizer.__dict__.get(name) for name in STEP_HOOKS}
         _call_hooks(optimizer, hooks["_optimizer_step_pre_hooks"])
         try:
-            for name in _HOOKS:  # once per step, not once per layer
+            for name in STEP_HOOKS:  # once per step, not once per layer
                 optimizer.__dict__[name] = OrderedDict()
             for number, members in enumerate(self._layers):
                 if file is not None:
@@ -147,107 +146,9 @@ class LayerwiseStep(OffloadedStates):
                 offset += aligned(value.nbytes)
 
 
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-
-
 def _call_hooks(optimizer: Optimizer, hooks: Any) -> None:
     for hook in list((hooks or {}).values()):
         hook(optimizer, (), {})
-
-
-def why_not_layerwise(optimizer: Optimizer, *, in_file: bool) -> str:
-    """The reason why an optimizer cannot step one layer at a time; empty if it can.
-
-    Args:
-        optimizer: Built; a small copy of it is tried.
-        in_file: Whether its states are in a file, where each layer's region is sized before states exist.
-    """
-    if not steps_independently(optimizer):
-        return "uses several parameters at once in its step"
-    if in_file and state_element_sizes(optimizer) is None:
-        return "keeps states of other shapes than its parameters"
-    return ""
-
-
-def steps_independently(optimizer: Optimizer) -> bool:
-    """Whether stepping parameters one by one gives bitwise what stepping them together gives; tried on small ones."""
-    together, one_by_one = _small_twin(optimizer), _small_twin(optimizer)
-    try:
-        for round_ in range(2):
-            for twin in (together, one_by_one):
-                for number, p in enumerate(twin.param_groups[0]["params"]):
-                    p.grad = torch.cos(p.detach() * (number + 2) + round_)
-            type(optimizer).step(together)
-            group, both = one_by_one.param_groups[0], one_by_one.param_groups[0]["params"]
-            for p in both:
-                group["params"] = [p]
-                type(optimizer).step(one_by_one)
-            group["params"] = both
-    except Exception:
-        return False
-    first, second = together.param_groups[0], one_by_one.param_groups[0]
-    if not all(torch.equal(a, b) for a, b in zip(first["params"], second["params"], strict=True)):
-        return False
-    plain = [{k: v for k, v in group.items() if k != "params"} for group in (first, second)]
-    return repr(plain[0]) == repr(plain[1])
-
-
-def state_element_sizes(optimizer: Optimizer) -> list[int | None] | None:
-    """Sizes of an optimizer's states for one parameter, found by a step on a small one.
-
-    Returns:
-        Bytes per element of each state of more than one number; None for the dtype of the parameter. None in place of
-        the list if some state has another shape than the parameter.
-    """
-    twin = _small_twin(optimizer)
-    for p in twin.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    type(optimizer).step(twin)
-    p = twin.param_groups[0]["params"][0]
-    found: list[int | None] = []
-    for value in state_tensors(twin.state.get(p)).values():
-        if value.shape != p.shape:
-            return None
-        found.append(None if value.dtype == p.dtype else value.element_size())
-    return found
-
-
-def _small_twin(optimizer: Optimizer) -> Any:
-    starts = [torch.rand(6, 8, generator=torch.Generator().manual_seed(k)) for k in range(2)]
-    return twin_of(optimizer, [torch.nn.Parameter(start) for start in starts])
-
-
-def twin_of(optimizer: Optimizer, parameters: list[torch.nn.Parameter]) -> Any:
-    """Copy an optimizer's class and options for other parameters, to try what its step does.
-
-    Args:
-        optimizer: The optimizer; the options of its first group count.
-        parameters: Of the copy, in one group.
-    """
-    twin: Any = copy.copy(optimizer)
-    options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    twin.param_groups, twin.state = [{**options, "params": parameters}], defaultdict(dict)
-    made = _states_before_first_step(optimizer)
-    for p in parameters:
-        twin.state[p].update((name, _state_like(value, p)) for name, value in made.items())
-    for name in _HOOKS:
-        twin.__dict__[name] = OrderedDict()
-    return twin
-
-
-def _states_before_first_step(optimizer: Optimizer) -> dict[str, Any]:
-    """The states of some parameter before the first step: torch 2.11 makes Adagrad's when it is built."""
-    for p, entry in optimizer.state.items():
-        tensors = [value for value in entry.values() if isinstance(value, Tensor)]
-        if tensors and all(not is_absent(value) and (not value.dim() or value.shape == p.shape) for value in tensors):
-            return dict(entry)
-    return {}
-
-
-def _state_like(value: Any, p: Tensor) -> Any:
-    if not isinstance(value, Tensor):
-        return copy.copy(value)
-    return torch.full_like(p, value.flatten()[0].item()) if value.dim() else value.detach().to("cpu", copy=True)
 
 
 def _bytes_of(members: Sequence[Tensor], sizes: Sequence[int | None], numel: Callable[[Tensor], int]) -> int:
