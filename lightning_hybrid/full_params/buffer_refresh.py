@@ -26,13 +26,13 @@ class HookBuffers:
 
     def __init__(
         self,
-        homes: Callable[[], Sequence[tuple[Tensor, int]]],
+        owners: Callable[[], Sequence[tuple[Tensor, int]]],
         agreement: HookAgreement,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Take the pipeline rank that owns each buffer (``homes``), and what belongs to the pipeline."""
-        self._owners, self._agreement, self._group, self._device = homes, agreement, group, device
+        """Take the pipeline rank that owns each buffer (``owners``), and what belongs to the pipeline."""
+        self._owners, self._agreement, self._group, self._device = owners, agreement, group, device
         self._stale: dict[int, tuple[Tensor, int]] | None = None  # buffers that are not yet refreshed in this hook
 
     def refresh(self, hook: str, arguments: Any) -> None:

@@ -80,10 +80,8 @@ class CrossStageReads(TorchFunctionMode):
             most_elements: Number of elements that one hook may exchange.
         """
         super().__init__()
+        self._group, self._device, self._most_elements = group, device, most_elements
         self._rank = group.rank()
-        self._group = group
-        self._device = device
-        self._most_elements = most_elements
         self._locations = ValueLocations(group.size())
         self._agreement = HookAgreement(group, device)
         self._remote = RemoteValues(self._locations, self._agreement, group, device)
@@ -148,10 +146,7 @@ class CrossStageReads(TorchFunctionMode):
     def complete(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast tensors that hooks have made and kept to every rank; collective over the pipeline.
 
-        Nothing is done where ranks keep different ones.
-
-        Args:
-            tensors: Tensors of which some may be on other ranks.
+        They have any shape, and some may be on other ranks. Nothing is done where ranks keep different ones.
         """
         with torch._C.DisableTorchFunction():
             placed = [(tensor, self._locations.ranks_of(tensor)) for tensor in tensors]
@@ -163,14 +158,12 @@ class CrossStageReads(TorchFunctionMode):
                 content = content.to(self._device).contiguous()
                 dist.broadcast(as_sendable(content), group=self._group, group_src=ranks[0])
                 if not here:
-                    made, wants = content.to(tensor.device), tensor.requires_grad
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    fill(
-                        tensor, nn.Parameter(made, requires_grad=wants) if is_parameter else made.requires_grad_(wants)
-                    )
+                    made = content.to(tensor.device)
+                    made = nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+                    fill(tensor, made.requires_grad_(tensor.requires_grad))
 
     def is_on_all_ranks(self, tensor: Tensor) -> bool | None:
-        """Whether a tensor is on all ranks; None if it is absent here, and no record says where it is."""
+        """Whether a tensor of any shape is on all ranks; None if it is absent here, and its ranks are unrecorded."""
         if not self._locations.is_recorded(tensor) and is_absent(tensor):
             return None
         return self._locations.ranks_of(tensor) is None
@@ -180,12 +173,12 @@ class CrossStageReads(TorchFunctionMode):
         return self._agreement.gather_objects(mine)
 
     def contents_for_file(self, tensors: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
-        """The contents of tensors, in CPU memory if they were sent, or empty ones if not ``keep``; collective."""
+        """The contents of tensors, as ``RemoteValues.contents_for_file``: of the same shapes if they are kept."""
         assert self._hook is not None
         return self._remote.contents_for_file(self._hook, tensors, self._most_elements, keep=keep)
 
     def record_full_tensor(self, full_tensor: Tensor, fqn: str) -> None:
-        """Record that a full tensor, gathered from tensor ranks, is on the ranks of its parameter."""
+        """Record that a tensor of the parameter's full shape, gathered from tensor ranks, is on its pipeline ranks."""
         self._locations.record(full_tensor, self._holders[fqn], [self._parameters[fqn]])
 
     def track_state(self, state: Mapping[Any, Any]) -> None:
@@ -264,11 +257,9 @@ class CrossStageReads(TorchFunctionMode):
             def member(value: Any, index: int = index) -> Any:
                 return [value[index]] if isinstance(value, list | tuple) and len(value) == count else value
 
-            results_of_member = self._operation(
-                name, func, tuple(member(arg) for arg in args), {key: member(arg) for key, arg in kwargs.items()}
-            )
-            results.extend(results_of_member if results_of_member is not None else [])
-        return results if results else None
+            of_member = {key: member(arg) for key, arg in kwargs.items()}
+            results.extend(self._operation(name, func, tuple(member(arg) for arg in args), of_member) or ())
+        return results or None
 
     def _operation(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         leaves, plain = flatten_call(args, kwargs)
@@ -338,10 +329,7 @@ class CrossStageReads(TorchFunctionMode):
                 [value] = self._fetch([value], "setting .grad")
             if not is_absent(parameter):
                 return func(parameter, *([value] if name == "__set__" else []))
-            if value is not None:
-                value = make_absent(parameter, requires_grad=False)
-                self._locations.record(value, holders, [parameter])
-            self._stand_ins[fqn] = value
+            self._set_stand_in(parameter, has_gradient=value is not None)
             return None
         if len(holders) > 1 and not self._is_complete:
             raise GlobalReadError(
@@ -357,11 +345,16 @@ class CrossStageReads(TorchFunctionMode):
                 self._locations.record(gradient, holders, [parameter], only_tensor=True)
             return gradient
         if fqn not in self._stand_ins:
-            stand_in = make_absent(parameter, requires_grad=False) if self._has_gradient[fqn] else None
-            if stand_in is not None:
-                self._locations.record(stand_in, holders, [parameter])
-            self._stand_ins[fqn] = stand_in
+            self._set_stand_in(parameter, has_gradient=self._has_gradient[fqn])
         return self._stand_ins[fqn]
+
+    def _set_stand_in(self, parameter: Tensor, *, has_gradient: bool) -> None:
+        """Set the stand-in for the gradient of an absent parameter."""
+        fqn, gradient = self._fqns[id(parameter)], None
+        if has_gradient:
+            gradient = make_absent(parameter, requires_grad=False)
+            self._locations.record(gradient, self._holders[fqn], [parameter])
+        self._stand_ins[fqn] = gradient
 
     def _exchange_has_gradient(self) -> None:
         """Exchange which parameters of other ranks have a gradient; collective over the pipeline."""

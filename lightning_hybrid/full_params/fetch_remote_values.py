@@ -60,7 +60,7 @@ class RemoteValues:
         Args:
             hook: Name of the hook.
             why: The operation that needs them, for messages.
-            tensors: At least one; the same on every rank.
+            tensors: At least one; the same on every rank. Copies of the same shapes are returned.
         """
         sources = [(self._locations.ranks_of(tensor) or (0,))[0] for tensor in tensors]
         listed = [

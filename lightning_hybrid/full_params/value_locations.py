@@ -32,7 +32,7 @@ class ValueLocations:
         self._placed: dict[int, tuple[Tensor, Ranks, frozenset[str]]] = {}
 
     def set_parameter_ranks(self, parameter: Tensor, ranks: Sequence[int], fqn: str) -> None:
-        """Record that ``parameter`` is on these ranks for the whole run, whatever is assigned to its data."""
+        """Record that ``parameter``, of any shape, is on these ranks for the whole run, whatever its data become."""
         self._placed[id(parameter)] = parameter, self._limited(ranks), frozenset({fqn})
 
     def record(
@@ -46,7 +46,7 @@ class ValueLocations:
         """Record that the content of ``tensor`` is on these ranks.
 
         Args:
-            tensor: A gradient, or the result of an operation.
+            tensor: A gradient, or the result of an operation; of any shape.
             ranks: Pipeline ranks.
             inputs: Of the operation; a view of one of them shares its storage, the rest of which may be on other ranks.
             only_tensor: Whether other tensors may share the storage.
@@ -60,28 +60,26 @@ class ValueLocations:
             setattr(storage, _RECORD, record)
 
     def is_recorded(self, tensor: Tensor) -> bool:
-        """Whether ranks of ``tensor`` are recorded."""
-        return id(tensor) in self._placed or self._record_of(tensor) is not None
+        """Whether ranks are recorded of ``tensor``, of any shape."""
+        return self._record_of(tensor) is not None
 
     def ranks_of(self, tensor: Tensor) -> Ranks:
-        """The ranks with the content of ``tensor``; all (None) if nothing is recorded."""
-        if id(tensor) in self._placed:
-            return self._placed[id(tensor)][1]
+        """The ranks with the content of ``tensor``, of any shape; all (None) if nothing is recorded."""
         record = self._record_of(tensor)
-        return None if record is None else record[1]
+        return None if record is None else record[0]
 
     def origins_of(self, tensor: Tensor) -> frozenset[str]:
-        """FQNs of the parameters from which ``tensor``, or the parameter of this gradient, was computed."""
-        if id(tensor) in self._placed:
-            return self._placed[id(tensor)][2]
+        """FQNs of the parameters from which ``tensor``, of any shape, was computed, or whose gradient it is."""
         record = self._record_of(tensor)
-        return frozenset() if record is None else record[2]
+        return frozenset() if record is None else record[1]
 
-    def _record_of(self, tensor: Tensor) -> Any:
+    def _record_of(self, tensor: Tensor) -> tuple[Ranks, frozenset[str]] | None:
+        if id(tensor) in self._placed:
+            return self._placed[id(tensor)][1:]
         for owner in (tensor, _storage(tensor)):
             record = getattr(owner, _RECORD, None)
             if record is not None and record[0] is self._token:
-                return record
+                return record[1:]
         return None
 
     def _limited(self, ranks: Sequence[int]) -> Ranks:

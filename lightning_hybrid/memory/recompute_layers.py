@@ -67,9 +67,7 @@ class Recomputation:
             return self._checkpointed(fqn, forward)
         share = policy if isinstance(policy, float) else SELECTIVE_SHARE
         checkpointing = self._selective.setdefault(share, SelectiveCheckpointing(share))
-        if self._gatherer is not None and fqn in self._gathered_layers:
-            return checkpointing.wrap_gathered(self._gatherer, fqn, forward)
-        return checkpointing.wrap(forward)
+        return checkpointing.wrap(forward, fqn, self._gatherer if fqn in self._gathered_layers else None)
 
     def _checkpointed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         layer = self._layers[fqn]

@@ -49,22 +49,20 @@ class ReadGuards:
         """Turn the guards off inside, for a backward or an optimizer."""
         for settle in self.before_shard_access:
             settle()
-        yield from self._set_during(True)
+        with self._set_during(are_off=True):
+            yield
 
     def as_user_code(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap user code that a backward or an optimizer calls: inside ``function`` the guards are on."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._guarded():
+            with self._set_during(are_off=False):
                 return function(*args, **kwargs)
 
         return run
 
     @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
-        yield from self._set_during(False)
-
-    def _set_during(self, are_off: bool) -> Iterator[None]:
+    def _set_during(self, *, are_off: bool) -> Iterator[None]:
         before, self.are_off = self.are_off, are_off
         try:
             yield
@@ -159,7 +157,7 @@ def below_read_guards(method: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def can_guard(parameter: Tensor) -> bool:
-    """Whether reads of a parameter can be intercepted: it has torch's own class."""
+    """Whether reads of a parameter of any shape can be intercepted: it has torch's own class."""
     return type(parameter) in (nn.Parameter, GuardedParameter)
 
 

@@ -52,7 +52,7 @@ class AxisSharding:
         return shard_tensor(full, placement, self.group.rank(), self.group.size())
 
     def unshard(self, local: Tensor, placement: Shard) -> Tensor:
-        """All-gather the local shards of a tensor into a dense full one; collective."""
+        """All-gather local shards, of the shape that `shard` gives, into a dense tensor of full shape; collective."""
         local = local.detach().to_dense() if local.is_sparse else local.detach()
         message = on_group_device(padded(local, placement).contiguous(), self.group)
         received = [torch.empty_like(message) for _ in range(self.group.size())]
@@ -100,7 +100,7 @@ class LocalShards:
         return full
 
     def unshard(self, name: str, local: Tensor, *, over_tensor_ranks: bool = True) -> Tensor:
-        """All-gather the full tensor, or without ``over_tensor_ranks`` a tensor rank's shard of it; collective."""
+        """All-gather shards to the full shape, without ``over_tensor_ranks`` to a tensor rank's shard; collective."""
         for axis in reversed(self._axes):
             placement = axis.placements.get(name)
             if placement is None or (axis.axis == "tp" and not over_tensor_ranks):
@@ -113,7 +113,7 @@ class LocalShards:
         return local
 
     def full_tensor_of(self, name: str, value: Tensor) -> Tensor:
-        """The full tensor of a parameter or buffer of this rank; collective."""
+        """The tensor of full shape of a parameter or buffer of this rank; collective."""
         for axis in self._axes:
             if name in axis.buffers:
                 placement = axis.buffers[name]
@@ -121,7 +121,7 @@ class LocalShards:
         return self.unshard(name, value)
 
     def full_shape(self, name: str, value: Tensor) -> torch.Size:
-        """The full shape of a parameter."""
+        """The full shape of a parameter, of which ``value`` is the local shard or the full tensor."""
         shape = list(value.shape)
         if not is_absent(value):
             for axis in reversed(self._axes):
@@ -130,13 +130,13 @@ class LocalShards:
         return torch.Size(shape)
 
     def shard_of(self, name: str, value: Tensor, full: Tensor) -> Tensor:
-        """The local shard of ``full`` if ``value``, which it replaces, is one; else all of ``full``."""
+        """A tensor of the shape of ``value``: the local shard of ``full`` if ``value`` is one, else all of ``full``."""
         return full if value.shape == full.shape else self.shard(name, full)
 
     # -- optimizer states of a parameter's shape -----------------------------------------------------------------------
 
     def full_state_of(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """The full tensor of an optimizer state if it is sharded as its parameter is; collective.
+        """The full tensor of an optimizer state if it has the shape of its parameter's shard; collective.
 
         After a fit the parameter is full again, and the optimizer's state still is a shard.
         """
@@ -213,7 +213,7 @@ class LocalShards:
         """Whether this is the first rank that holds its shard of a parameter.
 
         Args:
-            parameter: Of the module.
+            parameter: Of the module; of any shape.
             within_replica: Whether ranks of other replicas do not count.
         """
         name = self._names.get(id(parameter), "")

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_hybrid.replicate.sparse_gradients import average_sparse
+from lightning_hybrid.replicate.average_sparse_gradients import average_sparse
 from lightning_hybrid.step.objects.skippable_gradient_hook import GradientHook
 
 

@@ -32,11 +32,7 @@ class SyncedBatchNorm:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Stores the group; ``running`` activates the synchronization.
-
-        Args:
-            group: The ranks that hold the same shard of the module on each replica.
-        """
+        """Take ``group`` (ranks that hold the same shard of the module on each replica)."""
         self._group = group
         self._original = torch.batch_norm
 
@@ -106,6 +102,7 @@ class _Normalize(NotIntercepted, torch.autograd.Function):
         count: Tensor,
         group: dist.ProcessGroup,
     ) -> Tensor:
+        """Normalizes x of shape (samples, channels, ...); weight, bias, mean and inverse have shape (channels,)."""
         ctx.save_for_backward(x, weight, mean, inverse, count)
         ctx.group = group
         shape = _channel_shape(x)
@@ -116,6 +113,7 @@ class _Normalize(NotIntercepted, torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of x, which has the shape of ``grad``, and of weight and bias."""
         x, weight, mean, inverse, count = ctx.saved_tensors
         shape, dims = _channel_shape(x), _reduced_dims(x)
         wide = grad.to(mean.dtype)

@@ -33,7 +33,6 @@ class PeerSockets:
         rank: This rank in its group.
         size: Number of ranks.
         peers: The socket to each of the other ranks; message boundaries are preserved.
-        timeout: Seconds that each wait may take.
         closed: Whether the sockets are closed.
     """
 

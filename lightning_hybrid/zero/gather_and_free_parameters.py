@@ -66,7 +66,7 @@ class ZeroSharding:
                 of a group is that of a layer whose forward is all that reads its parameters, or "".
             ranks: That shard the parameters.
             device: Of this rank.
-            per_layer: Whether each layer is gathered separately.
+            per_layer: As the attribute.
         """
         self.per_layer = per_layer
         self.recomputed: frozenset[str] = frozenset()
@@ -109,7 +109,7 @@ class ZeroSharding:
 
     def gather_in_rounds(self, mesh: Mesh) -> None:
         """Let ranks call layers in different orders, by ``GatherRounds``."""
-        self._rounds = GatherRounds.over(mesh, self._all)
+        self._rounds = GatherRounds(mesh, self._all)
 
     @property
     def _by_layer(self) -> bool:
@@ -122,10 +122,10 @@ class ZeroSharding:
 
     def allow_rank_local_reads(self, mesh: Mesh) -> None:
         """Let code outside steps read parameters on some ranks only, from now on; collective over the world."""
-        self._rank_local_rounds = self._rank_local_rounds or self._rounds or GatherRounds.over(mesh, self._all)
+        self._rank_local_rounds = self._rank_local_rounds or self._rounds or GatherRounds(mesh, self._all)
 
     def gather_for_this_rank(self, parameter: Tensor) -> None:
-        """Gather a parameter until `free_rank_local_reads`, in which the other ranks join."""
+        """Gather a parameter to its full shape until `free_rank_local_reads`, in which the other ranks join."""
         group = self._group_of[id(parameter)]
         if self._is_evaluating:
             group.gather()
@@ -281,9 +281,8 @@ class ZeroSharding:
         for group in reversed(self._groups.get(stage, [])):
             group.finish_reduce()
         if self._by_layer:
-            for members in self._layers.values():
-                for group in members:
-                    group.free()
+            for group in itertools.chain(*self._layers.values()):
+                group.free()
 
     def _finish(self) -> None:
         """Reduce gradients that are complete only now: of parameters that several stages share."""
@@ -301,7 +300,7 @@ class ZeroSharding:
         for group in self._all:
             group.launch_gather()
         for group in self._all:
-            group.hold()
+            group.pin()
         self._is_evaluating = True
 
     def end_evaluation(self) -> None:
@@ -309,7 +308,7 @@ class ZeroSharding:
         if self._is_evaluating:
             self._is_evaluating = False
             for group in self._all:
-                group.let_go()
+                group.unpin()
 
     # -- layers --------------------------------------------------------------------------------------------------------
 
@@ -381,7 +380,7 @@ class ZeroSharding:
                 group.free()
 
     def view_getter(self, fqn: str, tensor: Tensor) -> Callable[[], Tensor] | None:
-        """A function that gives a view of a layer's parameters at any time; None for other tensors."""
+        """A function that gives a view of a layer's parameters, of the shape of ``tensor``; None for other tensors."""
         view = pack(self._layers[fqn], tensor)
         return partial(self._unpack, view) if isinstance(view, ParameterView) else None
 

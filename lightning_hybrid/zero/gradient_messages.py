@@ -77,7 +77,7 @@ class GradientMessages:
         self._message = empty.new_zeros(self._size, length + len(names))
 
     def write(self, name: str, gradient: Tensor) -> None:
-        """Write a full gradient, dense or sparse, into the message."""
+        """Write a gradient of the full shape, dense or sparse, into the message."""
         message, offsets = self._message, self._offsets
         assert message is not None
         message[:, self._names.index(name) - len(self._names)] = 1.0

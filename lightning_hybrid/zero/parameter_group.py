@@ -62,7 +62,7 @@ class ParameterGroup:
             parameters: By FQN; of one dtype, and holding this rank's shards.
             placements: Of those that are sharded; the others are full on every rank.
             ranks: That shard them.
-            keeps_full: Whether the memory of full parameters is kept between steps.
+            keeps_full: As the attribute.
             devices: Storage devices of shards; the parameters' device if None.
             region: Of a file, for ``bytes_of_shards`` bytes of shards; None if they are not in a file.
             sparse: FQNs of those whose gradients are sparse in their first dim.
@@ -122,7 +122,10 @@ class ParameterGroup:
     @torch.no_grad()
     @below_read_guards
     def join_gather(self, unneeded: list[tuple[dist.Work, Tensor]], *, is_needed: bool) -> None:
-        """Send the shards in an all-gather of all ranks; ``unneeded`` gets its work if the result is not used here."""
+        """Send the shards in an all-gather of all ranks.
+
+        ``unneeded`` gets its work, and the flat tensor that receives, if the result is not used here.
+        """
         if is_needed and not self.is_full_or_gathering:
             self.move_to_storage()
             self._gathering = self._send()
@@ -284,15 +287,15 @@ class ParameterGroup:
                 if name in self._placements and parameter.data_ptr() == self._shards.address(name):
                     parameter.data = torch.full_like(parameter.data, float("nan"))
 
-    def hold(self) -> None:
-        """Gather, and reshard without freeing: until `let_go`, gathers need no other rank."""
+    def pin(self) -> None:
+        """Gather, and reshard without freeing: until `unpin`, gathers need no other rank."""
         self.gather()
         self._is_pinned = True
         self.reshard()
         self._state_at_pin = self._state_of_shards()
 
-    def let_go(self) -> None:
-        """Free what `hold` has kept."""
+    def unpin(self) -> None:
+        """Free what `pin` has kept."""
         self._is_pinned = False
         self.reshard()
 
@@ -310,7 +313,7 @@ class ParameterGroup:
             )
 
     def full_parameter(self, name: str) -> Tensor:
-        """The full tensor of a parameter; it must be gathered."""
+        """The tensor of full shape of a parameter; it must be gathered."""
         return self._full[name]
 
     def name_of_storage(self, storage: torch.UntypedStorage) -> str | None:

@@ -181,7 +181,7 @@ def _regions_for(where: str | None, sizes: Sequence[int]) -> Iterator[Region]:
     if where is None or where == "cpu":
         return
     file = StateFile(where.removeprefix("disk:"), sizes, content="the parameters")
-    yield from (Region(file, number) for number in range(len(sizes)))
+    yield from file.regions()
 
 
 def _layer_of_parameters(

@@ -51,8 +51,8 @@ class LayerwiseStep(OffloadedStates):
         """
         present = {id(p) for group in optimizer.param_groups for p in group["params"] if not is_absent(p)}
         self._layers = [members for layer in layers if (members := [p for p in layer if id(p) in present])]
-        of_layers = [[(regions or {}).get(id(p)) for p in members] for members in self._layers]
-        self._regions = [{region for region in found if region is not None} for found in of_layers]
+        by_id = regions or {}
+        self._regions = [{by_id[id(p)] for p in members if id(p) in by_id} for members in self._layers]
         super().__init__(optimizer, states_on, (region for found in self._regions for region in found))
         if folder is not None and self._layers:
             sizes = state_element_sizes(optimizer)
@@ -65,13 +65,11 @@ class LayerwiseStep(OffloadedStates):
 
     def adopt(self) -> None:
         """Copy states that were loaded to the file."""
-        if self.file is not None:
-            for number, members in enumerate(self._layers):
-                self._put_in_file(number, members)
-                self.file.evict(number)
+        for number, members in enumerate(self._layers):
+            self._put_in_file(number, members)
 
     def is_in_file(self, value: Tensor) -> bool:
-        """Whether a state's memory is in the file."""
+        """Whether the memory of a state of any shape is in the file."""
         return value.data_ptr() in self._in_file
 
     def _step(self, kwargs: dict[str, Any]) -> None:
@@ -84,11 +82,12 @@ class LayerwiseStep(OffloadedStates):
             for name in STEP_HOOKS:  # once per step, not once per layer
                 optimizer.__dict__[name] = OrderedDict()
             for number, members in enumerate(self._layers):
+                is_last = number + 1 == len(self._layers)
                 if file is not None:
-                    if number + 1 < len(self._layers):
-                        file.read_ahead(number + 1)
-                    file.load(number)
-                for region in self._regions[number + 1] if number + 1 < len(self._layers) else ():
+                    if not is_last:
+                        Region(file, number + 1).read_ahead()
+                    Region(file, number).load()
+                for region in () if is_last else self._regions[number + 1]:
                     region.read_ahead()
                 ids = {id(p) for p in members}
                 for group, parameters in zip(optimizer.param_groups, all_parameters, strict=True):
@@ -117,9 +116,7 @@ class LayerwiseStep(OffloadedStates):
                 p.grad = None
                 p.data = data
                 p.grad = grad
-        if self.file is not None:
-            self._put_in_file(number, members)
-            self.file.evict(number)
+        self._put_in_file(number, members)
         for region in self._regions[number]:
             region.evict()
 
@@ -133,17 +130,19 @@ class LayerwiseStep(OffloadedStates):
 
     @torch.no_grad()
     def _put_in_file(self, number: int, members: Sequence[Tensor]) -> None:
-        """Copy states that the step has made or replaced to their offsets in the file."""
-        assert self.file is not None
-        offset = 0
+        """Copy states that the step has made or replaced to their offsets in the file, if there is one."""
+        if self.file is None:
+            return
+        region, offset = Region(self.file, number), 0
         for p in members:
             for name, value in state_tensors(self._optimizer.state.get(p)).items():
                 if value.data_ptr() not in self._in_file:
-                    slot = self.file.tensor(number, offset, value)
+                    slot = region.tensor(offset, value)
                     slot.copy_(value)
                     self._optimizer.state[p][name] = slot
                     self._in_file.add(slot.data_ptr())
                 offset += aligned(value.nbytes)
+        region.evict()
 
 
 def _call_hooks(optimizer: Optimizer, hooks: Any) -> None:

@@ -1,7 +1,7 @@
 """Offloaded optimizer states: the base class that checks their files, and reads them back at the end.
 
-A step that treats each parameter by itself runs layer by layer (``layerwise_step``), any other one with all states at
-once (``all_parameters_step``).
+A step that treats each parameter by itself runs layer by layer (``offloaded_layerwise_step``), any other one with all
+states at once (``offloaded_all_parameters_step``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OffloadedStates(ABC):
 
     @abstractmethod
     def is_in_file(self, value: Tensor) -> bool:
-        """Whether a state's memory is in the file."""
+        """Whether the memory of a state of any shape is in the file."""
 
     def check(self) -> None:
         """Check that no file has been truncated.

@@ -1,4 +1,4 @@
-"""Trials of an optimizer's step on small copies of it: what it does is tried, not known by its name."""
+"""Trials of an optimizer's step on small copies of it: what it does with its parameters is tried, not known by name."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def why_not_layerwise(optimizer: Optimizer, *, in_file: bool) -> str:
 def steps_independently(optimizer: Optimizer) -> bool:
     """Whether stepping parameters one by one gives bitwise what stepping them together gives; tried on small ones."""
     together, one_by_one = _small_twin(optimizer), _small_twin(optimizer)
+    first, second = together.param_groups[0], one_by_one.param_groups[0]
     try:
         for round_ in range(2):
-            for twin in (together, one_by_one):
-                for number, p in enumerate(twin.param_groups[0]["params"]):
+            for group in (first, second):
+                for number, p in enumerate(group["params"]):
                     p.grad = torch.cos(p.detach() * (number + 2) + round_)
             type(optimizer).step(together)
-            group, both = one_by_one.param_groups[0], one_by_one.param_groups[0]["params"]
+            both = second["params"]
             for p in both:
-                group["params"] = [p]
+                second["params"] = [p]
                 type(optimizer).step(one_by_one)
-            group["params"] = both
+            second["params"] = both
     except Exception:
         return False
-    first, second = together.param_groups[0], one_by_one.param_groups[0]
     if not all(torch.equal(a, b) for a, b in zip(first["params"], second["params"], strict=True)):
         return False
     plain = [{k: v for k, v in group.items() if k != "params"} for group in (first, second)]
@@ -74,16 +74,11 @@ def state_element_sizes(optimizer: Optimizer) -> list[int | None] | None:
 
 def _small_twin(optimizer: Optimizer) -> Any:
     starts = [torch.rand(6, 8, generator=torch.Generator().manual_seed(k)) for k in range(2)]
-    return twin_of(optimizer, [torch.nn.Parameter(start) for start in starts])
+    return _twin(optimizer, [nn.Parameter(start) for start in starts])
 
 
-def twin_of(optimizer: Optimizer, parameters: list[torch.nn.Parameter]) -> Any:
-    """Copy an optimizer's class and options for other parameters, to try what its step does.
-
-    Args:
-        optimizer: The optimizer; the options of its first group count.
-        parameters: Of the copy, in one group.
-    """
+def _twin(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Any:
+    """Copy an optimizer's class, and the options of its first group, for other parameters in one group."""
     twin: Any = copy.copy(optimizer)
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     twin.param_groups, twin.state = [{**options, "params": parameters}], defaultdict(dict)
@@ -127,11 +122,9 @@ def can_step_shards(optimizer: Optimizer) -> bool:
     return True
 
 
-def _stepped(
-    optimizer: Optimizer, starts: list[torch.Tensor], gradients: list[list[torch.Tensor]]
-) -> list[torch.Tensor]:
+def _stepped(optimizer: Optimizer, starts: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:
     parameters = [nn.Parameter(start.clone()) for start in starts]
-    twin = twin_of(optimizer, parameters)
+    twin = _twin(optimizer, parameters)
     for given in gradients:
         for parameter, gradient in zip(parameters, given, strict=True):
             parameter.grad = gradient.clone()

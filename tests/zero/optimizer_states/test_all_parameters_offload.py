@@ -10,6 +10,7 @@ from torch import nn
 from zero.optimizer_states.test_layerwise_offload import KINDS, SUBSETS, assert_bits, assert_same_bits, with_offload
 
 from harness.fits import Run, fit
+from harness.resident_file import resident_bytes
 from harness.simulated_host import SimulatedHost
 from lightning_hybrid.zero.memory_mapped_states import OffloadError
 from lightning_hybrid.zero.optimizer_states.offloaded_all_parameters_step import AllParametersStep
@@ -116,7 +117,7 @@ def test_a_growing_history_reuses_its_file(tmp_path):
     sizes = []
     for expected in descend(*plain, 8):
         assert torch.equal(descend(*offloaded, 1)[0], expected)
-        assert states.file.resident_bytes() == 0
+        assert resident_bytes(states.file) == 0
         sizes.append(states.file.nbytes)
     assert sizes[0] < sizes[-1] == sizes[4]
     states.close()
