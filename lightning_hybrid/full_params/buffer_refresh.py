@@ -36,11 +36,7 @@ class HookBuffers:
         self._stale: dict[int, tuple[Tensor, int]] | None = None  # buffers that are not yet refreshed in this hook
 
     def refresh(self, hook: str, arguments: Any) -> None:
-        """Refresh the buffers that an operation uses; collective over the pipeline if there are any.
-
-        Args:
-            hook: For messages.
-            arguments: Pytree of the operation's arguments.
+        """Refresh the buffers in a pytree of an operation's arguments; collective over the pipeline if there are any.
 
         Raises:
             RanksDisagree: Some ranks read it and others do not.

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybrid.memory.recompute_values import GatheredValue, Geometry, Operation, Use, Value, materialize
 from lightning_hybrid.step.instrument.user_activation_checkpointing import SAVES_EACH
+from lightning_hybrid.step.objects.pytree import storage_id
 
 # They write running statistics or a state that their schema does not declare.
 _UNDECLARED_WRITES = ("batch_norm", "rnn", "lstm", "gru", "fused_moving_avg", "instance_norm")
@@ -131,9 +132,9 @@ class Tape(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, states: States) -> None:
         results = out if isinstance(out, tuple | list) else (out,)
-        addresses = {_address(tensor) for tensor in _tensors_in((args, kwargs)) if _is_strided(tensor)}
+        addresses = {storage_id(tensor) for tensor in _tensors_in((args, kwargs)) if _is_strided(tensor)}
         for result in results:
-            if isinstance(result, Tensor) and (not _is_strided(result) or _address(result) in addresses):
+            if isinstance(result, Tensor) and (not _is_strided(result) or storage_id(result) in addresses):
                 return None  # a view whose schema does not say so
         operation = self._operation(func, args, kwargs, states, writes_first=False)
         for result in results:
@@ -152,7 +153,7 @@ class Tape(TorchDispatchMode):
     def _add_result(self, operation: Operation, result: Tensor) -> None:
         value = Value(_alias(result), operation)
         operation.makes.append(weakref.ref(value))
-        self._values[_address(result)] = value
+        self._values[storage_id(result)] = value
         self.made.append(value)
 
     def _uses(self, argument: Any, operation: Operation) -> Any:
@@ -169,14 +170,14 @@ class Tape(TorchDispatchMode):
         return Use.of(argument, value)
 
     def _value_of(self, tensor: Tensor) -> Value:
-        value = self._values.get(_address(tensor))
+        value = self._values.get(storage_id(tensor))
         if value is None or value.dtype != tensor.dtype:
             gather = None if self._gather_function is None else self._gather_function(tensor)
             alias = _alias(tensor)
             value = Value(alias, None, is_weight=_is_weight(tensor)) if gather is None else GatheredValue(alias, gather)
             self.outside.append(value)
-            self._values[_address(tensor)] = value
-            if gather is None and not tensor.requires_grad and _address(tensor) in self._written:
+            self._values[storage_id(tensor)] = value
+            if gather is None and not tensor.requires_grad and storage_id(tensor) in self._written:
                 # A buffer that each run writes to: the next one may come before this one's backward.
                 assert value.tensor is not None
                 self._alive.append(value.tensor)
@@ -193,7 +194,7 @@ class Tape(TorchDispatchMode):
         are_strided = not types and all(map(_is_strided, _tensors_in((args, kwargs))))
         if kind.writes_first and kind.is_repeatable and are_strided and kwargs.get("generator") is None:
             tensor = written[0]
-            value = self._values.get(_address(tensor))
+            value = self._values.get(storage_id(tensor))
             if value is not None and value.recipe is not None and Geometry.of(tensor) == value.geometry:
                 operation = self._operation(func, args, kwargs, self._states(kind, args, kwargs), writes_first=True)
                 value.drop_tensor()
@@ -203,7 +204,7 @@ class Tape(TorchDispatchMode):
         for tensor in written:
             if not _is_strided(tensor):
                 continue
-            address = _address(tensor)
+            address = storage_id(tensor)
             value = self._values.pop(address, None)
             if not tensor.requires_grad and (value is None or value.recipe is None):
                 self._written.add(address)
@@ -233,7 +234,7 @@ class Tape(TorchDispatchMode):
 
     def value_of_result(self, tensor: Tensor) -> Value | None:
         """Returns the value of a tensor of any shape, if an operation of the layer made it."""
-        value = self._values.get(_address(tensor)) if _is_strided(tensor) else None
+        value = self._values.get(storage_id(tensor)) if _is_strided(tensor) else None
         return value if value is not None and value.recipe is not None else None
 
     def close(self) -> None:
@@ -277,10 +278,6 @@ def _tensors_in(argument: Any) -> Iterator[Tensor]:
     elif isinstance(argument, Mapping):
         for each in argument.values():
             yield from _tensors_in(each)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _is_strided(tensor: Tensor) -> bool:

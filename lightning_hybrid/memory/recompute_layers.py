@@ -49,12 +49,7 @@ class Recomputation:
         self._selective: dict[float, SelectiveCheckpointing] = {}  # by share; layers of one structure share choices
 
     def gather_on_read(self, gatherer: ParameterGatherer, fqns: Collection[str]) -> None:
-        """Gathers parameters of selective layers on read, so that they are freed between forward and backward.
-
-        Args:
-            gatherer: Gathers the parameters.
-            fqns: Selective layers whose parameters are freed.
-        """
+        """Gathers parameters of these selective layers on read, as they are freed between forward and backward."""
         self._gatherer, self._gathered_layers = gatherer, frozenset(fqns)
 
     def running(self) -> AbstractContextManager[None]:

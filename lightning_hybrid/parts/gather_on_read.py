@@ -162,13 +162,7 @@ def can_guard(parameter: Tensor) -> bool:
 
 
 def guard(parameters: Iterable[nn.Parameter], level: Level, gather: GatherCallbacks) -> None:
-    """Gather these parameters, from now on, before they are read.
-
-    Args:
-        parameters: Each holds a shard; those whose class is not torch's own are skipped.
-        level: The axis that sharded them; shards over replicas are gathered first.
-        gather: Returns the full tensors.
-    """
+    """Gather parameters that one axis sharded before they are read, from now on; skips what `can_guard` excludes."""
     for parameter in parameters:
         if type(parameter) is nn.Parameter:
             cast(Any, parameter).__class__ = GuardedParameter
@@ -178,12 +172,7 @@ def guard(parameters: Iterable[nn.Parameter], level: Level, gather: GatherCallba
 
 
 def unguard(parameters: Iterable[nn.Parameter], level: Level) -> None:
-    """Let reads of these parameters see, from now on, what they hold along one axis.
-
-    Args:
-        parameters: Guarded or not.
-        level: The axis.
-    """
+    """Let reads of these parameters, guarded or not, see from now on what they hold along one axis."""
     for parameter in parameters:
         if type(parameter) is GuardedParameter:
             gathers = parameter.__dict__.get(_GATHER, {})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
@@ -46,7 +46,9 @@ class ReplicaBufferBroadcast:
         flags = torch.tensor([name in valid for name in self._kinds], dtype=torch.uint8, device=self._device)
         sizes = [shape.numel() * dtype.itemsize for shape, dtype in self._kinds.values()]
         contents = [
-            _bytes_of(valid[name], self._device) if name in valid else flags.new_zeros(size)
+            valid[name].to(self._device).reshape(-1).contiguous().view(torch.uint8)
+            if name in valid
+            else flags.new_zeros(size)
             for name, size in zip(self._kinds, sizes, strict=True)
         ]
         message = torch.cat([flags, *contents])
@@ -63,7 +65,3 @@ class ReplicaBufferBroadcast:
     def after_step(self, *, averaged: bool) -> None:
         """Schedules the next broadcast after a step that ``averaged`` gradients, to which the next one does not add."""
         self._is_due = averaged
-
-
-def _bytes_of(buffer: Tensor, device: torch.device) -> Tensor:
-    return buffer.to(device).reshape(-1).contiguous().view(torch.uint8)

@@ -72,7 +72,7 @@ class SyncedBatchNorm:
 def _statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """All-replica mean and biased variance by channel ([C] each), and the count of each (Chan et al. 1983)."""
     channels = x.shape[1]
-    wide = x.to(_accumulation_dtype(x.dtype))
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     if x.numel():
         variance, mean = torch.var_mean(wide, _reduced_dims(x), correction=0)
     else:
@@ -132,10 +132,6 @@ class _Normalize(NotIntercepted, torch.autograd.Function):
         grad_x -= centered.mul_((of_deviation * inverse.square()).view(shape))
         grad_x *= scale.view(shape)
         return grad_x.to(x.dtype), grad_weight, grad_bias, None, None, None, None
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _reduced_dims(x: Tensor) -> list[int]:

@@ -88,25 +88,22 @@ class SharedMemory:
             inputs: One flat tensor for each rank, of any lengths.
             lengths: Lengths of the tensors that this rank receives.
         """
-        with hidden_from_modes():
-            received = [inputs[0].new_empty(length) for length in lengths]
-            self._exchange(inputs, received)
-        return received
-
-    def _exchange(self, inputs: list[Tensor], received: list[Tensor]) -> None:
         width = SLOT_BYTES // self._size // _ALIGNMENT * _ALIGNMENT  # bytes for each rank, in a round
         length = width // inputs[0].element_size()
-        num_rounds = max(1, *(-(-chunk.numel() // length) for chunk in (*inputs, *received)))
-        done, number = 0, num_rounds  # every rank must join all rounds
-        while done < number:
-            begin, end = done * length, (done + 1) * length
-            for target, chunk in zip(self._slots[self._turn][self._rank].split(width), inputs, strict=False):
-                _view_as(target, chunk[begin:end]).copy_(chunk[begin:end])
-            slots, numbers = self._synchronize(num_rounds)
-            number = max(num_rounds, *numbers)
-            for slot, chunk in zip(slots, received, strict=True):
-                chunk[begin:end].copy_(_view_as(slot.split(width)[self._rank], chunk[begin:end]))
-            done += 1
+        with hidden_from_modes():
+            received = [inputs[0].new_empty(length) for length in lengths]
+            num_rounds = max(1, *(-(-chunk.numel() // length) for chunk in (*inputs, *received)))
+            done, number = 0, num_rounds  # every rank must join all rounds
+            while done < number:
+                begin, end = done * length, (done + 1) * length
+                for target, chunk in zip(self._slots[self._turn][self._rank].split(width), inputs, strict=False):
+                    _view_as(target, chunk[begin:end]).copy_(chunk[begin:end])
+                slots, numbers = self._synchronize(num_rounds)
+                number = max(num_rounds, *numbers)
+                for slot, chunk in zip(slots, received, strict=True):
+                    chunk[begin:end].copy_(_view_as(slot.split(width)[self._rank], chunk[begin:end]))
+                done += 1
+        return received
 
     def _all_gather(self, chunk: Tensor) -> list[Tensor]:
         """Gather views of all ranks' slots in this round, to be read before the round after the next."""

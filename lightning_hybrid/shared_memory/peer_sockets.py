@@ -96,11 +96,7 @@ class PeerSockets:
         return [ranks[file] for file, event in events if event != select.POLLOUT]
 
     def receive(self, peer: int, most: int) -> bytes:
-        """Wait for a message of a rank.
-
-        Args:
-            peer: The rank.
-            most: Maximum length in bytes.
+        """Wait for a message of a rank, of at most so many bytes.
 
         Raises:
             DistNetworkError: The rank has closed its connection.

@@ -70,12 +70,7 @@ class Transfers:
 
     @torch.compiler.disable
     def receive(self, peer: int, tag: int, dtype: torch.dtype) -> Tensor:
-        """Wait for a tensor, and return a copy of it.
-
-        Args:
-            peer: The sender.
-            tag: Tag of the message.
-            dtype: Dtype of the tensor; its shape is part of the message.
+        """Wait for the next tensor of one sender and tag; returns a copy, of the shape that the message says.
 
         Raises:
             DistNetworkError: The rank has closed its connection.

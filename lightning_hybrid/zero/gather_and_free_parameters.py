@@ -83,7 +83,6 @@ class ZeroSharding:
         self._modules = {fqn: root.get_submodule(fqn) for fqn in self._layers}
         self._next, self._previous = self._neighbours()
         self._ranks, self._device = ranks, device
-        self._files = {group.region.file for group in self._all if group.region is not None}
         self._queue: list[ParameterGroup] = []  # to reduce in the current backward, in this order
         self._group_of = {id(p): group for group in self._all for p in group.parameters.values()}
         self._accumulated: set[int] = set()
@@ -162,7 +161,7 @@ class ZeroSharding:
         Raises:
             OffloadError: A file has been truncated.
         """
-        for file in self._files:
+        for file in {group.region.file for group in self._all if group.region is not None}:
             file.check()
 
     @property
