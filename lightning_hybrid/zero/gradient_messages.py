@@ -68,11 +68,11 @@ class GradientMessages:
     def begin(self, names: Sequence[str], empty: Tensor) -> None:
         """Begin a message of the gradients of these parameters, of the dtype and on the device of a 1-D tensor."""
         self._names = list(names)
-        rows = {
-            _rows(name): self._shapes[name][0] if placement is None else placement.local_length
-            for name, placement in self._row_placements.items()
-            if name in names
-        }
+        rows = {}  # in the order of the names, which all ranks share
+        for name in names:
+            if name in self._row_placements:
+                placement = self._row_placements[name]
+                rows[_rows(name)] = self._shapes[name][0] if placement is None else placement.local_length
         self._offsets, length = offsets_of({name: self._sizes[name] for name in names} | rows)
         self._message = empty.new_zeros(self._size, length + len(names))
 
