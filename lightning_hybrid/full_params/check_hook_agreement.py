@@ -28,7 +28,7 @@ class HookAgreement:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, axis: str = "pipeline") -> None:
         """Take the ranks, the device where they communicate, and for messages what they are ranks of (``axis``)."""
         self._axis, self._group, self._device = axis, group, device
-        self._num_checks = 0  # so far, which all ranks must count alike
+        self._num_checks = 0  # so far, the same on every rank
         self._calls: Counter[str] = Counter()
         self._reading: set[str] = set()  # hooks that have read something
 
