@@ -23,7 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_hybrid.memory.recompute import Recomputation, Recompute, layer_policies
+from lightning_hybrid.memory.recompute_layers import Recomputation
+from lightning_hybrid.memory.recompute_policies import Recompute, layer_policies
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.collectives.broadcast_from_owner import broadcast_buffer
-from lightning_hybrid.full_params.value_locations import ValueLocations
+from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
@@ -26,21 +26,17 @@ class HookBuffers:
 
     def __init__(
         self,
-        homes: Callable[[], Sequence[tuple[Tensor, int]]],
-        contents: ValueLocations,
+        owners: Callable[[], Sequence[tuple[Tensor, int]]],
+        agreement: HookAgreement,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Take the pipeline rank that owns each buffer (``homes``), and what belongs to the pipeline."""
-        self._owners, self._contents, self._group, self._device = homes, contents, group, device
+        """Take the pipeline rank that owns each buffer (``owners``), and what belongs to the pipeline."""
+        self._owners, self._agreement, self._group, self._device = owners, agreement, group, device
         self._stale: dict[int, tuple[Tensor, int]] | None = None  # buffers that are not yet refreshed in this hook
 
     def refresh(self, hook: str, arguments: Any) -> None:
-        """Refresh the buffers that an operation uses; collective over the pipeline if there are any.
-
-        Args:
-            hook: For messages.
-            arguments: Pytree of the operation's arguments.
+        """Refresh the buffers in a pytree of an operation's arguments; collective over the pipeline if there are any.
 
         Raises:
             RanksDisagree: Some ranks read it and others do not.
@@ -54,7 +50,7 @@ class HookBuffers:
                 if self._stale is None:
                     self._stale = {id(buffer): (buffer, owner) for buffer, owner in self._owners()}
                 if id(leaf) in self._stale:
-                    self._contents.agree_on(hook, f"reads a buffer of shape {tuple(leaf.shape)}")
+                    self._agreement.agree_on(hook, f"reads a buffer of shape {tuple(leaf.shape)}")
                     self._send(leaf)
 
     def _send(self, buffer: Tensor) -> None:

@@ -31,6 +31,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.collectives.sendable_tensors import as_sendable
 from lightning_hybrid.full_params import op_effects as effects
 from lightning_hybrid.full_params.buffer_refresh import HookBuffers
+from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
+from lightning_hybrid.full_params.fetch_remote_values import RemoteValues
 from lightning_hybrid.full_params.value_locations import Ranks, ValueLocations, covers
 from lightning_hybrid.randomness.drawing_ops import draws
 from lightning_hybrid.step.module_state.pickle_sharded_parameters import reduce_for_pickle
@@ -78,18 +80,18 @@ class CrossStageReads(TorchFunctionMode):
             most_elements: Number of elements that one hook may exchange.
         """
         super().__init__()
+        self._group, self._device, self._most_elements = group, device, most_elements
         self._rank = group.rank()
-        self._group = group
-        self._device = device
-        self._most_elements = most_elements
-        self._contents = ValueLocations(group, device)
-        self._buffers = HookBuffers(buffer_owners, self._contents, group, device)
+        self._locations = ValueLocations(group.size())
+        self._agreement = HookAgreement(group, device)
+        self._remote = RemoteValues(self._locations, self._agreement, group, device)
+        self._buffers = HookBuffers(buffer_owners, self._agreement, group, device)
         self._fqns = {id(parameter): fqn for fqn, parameter in parameters.items()}
         self._parameters = dict(parameters)
         self.parameters = frozenset(map(id, parameters.values()))
         self._holders = {fqn: tuple(holders[fqn]) for fqn in parameters}
         for fqn, parameter in parameters.items():
-            self._contents.set_parameter_ranks(parameter, self._holders[fqn], fqn)
+            self._locations.set_parameter_ranks(parameter, self._holders[fqn], fqn)
         self._hook: str | None = None
         self._is_complete = True
         self._elements = 0
@@ -117,7 +119,7 @@ class CrossStageReads(TorchFunctionMode):
             return
         self._hook, self._is_complete, self._elements = name, is_complete, 0
         try:
-            with self._contents.checked_hook(name), self, interceptable_tolist():
+            with self._agreement.checked_hook(name), self, interceptable_tolist():
                 yield
         finally:
             self._hook = None
@@ -138,19 +140,16 @@ class CrossStageReads(TorchFunctionMode):
         """Track the parameters of a copy of the module, which has the same shards on the same ranks."""
         for fqn, parameter in other.named_parameters():
             if fqn in self._holders:
-                self._contents.set_parameter_ranks(parameter, self._holders[fqn], fqn)
+                self._locations.set_parameter_ranks(parameter, self._holders[fqn], fqn)
 
     @torch.no_grad()
     def complete(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast tensors that hooks have made and kept to every rank; collective over the pipeline.
 
-        Nothing is done where ranks keep different ones.
-
-        Args:
-            tensors: Tensors of which some may be on other ranks.
+        They have any shape, and some may be on other ranks. Nothing is done where ranks keep different ones.
         """
         with torch._C.DisableTorchFunction():
-            placed = [(tensor, self._contents.ranks_of(tensor)) for tensor in tensors]
+            placed = [(tensor, self._locations.ranks_of(tensor)) for tensor in tensors]
             limited = [(tensor, ranks) for tensor, ranks in placed if ranks is not None]
             kinds = self.gather_objects([(tuple(tensor.shape), tensor.dtype, ranks) for tensor, ranks in limited])
             for tensor, ranks in limited if all(kind == kinds[0] for kind in kinds) else ():
@@ -159,30 +158,28 @@ class CrossStageReads(TorchFunctionMode):
                 content = content.to(self._device).contiguous()
                 dist.broadcast(as_sendable(content), group=self._group, group_src=ranks[0])
                 if not here:
-                    made, wants = content.to(tensor.device), tensor.requires_grad
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    fill(
-                        tensor, nn.Parameter(made, requires_grad=wants) if is_parameter else made.requires_grad_(wants)
-                    )
+                    made = content.to(tensor.device)
+                    made = nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+                    fill(tensor, made.requires_grad_(tensor.requires_grad))
 
     def is_on_all_ranks(self, tensor: Tensor) -> bool | None:
-        """Whether a tensor is on all ranks; None if it is absent here, and no record says where it is."""
-        if not self._contents.is_recorded(tensor) and is_absent(tensor):
+        """Whether a tensor of any shape is on all ranks; None if it is absent here, and its ranks are unrecorded."""
+        if not self._locations.is_recorded(tensor) and is_absent(tensor):
             return None
-        return self._contents.ranks_of(tensor) is None
+        return self._locations.ranks_of(tensor) is None
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """Gather an object from each rank of the pipeline; collective."""
-        return self._contents.gather_objects(mine)
+        return self._agreement.gather_objects(mine)
 
     def contents_for_file(self, tensors: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
-        """The contents of tensors, in CPU memory if they were sent, or empty ones if not ``keep``; collective."""
+        """The contents of tensors, as ``RemoteValues.contents_for_file``: of the same shapes if they are kept."""
         assert self._hook is not None
-        return self._contents.contents_for_file(self._hook, tensors, self._most_elements, keep=keep)
+        return self._remote.contents_for_file(self._hook, tensors, self._most_elements, keep=keep)
 
     def record_full_tensor(self, full_tensor: Tensor, fqn: str) -> None:
-        """Record that a full tensor, gathered from tensor ranks, is on the ranks of its parameter."""
-        self._contents.record(full_tensor, self._holders[fqn], [self._parameters[fqn]])
+        """Record that a tensor of the parameter's full shape, gathered from tensor ranks, is on its pipeline ranks."""
+        self._locations.record(full_tensor, self._holders[fqn], [self._parameters[fqn]])
 
     def track_state(self, state: Mapping[Any, Any]) -> None:
         """Record that an optimizer's states are on the ranks of their parameters; numbers among them are on all ranks.
@@ -198,7 +195,7 @@ class CrossStageReads(TorchFunctionMode):
                 if isinstance(value, Tensor) and value.dim():
                     if self._rank not in self._holders[fqn] and not is_absent(value):
                         value = entries[name] = make_absent(value, requires_grad=False)
-                    self._contents.record(value, self._holders[fqn], [parameter])
+                    self._locations.record(value, self._holders[fqn], [parameter])
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
@@ -260,11 +257,9 @@ class CrossStageReads(TorchFunctionMode):
             def member(value: Any, index: int = index) -> Any:
                 return [value[index]] if isinstance(value, list | tuple) and len(value) == count else value
 
-            results_of_member = self._operation(
-                name, func, tuple(member(arg) for arg in args), {key: member(arg) for key, arg in kwargs.items()}
-            )
-            results.extend(results_of_member if results_of_member is not None else [])
-        return results if results else None
+            of_member = {key: member(arg) for key, arg in kwargs.items()}
+            results.extend(self._operation(name, func, tuple(member(arg) for arg in args), of_member) or ())
+        return results or None
 
     def _operation(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         leaves, plain = flatten_call(args, kwargs)
@@ -318,7 +313,7 @@ class CrossStageReads(TorchFunctionMode):
         for made in flatten(result)[0]:
             if isinstance(made, Tensor) and not any(made is leaf for leaf in leaves):
                 inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-                self._contents.record(made, target, inputs)
+                self._locations.record(made, target, inputs)
         return result
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -330,14 +325,11 @@ class CrossStageReads(TorchFunctionMode):
         holders = self._holders[fqn]
         if name != "__get__":
             value = args[1] if name == "__set__" else None
-            if value is not None and not covers(self._ranks_of(value), self._contents.ranks_of(parameter)):
+            if value is not None and not covers(self._ranks_of(value), self._locations.ranks_of(parameter)):
                 [value] = self._fetch([value], "setting .grad")
             if not is_absent(parameter):
                 return func(parameter, *([value] if name == "__set__" else []))
-            if value is not None:
-                value = make_absent(parameter, requires_grad=False)
-                self._contents.record(value, holders, [parameter])
-            self._stand_ins[fqn] = value
+            self._set_stand_in(parameter, has_gradient=value is not None)
             return None
         if len(holders) > 1 and not self._is_complete:
             raise GlobalReadError(
@@ -350,19 +342,24 @@ class CrossStageReads(TorchFunctionMode):
         if not is_absent(parameter):
             gradient = func(parameter)
             if gradient is not None:
-                self._contents.record(gradient, holders, [parameter], only_tensor=True)
+                self._locations.record(gradient, holders, [parameter], only_tensor=True)
             return gradient
         if fqn not in self._stand_ins:
-            stand_in = make_absent(parameter, requires_grad=False) if self._has_gradient[fqn] else None
-            if stand_in is not None:
-                self._contents.record(stand_in, holders, [parameter])
-            self._stand_ins[fqn] = stand_in
+            self._set_stand_in(parameter, has_gradient=self._has_gradient[fqn])
         return self._stand_ins[fqn]
+
+    def _set_stand_in(self, parameter: Tensor, *, has_gradient: bool) -> None:
+        """Set the stand-in for the gradient of an absent parameter."""
+        fqn, gradient = self._fqns[id(parameter)], None
+        if has_gradient:
+            gradient = make_absent(parameter, requires_grad=False)
+            self._locations.record(gradient, self._holders[fqn], [parameter])
+        self._stand_ins[fqn] = gradient
 
     def _exchange_has_gradient(self) -> None:
         """Exchange which parameters of other ranks have a gradient; collective over the pipeline."""
         assert self._hook is not None
-        self._contents.agree_on(self._hook, "reads .grad")
+        self._agreement.agree_on(self._hook, "reads .grad")
         mine = [
             self._holders[fqn][0] == self._rank and parameter.grad is not None
             for fqn, parameter in self._parameters.items()
@@ -375,8 +372,8 @@ class CrossStageReads(TorchFunctionMode):
 
     def _ranks_of(self, tensor: Tensor) -> Ranks:
         """The ranks that have the content of ``tensor``; None for all."""
-        if self._contents.is_recorded(tensor) or not is_absent(tensor):
-            return self._contents.ranks_of(tensor)
+        if self._locations.is_recorded(tensor) or not is_absent(tensor):
+            return self._locations.ranks_of(tensor)
         raise GlobalReadError(
             f"{self._hook}: a tensor of shape {tuple(tensor.shape)} has no content on pipeline rank {self._rank}, and"
             " it was not made in a hook, so the rank that has its content is unknown; make it in on_fit_start or later"
@@ -396,4 +393,4 @@ class CrossStageReads(TorchFunctionMode):
                 f" with those before, and at most {self._most_elements} are sent; let each gradient be reduced first"
                 " (p.grad.norm(), p.grad.abs().max()), or use torch.nn.utils.get_total_norm or clip_grad_norm_"
             )
-        return self._contents.fetch(self._hook, why, tensors)
+        return self._remote.fetch(self._hook, why, tensors)

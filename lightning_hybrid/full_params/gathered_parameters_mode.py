@@ -108,7 +108,12 @@ class GatheredParameters(TorchFunctionMode):
         leaves, plain = flatten_call(args, kwargs)
         found = {id(leaf): self._to_gather[id(leaf)] for leaf in leaves if id(leaf) in self._to_gather}
         if not found:
-            self._refuse_absent(name, leaves)
+            if any(is_absent(leaf) for leaf in leaves):
+                raise StepError(
+                    f"{user_line()}: {name} reads a tensor without content on this rank, such as one that a hook or"
+                    " torch.func made of parameters of other ranks, in a step of evaluation that every rank runs"
+                    " unsplit; keep a copy of the module or a number in the hook, or set pipeline_parallel_size=1"
+                )
             return func(*args, **kwargs)
         full_tensors = {name: self._full_tensor(name) for name in found.values()}
         leaves = [full_tensors[found[id(leaf)]] if id(leaf) in found else leaf for leaf in leaves]
@@ -120,15 +125,6 @@ class GatheredParameters(TorchFunctionMode):
         memories = {storage_id(leaf) for leaf in tensors_inside(out)}
         self._share_with_user({name: full for name, full in full_tensors.items() if storage_id(full) in memories})
         return out
-
-    def _refuse_absent(self, name: str, leaves: Sequence[Any]) -> None:
-        """Raise for a tensor without content here, which a hook or torch.func made of parameters of other ranks."""
-        if any(is_absent(leaf) for leaf in leaves):
-            raise StepError(
-                f"{user_line()}: {name} reads a tensor without content on this rank, such as one that a hook or"
-                " torch.func made of parameters of other ranks, in a step of evaluation that every rank runs unsplit;"
-                " keep a copy of the module or a number in the hook, or set pipeline_parallel_size=1"
-            )
 
     def _share_with_user(self, full_tensors: Mapping[str, Tensor]) -> None:
         """Keep full tensors, which user code references or writes into, until the end of the step."""
@@ -160,9 +156,8 @@ class GatheredParameters(TorchFunctionMode):
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 self._agree_on(f"reads {name!r}")
                 full = self._gather(name, parameter)
-            nbytes = full.numel() * full.element_size()
-            if nbytes <= self._room or needs_grad:  # gradients need one tensor for all its uses
-                self._room -= nbytes
+            if full.nbytes <= self._room or needs_grad:  # gradients need one tensor for all its uses
+                self._room -= full.nbytes
                 self._full[name] = full
         if needs_grad and not full.requires_grad:
             full.requires_grad_()

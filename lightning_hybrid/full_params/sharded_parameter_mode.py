@@ -49,16 +49,16 @@ class ShardedParameterReads(TorchFunctionMode):
         sharded = parts.names
         self._sharded = {id(parameter): name for name, parameter in parameters.items() if name in sharded}
         self._locals = [parameter for name, parameter in parameters.items() if name in sharded]
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop full tensors, as shards may change outside the mode."""
         self._full_tensors: dict[int, tuple[Tensor, int, Tensor]] = {}  # by id of the shard: it, version, full tensor
         self._origins: dict[int, tuple[Tensor, int, Tensor, str]] = {}  # by id of the full tensor; with its FQN
         self._memories: set[Any] | None = None  # of local shards, while it is entered
 
     def unshard_state(self, state: Mapping[Any, Any]) -> None:
-        """Gather the states of an optimizer whose steps use full parameters; collective.
-
-        Args:
-            state: By parameter, as in optimizers.
-        """
+        """Gather the states, by parameter, of an optimizer whose steps use full parameters; collective."""
         for parameter, entries in state.items():
             if self._is_sharded(parameter) and isinstance(entries, dict):
                 for name, value in entries.items():
@@ -67,12 +67,7 @@ class ShardedParameterReads(TorchFunctionMode):
 
     @contextlib.contextmanager
     def tracking(self, states: Iterable[Mapping[Any, Any]], copies: Iterable[nn.Module]) -> Iterator[None]:
-        """Inside, treat optimizer states and the parameters of copies of the module as sharded parameters too.
-
-        Args:
-            states: Of optimizers, by parameter.
-            copies: Sharded as the module is.
-        """
+        """Inside, treat optimizer states, by parameter, and parameters of copies of the module as sharded ones too."""
         before = self._sharded
         self._sharded = dict(before)
         alive: list[Tensor] = []  # keeps the tensors alive whose ids are recorded
@@ -92,7 +87,7 @@ class ShardedParameterReads(TorchFunctionMode):
             alive.clear()
 
     def is_shard(self, tensor: Tensor) -> bool | None:
-        """Whether a tensor stands for a sharded one; None for an unrecorded tensor in the memory of a shard."""
+        """Whether a tensor of a shard's shape is one; None for an unrecorded one of any shape in a shard's memory."""
         if self._is_sharded(tensor):
             return True
         if self._memories is None:
@@ -100,18 +95,18 @@ class ShardedParameterReads(TorchFunctionMode):
         return None if not is_absent(tensor) and storage_id(tensor) in self._memories else False
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """The full tensor of a sharded parameter; other tensors as they are; collective."""
+        """The tensor of full shape of a sharded parameter; other tensors as they are; collective."""
         return self._full(tensor, self._sharded[id(tensor)]) if self._is_sharded(tensor) else tensor
 
     def __enter__(self) -> Any:
-        """Enter the mode; tensors gathered before are dropped, as shards may have changed."""
-        self._full_tensors, self._origins, self._memories = {}, {}, None
+        """Enter the mode; tensors that were gathered before are dropped."""
+        self._forget()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         """Leave the mode; drops full tensors."""
         super().__exit__(*exception)
-        self._full_tensors, self._origins, self._memories = {}, {}, None
+        self._forget()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on full tensors; what it writes to one is also written to the local shard."""

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybrid.memory.recompute_values import GatheredValue, Geometry, Operation, Use, Value, materialize
 from lightning_hybrid.step.instrument.user_activation_checkpointing import SAVES_EACH
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
 
 # They write running statistics or a state that their schema does not declare.
 _UNDECLARED_WRITES = ("batch_norm", "rnn", "lstm", "gru", "fused_moving_avg", "instance_norm")
@@ -44,23 +45,20 @@ class OpKind(NamedTuple):
 @cache
 def op_kind(function: Any) -> OpKind:
     """Derives the effects from the operator's schema."""
-    schema = function._schema
-    arguments = schema.arguments
+    arguments, returns = function._schema.arguments, function._schema.returns
+    tags = tuple(function.tags)
     written: list[int | str] = []
     for position, argument in enumerate(arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.append(argument.name if argument.kwarg_only else position)
     if function.namespace == "c10d":  # their schemas do not declare it: the first argument is written
         written = [0]
-    returns = schema.returns
     is_view = not written and any(result.alias_info is not None for result in returns)
-    if torch.Tag.inplace_view in tuple(function.tags):  # it changes the tensor; the storage is unchanged
+    if torch.Tag.inplace_view in tags:  # it changes the tensor; the storage is unchanged
         written, is_view = [], True
-    name = function._opname
     is_native = function.namespace in ("aten", "prims")
-    is_pure = not any(text in name for text in _UNDECLARED_WRITES) and torch.Tag.nondeterministic_bitwise not in tuple(
-        function.tags
-    )
+    is_pure = torch.Tag.nondeterministic_bitwise not in tags
+    is_pure &= not any(text in function._opname for text in _UNDECLARED_WRITES)
     returns_tensors = bool(returns) and all(str(result.type) in ("Tensor", "List[Tensor]") for result in returns)
     if len(returns) > 1:  # attention returns the state of a generator and sizes beside its tensors
         returns_tensors = all(str(result.type) in ("Tensor", "int") for result in returns)
@@ -71,7 +69,7 @@ def op_kind(function: Any) -> OpKind:
         is_repeatable=is_native and is_pure and returns_tensors and not is_view,
         written=tuple(written),
         writes_first=written == [0] and len(returns) == 1 and str(arguments[0].type) == "Tensor",
-        draws=torch.Tag.nondeterministic_seeded in tuple(function.tags) or takes_generator,
+        draws=torch.Tag.nondeterministic_seeded in tags or takes_generator,
         probability=probabilities[0] if probabilities else None,
     )
 
@@ -134,20 +132,29 @@ class Tape(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, states: States) -> None:
         results = out if isinstance(out, tuple | list) else (out,)
-        addresses = {tensor.untyped_storage()._cdata for tensor in _tensors_in((args, kwargs)) if _is_strided(tensor)}
+        addresses = {storage_id(tensor) for tensor in _tensors_in((args, kwargs)) if _is_strided(tensor)}
         for result in results:
-            if isinstance(result, Tensor) and (not _is_strided(result) or result.untyped_storage()._cdata in addresses):
+            if isinstance(result, Tensor) and (not _is_strided(result) or storage_id(result) in addresses):
                 return None  # a view whose schema does not say so
-        operation = Operation(func, states, writes_first=False)
-        operation.args, operation.kwargs = self._uses(args, operation), self._uses(kwargs, operation)
+        operation = self._operation(func, args, kwargs, states, writes_first=False)
         for result in results:
-            value = None
             if isinstance(result, Tensor):
-                value = Value(_alias(result), operation)
-                self._register(result, value)
-                self.made.append(value)
-            operation.makes.append(None if value is None else weakref.ref(value))
+                self._add_result(operation, result)
+            else:
+                operation.makes.append(None)
+
+    def _operation(self, func: Any, args: Any, kwargs: Any, states: States, *, writes_first: bool) -> Operation:
+        """Appends an operation, whose results are yet to be added."""
+        operation = Operation(func, states, writes_first=writes_first)
+        operation.args, operation.kwargs = self._uses(args, operation), self._uses(kwargs, operation)
         self.operations.append(operation)
+        return operation
+
+    def _add_result(self, operation: Operation, result: Tensor) -> None:
+        value = Value(_alias(result), operation)
+        operation.makes.append(weakref.ref(value))
+        self._values[storage_id(result)] = value
+        self.made.append(value)
 
     def _uses(self, argument: Any, operation: Operation) -> Any:
         kind = type(argument)
@@ -160,26 +167,22 @@ class Tape(TorchDispatchMode):
         value = self._value_of(argument)
         value.num_reads += 1
         operation.reads.append(value)
-        geometry = Geometry.of(argument)
-        return Use(value, None if geometry == value.geometry else geometry)
+        return Use.of(argument, value)
 
     def _value_of(self, tensor: Tensor) -> Value:
-        value = self._values.get(tensor.untyped_storage()._cdata)
+        value = self._values.get(storage_id(tensor))
         if value is None or value.dtype != tensor.dtype:
             gather = None if self._gather_function is None else self._gather_function(tensor)
             alias = _alias(tensor)
             value = Value(alias, None, is_weight=_is_weight(tensor)) if gather is None else GatheredValue(alias, gather)
             self.outside.append(value)
-            self._register(tensor, value)
-            if gather is None and not tensor.requires_grad and tensor.untyped_storage()._cdata in self._written:
+            self._values[storage_id(tensor)] = value
+            if gather is None and not tensor.requires_grad and storage_id(tensor) in self._written:
                 # A buffer that each run writes to: the next one may come before this one's backward.
                 assert value.tensor is not None
                 self._alive.append(value.tensor)
                 value.copy()
         return value
-
-    def _register(self, tensor: Tensor, value: Value) -> None:
-        self._values[tensor.untyped_storage()._cdata] = value
 
     def _write(self, kind: OpKind, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation that writes: values of the former content drop their tensor, or copy it first."""
@@ -191,22 +194,17 @@ class Tape(TorchDispatchMode):
         are_strided = not types and all(map(_is_strided, _tensors_in((args, kwargs))))
         if kind.writes_first and kind.is_repeatable and are_strided and kwargs.get("generator") is None:
             tensor = written[0]
-            value = self._values.get(tensor.untyped_storage()._cdata)
+            value = self._values.get(storage_id(tensor))
             if value is not None and value.recipe is not None and Geometry.of(tensor) == value.geometry:
-                operation = Operation(func, self._states(kind, args, kwargs), writes_first=True)
-                operation.args, operation.kwargs = self._uses(args, operation), self._uses(kwargs, operation)
+                operation = self._operation(func, args, kwargs, self._states(kind, args, kwargs), writes_first=True)
                 value.drop_tensor()
                 out = func(*args, **kwargs)
-                after = Value(_alias(tensor), operation)
-                operation.makes.append(weakref.ref(after))
-                self._register(tensor, after)
-                self.made.append(after)
-                self.operations.append(operation)
+                self._add_result(operation, tensor)
                 return out
         for tensor in written:
             if not _is_strided(tensor):
                 continue
-            address = tensor.untyped_storage()._cdata
+            address = storage_id(tensor)
             value = self._values.pop(address, None)
             if not tensor.requires_grad and (value is None or value.recipe is None):
                 self._written.add(address)
@@ -219,8 +217,8 @@ class Tape(TorchDispatchMode):
 
     # -- saved tensors ------------------------------------------------------------------------------------------------
 
-    def save(self, tensor: Tensor) -> SavedValue | SavedTensor:
-        """Packs a tensor for autograd (the pack hook of ``saved_tensors_hooks``)."""
+    def save(self, tensor: Tensor) -> Use | SavedTensor:
+        """Packs a tensor of any shape for autograd (the pack hook of ``saved_tensors_hooks``)."""
         if not _is_strided(tensor):
             return SavedTensor(tensor, tensor._version)
         value = self._value_of(tensor)
@@ -230,14 +228,13 @@ class Tape(TorchDispatchMode):
         if tensor.dtype != value.dtype:
             value.is_pinned = True
             return SavedTensor(tensor, tensor._version)
-        geometry = Geometry.of(tensor)
-        return SavedValue(Use(value, None if geometry == value.geometry else geometry))
+        return Use.of(tensor, value)
 
     setattr(save, SAVES_EACH, True)
 
     def value_of_result(self, tensor: Tensor) -> Value | None:
-        """Returns the value of a tensor, if an operation of the layer made it."""
-        value = self._values.get(tensor.untyped_storage()._cdata) if _is_strided(tensor) else None
+        """Returns the value of a tensor of any shape, if an operation of the layer made it."""
+        value = self._values.get(storage_id(tensor)) if _is_strided(tensor) else None
         return value if value is not None and value.recipe is not None else None
 
     def close(self) -> None:
@@ -247,12 +244,6 @@ class Tape(TorchDispatchMode):
         self.operations, self.made, self.outside, self._values, self._alive = [], [], [], {}, []
 
 
-class SavedValue(NamedTuple):
-    """A value that may be a recipe, saved by autograd."""
-
-    use: Use
-
-
 class SavedTensor(NamedTuple):
     """A tensor saved by autograd itself."""
 
@@ -260,15 +251,15 @@ class SavedTensor(NamedTuple):
     version: int
 
 
-def restore(saved: SavedValue | SavedTensor) -> Tensor:
-    """Unpacks a saved tensor (the unpack hook of ``saved_tensors_hooks``).
+def restore(saved: Use | SavedTensor) -> Tensor:
+    """Unpacks a saved tensor, of the shape it was saved with (the unpack hook of ``saved_tensors_hooks``).
 
     Raises:
         RuntimeError: The tensor, or one that its recipe reads, was changed in place.
     """
-    if isinstance(saved, SavedValue):
-        tensor = materialize(saved.use.value)
-        return tensor if saved.use.geometry is None else tensor.as_strided(*saved.use.geometry)
+    if isinstance(saved, Use):
+        materialize(saved.value)
+        return saved.read()
     if saved.tensor._version != saved.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor"

@@ -24,7 +24,7 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Geometry:
-        """Returns the geometry of a tensor."""
+        """Returns the geometry of a tensor of any shape."""
         return cls(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
@@ -71,10 +71,6 @@ class Value:
         assert self.recipe is not None
         self.tensor, self.version = None, None
 
-    def keep(self) -> None:
-        """Keeps the tensor and drops the recipe."""
-        self.recipe = None
-
     def copy(self) -> None:
         """Replaces the tensor by a copy, because its storage is about to be written to."""
         assert self.tensor is not None
@@ -115,11 +111,12 @@ class GatheredValue(Value):
 
     @property
     def tensor(self) -> Tensor:
-        """The current tensor, gathered."""
+        """The current tensor, gathered; of the shape of ``geometry``."""
         return self._gather()
 
     @tensor.setter
     def tensor(self, tensor: Tensor) -> None:
+        """Sets a copy, of the shape of ``geometry``."""
         if self._copied:
             self._gather = lambda: tensor
 
@@ -139,7 +136,10 @@ class ParameterGatherer(Protocol):
         """Gathers the layer's parameters inside the context."""
 
     def view_getter(self, fqn: str, tensor: Tensor) -> Callable[[], Tensor] | None:
-        """Returns a function that gathers a tensor of the layer's parameters and holds none; None for other tensors."""
+        """Returns a function that gathers a tensor of the layer's parameters and holds none; None for other tensors.
+
+        The tensor is a parameter or a view of one; the function returns the same elements, size and stride.
+        """
 
     def begin_layer_backward(self, fqn: str) -> None:
         """Gathers the parameters of a layer that the backward has reached, until it reaches another layer."""
@@ -151,8 +151,14 @@ class Use(NamedTuple):
     value: Value
     geometry: Geometry | None  # None: as the value itself
 
+    @classmethod
+    def of(cls, tensor: Tensor, value: Value) -> Use:
+        """Returns the use of a value by a tensor of any shape in its storage."""
+        geometry = Geometry.of(tensor)
+        return cls(value, None if geometry == value.geometry else geometry)
+
     def read(self) -> Tensor:
-        """Returns the tensor or view; the value must be available."""
+        """Returns the tensor or view, of the shape of its geometry; the value must be available."""
         tensor = self.value.tensor
         assert tensor is not None
         return tensor if self.geometry is None else tensor.as_strided(*self.geometry)
@@ -177,11 +183,6 @@ class Operation:
         self.reads: list[Value] = []
         self.makes: list[weakref.ref[Value] | None] = []
 
-    def call(self, args: Any = None) -> Any:
-        """Runs the operation on the tensors of its values."""
-        args = tensors_of(self.args) if args is None else args
-        return self.function(*args, **tensors_of(self.kwargs))
-
     def repeat(self) -> None:
         """Recomputes its results; all that it reads must be available."""
         args = tensors_of(self.args)
@@ -194,7 +195,7 @@ class Operation:
         for generator, state in self.states:
             generator.set_state(state)
         try:
-            out = self.call(args)
+            out = self.function(*args, **tensors_of(self.kwargs))
         finally:
             for generator, state in saved:
                 generator.set_state(state)
@@ -209,15 +210,14 @@ class Operation:
                 value.drop_tensor()
 
 
-def materialize(value: Value) -> Tensor:
-    """Returns the tensor of a value; recomputes it, and what its recipe reads, where they are not available.
+def materialize(value: Value) -> None:
+    """Recomputes the tensor of a value, and what its recipe reads, where they are not available.
 
     Raises:
         RuntimeError: Code outside of the layer has changed a tensor that the recipe reads.
     """
     if value.is_available:
-        assert value.tensor is not None
-        return value.tensor
+        return
     assert value.recipe is not None
     with torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
         waiting = [value.recipe]
@@ -227,8 +227,6 @@ def materialize(value: Value) -> Tensor:
                 waiting += [recipe for recipe in missing if recipe is not None]
             else:
                 waiting.pop().repeat()
-    assert value.tensor is not None
-    return value.tensor
 
 
 def tensors_of(argument: Any) -> Any:

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from lightning_hybrid.memory.knapsack import Step, choose_kept, needed
-from lightning_hybrid.memory.op_tape import SavedTensor, SavedValue, Tape, restore
-from lightning_hybrid.memory.recompute_values import Operation, ParameterGatherer, Value, tensors_of
+from lightning_hybrid.memory.op_tape import SavedTensor, Tape, restore
+from lightning_hybrid.memory.recompute_values import Operation, ParameterGatherer, Use, Value, tensors_of
 from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 
 # Cost of moving a byte, in floating-point operations of a matrix product; and of drawing one at random.
@@ -36,33 +36,29 @@ class SelectiveCheckpointing:
         self._kept: BoundedLRUDict[Hashable, frozenset[int]] = BoundedLRUDict(_MAX_CHOICES)
         self._written: set[int] = set()
 
-    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``forward``: its autograd graph holds recipes for the results that are not saved."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            return self._run(forward, args, kwargs, None, restore)
-
-        return run
-
-    def wrap_gathered(self, gatherer: ParameterGatherer, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``forward`` of a layer whose parameters are gathered on read, so that no recipe may hold them.
+    def wrap(
+        self, forward: Callable[..., Any], fqn: str = "", gatherer: ParameterGatherer | None = None
+    ) -> Callable[..., Any]:
+        """Wraps ``forward``: its autograd graph holds recipes for the results that are not saved.
 
         Args:
-            gatherer: Gathers the parameters.
-            fqn: Name of the layer.
             forward: Forward of the layer.
+            fqn: Name of the layer.
+            gatherer: Gathers the layer's parameters on read, so that no recipe may hold them; None if they stay.
         """
 
-        def restore_gathered(saved: SavedValue | SavedTensor) -> Tensor:
+        def restore_gathered(saved: Use | SavedTensor) -> Tensor:
+            """Returns the tensor, of the shape it was saved with."""
             # Before any other read of the backward: gathering on demand would depend on what each rank has saved.
+            assert gatherer is not None
             gatherer.begin_layer_backward(fqn)
             return restore(saved)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
+            if gatherer is None:
+                return self._run(forward, args, kwargs, None, restore)
             with gatherer.inside(fqn):
                 return self._run(forward, args, kwargs, partial(gatherer.view_getter, fqn), restore_gathered)
 
@@ -92,7 +88,7 @@ class SelectiveCheckpointing:
                 if value.tensor is None:
                     continue
                 if value.is_pinned or number in kept:
-                    value.keep()
+                    value.recipe = None
                 else:
                     value.drop_tensor()
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from functools import wraps
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from lightning_hybrid.step.standins.absent_tensors import SHAPE_METHODS, SHAPE_P
 # Gathers run in this order: the shard of a replica is a shard of what a tensor rank has; reads of experts are errors.
 Level: TypeAlias = Literal["experts", "replicas", "tensor"]
 
+_P = ParamSpec("_P")
 _GATHER = "_hybrid_gather"  # attribute of a guarded parameter: a `GatherCallbacks` by level
 _UNGUARDED_PROPERTIES = frozenset(
     {"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "layout", "grad", "_backward_hooks", "is_cuda", "names"}
@@ -48,22 +50,20 @@ class ReadGuards:
         """Turn the guards off inside, for a backward or an optimizer."""
         for settle in self.before_shard_access:
             settle()
-        yield from self._set_during(True)
+        with self._set_during(are_off=True):
+            yield
 
     def as_user_code(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap user code that a backward or an optimizer calls: inside ``function`` the guards are on."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._guarded():
+            with self._set_during(are_off=False):
                 return function(*args, **kwargs)
 
         return run
 
     @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
-        yield from self._set_during(False)
-
-    def _set_during(self, are_off: bool) -> Iterator[None]:
+    def _set_during(self, *, are_off: bool) -> Iterator[None]:
         before, self.are_off = self.are_off, are_off
         try:
             yield
@@ -146,19 +146,24 @@ class GuardedParameter(nn.Parameter):
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
+def below_read_guards(method: Callable[_P, None]) -> Callable[_P, None]:
+    """Run a method below the read guards: operations on a parameter see its local shard, and gather nothing."""
+
+    @wraps(method)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            method(*args, **kwargs)
+
+    return run
+
+
 def can_guard(parameter: Tensor) -> bool:
-    """Whether reads of a parameter can be intercepted: it has torch's own class."""
+    """Whether reads of a parameter of any shape can be intercepted: it has torch's own class."""
     return type(parameter) in (nn.Parameter, GuardedParameter)
 
 
 def guard(parameters: Iterable[nn.Parameter], level: Level, gather: GatherCallbacks) -> None:
-    """Gather these parameters, from now on, before they are read.
-
-    Args:
-        parameters: Each holds a shard; those whose class is not torch's own are skipped.
-        level: The axis that sharded them; shards over replicas are gathered first.
-        gather: Returns the full tensors.
-    """
+    """Gather parameters that one axis sharded before they are read, from now on; skips what `can_guard` excludes."""
     for parameter in parameters:
         if type(parameter) is nn.Parameter:
             cast(Any, parameter).__class__ = GuardedParameter
@@ -168,12 +173,7 @@ def guard(parameters: Iterable[nn.Parameter], level: Level, gather: GatherCallba
 
 
 def unguard(parameters: Iterable[nn.Parameter], level: Level) -> None:
-    """Let reads of these parameters see, from now on, what they hold along one axis.
-
-    Args:
-        parameters: Guarded or not.
-        level: The axis.
-    """
+    """Let reads of these parameters, guarded or not, see from now on what they hold along one axis."""
     for parameter in parameters:
         if type(parameter) is GuardedParameter:
             gathers = parameter.__dict__.get(_GATHER, {})

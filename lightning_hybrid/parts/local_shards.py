@@ -52,7 +52,7 @@ class AxisSharding:
         return shard_tensor(full, placement, self.group.rank(), self.group.size())
 
     def unshard(self, local: Tensor, placement: Shard) -> Tensor:
-        """All-gather the local shards of a tensor into a dense full one; collective."""
+        """All-gather local shards, of the shape that `shard` gives, into a dense tensor of full shape; collective."""
         local = local.detach().to_dense() if local.is_sparse else local.detach()
         message = on_group_device(padded(local, placement).contiguous(), self.group)
         received = [torch.empty_like(message) for _ in range(self.group.size())]
@@ -68,40 +68,38 @@ class LocalShards:
     """The local shards of one module's parameters on one rank.
 
     A tensor that has the full size along a sharded dim counts as full: a buffer, or a parameter while it is gathered.
+
+    Attributes:
+        shardings: The axes that shard parameters, from the full tensor to the local shard.
     """
 
     def __init__(self, root: nn.Module, shardings: Sequence[AxisSharding]) -> None:
         self._root = root
-        self._axes = list(shardings)
+        self.shardings = list(shardings)
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
-
-    @property
-    def shardings(self) -> Sequence[AxisSharding]:
-        """The axes that shard parameters, from the full tensor to the local shard."""
-        return self._axes
 
     @property
     def names(self) -> set[str]:
         """FQNs of the sharded parameters."""
-        return {name for axis in self._axes for name in axis.placements}
+        return {name for axis in self.shardings for name in axis.placements}
 
     @property
     def has_repeated_shards(self) -> bool:
         """Whether some ranks hold the same shard of a parameter."""
-        return any(p.is_repeated(axis.group.size()) for axis in self._axes for p in axis.placements.values())
+        return any(p.is_repeated(axis.group.size()) for axis in self.shardings for p in axis.placements.values())
 
     # -- sharding and gathering, by FQN --------------------------------------------------------------------------------
 
     def shard(self, name: str, full: Tensor) -> Tensor:
         """The local shard of a full parameter, or of a tensor of its shape; its own memory if it is sharded."""
-        for axis in self._axes:
+        for axis in self.shardings:
             if name in axis.placements:
                 full = axis.shard(full, axis.placements[name])
         return full
 
     def unshard(self, name: str, local: Tensor, *, over_tensor_ranks: bool = True) -> Tensor:
-        """All-gather the full tensor, or without ``over_tensor_ranks`` a tensor rank's shard of it; collective."""
-        for axis in reversed(self._axes):
+        """All-gather shards to the full shape, without ``over_tensor_ranks`` to a tensor rank's shard; collective."""
+        for axis in reversed(self.shardings):
             placement = axis.placements.get(name)
             if placement is None or (axis.axis == "tp" and not over_tensor_ranks):
                 continue
@@ -113,30 +111,30 @@ class LocalShards:
         return local
 
     def full_tensor_of(self, name: str, value: Tensor) -> Tensor:
-        """The full tensor of a parameter or buffer of this rank; collective."""
-        for axis in self._axes:
+        """The tensor of full shape of a parameter or buffer of this rank; collective."""
+        for axis in self.shardings:
             if name in axis.buffers:
                 placement = axis.buffers[name]
                 return axis.unshard(axis.shard(value.detach(), placement).contiguous(), placement)
         return self.unshard(name, value)
 
     def full_shape(self, name: str, value: Tensor) -> torch.Size:
-        """The full shape of a parameter."""
+        """The full shape of a parameter, of which ``value`` is the local shard or the full tensor."""
         shape = list(value.shape)
         if not is_absent(value):
-            for axis in reversed(self._axes):
+            for axis in reversed(self.shardings):
                 if name in axis.placements:
                     shape[axis.placements[name].dim] = axis.placements[name].length
         return torch.Size(shape)
 
     def shard_of(self, name: str, value: Tensor, full: Tensor) -> Tensor:
-        """The local shard of ``full`` if ``value``, which it replaces, is one; else all of ``full``."""
+        """A tensor of the shape of ``value``: the local shard of ``full`` if ``value`` is one, else all of ``full``."""
         return full if value.shape == full.shape else self.shard(name, full)
 
     # -- optimizer states of a parameter's shape -----------------------------------------------------------------------
 
     def full_state_of(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """The full tensor of an optimizer state if it is sharded as its parameter is; collective.
+        """The full tensor of an optimizer state if it has the shape of its parameter's shard; collective.
 
         After a fit the parameter is full again, and the optimizer's state still is a shard.
         """
@@ -153,7 +151,7 @@ class LocalShards:
     def _shard_shape(self, name: str, parameter: Tensor) -> torch.Size | None:
         shape = list(self.full_shape(name, parameter))
         is_sharded = False
-        for axis in self._axes:
+        for axis in self.shardings:
             if name in axis.placements:
                 shape[axis.placements[name].dim] = axis.local_length(axis.placements[name])
                 is_sharded = True
@@ -183,7 +181,7 @@ class LocalShards:
                 parameter.data = self.unshard(name, parameter.detach())
                 parameter.grad = None
                 copy_local_parameter(parameter)
-        buffers = {name for axis in self._axes for name in axis.buffers}
+        buffers = {name for axis in self.shardings for name in axis.buffers}
         for name, buffer in (root or self._root).named_buffers():
             if name in buffers and not is_absent(buffer):
                 buffer.copy_(self.full_tensor_of(name, buffer))
@@ -213,15 +211,17 @@ class LocalShards:
         """Whether this is the first rank that holds its shard of a parameter.
 
         Args:
-            parameter: Of the module.
+            parameter: Of the module; of any shape.
             within_replica: Whether ranks of other replicas do not count.
         """
         name = self._names.get(id(parameter), "")
         coordinates: dict[str, int] = {}
-        for along in self._axes:
+        sharded_over: set[str] = set()
+        for along in self.shardings:
             if not within_replica or along.axis in ("tp", "cp"):
                 coordinates.update(along.named_coordinates)
-        sharded_over = {axis for along in self._axes if name in along.placements for axis in along.named_coordinates}
+            if name in along.placements:
+                sharded_over.update(along.named_coordinates)
         return all(index == 0 or axis in sharded_over for axis, index in coordinates.items())
 
     def first_owned_slices(self, parameter: Tensor, local: Tensor) -> list[Tensor]:
@@ -234,19 +234,15 @@ class LocalShards:
         if not self.is_first_owner(parameter):
             return []
         name = self._names.get(id(parameter), "")
-        for number, axis in enumerate(self._axes):
+        for number, axis in enumerate(self.shardings):
             placement = axis.placements.get(name)
             if placement is not None and placement.is_repeated(axis.group.size()):
-                is_first = _first_rank_mask(axis, placement)
-                for other in self._axes[number + 1 :]:
+                rank, size = axis.group.rank(), axis.group.size()
+                # By local row of the sharded dim: whether this is the first rank that holds it.
+                is_first = torch.cat([torch.full((p.local_length,), p.is_first(rank, size)) for p in placement.pieces])
+                for other in self.shardings[number + 1 :]:
                     further = other.placements.get(name)
                     if further is not None and further.dim == placement.dim:
                         is_first = other.shard(is_first, replace(further, dim=0))
                 return [local.index_select(placement.dim, is_first.nonzero().squeeze(1).to(local.device))]
         return [local]
-
-
-def _first_rank_mask(axis: AxisSharding, placement: Shard) -> Tensor:
-    """Mask over the local rows of a sharded dim: those of which this is the first rank that holds them."""
-    rank, size = axis.group.rank(), axis.group.size()
-    return torch.cat([torch.full((piece.local_length,), piece.is_first(rank, size)) for piece in placement.pieces])

@@ -152,6 +152,11 @@ class Shard:
             offset += piece.length
         return found
 
+    def view(self, full: Tensor, rank: int, size: int) -> Tensor:
+        """A rank's shard of a full tensor as a view of it, of shape (..., length of the shard, ...); for one piece."""
+        ((start, length),) = self.ranges(rank, size)
+        return full.narrow(self.dim, start, length)
+
     def shard_ranges(self, size: int) -> list[tuple[int, int, int, int]]:
         """For each shard its first rank, its start on that rank and in the full dim, and its length."""
         found, start, offset = [], 0, 0
@@ -203,16 +208,11 @@ def split_over_two_axes(placement: Shard, outer: int, inner: int) -> tuple[Place
 
 
 def shard_tensor(full: Tensor, placement: Placement, rank: int, size: int) -> Tensor:
-    """Take a rank's shard of a full parameter.
-
-    Args:
-        full: The full parameter.
-        placement: Placement of its shards.
-        rank: Tensor rank.
-        size: Number of tensor ranks.
+    """Take the shard of one of ``size`` ranks of a full parameter.
 
     Returns:
-        A tensor that shares no memory with ``full`` if it is sharded, and ``full`` itself if it is replicated.
+        A tensor of shape (..., length of the rank's shard, ...) that shares no memory with ``full`` if it is sharded,
+            and ``full`` itself if it is replicated.
 
     Raises:
         ValueError: The placement belongs to a parameter of another size.
@@ -229,11 +229,9 @@ def shard_tensor(full: Tensor, placement: Placement, rank: int, size: int) -> Te
 
 
 def join(shards: Sequence[Tensor], placement: Placement) -> Tensor:
-    """Join the shards of all ranks to the full parameter; the inverse of `shard_tensor`.
+    """Join the shards of all ranks, in their order, to a tensor of the full shape; the inverse of `shard_tensor`.
 
-    Args:
-        shards: The local shards, in the order of ranks; they may be `padded`.
-        placement: Placement of the shards.
+    The shards may be `padded`.
     """
     if isinstance(placement, Replicated):
         return shards[0]
@@ -252,7 +250,7 @@ def padded(local: Tensor, placement: Shard) -> Tensor:
 
 
 def embed_in_zeros(local: Tensor, placement: Shard, rank: int, size: int) -> Tensor:
-    """A full tensor of zeros but for a rank's shard; a sum of them over ranks also sums repeated shards."""
+    """A tensor of full shape, zero but for a rank's shard; a sum of them over ranks also sums repeated shards."""
     shape = list(local.shape)
     shape[placement.dim] = placement.length
     full = local.new_zeros(shape)

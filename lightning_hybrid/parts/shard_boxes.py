@@ -33,7 +33,7 @@ class ShardBox:
     is_first: bool = True
 
     def of(self, shard: Tensor) -> Tensor:
-        """The box as a view of the local shard."""
+        """The box, of shape ``sizes``, as a view of the local shard."""
         for dim, (start, size) in enumerate(zip(self.local, self.sizes, strict=True)):
             if size != shard.shape[dim]:
                 shard = shard.narrow(dim, start, size)

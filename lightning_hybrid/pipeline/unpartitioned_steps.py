@@ -20,8 +20,8 @@ from torch import nn
 from lightning_hybrid.collectives.broadcast_from_owner import broadcast_buffer
 from lightning_hybrid.collectives.exchange_step_numbers import NumberExchange
 from lightning_hybrid.collectives.rank_agreement import digest
+from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
 from lightning_hybrid.full_params.gathered_parameters_mode import GatheredParameters
-from lightning_hybrid.full_params.value_locations import ValueLocations
 from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.pipeline.results.log_capture import Entry, LogCapture
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call
@@ -69,7 +69,7 @@ class UnpartitionedSteps:
         self.has_stale_copies = True
         self._root, self._plan, self._parts, self._replica = root, plan, parts, replica
         self._randomness, self._room, self._tell, self._around = randomness, room, tell, around
-        self._contents = ValueLocations(replica, randomness.device)
+        self._agreement = HookAgreement(replica, randomness.device)
 
     def add_step(self, name: str, reason: Exception) -> None:
         """Let every rank run a step unpartitioned from now on."""
@@ -106,7 +106,7 @@ class UnpartitionedSteps:
         Raises:
             RanksDisagree: Some ranks do not run it.
         """
-        agree_on = partial(self._contents.agree_on, where)
+        agree_on = partial(self._agreement.agree_on, where)
         agree_on("reads the module")
         had_stale_copies = self.has_stale_copies
         self._refresh()
@@ -131,7 +131,7 @@ class UnpartitionedSteps:
         Raises:
             RanksDisagree: The ranks run different operations.
         """
-        logs, agree_on = LogCapture(1), partial(self._contents.agree_on, call.name)
+        logs, agree_on = LogCapture(1), partial(self._agreement.agree_on, call.name)
         room = self._common_room()
         self._refresh()
         uncompiled = EagerSwitch()

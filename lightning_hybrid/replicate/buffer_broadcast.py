@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
@@ -27,9 +27,8 @@ class ReplicaBufferBroadcast:
         self._module, self._group, self._device = module, group, device
         ignored = frozenset(getattr(module, _IGNORED, ()))
         buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
-        self._kinds = {name: _kind(buffer) for name, buffer in buffers.items() if not is_absent(buffer)}
-        if group.size() == 1:
-            self._kinds = {}
+        present = {name: buffer for name, buffer in buffers.items() if group.size() > 1 and not is_absent(buffer)}
+        self._kinds = {name: (buffer.shape, buffer.dtype) for name, buffer in present.items()}
         self._is_due = True
 
     @torch.no_grad()
@@ -40,12 +39,16 @@ class ReplicaBufferBroadcast:
         self._is_due = False
         buffers = dict(self._module.named_buffers())
         valid = {
-            name: b for name, kind in self._kinds.items() if (b := buffers.get(name)) is not None and _kind(b) == kind
+            name: buffer
+            for name, kind in self._kinds.items()
+            if (buffer := buffers.get(name)) is not None and (buffer.shape, buffer.dtype) == kind
         }
         flags = torch.tensor([name in valid for name in self._kinds], dtype=torch.uint8, device=self._device)
         sizes = [shape.numel() * dtype.itemsize for shape, dtype in self._kinds.values()]
         contents = [
-            _bytes_of(valid[name], self._device) if name in valid else flags.new_zeros(size)
+            valid[name].to(self._device).reshape(-1).contiguous().view(torch.uint8)
+            if name in valid
+            else flags.new_zeros(size)
             for name, size in zip(self._kinds, sizes, strict=True)
         ]
         message = torch.cat([flags, *contents])
@@ -60,17 +63,5 @@ class ReplicaBufferBroadcast:
                 valid[name].copy_(content.clone().view(dtype).view(shape))
 
     def after_step(self, *, averaged: bool) -> None:
-        """Schedules the next broadcast after a training step.
-
-        Args:
-            averaged: Whether the step averaged its gradients; if not, the next step accumulates into them.
-        """
+        """Schedules the next broadcast after a step that ``averaged`` gradients, to which the next one does not add."""
         self._is_due = averaged
-
-
-def _kind(buffer: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return buffer.shape, buffer.dtype
-
-
-def _bytes_of(buffer: Tensor, device: torch.device) -> Tensor:
-    return buffer.to(device).reshape(-1).contiguous().view(torch.uint8)

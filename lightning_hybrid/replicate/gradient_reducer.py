@@ -17,6 +17,7 @@ from them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_hybrid.replicate.sparse_gradients import average_sparse
+from lightning_hybrid.replicate.average_sparse_gradients import average_sparse
 from lightning_hybrid.step.objects.skippable_gradient_hook import GradientHook
 
 
@@ -279,13 +280,13 @@ class GradientReducer:
     def _add_buckets(self, indices: Sequence[int]) -> None:
         """Appends buckets with these parameters; one dtype and device per bucket."""
         open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        num_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
+        num_bytes: Counter[tuple[torch.dtype, torch.device]] = Counter()
         groups: list[list[int]] = []
         for index in indices:
             parameter = self._parameters[index]
             key = (parameter.dtype, parameter.device)
             open_buckets.setdefault(key, []).append(index)
-            num_bytes[key] = num_bytes.get(key, 0) + parameter.numel() * parameter.element_size()
+            num_bytes[key] += parameter.numel() * parameter.element_size()
             if num_bytes[key] >= (self._bucket_bytes if self._buckets or groups else self._first_bucket_bytes):
                 groups.append(open_buckets.pop(key))
                 del num_bytes[key]

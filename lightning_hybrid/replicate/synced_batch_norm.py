@@ -32,11 +32,7 @@ class SyncedBatchNorm:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Stores the group; ``running`` activates the synchronization.
-
-        Args:
-            group: The ranks that hold the same shard of the module on each replica.
-        """
+        """Take ``group`` (ranks that hold the same shard of the module on each replica)."""
         self._group = group
         self._original = torch.batch_norm
 
@@ -76,7 +72,7 @@ class SyncedBatchNorm:
 def _statistics(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """All-replica mean and biased variance by channel ([C] each), and the count of each (Chan et al. 1983)."""
     channels = x.shape[1]
-    wide = x.to(_accumulation_dtype(x.dtype))
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     if x.numel():
         variance, mean = torch.var_mean(wide, _reduced_dims(x), correction=0)
     else:
@@ -106,6 +102,7 @@ class _Normalize(NotIntercepted, torch.autograd.Function):
         count: Tensor,
         group: dist.ProcessGroup,
     ) -> Tensor:
+        """Normalizes x of shape (samples, channels, ...); weight, bias, mean and inverse have shape (channels,)."""
         ctx.save_for_backward(x, weight, mean, inverse, count)
         ctx.group = group
         shape = _channel_shape(x)
@@ -116,6 +113,7 @@ class _Normalize(NotIntercepted, torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of x, which has the shape of ``grad``, and of weight and bias."""
         x, weight, mean, inverse, count = ctx.saved_tensors
         shape, dims = _channel_shape(x), _reduced_dims(x)
         wide = grad.to(mean.dtype)
@@ -134,10 +132,6 @@ class _Normalize(NotIntercepted, torch.autograd.Function):
         grad_x -= centered.mul_((of_deviation * inverse.square()).view(shape))
         grad_x *= scale.view(shape)
         return grad_x.to(x.dtype), grad_weight, grad_bias, None, None, None, None
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _reduced_dims(x: Tensor) -> list[int]:

@@ -17,7 +17,7 @@ def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> Callable[[], list
     """Start to all-gather rows of equal length; collective, in one order on all ranks.
 
     Args:
-        row: This rank's row; must not be written until it is gathered.
+        row: This rank's row, 1-D; must not be written until it is gathered.
         group: The process group.
 
     Returns:
@@ -29,6 +29,7 @@ def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> Callable[[], list
         work = dist.all_gather(rows, row, group=group, async_op=True)
 
         def wait() -> list[Tensor]:
+            """Returns the rows, of the shape of ``row``."""
             if work is not None:
                 work.wait()
             return rows

@@ -33,7 +33,6 @@ class PeerSockets:
         rank: This rank in its group.
         size: Number of ranks.
         peers: The socket to each of the other ranks; message boundaries are preserved.
-        timeout: Seconds that each wait may take.
         closed: Whether the sockets are closed.
     """
 
@@ -97,11 +96,7 @@ class PeerSockets:
         return [ranks[file] for file, event in events if event != select.POLLOUT]
 
     def receive(self, peer: int, most: int) -> bytes:
-        """Wait for a message of a rank.
-
-        Args:
-            peer: The rank.
-            most: Maximum length in bytes.
+        """Wait for a message of a rank, of at most so many bytes.
 
         Raises:
             DistNetworkError: The rank has closed its connection.

@@ -18,10 +18,9 @@ from math import prod
 from weakref import finalize
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.shared_memory.hidden_operations import hidden_from_modes
+from lightning_hybrid.shared_memory.collectives import hidden_from_modes
 from lightning_hybrid.shared_memory.peer_sockets import PeerSockets, PerGroup, exchange_files
 
 _SMALLEST_BLOCK = 4096  # bytes: a page
@@ -39,7 +38,7 @@ class Transfers:
     """
 
     def __init__(self, streams: PeerSockets) -> None:
-        """Collective: args: streams: between the ranks."""
+        """Map the memory of all ranks, with the sockets between them; collective."""
         self._streams = streams
         self.generation = 0
         self._memories = {rank: _Memory(file) for rank, file in exchange_files(streams, _INITIAL_BYTES).items()}
@@ -58,7 +57,7 @@ class Transfers:
         Args:
             peer: The receiver.
             tag: Not negative; tensors of one tag arrive in the order in which they were sent.
-            tensor: A CPU tensor.
+            tensor: A CPU tensor of any shape.
         """
         block = self._free_block(tensor.nbytes)
         with hidden_from_modes():
@@ -71,12 +70,7 @@ class Transfers:
 
     @torch.compiler.disable
     def receive(self, peer: int, tag: int, dtype: torch.dtype) -> Tensor:
-        """Wait for a tensor, and return a copy of it.
-
-        Args:
-            peer: The sender.
-            tag: Tag of the message.
-            dtype: Dtype of the tensor; its shape is part of the message.
+        """Wait for the next tensor of one sender and tag; returns a copy, of the shape that the message says.
 
         Raises:
             DistNetworkError: The rank has closed its connection.
@@ -135,19 +129,17 @@ class _Memory:
     def content(self, block: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A view of the tensor in a block; cached by block, shape and dtype."""
         key = block, shape, dtype
-        found = self._contents.get(key)
-        return self._made(key) if found is None else found
+        return self._contents[key] if key in self._contents else self._made(*key)
 
     @torch.inference_mode(False)  # the first use may be in an evaluation, and a later step writes to these tensors
-    def _made(self, key: tuple[int, tuple[int, ...], torch.dtype]) -> Tensor:
-        block, shape, dtype = key
+    def _made(self, block: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         begin, count = block + _HEADER, prod(shape)
         if begin + count * dtype.itemsize > self._length:
             self._map()  # its owner has grown it
         if len(self._contents) >= _MAX_CACHED_VIEWS:
             self._contents.clear()
         flat = torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=begin) if count else torch.empty(0)
-        made = self._contents[key] = flat.to(dtype).view(shape)
+        made = self._contents[block, shape, dtype] = flat.to(dtype).view(shape)
         return made
 
     def _map(self) -> None:
@@ -157,12 +149,6 @@ class _Memory:
         self._contents: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
 
 
-def transfers_of(group: dist.ProcessGroup) -> Transfers | None:
-    """The transfers between the ranks of a group; None on all of them where they cannot share memory.
-
-    There is one for each group. The first call is collective.
-    """
-    return _transfers.of(group)
-
-
-_transfers = PerGroup(Transfers)
+# The transfers between the ranks of a group, one for each; None on all of them where they cannot share memory.
+# The first call is collective.
+transfers_of = PerGroup(Transfers).of

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.memory.recompute import Recompute
+from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.batch.microbatch import BatchSplitter

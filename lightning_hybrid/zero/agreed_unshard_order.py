@@ -34,32 +34,16 @@ class RanksDiffer(RuntimeError):
 class GatherRounds:
     """The rounds of one rank, among the ranks of its shard group."""
 
-    def __init__(
-        self, groups: Sequence[ParameterGroup], headers: dist.ProcessGroup, gathers: dist.ProcessGroup
-    ) -> None:
-        """Prepare.
-
-        Args:
-            groups: All groups of this rank, in an order that all ranks share.
-            headers: The ranks, for rows in host memory.
-            gathers: The same ranks, for parameters; no other collectives go through these two.
-        """
-        self._groups, self._headers = list(groups), headers
+    def __init__(self, mesh: Mesh, groups: Sequence[ParameterGroup]) -> None:
+        """Prepare rounds of all groups of this rank, in an order that all ranks share; collective over the world."""
+        # For rows in host memory, and for parameters; no other collectives go through these two.
+        self._headers = mesh.dedicated_group("dp_shard", "headers of gathers", "gloo")
+        gathers = mesh.dedicated_group("dp_shard", "gathers")
+        self._groups = list(groups)
         self._unneeded: list[tuple[dist.Work, torch.Tensor]] = []
         self._positions = {id(group): float(position) for position, group in enumerate(self._groups)}
         for group in self._groups:
             group.gather_group = gathers
-
-    @classmethod
-    def over(cls, mesh: Mesh, groups: Sequence[ParameterGroup]) -> GatherRounds:
-        """Build the rounds of the ranks that shard parameters; collective over the world.
-
-        Args:
-            mesh: The ranks.
-            groups: As for ``GatherRounds``.
-        """
-        headers = mesh.dedicated_group("dp_shard", "headers of gathers", "gloo")
-        return cls(groups, headers, mesh.dedicated_group("dp_shard", "gathers"))
 
     def request(self, requested: Sequence[ParameterGroup], prefetched: Sequence[ParameterGroup]) -> None:
         """Gather groups, and join the gathers that other ranks request.

@@ -31,10 +31,11 @@ from lightning_hybrid.parts.gather_on_read import GatherCallbacks, ReadGuards
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.skippable_gradient_hook import GradientHook
 from lightning_hybrid.zero.agreed_unshard_order import GatherRounds, agree_on_step
+from lightning_hybrid.zero.gradient_messages import GradientObserver
 from lightning_hybrid.zero.memory_mapped_states import Region
 from lightning_hybrid.zero.parameter_group import ParameterGroup
 from lightning_hybrid.zero.saved_parameter_views import ParameterView, pack
-from lightning_hybrid.zero.shard_layout import GradientObserver, ShardRanks
+from lightning_hybrid.zero.shard_layout import ShardRanks
 
 Stage = int | None  # None: gradients are complete only after all stages of this rank
 
@@ -65,7 +66,7 @@ class ZeroSharding:
                 of a group is that of a layer whose forward is all that reads its parameters, or "".
             ranks: That shard the parameters.
             device: Of this rank.
-            per_layer: Whether each layer is gathered separately.
+            per_layer: As the attribute.
         """
         self.per_layer = per_layer
         self.recomputed: frozenset[str] = frozenset()
@@ -82,7 +83,6 @@ class ZeroSharding:
         self._modules = {fqn: root.get_submodule(fqn) for fqn in self._layers}
         self._next, self._previous = self._neighbours()
         self._ranks, self._device = ranks, device
-        self._files = {group.region.file for group in self._all if group.region is not None}
         self._queue: list[ParameterGroup] = []  # to reduce in the current backward, in this order
         self._group_of = {id(p): group for group in self._all for p in group.parameters.values()}
         self._accumulated: set[int] = set()
@@ -108,7 +108,7 @@ class ZeroSharding:
 
     def gather_in_rounds(self, mesh: Mesh) -> None:
         """Let ranks call layers in different orders, by ``GatherRounds``."""
-        self._rounds = GatherRounds.over(mesh, self._all)
+        self._rounds = GatherRounds(mesh, self._all)
 
     @property
     def _by_layer(self) -> bool:
@@ -121,10 +121,10 @@ class ZeroSharding:
 
     def allow_rank_local_reads(self, mesh: Mesh) -> None:
         """Let code outside steps read parameters on some ranks only, from now on; collective over the world."""
-        self._rank_local_rounds = self._rank_local_rounds or self._rounds or GatherRounds.over(mesh, self._all)
+        self._rank_local_rounds = self._rank_local_rounds or self._rounds or GatherRounds(mesh, self._all)
 
     def gather_for_this_rank(self, parameter: Tensor) -> None:
-        """Gather a parameter until `free_rank_local_reads`, in which the other ranks join."""
+        """Gather a parameter to its full shape until `free_rank_local_reads`, in which the other ranks join."""
         group = self._group_of[id(parameter)]
         if self._is_evaluating:
             group.gather()
@@ -161,7 +161,7 @@ class ZeroSharding:
         Raises:
             OffloadError: A file has been truncated.
         """
-        for file in self._files:
+        for file in {group.region.file for group in self._all if group.region is not None}:
             file.check()
 
     @property
@@ -280,9 +280,8 @@ class ZeroSharding:
         for group in reversed(self._groups.get(stage, [])):
             group.finish_reduce()
         if self._by_layer:
-            for members in self._layers.values():
-                for group in members:
-                    group.free()
+            for group in itertools.chain(*self._layers.values()):
+                group.free()
 
     def _finish(self) -> None:
         """Reduce gradients that are complete only now: of parameters that several stages share."""
@@ -300,7 +299,7 @@ class ZeroSharding:
         for group in self._all:
             group.launch_gather()
         for group in self._all:
-            group.hold()
+            group.pin()
         self._is_evaluating = True
 
     def end_evaluation(self) -> None:
@@ -308,7 +307,7 @@ class ZeroSharding:
         if self._is_evaluating:
             self._is_evaluating = False
             for group in self._all:
-                group.let_go()
+                group.unpin()
 
     # -- layers --------------------------------------------------------------------------------------------------------
 
@@ -380,7 +379,7 @@ class ZeroSharding:
                 group.free()
 
     def view_getter(self, fqn: str, tensor: Tensor) -> Callable[[], Tensor] | None:
-        """A function that gives a view of a layer's parameters at any time; None for other tensors."""
+        """A function that gives a view of a layer's parameters, of the shape of ``tensor``; None for other tensors."""
         view = pack(self._layers[fqn], tensor)
         return partial(self._unpack, view) if isinstance(view, ParameterView) else None
 

@@ -9,12 +9,10 @@ The file is unlinked: it takes space in its folder while the process lives, and 
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import shutil
 import tempfile
-from array import array
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -34,6 +32,8 @@ class StateFile:
 
     Attributes:
         folder: The folder whose disk it uses.
+        nbytes: Its length.
+        maps: The mapping of each region.
     """
 
     def __init__(self, folder: str, sizes: Iterable[int], *, content: str = "the optimizer's states") -> None:
@@ -49,7 +49,7 @@ class StateFile:
         """
         self.folder, self._content = folder, content
         self.nbytes = 0
-        self._maps: list[mmap.mmap] = []
+        self.maps: list[mmap.mmap] = []
         try:
             os.makedirs(folder, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed in `close`)
@@ -61,20 +61,14 @@ class StateFile:
             self._file.close()
             raise
 
-    def extend(self, sizes: Iterable[int]) -> int:
-        """Reserve space for further regions.
-
-        Args:
-            sizes: Bytes of each.
-
-        Returns:
-            The number of the first one.
+    def extend(self, sizes: Iterable[int]) -> None:
+        """Reserve space for further regions of these numbers of bytes.
 
         Raises:
             OffloadError: There is no room; the file is as before.
         """
         lengths = [max(_PAGE, -(-size // _PAGE) * _PAGE) for size in sizes]
-        first, start, end = len(self._maps), self.nbytes, self.nbytes + sum(lengths)
+        start, end = self.nbytes, self.nbytes + sum(lengths)
         try:
             os.posix_fallocate(self._file.fileno(), start, max(end - start, 1))
         except OSError as error:
@@ -87,20 +81,8 @@ class StateFile:
             ) from error
         self.nbytes = end
         for length in lengths:
-            self._maps.append(mmap.mmap(self._file.fileno(), length, offset=start))
+            self.maps.append(mmap.mmap(self._file.fileno(), length, offset=start))
             start += length
-        return first
-
-    def tensor(self, region: int, offset: int, like: Tensor) -> Tensor:
-        """A tensor in a region, of the shape and dtype of another one; its memory is the mapped file.
-
-        Args:
-            region: Number of the region.
-            offset: Bytes from its start; a multiple of 16.
-            like: The other tensor.
-        """
-        content = torch.frombuffer(self._maps[region], dtype=like.dtype, count=like.numel(), offset=offset)
-        return content.view(like.shape)
 
     def check(self) -> None:
         """Check that the file has not been truncated: reading past its end would kill the process.
@@ -123,28 +105,13 @@ class StateFile:
     def _length(self) -> int:
         return os.fstat(self._file.fileno()).st_size
 
-    def read_ahead(self, region: int) -> None:
-        """Begin to read a region (``MADV_WILLNEED``)."""
-        self._maps[region].madvise(mmap.MADV_WILLNEED)
-
-    def load(self, region: int) -> None:
-        """Read a region into memory."""
-        try:
-            self._maps[region].madvise(_POPULATE_WRITE)
-        except OSError:  # an older system faults the pages in as they are touched
-            self._maps[region].madvise(mmap.MADV_WILLNEED)
-
-    def evict(self, region: int) -> None:
-        """Evict a region from this process's memory; its content stays in the file."""
-        self._maps[region].madvise(mmap.MADV_DONTNEED)
-
-    def resident_bytes(self) -> int:
-        """Bytes of the file in this process's memory; 0 where the system does not report it."""
-        return sum(_resident_bytes(mapped) for mapped in self._maps)
+    def regions(self) -> list[Region]:
+        """All regions, in order."""
+        return [Region(self, number) for number in range(len(self.maps))]
 
     def close(self) -> None:
         """Close the file; tensors in it stay readable as long as they live."""
-        self._maps = []
+        self.maps = []
         self._file.close()
 
 
@@ -155,29 +122,30 @@ class Region(NamedTuple):
     number: int
 
     def tensor(self, offset: int, like: Tensor) -> Tensor:
-        """Delegate to ``StateFile.tensor``."""
-        return self.file.tensor(self.number, offset, like)
+        """A tensor of the shape and dtype of another one, whose memory is the mapped file.
+
+        Args:
+            offset: Bytes from the start of the region; a multiple of 16.
+            like: The other tensor.
+        """
+        mapped = self.file.maps[self.number]
+        content = torch.frombuffer(mapped, dtype=like.dtype, count=like.numel(), offset=offset)
+        return content.view(like.shape)
 
     def read_ahead(self) -> None:
-        """Begin to read it."""
-        self.file.read_ahead(self.number)
+        """Begin to read it (``MADV_WILLNEED``)."""
+        self.file.maps[self.number].madvise(mmap.MADV_WILLNEED)
+
+    def load(self) -> None:
+        """Read it into memory."""
+        try:
+            self.file.maps[self.number].madvise(_POPULATE_WRITE)
+        except OSError:  # an older system faults the pages in as they are touched
+            self.read_ahead()
 
     def evict(self) -> None:
-        """Evict it from this process's memory."""
-        self.file.evict(self.number)
-
-
-def _resident_bytes(mapped: mmap.mmap) -> int:
-    """Bytes of a mapping in the memory of this process, by /proc/self/pagemap: quick in a large process too."""
-    start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-    pages = array("Q")
-    try:
-        with open("/proc/self/pagemap", "rb") as of_process:
-            of_process.seek(start // mmap.PAGESIZE * pages.itemsize)
-            pages.frombytes(of_process.read(len(mapped) // mmap.PAGESIZE * pages.itemsize))
-    except OSError:
-        return 0
-    return sum(page >> 63 for page in pages) * mmap.PAGESIZE  # the highest bit: it is present
+        """Evict it from this process's memory; its content stays in the file."""
+        self.file.maps[self.number].madvise(mmap.MADV_DONTNEED)
 
 
 def aligned(nbytes: int) -> int:
@@ -186,7 +154,7 @@ def aligned(nbytes: int) -> int:
 
 
 def state_tensors(entry: Any) -> dict[str, Tensor]:
-    """The tensors of an optimizer's state for one parameter that go to a file: those of more than one number."""
+    """The tensors of an optimizer's state for one parameter that go to a file: those of more than one element."""
     if not isinstance(entry, dict):
         return {}
     return {name: value for name, value in entry.items() if isinstance(value, Tensor) and value.numel() > 1}

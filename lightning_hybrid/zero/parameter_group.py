@@ -12,31 +12,23 @@ dtype, rank by rank, each rank's shard padded to the size of the largest.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.parts.gather_on_read import GatherCallbacks, guard, unguard
-from lightning_hybrid.parts.placement import Shard, join, padded
+from lightning_hybrid.parts.gather_on_read import GatherCallbacks, below_read_guards, guard, unguard
+from lightning_hybrid.parts.local_shards import AxisSharding
+from lightning_hybrid.parts.placement import Shard
+from lightning_hybrid.zero.gradient_messages import GradientMessages, GradientObserver
 from lightning_hybrid.zero.memory_mapped_states import Region
-from lightning_hybrid.zero.shard_layout import (
-    GradientObserver,
-    ShardRanks,
-    below_read_guards,
-    check_not_late,
-    check_unchanged,
-    launch_reduce_scatter,
-    memoryless_like,
-    numel_of,
-    offsets_of,
-)
-from lightning_hybrid.zero.sparse_gradients import SparseRows
+from lightning_hybrid.zero.shard_layout import ShardRanks, numel_of_largest_shard, offsets_of
 from lightning_hybrid.zero.storage_devices import StorageDevices, StoredShards
 
 # torch 2.13 gave the collectives on single tensors new names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ParameterGroup:
@@ -70,7 +62,7 @@ class ParameterGroup:
             parameters: By FQN; of one dtype, and holding this rank's shards.
             placements: Of those that are sharded; the others are full on every rank.
             ranks: That shard them.
-            keeps_full: Whether the memory of full parameters is kept between steps.
+            keeps_full: As the attribute.
             devices: Storage devices of shards; the parameters' device if None.
             region: Of a file, for ``bytes_of_shards`` bytes of shards; None if they are not in a file.
             sparse: FQNs of those whose gradients are sparse in their first dim.
@@ -78,17 +70,19 @@ class ParameterGroup:
         self.fqn, self.parameters, self._ranks, self.keeps_full = fqn, dict(parameters), ranks, keeps_full
         self._size, self._rank = ranks.shard.size(), ranks.shard.rank()
         self._placements = {name: placements[name] for name in parameters if name in placements}
-        sparse_parameters = {name: parameters[name] for name in sparse if name in parameters}
-        self.region, self._row_flags = region, SparseRows(sparse_parameters, self._placements, ranks)
+        self.region = region
         self._empty = next(iter(parameters.values())).data.new_empty(0)  # on the compute device
         shards = {name: parameters[name].data for name in self._placements}
         self._shards = StoredShards(shards, devices or StorageDevices.of((), self._empty.device), region)
         for name in self._placements:
             parameters[name].data = self._shards.shown(name)
-        self._offsets, self._shard_numel = offsets_of({name: self._largest_shard(name) for name in self._placements})
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._messages = GradientMessages(shapes, self._placements, ranks, sparse)
+        self._offsets, self._shard_numel = offsets_of(
+            {name: numel_of_largest_shard(shapes[name], placement) for name, placement in self._placements.items()}
+        )
         self._full: dict[str, Tensor] = {}
         self._gathering: tuple[dist.Work, Tensor] | None = None
-        self._reducing: tuple[dist.Work | None, Tensor, list[str]] | None = None
         self._gradients: dict[str, Tensor | None] = {}  # this rank's shards, while parameters are full
         self.is_full = False
         self._is_pinned = False
@@ -123,12 +117,15 @@ class ParameterGroup:
             message[offset : offset + shard.numel()].view(shard.shape).copy_(shard)
         self._shards.evict_from_memory()
         received = self._empty.new_empty(self._size * message.numel())
-        return _all_gather(received, message, group=self.gather_group, async_op=True), received
+        return all_gather_single(received, message, group=self.gather_group, async_op=True), received
 
     @torch.no_grad()
     @below_read_guards
     def join_gather(self, unneeded: list[tuple[dist.Work, Tensor]], *, is_needed: bool) -> None:
-        """Send the shards in an all-gather of all ranks; ``unneeded`` gets its work if the result is not used here."""
+        """Send the shards in an all-gather of all ranks.
+
+        ``unneeded`` gets its work, and the flat tensor that receives, if the result is not used here.
+        """
         if is_needed and not self.is_full_or_gathering:
             self.move_to_storage()
             self._gathering = self._send()
@@ -183,7 +180,9 @@ class ParameterGroup:
             self._copy_rebound()
             self._write_back()
             for name in self._placements:
-                self.parameters[name].data = memoryless_like(self.parameters[name])
+                data = self.parameters[name].data
+                content: Any = float("nan") if data.is_floating_point() or data.is_complex() else 0
+                self.parameters[name].data = data.new_full((), content).expand(data.shape)
             self._full = {}
             self.is_full = False
             self.gather_on_read()
@@ -242,9 +241,10 @@ class ParameterGroup:
     @torch.no_grad()
     def gather_gradients(self) -> None:
         """Gather the gradients of earlier batches into full parameters; collective."""
+        axis = AxisSharding(self._ranks.shard, self._placements)
         for name, gradient in self._gradients.items():
             if gradient is not None and name in self._placements:
-                gradient = self._all_gathered(name, gradient)
+                gradient = axis.unshard(gradient, self._placements[name])
             self.parameters[name].grad = gradient
         self._gradients = {}
 
@@ -257,12 +257,6 @@ class ParameterGroup:
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 gradient = self._shard_of(name, dense, self._rank).clone()
             self._gradients[name] = gradient
-
-    def _all_gathered(self, name: str, shard: Tensor) -> Tensor:
-        message = padded(shard.to_dense() if shard.is_sparse else shard, self._placements[name]).contiguous()
-        received = [torch.empty_like(message) for _ in range(self._size)]
-        dist.all_gather(received, message, group=self._ranks.shard)
-        return join(received, self._placements[name])
 
     @below_read_guards
     def move_to_storage(self) -> None:
@@ -293,15 +287,15 @@ class ParameterGroup:
                 if name in self._placements and parameter.data_ptr() == self._shards.address(name):
                     parameter.data = torch.full_like(parameter.data, float("nan"))
 
-    def hold(self) -> None:
-        """Gather, and reshard without freeing: until `let_go`, gathers need no other rank."""
+    def pin(self) -> None:
+        """Gather, and reshard without freeing: until `unpin`, gathers need no other rank."""
         self.gather()
         self._is_pinned = True
         self.reshard()
         self._state_at_pin = self._state_of_shards()
 
-    def let_go(self) -> None:
-        """Free what `hold` has kept."""
+    def unpin(self) -> None:
+        """Free what `pin` has kept."""
         self._is_pinned = False
         self.reshard()
 
@@ -309,11 +303,17 @@ class ParameterGroup:
         return {name: (self.parameters[name]._version, self.parameters[name].data_ptr()) for name in self._placements}
 
     def _check_unchanged(self) -> None:
+        """Check that parameters that are full for an evaluation have not been written."""
         now = self._state_of_shards()
-        check_unchanged([name for name, before in self._state_at_pin.items() if now[name] != before], self.fqn)
+        if changed := [name for name, before in self._state_at_pin.items() if now[name] != before]:
+            raise RuntimeError(
+                f"{changed[0]} and {len(changed) - 1} other parameters of {self.fqn or 'the module'} were changed"
+                " between the batches of an evaluation, for which they had been gathered; change them before it begins"
+                " (on_validation_epoch_start is early enough), or set zero_stage=0"
+            )
 
     def full_parameter(self, name: str) -> Tensor:
-        """The full tensor of a parameter; it must be gathered."""
+        """The tensor of full shape of a parameter; it must be gathered."""
         return self._full[name]
 
     def name_of_storage(self, storage: torch.UntypedStorage) -> str | None:
@@ -328,28 +328,19 @@ class ParameterGroup:
     @below_read_guards
     def launch_reduce(self) -> None:
         """Start to reduce this rank's gradients, and drop them; does not wait."""
-        names = self.trained
-        if not names or self._reducing is not None:
+        if not self.trained or self._messages.is_launched:
             return
-        offsets, length = self._gradient_offsets(names)
-        message = self._empty.new_zeros(self._size, length + len(names))
-        factor = 1.0 / self._ranks.num_replicas
-        for index, name in enumerate(names):
+        self._messages.begin(self.trained, self._empty)
+        for name in self.trained:
             parameter = self.parameters[name]
             if name not in self._gradients:  # not gathered, so not used: a gradient here is of earlier batches
                 self._set_gradient_aside(name, parameter)
             gradient, parameter.grad = parameter.grad, None
-            if gradient is None:
-                continue
-            message[:, length + index] = 1.0
-            if self.observer is not None:
-                self.observer.before_reduce(parameter, gradient)
-            gradient = self._row_flags.write_flags(name, gradient, message, offsets)
-            for rank in range(self._size):
-                shard = self._shard_of(name, gradient, rank)
-                row = message[rank, offsets[name] : offsets[name] + shard.numel()]
-                torch.mul(shard, factor, out=row.view(shard.shape))
-        self._reducing = (*launch_reduce_scatter(message, self._ranks.shard), list(names))
+            if gradient is not None:
+                if self.observer is not None:
+                    self.observer.before_reduce(parameter, gradient)
+                self._messages.write(name, gradient)
+        self._messages.launch()
 
     @torch.no_grad()
     @below_read_guards
@@ -359,22 +350,14 @@ class ParameterGroup:
         Raises:
             RuntimeError: A parameter got a further gradient while its average was under way.
         """
-        if self._reducing is None:
-            return
-        (work, received, names), self._reducing = self._reducing, None
-        if work is not None:
-            work.wait()
-        total = received.sum(0) if received.shape[0] > 1 else received[0]
-        if self._ranks.replicate.size() > 1:
-            dist.all_reduce(total, group=self._ranks.replicate)
-        offsets, length = self._gradient_offsets(names)
-        for name, has in zip(names, total[length:].tolist(), strict=True):
-            check_not_late(name, self.parameters[name].grad)
-            if not has:
+        for name, new in self._messages.finish():
+            if self.parameters[name].grad is not None:
+                raise RuntimeError(
+                    f"{name} got another gradient after its average was under way; set use_reentrant=False where a"
+                    " checkpointed function shares this parameter"
+                )
+            if new is None:
                 continue
-            shape = self._shards.shape(name) if name in self._placements else self.parameters[name].shape
-            new = total[offsets[name] : offsets[name] + numel_of(shape)].view(shape)
-            new = self._row_flags.apply_flags(name, new, total, offsets)
             if name in self._placements:
                 new = self._shards.stored_gradient(new)
             before = self._gradients.get(name)
@@ -383,18 +366,5 @@ class ParameterGroup:
                 self.observer.after_reduce(self.parameters[name], new)
 
     def _shard_of(self, name: str, full: Tensor, rank: int) -> Tensor:
-        if (placement := self._placements.get(name)) is None:
-            return full
-        ((start, length),) = placement.ranges(rank, self._size)
-        return full.narrow(placement.dim, start, length)
-
-    # -- messages ------------------------------------------------------------------------------------------------------
-
-    def _gradient_offsets(self, names: Sequence[str]) -> tuple[dict[str, int], int]:
-        sizes = {n: self._largest_shard(n) if n in self._placements else self.parameters[n].numel() for n in names}
-        return offsets_of(sizes | self._row_flags.sizes(names))
-
-    def _largest_shard(self, name: str) -> int:
-        placement, shape = self._placements[name], list(self._shards.shape(name))
-        shape[placement.dim] = placement.local_length
-        return numel_of(shape)
+        placement = self._placements.get(name)
+        return full if placement is None else placement.view(full, rank, self._size)

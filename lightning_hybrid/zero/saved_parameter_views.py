@@ -22,7 +22,7 @@ class ParameterView(NamedTuple):
 
 
 def pack(groups: Sequence[ParameterGroup], tensor: Tensor) -> Tensor | ParameterView:
-    """Replace a saved tensor that is a view of a parameter by its offset and strides; others are saved as they are."""
+    """Replace a saved tensor that is a view of a parameter by its size and strides; others, of any shape, stay."""
     if type(tensor) in (Tensor, nn.Parameter):
         for group in groups:
             name = group.name_of_storage(tensor.untyped_storage())

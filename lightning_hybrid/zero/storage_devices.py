@@ -22,7 +22,6 @@ from torch import Tensor
 from lightning_hybrid.zero.memory_mapped_states import Region, aligned
 
 HOST = torch.device("cpu")
-KINDS = ("parameters", "gradients", "optimizer_states")
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,8 @@ class StorageDevices:
             offloaded: Some of "parameters", "gradients" and "optimizer_states".
             device: The compute device.
         """
-        offloaded_kinds = set(offloaded)
-        return cls(*(HOST if kind in offloaded_kinds else device for kind in KINDS))
+        kinds = set(offloaded)
+        return cls(*(HOST if kind in kinds else device for kind in ("parameters", "gradients", "optimizer_states")))
 
     @property
     def between_steps(self) -> torch.device:
@@ -70,12 +69,13 @@ class StoredShards:
         self._devices, self.region = devices, region
         self._shown: dict[str, Tensor] = {}  # copies on another device than the storage
         self._shards: dict[str, Tensor] = {}
-        views = {} if region is None else _region_views(region, shards)
+        offset = 0
         for name, shard in shards.items():
             if region is None:
                 self._shards[name] = shard.to(devices.parameters)
             else:
-                self._shards[name] = views[name].copy_(shard)
+                self._shards[name] = region.tensor(offset, shard).copy_(shard)
+                offset += aligned(shard.nbytes)
             if shard.device == devices.between_steps and self._shards[name].device != devices.between_steps:
                 self._shown[name] = shard
         self.evict_from_memory()
@@ -85,22 +85,18 @@ class StoredShards:
         assert name not in self._shown
         return self._shards[name]
 
-    def shape(self, name: str) -> torch.Size:
-        """Shape of a shard."""
-        return self._shards[name].shape
-
     def address(self, name: str) -> int:
         """Address of a shard in storage."""
         return self._shards[name].data_ptr()
 
     def move(self, name: str, shard: Tensor) -> None:
-        """Replace a shard by another tensor with the same content."""
+        """Replace a shard by another tensor of the same shape and content."""
         self._shards[name] = shard
 
     @torch.inference_mode(False)  # an evaluation may run in it, and the optimizer writes to what is shown
     @torch.no_grad()
     def shown(self, name: str) -> Tensor:
-        """The tensor that a parameter holds between steps."""
+        """The tensor that a parameter holds between steps, of the shard's shape."""
         shard, device = self._shards[name], self._devices.between_steps
         if shard.device == device:
             return shard
@@ -110,11 +106,11 @@ class StoredShards:
 
     @torch.inference_mode(False)
     def shown_gradient(self, gradient: Tensor) -> Tensor:
-        """The gradient as a parameter has it between steps."""
+        """The gradient, of the shard's shape, as a parameter has it between steps."""
         return gradient.to(self._devices.between_steps)
 
     def stored_gradient(self, gradient: Tensor) -> Tensor:
-        """The gradient as it is stored while a step runs."""
+        """The gradient, of the shard's shape, as it is stored while a step runs."""
         return gradient.to(self._devices.gradients)
 
     @torch.no_grad()
@@ -132,7 +128,7 @@ class StoredShards:
         return names
 
     def write(self, name: str, content: Tensor) -> None:
-        """Copy content from the compute device into a shard."""
+        """Copy content of the shard's shape from the compute device into it."""
         shard = self._shards[name]
         # A write to a file makes the system write it to disk, which takes longer than comparing first.
         if self.region is None or not torch.equal(shard, content.to(shard.device)):
@@ -142,11 +138,3 @@ class StoredShards:
         """Evict shards that are in a file from memory."""
         if self.region is not None:
             self.region.evict()
-
-
-def _region_views(region: Region, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    offset, views = 0, {}
-    for name, shard in shards.items():
-        views[name] = region.tensor(offset, shard)
-        offset += aligned(shard.nbytes)
-    return views

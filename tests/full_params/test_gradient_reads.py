@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm, pa
 
 from harness.layouts import each_under_sizes
 from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weights_of
-from lightning_hybrid.full_params import value_locations as known
+from lightning_hybrid.full_params import check_hook_agreement as known
 from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
 from models.tiny import Tiny, loader
 
@@ -381,13 +381,13 @@ def run_late(patience_seconds):
 
 def count_meetings():
     num_checks = []
-    agree_on = known.ValueLocations.agree_on
+    agree_on = known.HookAgreement.agree_on
 
     def counted(self, hook, what, why=""):
         num_checks.append(what)
         agree_on(self, hook, what, why)
 
-    known.ValueLocations.agree_on = counted
+    known.HookAgreement.agree_on = counted
     return num_checks
 
 

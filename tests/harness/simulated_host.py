@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.strict_group import as_on_gpus
 from lightning_hybrid.shared_memory import peer_sockets as streams
 from lightning_hybrid.zero import storage_devices as homes
-from lightning_hybrid.zero.memory_mapped_states import StateFile
-from lightning_hybrid.zero.optimizer_states import layerwise_step as offload
+from lightning_hybrid.zero.memory_mapped_states import Region
 from lightning_hybrid.zero.optimizer_states import offloaded_all_parameters_step as offload_at_once
+from lightning_hybrid.zero.optimizer_states import offloaded_layerwise_step as offload
 
 PRETENDED = torch.device("xpu", 0)
 CPU = torch.device("cpu")
@@ -129,9 +129,9 @@ class SimulatedHost(Callback):
             self._undo.callback(setattr, module, "HOST", module.HOST)
             module.HOST = PRETENDED
         self._marks = Marks()
-        in_file = StateFile.tensor
-        self._undo.callback(setattr, StateFile, "tensor", in_file)
-        StateFile.tensor = lambda *args: self._marks.mark(in_file(*args))
+        in_file = Region.tensor
+        self._undo.callback(setattr, Region, "tensor", in_file)
+        Region.tensor = lambda *args: self._marks.mark(in_file(*args))
         self._undo.callback(setattr, torch.autograd, "_engine_run_backward", torch.autograd._engine_run_backward)
         torch.autograd._engine_run_backward = self._backward(torch.autograd._engine_run_backward)
         self._undo.enter_context(Operations(self._marks))

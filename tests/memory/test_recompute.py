@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from harness.live_storages import LiveStorages
-from lightning_hybrid.memory.recompute import Recomputation, layer_policies
+from lightning_hybrid.memory.recompute_layers import Recomputation
+from lightning_hybrid.memory.recompute_policies import layer_policies
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 
 

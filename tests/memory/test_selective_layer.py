@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from harness.live_storages import LiveStorages
 from lightning_hybrid.memory.knapsack import Step, choose_kept, needed
-from lightning_hybrid.memory.recompute import Recomputation, layer_policies
+from lightning_hybrid.memory.recompute_layers import Recomputation
+from lightning_hybrid.memory.recompute_policies import layer_policies
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 
 

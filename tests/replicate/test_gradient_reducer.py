@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hybrid.replicate import GradientReducer
+from lightning_hybrid.replicate.gradient_reducer import GradientReducer
 
 two_ranks = pytest.mark.world(2)
 

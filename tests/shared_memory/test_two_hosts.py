@@ -27,7 +27,7 @@ def fit_on_hosts(run, host_of_rank):
         for kind in (GroupTransport, HostTransport):
             patch.setattr(*noted(kind, kind.__name__, kind.send))
         result = fit(run)
-    shared = [made is not None for group, made in collectives._memories._made.items() if group.size() > 1]
+    shared = [made is not None for group, made in collectives.shared_memory.__self__._made.items() if group.size() > 1]
     return result, used, shared
 
 

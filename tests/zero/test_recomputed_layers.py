@@ -71,9 +71,9 @@ class CountsWholes(Callback):
         counts = self
         self.gathers, self.most, self.held = 0, 0, 0
         gather, free, begin = ParameterGroup.gather, ParameterGroup.free, ZeroSharding.before_backward
-        send, freed, layers = of_groups._all_gather, [], []
+        send, freed, layers = of_groups.all_gather_single, [], []
         self.before = [(ParameterGroup, "gather", gather), (ParameterGroup, "free", free)]
-        self.before += [(ZeroSharding, "before_backward", begin), (of_groups, "_all_gather", send)]
+        self.before += [(ZeroSharding, "before_backward", begin), (of_groups, "all_gather_single", send)]
 
         def counted_gather(group):
             gather(group)
@@ -95,7 +95,7 @@ class CountsWholes(Callback):
             return send(*args, **kwargs)
 
         ParameterGroup.gather, ParameterGroup.free = counted_gather, counted_free
-        ZeroSharding.before_backward, of_groups._all_gather = counted_begin, counted_send
+        ZeroSharding.before_backward, of_groups.all_gather_single = counted_begin, counted_send
 
     def teardown(self, trainer, pl_module, stage):
         for owner, name, member in self.before:

@@ -248,8 +248,8 @@ def changed_after_inference(keeps_full):
     ranks = ShardRanks(world, alone, 2)
     group = ParameterGroup("", {"p": p}, {"p": shard_placement(torch.Size((4,)), 2)}, ranks, keeps_full=keeps_full)
     with torch.inference_mode():
-        group.hold()
-    group.let_go()
+        group.pin()
+    group.unpin()
     with torch.no_grad():
         p.add_(1)
     group.gather()

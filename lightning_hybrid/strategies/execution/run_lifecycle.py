@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.memory.recompute import Recompute
+from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.strategies.execution.choose_layout_per_batch import LayoutChanges
 from lightning_hybrid.strategies.execution.first_step_check import FirstStepCheck
 from lightning_hybrid.strategies.execution.step_execution import StepExecution

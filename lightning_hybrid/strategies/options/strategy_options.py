@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.layout import LayoutError, ParallelLayout
-from lightning_hybrid.memory.recompute import Recompute, check_recompute
+from lightning_hybrid.memory.recompute_policies import Recompute, check_recompute
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule
 from lightning_hybrid.step.batch.microbatch import BatchSplitter
 from lightning_hybrid.strategies.options.microbatch_weights import MicrobatchWeight

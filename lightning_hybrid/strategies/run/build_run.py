@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
 from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
 from lightning_hybrid.full_params.module_conversions import skip_absent_parameters
-from lightning_hybrid.full_params.value_locations import ValueLocations
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -178,7 +178,7 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossSta
         stages,
         run.parts,
         parameters,
-        ValueLocations(run.mesh.group("holders"), setting.device, "layer's"),
+        HookAgreement(run.mesh.group("holders"), setting.device, "layer's"),
         over_replicas=bool(run.zero_shardings) or run.experts is not None,
     )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_hybrid.experts.parallel.expert_parallel import ShardedExperts
 from lightning_hybrid.graph.partition import UnfitError
 from lightning_hybrid.layout import LayoutError
-from lightning_hybrid.memory.recompute import Recomputation
+from lightning_hybrid.memory.recompute_layers import Recomputation
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.local_shards import AxisSharding, LocalShards
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from lightning_hybrid.experts.parallel.expert_parallel import ShardedExperts
 from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.memory.recompute import Recomputation, Recompute
+from lightning_hybrid.memory.recompute_layers import Recomputation
+from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.parts.local_shards import AxisSharding, LocalShards

@@ -7,14 +7,8 @@ from itertools import groupby
 
 from torch import nn
 
-from lightning_hybrid.memory.recompute import (
-    Policy,
-    Recomputation,
-    Recompute,
-    RecomputeError,
-    is_selective,
-    layer_policies,
-)
+from lightning_hybrid.memory.recompute_layers import Recomputation
+from lightning_hybrid.memory.recompute_policies import Policy, Recompute, RecomputeError, is_selective, layer_policies
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.tracing.eager_around_compiled_layers import compiled_modules

@@ -29,16 +29,16 @@ from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.techniques.gradient_reduction import stage_of_gradient
-from lightning_hybrid.strategies.user_code.hook_reads import can_step_shards
 from lightning_hybrid.strategies.user_code.wrap_optimizer_steps import combines_parameters
 from lightning_hybrid.tensor.discovery.unit_calls import record_calls
 from lightning_hybrid.verify.copy_memory import free_bytes
 from lightning_hybrid.zero.gather_and_free_parameters import Stage, ZeroSharding
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
-from lightning_hybrid.zero.optimizer_states.layerwise_step import LayerwiseStep, why_not_layerwise
 from lightning_hybrid.zero.optimizer_states.offloaded_all_parameters_step import AllParametersStep
+from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
 from lightning_hybrid.zero.optimizer_states.sharded_step import ShardedStep, numel_of_shard
+from lightning_hybrid.zero.optimizer_states.try_optimizer_step import can_step_shards, why_not_layerwise
 from lightning_hybrid.zero.parameter_group import ParameterGroup
 from lightning_hybrid.zero.shard_layout import ShardRanks, bytes_of_shards, shard_placement
 from lightning_hybrid.zero.storage_devices import StorageDevices
@@ -181,7 +181,7 @@ def _regions_for(where: str | None, sizes: Sequence[int]) -> Iterator[Region]:
     if where is None or where == "cpu":
         return
     file = StateFile(where.removeprefix("disk:"), sizes, content="the parameters")
-    yield from (Region(file, number) for number in range(len(sizes)))
+    yield from file.regions()
 
 
 def _layer_of_parameters(

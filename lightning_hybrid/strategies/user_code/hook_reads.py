@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
 from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
 from lightning_hybrid.full_params.sharded_parameter_mode import ShardedParameterReads
-from lightning_hybrid.full_params.value_locations import ValueLocations
 from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.patching import replace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.user_code.wrap_optimizer_steps import combines_parameters
-from lightning_hybrid.zero.optimizer_states.layerwise_step import twin_of
+from lightning_hybrid.zero.optimizer_states.try_optimizer_step import can_step_shards
 
 # Replicas over which parameters are sharded may have different numbers of these.
 _PER_EVALUATED_BATCH = tuple(
@@ -33,7 +33,7 @@ class HookReads:
         stages: Reads across stages, if there are several.
         parts: Local shards, if parameters are sharded.
         parameters: Of the module, by FQN.
-        contents: By which the ranks that hold shards find out that they do not read the same.
+        agreement: By which the ranks that hold shards find out that they do not read the same.
         over_replicas: Whether replicas hold shards of one copy.
     """
 
@@ -42,13 +42,13 @@ class HookReads:
         stages: CrossStageReads | None,
         parts: LocalShards | None,
         parameters: Mapping[str, nn.Parameter],
-        contents: ValueLocations,
+        agreement: HookAgreement,
         *,
         over_replicas: bool = False,
     ) -> None:
         self._over_replicas = over_replicas
         self._stages = stages
-        self._contents = contents
+        self._agreement = agreement
         self._shards = None
         if parts is not None:
             note = None if stages is None else stages.record_full_tensor
@@ -57,7 +57,7 @@ class HookReads:
         self._hook = ""
 
     def _meet(self, name: str) -> None:
-        self._contents.agree_on(self._hook, f"reads {name}")
+        self._agreement.agree_on(self._hook, f"reads {name}")
 
     def of_optimizers(self, optimizers: Iterable[Optimizer]) -> dict[Optimizer, HookReads]:
         """Return the reads around each optimizer's step, without those that step shards as they would full tensors."""
@@ -87,7 +87,7 @@ class HookReads:
                     stack.enter_context(self._stages.hook(name, is_complete=is_complete))
                 if self._shards is not None and outer:
                     if not (self._over_replicas and name.endswith(_PER_EVALUATED_BATCH)):
-                        stack.enter_context(self._contents.checked_hook(name))
+                        stack.enter_context(self._agreement.checked_hook(name))
                     stack.enter_context(self._shards)
                 yield
         finally:
@@ -116,7 +116,7 @@ class HookReads:
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """Gather an object from each rank that has a shard of this copy of the module; collective."""
-        local = self._contents.gather_objects(mine)
+        local = self._agreement.gather_objects(mine)
         return local if self._stages is None else [each for row in self._stages.gather_objects(local) for each in row]
 
     def contents_for_file(self, tensors: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
@@ -141,32 +141,3 @@ def summarize_full_parameters(callback: Any, reads: HookReads) -> Callable[[], N
             original(*args, **kwargs)
 
     return replace(callback, "on_fit_start", on_fit_start, reason="reads full parameters")
-
-
-def can_step_shards(optimizer: Optimizer) -> bool:
-    """Whether an optimizer steps shards of a parameter as it steps the full one; tried on a small one."""
-    generator = torch.Generator().manual_seed(0)
-    full_tensor = torch.rand(4, 6, dtype=torch.float64, generator=generator) + 0.1
-    gradients = [torch.rand(4, 6, dtype=torch.float64, generator=generator) - 0.4 for _ in range(2)]
-    try:
-        expected = _stepped(optimizer, [full_tensor], [[gradient] for gradient in gradients])[0]
-        for dim in (0, 1):
-            parts = [part.contiguous() for part in full_tensor.chunk(2, dim)]
-            given = [[part.contiguous() for part in gradient.chunk(2, dim)] for gradient in gradients]
-            if not torch.allclose(torch.cat(_stepped(optimizer, parts, given), dim), expected, rtol=1e-9, atol=1e-12):
-                return False
-    except Exception:
-        return False
-    return True
-
-
-def _stepped(
-    optimizer: Optimizer, starts: list[torch.Tensor], gradients: list[list[torch.Tensor]]
-) -> list[torch.Tensor]:
-    parameters = [nn.Parameter(start.clone()) for start in starts]
-    twin = twin_of(optimizer, parameters)
-    for given in gradients:
-        for parameter, gradient in zip(parameters, given, strict=True):
-            parameter.grad = gradient.clone()
-        type(optimizer).step(twin)
-    return [parameter.detach() for parameter in parameters]

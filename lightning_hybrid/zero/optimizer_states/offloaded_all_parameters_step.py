@@ -49,7 +49,7 @@ class AllParametersStep(OffloadedStates):
         if folder is not None:
             self.file = StateFile(folder, [])
             self._files.add(self.file)
-        self._by_address: dict[int, _FileRegion] = {}  # by address
+        self._by_address: dict[int, _FileRegion] = {}
         self._original = optimizer.step
         step = lambda _, *args, **kwargs: self._step(*args, **kwargs)  # noqa: E731
         self._undo = replace_step(optimizer, step, reason="offloaded states, all at once")
@@ -59,14 +59,14 @@ class AllParametersStep(OffloadedStates):
         self._offload()
 
     def is_in_file(self, value: Tensor) -> bool:
-        """Whether a state, or what it is a view of, is in the file."""
+        """Whether a state of any shape, or what it is a view of, is in the file."""
         return value.device == HOST and _address(value) in self._by_address
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         self.check()
         if self.file is not None:
             for slot in self._by_address.values():
-                self.file.read_ahead(slot.region)
+                slot.region.read_ahead()
         for p, value in self._states():
             value.data = value.to(p.device)
         try:
@@ -93,18 +93,20 @@ class AllParametersStep(OffloadedStates):
                 continue
             free = (old for old in self._by_address.values() if old.nbytes == value.nbytes and old.storage.expired())
             slot = next(free, None)
-            region = file.extend([value.nbytes]) if slot is None else slot.region
-            value.data = file.tensor(region, 0, value).copy_(value)
+            if slot is None:
+                file.extend([value.nbytes])
+            region = Region(file, len(file.maps) - 1) if slot is None else slot.region
+            value.data = region.tensor(0, value).copy_(value)
             storage = StorageWeakRef(value.untyped_storage())
             self._by_address[_address(value)] = _FileRegion(region, value.nbytes, storage)
         for slot in self._by_address.values():
-            file.evict(slot.region)
+            slot.region.evict()
 
 
 class _FileRegion(NamedTuple):
     """A region of the file, its bytes, and a weak reference to its storage, which views elsewhere may use too."""
 
-    region: int
+    region: Region
     nbytes: int
     storage: StorageWeakRef
 

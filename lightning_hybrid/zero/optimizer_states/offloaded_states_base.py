@@ -1,7 +1,7 @@
 """Offloaded optimizer states: the base class that checks their files, and reads them back at the end.
 
-A step that treats each parameter by itself runs layer by layer (``layerwise_step``), any other one with all states at
-once (``all_parameters_step``).
+A step that treats each parameter by itself runs layer by layer (``offloaded_layerwise_step``), any other one with all
+states at once (``offloaded_all_parameters_step``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ class OffloadedStates(ABC):
 
     @abstractmethod
     def is_in_file(self, value: Tensor) -> bool:
-        """Whether a state's memory is in the file."""
+        """Whether the memory of a state of any shape is in the file."""
 
     def check(self) -> None:
         """Check that no file has been truncated.
@@ -74,12 +73,9 @@ class OffloadedStates(ABC):
         for p, entry in self._optimizer.state.items():
             if isinstance(p, Tensor) and not is_absent(p):
                 for value in flatten(entry)[0]:
-                    if _has_bytes(value) and id(value) not in yielded:
+                    # Those that are worth moving.
+                    if not isinstance(value, Tensor) or is_absent(value) or value.layout != torch.strided:
+                        continue
+                    if value.numel() > 1 and id(value) not in yielded:
                         yielded.add(id(value))
                         yield p, value
-
-
-def _has_bytes(value: Any) -> bool:
-    """Whether it is a tensor that is worth moving."""
-    is_plain = isinstance(value, Tensor) and not is_absent(value) and value.layout == torch.strided
-    return is_plain and value.numel() > 1

@@ -12,17 +12,13 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.patching import replace
 
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # attributes of an optimizer
+
 
 def replace_step(optimizer: Optimizer, step: Callable[..., Any], *, reason: str) -> Callable[[], None]:
-    """Replace the step of one optimizer; what learning rate schedulers have set on the old one stays on it.
+    """Replace the step of one optimizer by a function that is called like the method; return the undo.
 
-    Args:
-        optimizer: The user's.
-        step: Called like the method.
-        reason: Why, for ``active_patches``.
-
-    Returns:
-        A function that restores it.
+    What learning rate schedulers have set on the old one stays on it.
     """
     return replace(optimizer, "step", MethodType(functools.wraps(optimizer.step)(step), optimizer), reason=reason)
 
@@ -30,16 +26,7 @@ def replace_step(optimizer: Optimizer, step: Callable[..., Any], *, reason: str)
 def step_after_closure(
     optimizer: Optimizer, step: Callable[[dict[str, Any]], None], *, reason: str
 ) -> Callable[[], None]:
-    """Replace the step of one optimizer by one that begins after the closure, if there is one.
-
-    Args:
-        optimizer: The user's.
-        step: Called with the arguments of ``step`` but the closure.
-        reason: Why, for ``active_patches``.
-
-    Returns:
-        A function that restores it.
-    """
+    """Replace the step by one that begins after the closure, with the other arguments of the call; return the undo."""
 
     def run(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         loss = None

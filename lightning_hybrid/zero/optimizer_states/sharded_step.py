@@ -10,7 +10,7 @@ gradients are averaged after each backward, as without ZeRO. Each ``optimizer.st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.parts.placement import Shard, padded
+from lightning_hybrid.parts.placement import Shard, join, padded
 from lightning_hybrid.zero.optimizer_states.replaced_step import step_after_closure
-from lightning_hybrid.zero.parameter_group import _all_gather
+from lightning_hybrid.zero.parameter_group import all_gather_single
 from lightning_hybrid.zero.shard_layout import shard_placement
 
 
@@ -80,20 +80,20 @@ class ShardedStep:
         """All-gather the stepped shards, in one message for each dtype."""
         for dtype in sorted({p.dtype for p in parameters}, key=str):
             members = [p for p in parameters if p.dtype == dtype]
-            shards = [self._padded(p, self._shard(p, p.data)) for p in members]
-            for p, pieces in zip(members, self._exchanged(shards), strict=True):
-                for rank, piece in enumerate(pieces):
-                    if rank != self._rank:
-                        target = self._shard(p, p.data, rank)
-                        target.copy_(self._unpadded(p, piece, target))
+            shards = [(p, self._shard(p, p.data)) for p in members]
+            for p, full in zip(members, self._all_gathered(shards), strict=True):
+                p.data.copy_(full)
 
-    def _exchanged(self, shards: Sequence[Tensor]) -> list[list[Tensor]]:
-        """For each shard those of all ranks."""
-        message = torch.cat([shard.reshape(-1) for shard in shards])
+    def _all_gathered(self, shards: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+        """All-gather shards, each given with its parameter, in one message; yields full tensors."""
+        placements = [self._placements[id(p)] for p, _ in shards]
+        local = [padded(shard, placement) for (_, shard), placement in zip(shards, placements, strict=True)]
+        message = torch.cat([shard.reshape(-1) for shard in local])
         received = message.new_empty(self._size * message.numel())
-        _all_gather(received, message, group=self._ranks)
-        of_ranks = [row.split([shard.numel() for shard in shards]) for row in received.view(self._size, -1)]
-        return [[row[k].view(shard.shape) for row in of_ranks] for k, shard in enumerate(shards)]
+        all_gather_single(received, message, group=self._ranks)
+        of_ranks = [row.split([shard.numel() for shard in local]) for row in received.view(self._size, -1)]
+        for number, placement in enumerate(placements):
+            yield join([row[number].view(local[number].shape) for row in of_ranks], placement)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
@@ -112,11 +112,7 @@ class ShardedStep:
             placement = self._placement(p)
             has = number in found and placement is not None
             for name, value in self._states_of_shape(p, self._shard(p, p.data).shape).items() if has else ():
-                pieces = self._exchanged([self._padded(p, value.to(p.device))])[0]
-                full = torch.empty(p.shape, dtype=value.dtype, device=p.device)
-                for rank, piece in enumerate(pieces):
-                    target = self._shard(p, full, rank)
-                    target.copy_(self._unpadded(p, piece, target))
+                [full] = self._all_gathered([(p, value.to(p.device))])
                 found[number] = {**found[number], name: full}
         return {**state, "state": found}
 
@@ -132,29 +128,13 @@ class ShardedStep:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _placement(self, p: Tensor) -> Shard | None:
-        if id(p) not in self._placements:
-            if self._has_placements:
-                return None
+        if id(p) not in self._placements and not self._has_placements:
             placement = shard_placement(p.shape, self._size)
-            if placement is None:
-                return None
-            self._placements[id(p)] = placement
-        return self._placements[id(p)]
+            if placement is not None:
+                self._placements[id(p)] = placement
+        return self._placements.get(id(p))
 
-    def _shard(self, p: Tensor, full: Tensor, rank: int | None = None) -> Tensor:
-        """A view of the shard of one rank, or of this one."""
+    def _shard(self, p: Tensor, full: Tensor) -> Tensor:
+        """A view of the shard of this rank."""
         placement = self._placement(p)
-        if placement is None:
-            return full
-        ((start, length),) = placement.ranges(self._rank if rank is None else rank, self._size)
-        return full.narrow(placement.dim, start, length)
-
-    def _padded(self, p: Tensor, shard: Tensor) -> Tensor:
-        placement = self._placement(p)
-        assert placement is not None
-        return padded(shard, placement)
-
-    def _unpadded(self, p: Tensor, piece: Tensor, target: Tensor) -> Tensor:
-        placement = self._placement(p)
-        assert placement is not None
-        return piece.narrow(placement.dim, 0, target.shape[placement.dim])
+        return full if placement is None else placement.view(full, self._rank, self._size)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from harness.fits import Run, fit
+from harness.resident_file import resident_bytes
 from harness.simulated_host import SimulatedHost
 from harness.zero_runs import KINDS, SUBSETS, assert_bits, assert_same_bits, with_offload
 from lightning_hybrid.zero.memory_mapped_states import OffloadError
@@ -116,7 +117,7 @@ def test_a_growing_history_reuses_its_file(tmp_path):
     sizes = []
     for expected in descend(*plain, 8):
         assert torch.equal(descend(*offloaded, 1)[0], expected)
-        assert states.file.resident_bytes() == 0
+        assert resident_bytes(states.file) == 0
         sizes.append(states.file.nbytes)
     assert sizes[0] < sizes[-1] == sizes[4]
     states.close()

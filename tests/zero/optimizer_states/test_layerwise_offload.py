@@ -10,11 +10,13 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from harness.fits import Run, fit, refusal
+from harness.resident_file import resident_bytes
 from harness.simulated_host import SimulatedHost
 from harness.zero_runs import KINDS, SUBSETS, assert_bits, assert_same_bits, with_offload
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.zero.memory_mapped_states import OffloadError, StateFile
-from lightning_hybrid.zero.optimizer_states.layerwise_step import LayerwiseStep, steps_independently
+from lightning_hybrid.zero.memory_mapped_states import OffloadError, Region, StateFile
+from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
+from lightning_hybrid.zero.optimizer_states.try_optimizer_step import steps_independently
 from models.cases import make
 from models.hugging_face import GPT2
 
@@ -109,25 +111,30 @@ class CountsResident(Callback):
     noted = None
 
     def count(self, file):
-        evict, most = file.evict, 0
+        self.evict, most = Region.evict, 0
 
         def counted(region):
             nonlocal most
-            most = max(most, file.resident_bytes())
-            evict(region)
-            self.noted = most, max(map(len, file._maps)), file.nbytes
+            if region.file is not file:
+                return self.evict(region)
+            most = max(most, resident_bytes(file))
+            self.evict(region)
+            self.noted = most, max(map(len, file.maps)), file.nbytes
 
-        file.evict = counted
+        Region.evict = counted
+
+    def teardown(self, trainer, pl_module, stage):
+        Region.evict = self.evict
 
 
 class ResidentParameters(CountsResident):
     def on_train_start(self, trainer, pl_module):
         [file] = {region.file for region in trainer.strategy.run.zero.regions.values()}
-        assert file.resident_bytes() == 0
+        assert resident_bytes(file) == 0
         self.count(file)
 
     def on_train_batch_end(self, trainer, *_):
-        assert {region.file.resident_bytes() for region in trainer.strategy.run.zero.regions.values()} == {0}
+        assert {resident_bytes(region.file) for region in trainer.strategy.run.zero.regions.values()} == {0}
 
 
 @pytest.mark.parametrize("where", [all_on_disk, pytest.param(alone_on_disk, marks=pytest.mark.slow)])

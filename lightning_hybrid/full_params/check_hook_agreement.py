@@ -1,0 +1,98 @@
+"""Check in user hooks that all ranks read the same, since a read of remote values is a collective."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_hybrid.collectives.rank_agreement import RanksDisagree
+from lightning_hybrid.step.tracing.intercept_step_operations import user_line
+
+# A rank waits in a hook for the others to do the same no longer than this.
+_PATIENCE = timedelta(seconds=120)
+# The first calls of each hook, this many, are compared although they read nothing, by [Note: comparing at the end].
+_COMPARED_CALLS = 2
+
+
+class HookAgreement:
+    """Compares the next operations of the ranks of one group, which run the same hooks."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, axis: str = "pipeline") -> None:
+        """Take the ranks, the device where they communicate, and for messages what they are ranks of (``axis``)."""
+        self._axis, self._group, self._device = axis, group, device
+        self._num_checks = 0  # so far, the same on every rank
+        self._calls: Counter[str] = Counter()
+        self._reading: set[str] = set()  # hooks that have read something
+
+    def agree_on(self, hook: str, what: str, why: str = "") -> None:
+        """Check that all ranks are about to do the same, in the same line of user code; collective.
+
+        Args:
+            hook: Name of the hook.
+            what: The next operation, for comparison and messages.
+            why: The operation that needs it, for messages.
+
+        Raises:
+            RanksDisagree: They are not; raised on every rank.
+        """
+        self._num_checks += 1
+        line = user_line()
+        digest = zlib.crc32(f"{hook} {what} {line.rsplit('/', 1)[-1]}".encode())
+        mine = torch.tensor([digest, self._num_checks], device=self._device)
+        rows = [torch.empty_like(mine) for _ in range(self._group.size())]
+        work = dist.all_gather(rows, mine, group=self._group, async_op=True)
+        begin = time.monotonic()
+        try:
+            assert work is not None
+            work.wait(_PATIENCE)
+        except (RuntimeError, dist.DistError) as error:
+            if time.monotonic() - begin < 0.9 * _PATIENCE.total_seconds():
+                raise  # the other ranks are gone
+            raise RanksDisagree(
+                f"{hook}: {self._axis} rank {self._group.rank()} {what}{why and f' for {why}'} ({line}), and the other"
+                f" ranks did not within {_PATIENCE.total_seconds():.0f} s. Each rank holds a shard of the model, so"
+                " read gradients and parameters on every rank, and put only what is done with the number under a"
+                " condition on the rank"
+            ) from error
+        if all(row.tolist() == rows[0].tolist() for row in rows):
+            return
+        texts = self.gather_objects(f"{what}{why and f' for {why}'} ({line})")
+        listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+        raise RanksDisagree(
+            f"only some {self._axis} ranks read gradients, parameters or what is computed from them in {hook}, or they"
+            f" read different ones. {listed}. Each rank holds a shard of the model, so read them on every rank, and put"
+            " only what is done with the number under a condition on the rank"
+        )
+
+    @contextlib.contextmanager
+    def checked_hook(self, hook: str) -> Iterator[None]:
+        """Run a hook inside, at whose end the ranks may compare whether they read the same; then collective.
+
+        [Note: comparing at the end] A rank that reads while others do not waits for them. In the first calls of a hook,
+        and in hooks that have read, the others come to compare and say so at once. A hook that never reads must not
+        make the ranks wait for each other; should one rank begin to, it gives up after a while.
+
+        Raises:
+            RanksDisagree: Some ranks read what others do not.
+        """
+        before = self._num_checks
+        self._calls[hook] += 1
+        yield
+        if self._num_checks > before:
+            self._reading.add(hook)
+        if hook in self._reading or self._calls[hook] <= _COMPARED_CALLS:
+            self.agree_on(hook, "leaves the hook")
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """Gather an object from each rank; collective."""
+        rows: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(rows, mine, group=self._group)
+        return rows

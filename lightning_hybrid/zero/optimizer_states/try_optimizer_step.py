@@ -1,0 +1,132 @@
+"""Trials of an optimizer's step on small copies of it: what it does with its parameters is tried, not known by name."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.zero.memory_mapped_states import state_tensors
+from lightning_hybrid.zero.optimizer_states.replaced_step import STEP_HOOKS
+
+
+def why_not_layerwise(optimizer: Optimizer, *, in_file: bool) -> str:
+    """The reason why an optimizer cannot step one layer at a time; empty if it can.
+
+    Args:
+        optimizer: Built; a small copy of it is tried.
+        in_file: Whether its states are in a file, where each layer's region is sized before states exist.
+    """
+    if not steps_independently(optimizer):
+        return "uses several parameters at once in its step"
+    if in_file and state_element_sizes(optimizer) is None:
+        return "keeps states of other shapes than its parameters"
+    return ""
+
+
+def steps_independently(optimizer: Optimizer) -> bool:
+    """Whether stepping parameters one by one gives bitwise what stepping them together gives; tried on small ones."""
+    together, one_by_one = _small_twin(optimizer), _small_twin(optimizer)
+    first, second = together.param_groups[0], one_by_one.param_groups[0]
+    try:
+        for round_ in range(2):
+            for group in (first, second):
+                for number, p in enumerate(group["params"]):
+                    p.grad = torch.cos(p.detach() * (number + 2) + round_)
+            type(optimizer).step(together)
+            both = second["params"]
+            for p in both:
+                second["params"] = [p]
+                type(optimizer).step(one_by_one)
+            second["params"] = both
+    except Exception:
+        return False
+    if not all(torch.equal(a, b) for a, b in zip(first["params"], second["params"], strict=True)):
+        return False
+    plain = [{k: v for k, v in group.items() if k != "params"} for group in (first, second)]
+    return repr(plain[0]) == repr(plain[1])
+
+
+def state_element_sizes(optimizer: Optimizer) -> list[int | None] | None:
+    """Sizes of an optimizer's states for one parameter, found by a step on a small one.
+
+    Returns:
+        Bytes per element of each state of more than one number; None for the dtype of the parameter. None in place of
+        the list if some state has another shape than the parameter.
+    """
+    twin = _small_twin(optimizer)
+    for p in twin.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    type(optimizer).step(twin)
+    p = twin.param_groups[0]["params"][0]
+    found: list[int | None] = []
+    for value in state_tensors(twin.state.get(p)).values():
+        if value.shape != p.shape:
+            return None
+        found.append(None if value.dtype == p.dtype else value.element_size())
+    return found
+
+
+def _small_twin(optimizer: Optimizer) -> Any:
+    starts = [torch.rand(6, 8, generator=torch.Generator().manual_seed(k)) for k in range(2)]
+    return _twin(optimizer, [nn.Parameter(start) for start in starts])
+
+
+def _twin(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Any:
+    """Copy an optimizer's class, and the options of its first group, for other parameters in one group."""
+    twin: Any = copy.copy(optimizer)
+    options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    twin.param_groups, twin.state = [{**options, "params": parameters}], defaultdict(dict)
+    made = _states_before_first_step(optimizer)
+    for p in parameters:
+        twin.state[p].update((name, _state_like(value, p)) for name, value in made.items())
+    for name in STEP_HOOKS:
+        twin.__dict__[name] = OrderedDict()
+    return twin
+
+
+def _states_before_first_step(optimizer: Optimizer) -> dict[str, Any]:
+    """The states of some parameter before the first step: torch 2.11 makes Adagrad's when it is built."""
+    for p, entry in optimizer.state.items():
+        tensors = [value for value in entry.values() if isinstance(value, Tensor)]
+        if tensors and all(not is_absent(value) and (not value.dim() or value.shape == p.shape) for value in tensors):
+            return dict(entry)
+    return {}
+
+
+def _state_like(value: Any, p: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return copy.copy(value)
+    return torch.full_like(p, value.flatten()[0].item()) if value.dim() else value.detach().to("cpu", copy=True)
+
+
+def can_step_shards(optimizer: Optimizer) -> bool:
+    """Whether an optimizer steps shards of a parameter as it steps the full one; tried on a small one."""
+    generator = torch.Generator().manual_seed(0)
+    full_tensor = torch.rand(4, 6, dtype=torch.float64, generator=generator) + 0.1
+    gradients = [torch.rand(4, 6, dtype=torch.float64, generator=generator) - 0.4 for _ in range(2)]
+    try:
+        expected = _stepped(optimizer, [full_tensor], [[gradient] for gradient in gradients])[0]
+        for dim in (0, 1):
+            parts = [part.contiguous() for part in full_tensor.chunk(2, dim)]
+            given = [[part.contiguous() for part in gradient.chunk(2, dim)] for gradient in gradients]
+            if not torch.allclose(torch.cat(_stepped(optimizer, parts, given), dim), expected, rtol=1e-9, atol=1e-12):
+                return False
+    except Exception:
+        return False
+    return True
+
+
+def _stepped(optimizer: Optimizer, starts: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:
+    parameters = [nn.Parameter(start.clone()) for start in starts]
+    twin = _twin(optimizer, parameters)
+    for given in gradients:
+        for parameter, gradient in zip(parameters, given, strict=True):
+            parameter.grad = gradient.clone()
+        type(optimizer).step(twin)
+    return [parameter.detach() for parameter in parameters]
