@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from lightning_hybrid.verify.layout_run import Experiment, run_layout
+from lightning_hybrid.verify.layout_run import run_layout
 from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.one_process.data_split_options import DataSplit
 from lightning_hybrid.verify.rank_launcher import RanksFailed, run_ranks
@@ -14,6 +14,7 @@ from lightning_hybrid.verify.records.record_comparison import compare, noise_of,
 from lightning_hybrid.verify.records.run_record import RunRecord
 from lightning_hybrid.verify.reference_run import Reference, data_split_of, run_reference
 from lightning_hybrid.verify.report import Report
+from lightning_hybrid.verify.run_experiment import Experiment
 
 
 class RunRanks(Protocol):

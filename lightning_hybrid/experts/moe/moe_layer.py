@@ -7,15 +7,14 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.moe.gather_expert_rows import (
+from lightning_hybrid.experts.moe.assign_expert_rows import (
     Dispatch,
     DropBy,
-    combine,
     dispatch_all_pairs,
     dispatch_expert_choice,
     dispatch_with_capacity,
-    gather_rows,
 )
+from lightning_hybrid.experts.moe.gather_expert_rows import combine, gather_rows
 from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
 from lightning_hybrid.experts.moe.grouped_mlp_operators import ACTIVATIONS
 from lightning_hybrid.experts.moe.routers import ExpertChoiceRouter, Report, Routing, Score, TopKRouter, capacity

@@ -20,7 +20,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.moe.gather_expert_rows import combine, dispatch_all_pairs, gather_rows
+from lightning_hybrid.experts.moe.assign_expert_rows import dispatch_all_pairs
+from lightning_hybrid.experts.moe.gather_expert_rows import combine, gather_rows
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.experts.parallel.expert_parallel import ShardedExperts
+from lightning_hybrid.experts.parallel.sharded_experts import ShardedExperts
 from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import ReadGuards, can_guard
@@ -32,7 +32,7 @@ from lightning_hybrid.strategies.techniques.gradient_reduction import stage_of_g
 from lightning_hybrid.strategies.user_code.hook_reads import can_step_shards
 from lightning_hybrid.strategies.user_code.wrap_optimizer_steps import combines_parameters
 from lightning_hybrid.tensor.discovery.unit_calls import record_calls
-from lightning_hybrid.verify.copy_memory import free_bytes
+from lightning_hybrid.verify.free_memory import free_bytes
 from lightning_hybrid.zero.gather_and_free_parameters import Stage, ZeroSharding
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
 from lightning_hybrid.zero.optimizer_states.layerwise_step import LayerwiseStep, why_not_layerwise

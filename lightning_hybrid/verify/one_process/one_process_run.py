@@ -33,7 +33,8 @@ from lightning_hybrid.step.batch.microbatch import (
 from lightning_hybrid.step.instrument.intercept_units import draw_as_stages
 from lightning_hybrid.step.tracing.metric_nodes import find_sinks
 from lightning_hybrid.verify.one_process.data_split_options import DataSplit
-from lightning_hybrid.verify.one_process.microbatch_state import DeferredGradients, MicrobatchSideEffects
+from lightning_hybrid.verify.one_process.deferred_gradients import DeferredGradients
+from lightning_hybrid.verify.one_process.microbatch_side_effects import MicrobatchSideEffects
 from lightning_hybrid.verify.one_process.replica_loader import ReplicaLoader, split_loader
 from lightning_hybrid.verify.one_process.replica_modules import ReplicaModules
 from lightning_hybrid.verify.records.run_record import RunRecord, local_copies, prediction_leaves

@@ -13,17 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.mesh import on_group_device
-from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandomness
 from lightning_hybrid.replicate.forbid_communication import collectives_forbidden
 from lightning_hybrid.step.batch.microbatch import BatchError, join_batches, split
 from lightning_hybrid.step.instrument.intercept_units import draw_as_stages
-from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent
-from lightning_hybrid.verify.one_process.undo_side_effects import perturbed, without_side_effects
+from lightning_hybrid.verify.one_process.undo_side_effects import without_side_effects
+from lightning_hybrid.verify.records.perturb_weights import perturbed
 
 # Seeds of the two runs that show whether a module draws random numbers.
 _SEEDS = (-1, -2)
@@ -229,36 +226,6 @@ class OneProcessStep:
 
 def _loss_of(output: Any) -> Any:
     return output.get("loss") if isinstance(output, Mapping) else output
-
-
-@contextlib.contextmanager
-def full_parameters_on_first_rank(root: nn.Module, plan: StagePlan | None, group: dist.ProcessGroup) -> Iterator[None]:
-    """Context in which the first rank of a pipeline has the content of all parameters; collective over its ranks.
-
-    Args:
-        root: The user's module.
-        plan: The owner ranks of all parameters; None without stages.
-        group: The ranks of the pipeline.
-    """
-    filled = []
-    if plan is not None and plan.first is not None:
-        for name, parameter in root.named_parameters():
-            owner = plan.ranks_of(name)[0]
-            if owner == 0:
-                continue
-            if plan.rank == owner:
-                dist.send(on_group_device(parameter.detach().contiguous(), group), group=group, group_dst=0)
-            elif plan.rank == 0:
-                content = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-                dist.recv(content, group=group, group_src=owner)
-                fill(parameter, nn.Parameter(content, requires_grad=parameter.requires_grad))
-                filled.append(parameter)
-    try:
-        yield
-    finally:
-        for parameter in filled:
-            assert not is_absent(parameter)
-            drop(parameter)
 
 
 def no_communication() -> AbstractContextManager[None]:

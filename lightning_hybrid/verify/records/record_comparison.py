@@ -25,8 +25,6 @@ _ROUNDING = {"64-true": 1e-10, "32-true": 2e-5}
 # Units in the last place, times the root of the number of steps, by which rounding may move the weight itself: its
 # update may have few significant digits.
 _LAST_DIGITS = 2.0
-# The perturbation of the initial weights for the noise floor.
-_PERTURBATION = {"64-true": 1e-15, "32-true": 1e-7, "16-mixed": 2.0**-11, "16-true": 2.0**-11}
 # Relative tolerance of metrics that are kept in float32 whatever the precision is.
 _COARSE = 1e-5
 
@@ -39,11 +37,6 @@ def rounding(precision: str) -> float:
 def noise_factor(precision: str) -> float:
     """The tolerance as a multiple of the noise floor."""
     return _FACTOR.get(precision, 50.0)
-
-
-def perturbation(precision: str) -> float:
-    """The relative perturbation of the initial weights for the noise floor."""
-    return _PERTURBATION.get(precision, 2.0**-9)
 
 
 @dataclass(frozen=True, order=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.mesh import is_lost_connection
 from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.verify.records.perturb_weights import perturb
 from lightning_hybrid.zero.optimizer_states.replaced_step import replace_step
 
 
@@ -228,17 +229,6 @@ def prediction_leaves(loaders: list[Any]) -> dict[str, Tensor]:
 
 def _local_shards_of(trainer: Any) -> Any:
     return getattr(getattr(getattr(trainer, "strategy", None), "run", None), "parts", None)
-
-
-def perturb(module: nn.Module, size: float) -> None:
-    """Multiply every weight elementwise by 1 + ``size`` * standard normal noise, in place."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.is_floating_point():
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                factor = (1 + size * noise).to(parameter.device)
-                parameter.copy_((parameter.double() * factor).to(parameter.dtype))
 
 
 def describe_failure(error: Exception, *, steps_done: int) -> Failure:
