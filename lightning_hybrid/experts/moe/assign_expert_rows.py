@@ -29,13 +29,7 @@ class Dispatch(NamedTuple):
 
 
 def dispatch_all_pairs(experts: Tensor, weights: Tensor, counts: Tensor) -> Dispatch:
-    """Assigns a row to each pair (dropless).
-
-    Args:
-        experts: [T, k].
-        weights: [T, k].
-        counts: [E] pairs of each expert.
-    """
+    """Assigns a row to each pair (dropless): experts and weights of shape [T, k], and the counts [E] of pairs."""
     top_k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
     rows_of_token = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
@@ -50,9 +44,9 @@ def dispatch_with_capacity(
     """Assigns at most ``capacity`` rows to each expert.
 
     Args:
-        experts: [T, k], by decreasing score.
-        weights: [T, k].
-        counts: [E] pairs of each expert.
+        experts: Of shape [T, k], by decreasing score.
+        weights: Of shape [T, k].
+        counts: Of shape [E], the pairs of each expert.
         capacity: C.
         drop_by: Priority of pairs: "position", the first choices of all tokens in their order, then the second choices
             (GShard); "weight", the pairs of largest weight.
@@ -89,11 +83,6 @@ def dispatch_with_capacity(
 
 
 def dispatch_expert_choice(tokens: Tensor, weights: Tensor) -> Dispatch:
-    """Assigns the rows that experts choose (expert choice).
-
-    Args:
-        tokens: [E, C].
-        weights: [E, C].
-    """
+    """Assigns the rows that experts choose (expert choice); ``tokens`` and ``weights`` are of shape [E, C]."""
     counts = torch.full((tokens.shape[0],), tokens.shape[1], dtype=torch.int64, device=tokens.device)
     return Dispatch(tokens.flatten(), weights.flatten(), counts, None, weights.new_zeros(()))

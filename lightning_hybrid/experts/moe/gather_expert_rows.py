@@ -17,7 +17,7 @@ from lightning_hybrid.experts.moe.assign_expert_rows import Dispatch
 
 
 def gather_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
-    """Gathers the rows: [T, D] -> [P, D]."""
+    """Gathers the rows: shape [T, D] -> [P, D]."""
     if dispatch.rows_of_token is None:
         return x.index_select(0, dispatch.tokens)
     rows: Tensor = _GatherRows.apply(x, dispatch.tokens, dispatch.rows_of_token)
@@ -25,7 +25,7 @@ def gather_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
 
 
 def combine(results: Tensor, dispatch: Dispatch, num_tokens: int) -> Tensor:
-    """Computes the weighted sum of each token's results: [P, D] -> [T, D]."""
+    """Computes the weighted sum of each token's results: shape [P, D] -> [T, D]."""
     weights = dispatch.weights.to(results.dtype)
     if dispatch.rows_of_token is None:
         y = results.new_zeros(num_tokens, results.shape[1])
@@ -49,11 +49,13 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tensor, rows_of_token: Tensor) -> Tensor:
+        """Of shape [T, D], tokens [P], rows_of_token [T, k] -> [P, D]."""
         ctx.save_for_backward(tokens, rows_of_token)
         return x.index_select(0, tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """Of shape [P, D] -> [T, D]."""
         _, rows_of_token = ctx.saved_tensors
         return _sum_of(grad, None, rows_of_token), None, None
 
@@ -63,11 +65,13 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, results: Tensor, weights: Tensor, tokens: Tensor, rows_of_token: Tensor) -> Tensor:
+        """Of shape [P, D], weights and tokens [P], rows_of_token [T, k] -> [T, D]."""
         ctx.save_for_backward(results, weights, tokens)
         return _sum_of(results, weights, rows_of_token)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """Of shape [T, D] -> [P, D] and [P]."""
         results, weights, tokens = ctx.saved_tensors
         rows = grad.index_select(0, tokens)
         grad_weights = torch.linalg.vecdot(rows, results) if ctx.needs_input_grad[1] else None

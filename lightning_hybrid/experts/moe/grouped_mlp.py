@@ -71,11 +71,11 @@ class GroupedExperts(nn.Module):
         """Applies each expert to its rows.
 
         Args:
-            rows: [P, D], sorted by expert.
-            counts: [E] integers: rows of each expert, P in all.
+            rows: Of shape [P, D], sorted by expert.
+            counts: Integers of shape [E]: rows of each expert, P in all.
 
         Returns:
-            [P, D], in the dtype of autocast if that is on.
+            The results, of shape [P, D], in the dtype of autocast if that is on.
 
         Raises:
             ValueError: The counts do not sum to P.

@@ -43,7 +43,7 @@ class Matrix:
     rows: tuple[int, int] | None = None
 
     def of(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """Returns weight [outputs, inputs] and bias [outputs] of a module."""
+        """Returns weight of shape [outputs, inputs] and bias [outputs] of a module."""
         weight: Tensor = module.get_parameter(self.weight)
         weight = weight.t() if self.transposed else weight
         bias: Tensor | None = None if self.bias is None else module.get_parameter(self.bias)

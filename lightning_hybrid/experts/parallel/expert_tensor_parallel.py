@@ -62,7 +62,7 @@ class WidthSharding:
         Args:
             module: The module, with the parameter shards of this rank.
             rank: This rank.
-            sum_gradients: Returns equal tensors whose gradients are summed over the ranks.
+            sum_gradients: Returns equal tensors, of any shape, whose gradients are summed over the ranks.
         """
         attributes, parameters = module.__dict__, module._parameters
         numbers = {name: attributes[name] for name in self.attributes}
@@ -142,12 +142,7 @@ def _weight_shardings(shape: Sequence[int], length: int, size: int) -> list[Shar
 
 
 def width_placements(root: nn.Module, widths: Mapping[str, WidthSharding]) -> dict[str, Shard]:
-    """Returns how the parameters of experts are sharded over tensor ranks, by FQN in the root.
-
-    Args:
-        root: The user's module, with full parameters.
-        widths: Shardings by FQN of the module.
-    """
+    """Returns how the parameters of experts are sharded over tensor ranks, by FQN in the root."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     return {
         names[id(root.get_submodule(fqn).get_parameter(name))]: placement
@@ -166,13 +161,13 @@ class TensorRanks(Protocol):
     rank: int
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """Identity on a replicated tensor; the backward all-reduces its gradient."""
+        """Identity on a replicated tensor of any shape; the backward all-reduces its gradient."""
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """All-reduces the ranks' addends in place."""
+        """All-reduces the ranks' addends, of one shape, in place."""
 
     def sum_gradients(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Identity on replicated tensors; the backward all-reduces their gradients in one message."""
+        """Identity on replicated tensors of any shapes; the backward all-reduces their gradients in one message."""
 
 
 class TensorShardedExperts:

@@ -165,7 +165,7 @@ def _members_of_groups(
     layer_of = _layer_of_parameters(module, layers, plan, read_outside)
     of_experts: Collection[str] = ()
     if experts is not None:
-        of_experts = experts.cut.placements.keys()
+        of_experts = experts.sharding.placements.keys()
         layer_of = {name: fqn for name, fqn in layer_of.items() if name not in experts.not_gathered_by_layer}
     members: dict[tuple[Stage, str, torch.dtype, bool], dict[str, nn.Parameter]] = {}
     order = {fqn: number for number, fqn in enumerate(["", *layers])}

@@ -27,11 +27,11 @@ class DeferredGradients:
             parameter.grad = gradient
 
     def loss(self, value: Tensor) -> Tensor:
-        """Make a loss, equal to ``value``, whose backward adds the new gradients to ``.grad``."""
+        """Make a scalar loss, equal to ``value``, whose backward adds the new gradients to ``.grad``."""
         return _AddGradients.apply(value.detach().requires_grad_(), self)
 
     def add_gradients(self, factor: Tensor) -> None:
-        """Add the new gradients, times a factor, to the existing ones."""
+        """Add the new gradients, times a scalar factor, to the existing ones."""
         for parameter, gradient in zip(self._parameters, self._new, strict=True):
             if gradient is not None:
                 gradient = gradient * factor.to(gradient.dtype)
@@ -41,6 +41,7 @@ class DeferredGradients:
 class _AddGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: DeferredGradients) -> Tensor:
+        """Returns a copy of the scalar loss."""
         ctx.gradients = gradients
         return value.clone()
 

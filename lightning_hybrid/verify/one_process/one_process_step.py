@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +19,7 @@ from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandom
 from lightning_hybrid.replicate.forbid_communication import collectives_forbidden
 from lightning_hybrid.step.batch.microbatch import BatchError, join_batches, split
 from lightning_hybrid.step.instrument.intercept_units import draw_as_stages
+from lightning_hybrid.step.tracing.recording import find_loss
 from lightning_hybrid.verify.one_process.undo_side_effects import without_side_effects
 from lightning_hybrid.verify.records.perturb_weights import perturbed
 
@@ -125,19 +126,21 @@ class OneProcessStep:
             return False
         if not self.result.losses:
             self._compare_with_full_batch(call, inputs, losses)
-        self.result.losses.append(losses)
-        with perturbed(self._module, self._perturbation):
-            noisy = self._run_microbatches(call, inputs, self.result.noisy_gradients)
-        self.result.noisy_losses.append(losses if noisy is None else noisy)
-        unsplit = self.result.unsplit
-        if unsplit is not None:
+        self._run_perturbed(call, inputs, losses, self.result)
+        if (unsplit := self.result.unsplit) is not None:
             together = [replace(replica, count=1) for replica in inputs]
-            found = self._run_microbatches(call, together, unsplit.gradients) or losses
-            unsplit.losses.append(found)
-            with perturbed(self._module, self._perturbation):
-                noisy = self._run_microbatches(call, together, unsplit.noisy_gradients)
-            unsplit.noisy_losses.append(found if noisy is None else noisy)
+            losses = self._run_microbatches(call, together, unsplit.gradients) or losses
+            self._run_perturbed(call, together, losses, unsplit)
         return True
+
+    def _run_perturbed(
+        self, call: StepCall, inputs: Sequence[ReplicaInput], losses: list[float], result: OneProcessResult
+    ) -> None:
+        """Add the losses of a batch to a result, and what the step gives with perturbed weights."""
+        result.losses.append(losses)
+        with perturbed(self._module, self._perturbation):
+            noisy = self._run_microbatches(call, inputs, result.noisy_gradients)
+        result.noisy_losses.append(losses if noisy is None else noisy)
 
     def _run_microbatches(
         self, call: StepCall, inputs: Sequence[ReplicaInput], into: dict[str, Tensor]
@@ -178,7 +181,7 @@ class OneProcessStep:
             for index, (microbatch, weight) in enumerate(zip(microbatches, weights, strict=True)):
                 with self._random_state(call.number, replica * own.count + index, own):
                     with call.context():
-                        loss = _loss_of(call.step(microbatch, *call.rest))
+                        loss = find_loss(call.step(microbatch, *call.rest))
                     if loss is None:
                         return None
                     total += float(loss.detach()) * weight
@@ -199,7 +202,7 @@ class OneProcessStep:
                     with self._randomness.microbatch(seed, call.number):
                         pass
                     with call.context():
-                        full_losses.append(float(_loss_of(call.step(full_batch, *call.rest)).detach()))
+                        full_losses.append(float(find_loss(call.step(full_batch, *call.rest)).detach()))
         except BatchError as error:
             self.result.not_comparable = str(error)
             return
@@ -222,10 +225,6 @@ class OneProcessStep:
             return
         with draw_as_stages(self._module, self._keyed, number, microbatch):
             yield
-
-
-def _loss_of(output: Any) -> Any:
-    return output.get("loss") if isinstance(output, Mapping) else output
 
 
 def no_communication() -> AbstractContextManager[None]:
