@@ -36,7 +36,7 @@ class FirstDifference:
     Attributes:
         order: Position among the numbers compared.
         what: Description of the number: the loss, or the gradient of a parameter by its FQN.
-        rank: The rank that found it.
+        rank: The rank that compared it.
         stages: Pipeline stages of the parameter.
         value: This rank's value; for a gradient, the element that differs most. NaN if it has none.
         reference: The value in one process.
@@ -130,8 +130,8 @@ def compare_first_step(
         dist.broadcast_object_list(box, src=0)
     batch_losses, noisy_losses, expected, (single_norm, norm_noise) = box[0]
     comparison = _RankComparison(mesh.rank, _ROUNDING.get(precision, 1e-2))
-    for mine, row, noisy in zip(losses, batch_losses, noisy_losses, strict=True):
-        comparison.number("loss", mine, row[replica], abs(noisy[replica] - row[replica]))
+    for loss, row, noisy in zip(losses, batch_losses, noisy_losses, strict=True):
+        comparison.number("loss", loss, row[replica], abs(noisy[replica] - row[replica]))
     # Numbers below the last digit of the largest gradient are zeros that were rounded.
     last_digit = torch.finfo(torch.float64 if precision == "64-true" else torch.float32).eps
     smallest = max((e.largest for e in expected.values()), default=0.0) * last_digit
@@ -172,9 +172,9 @@ def _merged(comparison: _RankComparison, num_gradients: int, mesh: Mesh) -> Verd
     if mesh.layout.world_size > 1:
         rows = [None] * mesh.layout.world_size
         dist.all_gather_object(rows, (comparison.first, comparison.within, comparison.noisy))
-    found = [first for first, _, _ in rows if first is not None]
+    differences = [first for first, _, _ in rows if first is not None]
     return Verdict(
-        min(found, key=lambda difference: (difference.order, difference.rank), default=None),
+        min(differences, key=lambda difference: (difference.order, difference.rank), default=None),
         max(within for _, within, _ in rows),
         num_gradients,
         len(set().union(*(noisy for _, _, noisy in rows))),
@@ -220,7 +220,7 @@ class _RankComparison:
     def gradient(
         self,
         name: str,
-        found: Tensor | None,
+        gradient: Tensor | None,
         reference: Tensor | None,
         one: _Expected,
         smallest: float,
@@ -228,11 +228,12 @@ class _RankComparison:
     ) -> None:
         """Compare the full gradient of one parameter that this rank has, of the shape of its reference."""
         what = f"the gradient of {name}"
-        if found is None or reference is None:
-            value, expected = (math.nan if g is None else _largest(g) for g in (found, reference))
-            self._record(what, stages, value, expected, 0.0 if found is reference else math.inf, 1.0, 0.0, 0.0)
+        if gradient is None or reference is None:
+            value, expected = (math.nan if g is None else _largest(g) for g in (gradient, reference))
+            self._record(what, stages, value, expected, 0.0 if gradient is reference else math.inf, 1.0, 0.0, 0.0)
             return
-        now, was = as_float64(found.to_dense() if found.layout != torch.strided else found), as_float64(reference)
+        gradient = gradient.to_dense() if gradient.layout != torch.strided else gradient
+        now, was = as_float64(gradient), as_float64(reference)
         if not was.numel():
             self.skip()
             return

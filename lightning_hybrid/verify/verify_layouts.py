@@ -113,10 +113,10 @@ class Verification:
 
     def _agrees_with_either(self, ranks: list[RunRecord], split: Reference, unsplit: Reference) -> bool:
         """Whether each logged number matches one of two references, and all other values match the same one."""
-        found = [
+        compared = [
             compare(ranks, one.observed, one.noisy, precision=self.experiment.precision) for one in (split, unsplit)
         ]
-        keys = [{difference.key for difference in differences} for differences in found]
+        keys = [{difference.key for difference in differences} for differences in compared]
         others = [any(not key.what.startswith("metric") for key in each) for each in keys]
         return keys[0].isdisjoint(keys[1]) and not all(others)
 

@@ -204,10 +204,10 @@ class BatchedRows(_Batched):
     def recognise(cls, module: nn.Module, call: Call) -> list[ExpertsAdapter]:
         """As ``ExpertsAdapter``."""
         size = stacked_experts(module)
-        found = rows_and_counts(bound_arguments(module, call), size)
-        if size is None or found is None:
+        roles = rows_and_counts(bound_arguments(module, call), size)
+        if size is None or roles is None:
             return []
-        names = dict(zip(("rows", "counts"), found, strict=True))
+        names = dict(zip(("rows", "counts"), roles, strict=True))
         return [cls(size, attributes, names) for attributes in _attributes_of(module, size)]
 
     def example(self, call: Call, rank: int, size: int, generator: torch.Generator) -> Call:

@@ -79,7 +79,7 @@ class ExpertCalls:
             tensor_size: Number of tensor ranks.
             why_unsharded: Returns why a module (by FQN) cannot be sharded over tensor ranks; "" if it can.
         """
-        found: dict[str, ExpertsAdapter] = {}
+        adapters: dict[str, ExpertsAdapter] = {}
         replicated: dict[str, str] = {}
         widths: dict[str, WidthSharding] = {}
         reasons: dict[str, str] = {}
@@ -100,7 +100,7 @@ class ExpertCalls:
                 chosen[key] = _choose_adapter(module, candidates, call, size)
             choice = chosen.get(key, "")
             if isinstance(choice, ExpertsAdapter):
-                found[fqn] = choice
+                adapters[fqn] = choice
             elif choice:
                 replicated[fqn] = choice
             if tensor_size > 1 and stacked_experts(module) is not None:
@@ -113,7 +113,7 @@ class ExpertCalls:
                     widths[fqn] = width
                 else:
                     reasons[fqn] = width
-        return FoundExperts(found, replicated, widths, reasons)
+        return FoundExperts(adapters, replicated, widths, reasons)
 
     def _is_layer_stack(self, fqn: str, adapter: ExpertsAdapter) -> bool:
         """Returns whether the modules of a list all get all tokens, as layers do."""

@@ -95,7 +95,7 @@ def possible_widths(module: nn.Module, size: int) -> tuple[list[WidthSharding], 
     others = [name for name in shapes if name not in weights]
     if len(weights) < 2 or any(len(shapes[name]) > 3 for name in others):
         return [], "no two of its weights have a width between them"
-    found: list[WidthSharding] = []
+    candidates: list[WidthSharding] = []
     uneven: list[int] = []
     for row, dim in itertools.product(reversed(weights), (2, 1)):
         length = shapes[row][dim]
@@ -115,10 +115,11 @@ def possible_widths(module: nn.Module, size: int) -> tuple[list[WidthSharding], 
             summed = tuple(name for name, how in named.items() if not isinstance(how, Shard))
             once = tuple(name for name in summed if named[name] == "once")
             for attributes in dict.fromkeys([(), tuple(numbers)]):
-                found.append(WidthSharding(size, length, placements, summed, once, attributes))
+                candidates.append(WidthSharding(size, length, placements, summed, once, attributes))
+    reason = "" if candidates else "no weight reads as many features as others produce"
     if uneven:
-        return found[:_MAX_CANDIDATES], f"the width {uneven[0]} of its experts is no multiple of {size} tensor ranks"
-    return found[:_MAX_CANDIDATES], "" if found else "no weight reads as many features as others produce"
+        reason = f"the width {uneven[0]} of its experts is no multiple of {size} tensor ranks"
+    return candidates[:_MAX_CANDIDATES], reason
 
 
 def _bias_shardings(shape: Sequence[int], length: int, size: int) -> list[Shard | str]:
@@ -132,13 +133,13 @@ def _weight_shardings(shape: Sequence[int], length: int, size: int) -> list[Shar
     """Candidate shardings of a parameter, along a dim of the width or of two times the width."""
     if length % size:
         return [Shard.evenly(dim, number, 1) for dim, number in enumerate(shape) if dim and number % length == 0]
-    found = []
+    candidates = []
     for dim, number in list(enumerate(shape))[1:]:
         if number == 2 * length:
-            found += [Shard(dim, (Piece(length, size), Piece(length, size))), Shard.evenly(dim, number, size)]
+            candidates += [Shard(dim, (Piece(length, size), Piece(length, size))), Shard.evenly(dim, number, size)]
         elif number == length:
-            found.append(Shard.evenly(dim, number, size))
-    return found
+            candidates.append(Shard.evenly(dim, number, size))
+    return candidates
 
 
 def width_placements(root: nn.Module, widths: Mapping[str, WidthSharding]) -> dict[str, Shard]:
@@ -177,8 +178,8 @@ class TensorShardedExperts:
         self._root, self._widths, self._ranks = root, widths, ranks
 
     def _modules(self) -> dict[str, nn.Module]:
-        found = {fqn: self._root.get_submodule(fqn) for fqn in self._widths}
-        return {fqn: module for fqn, module in found.items() if not any(map(is_absent, module.parameters()))}
+        modules = {fqn: self._root.get_submodule(fqn) for fqn in self._widths}
+        return {fqn: module for fqn, module in modules.items() if not any(map(is_absent, module.parameters()))}
 
     def local_widths(self) -> AbstractContextManager[None]:
         """Runs the modules' own code on this rank's hidden features; innermost, inside expert parallelism."""

@@ -60,14 +60,14 @@ class ExpertList(ExpertsAdapter):
     @classmethod
     def recognise(cls, module: nn.Module, call: Call) -> list[ExpertsAdapter]:
         """As ``ExpertsAdapter``."""
-        found: list[ExpertsAdapter] = []
+        adapters: list[ExpertsAdapter] = []
         for name, child in module.named_children():
             if isinstance(child, _LISTS) and _same_structure(list(child.children())):
                 names = [f"{name}.{key}" for key, _ in child.named_children()]
-                found.append(
+                adapters.append(
                     cls(names, takes_rows=rows_and_counts(bound_arguments(module, call), len(names)) is not None)
                 )
-        return found
+        return adapters
 
     def placements(self, module: nn.Module, size: int) -> dict[str, Shard]:
         """As ``ExpertsAdapter``."""

@@ -37,7 +37,7 @@ def placements_of(
         shardings: Shardings that are applied before.
     """
     names = {id(parameter): name for name, parameter in root.named_parameters()}
-    found = {}
+    placements = {}
     for fqn, adapter in adapters.items():
         module = root.get_submodule(fqn)
         for name, placement in adapter.placements(module, size).items():
@@ -46,8 +46,8 @@ def placements_of(
             if placement.is_owned:  # one rank has all that the other shardings leave
                 owner = placement.pieces[0].owner
                 placement = Shard.owned(shard_of(shardings, fqn_of, parameter.shape).shape[0], size, owner or 0)
-            found[fqn_of] = placement
-    return found
+            placements[fqn_of] = placement
+    return placements
 
 
 class ContextRows(Protocol):

@@ -174,12 +174,12 @@ class OneProcessStep:
         return losses
 
     def _run_replica(
-        self, call: StepCall, own: ReplicaInput, replica: int, microbatches: Sequence[Any], weights: Sequence[float]
+        self, call: StepCall, inputs: ReplicaInput, replica: int, microbatches: Sequence[Any], weights: Sequence[float]
     ) -> float | None:
         total = 0.0
         with without_side_effects(self._module), self._randomness.isolated(), torch.enable_grad():
             for index, (microbatch, weight) in enumerate(zip(microbatches, weights, strict=True)):
-                with self._random_state(call.number, replica * own.count + index, own):
+                with self._random_state(call.number, replica * inputs.count + index, inputs):
                     with call.context():
                         loss = find_loss(call.step(microbatch, *call.rest))
                     if loss is None:
@@ -218,9 +218,9 @@ class OneProcessStep:
             self.result.unsplit = OneProcessResult()
 
     @contextlib.contextmanager
-    def _random_state(self, number: int, microbatch: int, own: ReplicaInput) -> Iterator[None]:
+    def _random_state(self, number: int, microbatch: int, inputs: ReplicaInput) -> Iterator[None]:
         if self._keyed is None:
-            own.generators.restore()
+            inputs.generators.restore()
             yield
             return
         with draw_as_stages(self._module, self._keyed, number, microbatch):

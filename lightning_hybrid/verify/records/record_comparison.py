@@ -115,14 +115,14 @@ def compare(ranks: Sequence[RunRecord], reference: RunRecord, noisy: RunRecord, 
         is_reference = bool(observed.replica_losses)
         expected = _values(reference) if is_reference else _of_replica(reference, observed.replica)
         noise = _subtract_perturbation(_values(noisy) if is_reference else _of_replica(noisy, observed.replica), noisy)
-        found = _values(observed, mean_losses)
+        actual = _values(observed, mean_losses)
         expected_keys.update(expected)
-        recorded.update(found)
-        for key in sorted(expected.keys() | found.keys()):
-            if key not in found and _is_sharded(key):
+        recorded.update(actual)
+        for key in sorted(expected.keys() | actual.keys()):
+            if key not in actual and _is_sharded(key):
                 continue  # another rank may have it; whether any has it is checked below
             difference = _judge(
-                key, rank, expected.get(key), found.get(key), noise.get(key), reference, relative, factor
+                key, rank, expected.get(key), actual.get(key), noise.get(key), reference, relative, factor
             )
             if difference is not None:
                 differences.append(difference)
@@ -236,20 +236,20 @@ def _judge(
     key: Key,
     rank: int,
     expected: Tensor | None,
-    found: Tensor | None,
+    actual: Tensor | None,
     noise: Tensor | None,
     reference: RunRecord,
     relative: float,
     factor: float,
 ) -> Difference | None:
-    if expected is None or found is None:
-        return Difference(key, rank, _shown(expected), _shown(found), math.inf, 0.0)
-    if expected.shape != found.shape:
-        shapes = tuple(expected.shape), tuple(found.shape)
-        return Difference(key, rank, _shown(expected), _shown(found), math.inf, 0.0, shapes=shapes)
-    if expected.numel() == 0 or torch.equal(expected, found):
+    if expected is None or actual is None:
+        return Difference(key, rank, _shown(expected), _shown(actual), math.inf, 0.0)
+    if expected.shape != actual.shape:
+        shapes = tuple(expected.shape), tuple(actual.shape)
+        return Difference(key, rank, _shown(expected), _shown(actual), math.inf, 0.0, shapes=shapes)
+    if expected.numel() == 0 or torch.equal(expected, actual):
         return None
-    was, now = as_float64(expected), as_float64(found)
+    was, now = as_float64(expected), as_float64(actual)
     apart = (now - was).abs()
     apart[was.isnan() & now.isnan() | (was == now)] = 0.0  # infinities too
     worst = int(apart.nan_to_num(math.inf, math.inf).argmax())
