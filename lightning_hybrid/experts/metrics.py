@@ -23,18 +23,18 @@ from lightning_hybrid.experts.moe.routers import Report
 
 
 def shares_of(load: Tensor) -> Tensor:
-    """Normalizes load [..., E] to shares that sum to 1; uniform where there is no load."""
+    """Normalizes load of shape [..., E] to shares of the same shape that sum to 1; uniform where there is no load."""
     total = load.sum(-1, keepdim=True)
     return torch.where(total > 0, load / total.clamp_min(1e-30), 1 / load.shape[-1])
 
 
 def balance_of(load: Tensor) -> Tensor:
-    """Computes max load / mean load, [..., E] -> [...]: 1 is balanced, E is all load on one expert."""
+    """Computes max load / mean load, of shape [..., E] -> [...]: 1 is balanced, E is all load on one expert."""
     return shares_of(load).amax(-1) * load.shape[-1]
 
 
 def entropy_of_load(load: Tensor) -> Tensor:
-    """Computes the entropy of the shares relative to log E, [..., E] -> [...]: 1 is balanced, 0 is all on one."""
+    """Computes the entropy of the shares relative to log E, shape [..., E] -> [...]: 1 is balanced, 0 all on one."""
     if load.shape[-1] == 1:
         return torch.ones_like(load[..., 0])
     return torch.special.entr(shares_of(load)).sum(-1) / math.log(load.shape[-1])
@@ -57,7 +57,7 @@ class OfReports(Metric, ABC):
     count: Tensor
 
     def __init__(self, num_experts: int, **options: Any) -> None:
-        """Args: num_experts: of the layer. options: keyword arguments of ``torchmetrics.Metric``.
+        """Creates the metric for a layer of ``num_experts``; ``options`` are those of ``torchmetrics.Metric``.
 
         Raises:
             ValueError: ``num_experts`` is below 1.
@@ -86,14 +86,14 @@ class OfReports(Metric, ABC):
 
     @abstractmethod
     def compute(self) -> Tensor:
-        """Returns the metric from the sums."""
+        """Returns the metric from the sums, of shape [] or [E]."""
 
 
 class ExpertLoad(OfReports):
     """Share of the load of each expert, [E]."""
 
     def compute(self) -> Tensor:
-        """Returns [E] shares that sum to 1."""
+        """Returns shares of shape [E] that sum to 1."""
         return shares_of(self.load)
 
 

@@ -15,6 +15,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.verify.one_process.one_process_step import OneProcessResult
+from lightning_hybrid.verify.records.record_comparison import as_float64
 
 # Tolerance as a multiple of the noise floor: the perturbed run is one sample of many.
 _FACTOR = 20.0
@@ -35,7 +36,7 @@ class FirstDifference:
     Attributes:
         order: Position among the numbers compared.
         what: Description of the number: the loss, or the gradient of a parameter by its FQN.
-        rank: The rank that found it.
+        rank: The rank that compared it.
         stages: Pipeline stages of the parameter.
         value: This rank's value; for a gradient, the element that differs most. NaN if it has none.
         reference: The value in one process.
@@ -89,7 +90,7 @@ class _Expected:
 
 
 def precision_of(name: str, parameters: Sequence[Tensor]) -> str:
-    """The precision whose rounding applies, by the parameters' dtypes: float64 modules need no ``"64-true"``."""
+    """The precision whose rounding applies, by the dtypes of parameters of any shapes: float64 needs no "64-true"."""
     dtypes = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
     if name in ("32-true", "64-true"):
         uniform = {frozenset({torch.float64}): "64-true", frozenset({torch.float32}): "32-true"}
@@ -129,10 +130,11 @@ def compare_first_step(
         dist.broadcast_object_list(box, src=0)
     batch_losses, noisy_losses, expected, (single_norm, norm_noise) = box[0]
     comparison = _RankComparison(mesh.rank, _ROUNDING.get(precision, 1e-2))
-    for mine, row, noisy in zip(losses, batch_losses, noisy_losses, strict=True):
-        comparison.number("loss", mine, row[replica], abs(noisy[replica] - row[replica]))
+    for loss, row, noisy in zip(losses, batch_losses, noisy_losses, strict=True):
+        comparison.number("loss", loss, row[replica], abs(noisy[replica] - row[replica]))
     # Numbers below the last digit of the largest gradient are zeros that were rounded.
-    smallest = max((e.largest for e in expected.values()), default=0.0) * _last_digit(precision)
+    last_digit = torch.finfo(torch.float64 if precision == "64-true" else torch.float32).eps
+    smallest = max((e.largest for e in expected.values()), default=0.0) * last_digit
     for name, one in expected.items():
         parameter = parameters[name]
         shape = parameter.shape if parts is None else parts.full_shape(name, parameter)
@@ -170,9 +172,9 @@ def _merged(comparison: _RankComparison, num_gradients: int, mesh: Mesh) -> Verd
     if mesh.layout.world_size > 1:
         rows = [None] * mesh.layout.world_size
         dist.all_gather_object(rows, (comparison.first, comparison.within, comparison.noisy))
-    found = [first for first, _, _ in rows if first is not None]
+    differences = [first for first, _, _ in rows if first is not None]
     return Verdict(
-        min(found, key=lambda difference: (difference.order, difference.rank), default=None),
+        min(differences, key=lambda difference: (difference.order, difference.rank), default=None),
         max(within for _, within, _ in rows),
         num_gradients,
         len(set().union(*(noisy for _, _, noisy in rows))),
@@ -189,8 +191,8 @@ def _summary(single: OneProcessResult, parameters: Mapping[str, nn.Parameter]) -
             continue
         noisy = single.noisy_gradients.get(name, gradient)
         expected[name] = _Expected(gradient.dtype, _largest(gradient), _largest(noisy - gradient))
-        squares += float(_as_float64(gradient).square().sum())
-        noisy_squares += float(_as_float64(noisy).square().sum())
+        squares += float(as_float64(gradient).square().sum())
+        noisy_squares += float(as_float64(noisy).square().sum())
     norms = math.sqrt(squares), abs(math.sqrt(noisy_squares) - math.sqrt(squares))
     return single.losses, single.noisy_losses, expected, norms
 
@@ -218,19 +220,20 @@ class _RankComparison:
     def gradient(
         self,
         name: str,
-        found: Tensor | None,
+        gradient: Tensor | None,
         reference: Tensor | None,
         one: _Expected,
         smallest: float,
         stages: tuple[int, ...],
     ) -> None:
-        """Compare the full gradient of one parameter that this rank has."""
+        """Compare the full gradient of one parameter that this rank has, of the shape of its reference."""
         what = f"the gradient of {name}"
-        if found is None or reference is None:
-            value, expected = (math.nan if g is None else _largest(g) for g in (found, reference))
-            self._record(what, stages, value, expected, 0.0 if found is reference else math.inf, 1.0, 0.0, 0.0)
+        if gradient is None or reference is None:
+            value, expected = (math.nan if g is None else _largest(g) for g in (gradient, reference))
+            self._record(what, stages, value, expected, 0.0 if gradient is reference else math.inf, 1.0, 0.0, 0.0)
             return
-        now, was = _as_float64(found.to_dense() if found.layout != torch.strided else found), _as_float64(reference)
+        gradient = gradient.to_dense() if gradient.layout != torch.strided else gradient
+        now, was = as_float64(gradient), as_float64(reference)
         if not was.numel():
             self.skip()
             return
@@ -266,20 +269,9 @@ class _RankComparison:
             self.within = max(self.within, apart / unit)
 
 
-def _last_digit(precision: str) -> float:
-    return float(torch.finfo(torch.float64 if precision == "64-true" else torch.float32).eps)
-
-
 def _largest(gradient: Tensor) -> float:
     """The largest finite element."""
-    return float(_as_float64(gradient).abs().nan_to_num(0.0, 0.0).max()) if gradient.numel() else 0.0
-
-
-def _as_float64(value: Tensor) -> Tensor:
-    value = value.detach()
-    if value.is_complex():
-        return torch.view_as_real(value.to(torch.complex128)).reshape(-1)
-    return value.to(torch.float64).reshape(-1)
+    return float(as_float64(gradient).abs().nan_to_num(0.0, 0.0).max()) if gradient.numel() else 0.0
 
 
 def _format(number: float) -> str:

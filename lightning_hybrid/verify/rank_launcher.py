@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import pickle
 import socket
@@ -44,7 +43,7 @@ def run_ranks(n: int, function: Callable[..., Any], /, *args: Any, timeout: floa
     """
     call = pickle.dumps((function, args))
     context = get_context("forkserver")
-    context.set_forkserver_preload([name for name in ("torch", "lightning.pytorch") if _is_installed(name)])
+    context.set_forkserver_preload(["torch", "lightning.pytorch"])  # those that are installed
     with tempfile.TemporaryDirectory(prefix="verify-ranks-") as folder, _start_environment():
         processes: list[Any] = []
         connections: list[Connection] = []
@@ -153,13 +152,6 @@ def _start_environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _free_port() -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from lightning_hybrid.verify.layout_run import Experiment, run_layout
+from lightning_hybrid.verify.layout_run import run_layout
 from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.one_process.data_split_options import DataSplit
 from lightning_hybrid.verify.rank_launcher import RanksFailed, run_ranks
@@ -14,6 +14,7 @@ from lightning_hybrid.verify.records.record_comparison import compare, noise_of,
 from lightning_hybrid.verify.records.run_record import RunRecord
 from lightning_hybrid.verify.reference_run import Reference, data_split_of, run_reference
 from lightning_hybrid.verify.report import Report
+from lightning_hybrid.verify.run_experiment import Experiment
 
 
 class RunRanks(Protocol):
@@ -112,10 +113,10 @@ class Verification:
 
     def _agrees_with_either(self, ranks: list[RunRecord], split: Reference, unsplit: Reference) -> bool:
         """Whether each logged number matches one of two references, and all other values match the same one."""
-        found = [
+        compared = [
             compare(ranks, one.observed, one.noisy, precision=self.experiment.precision) for one in (split, unsplit)
         ]
-        keys = [{difference.key for difference in differences} for differences in found]
+        keys = [{difference.key for difference in differences} for differences in compared]
         others = [any(not key.what.startswith("metric") for key in each) for each in keys]
         return keys[0].isdisjoint(keys[1]) and not all(others)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,22 +72,21 @@ class GroupedExperts(nn.Module):
         """Applies each expert to its rows.
 
         Args:
-            rows: [P, D], sorted by expert.
-            counts: [E] integers: rows of each expert, P in all.
+            rows: Of shape [P, D], sorted by expert.
+            counts: Integers of shape [E]: rows of each expert, P in all.
 
         Returns:
-            [P, D], in the dtype of autocast if that is on.
+            The results, of shape [P, D], in the dtype of autocast if that is on.
 
         Raises:
             ValueError: The counts do not sum to P.
         """
-        inputs: list[Tensor | None] = [rows, self.up, self.up_bias, self.down, self.down_bias]
+        inputs: list[Any] = [rows, self.up, self.up_bias, self.down, self.down_bias]
         if torch.is_autocast_enabled(rows.device.type):
             dtype = torch.get_autocast_dtype(rows.device.type)
             inputs = [None if tensor is None else tensor.to(dtype) for tensor in inputs]
-        rows_, up, up_bias, down, down_bias = inputs
-        assert rows_ is not None and up is not None and down is not None
-        return grouped_mlp(rows_, counts, up, up_bias, down, down_bias, activation=self.activation, gated=self.gated)
+        rows, up, up_bias, down, down_bias = inputs
+        return grouped_mlp(rows, counts, up, up_bias, down, down_bias, activation=self.activation, gated=self.gated)
 
     def extra_repr(self) -> str:
         """Returns the sizes, for ``print(module)``."""

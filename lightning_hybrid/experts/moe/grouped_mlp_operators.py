@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 _aten: Any = torch.ops.aten
 _SAVED_CHUNK_BYTES = 16 << 20
 
@@ -70,17 +71,17 @@ def grouped_mlp(
     """Applies the MLP of each expert to its rows.
 
     Args:
-        rows: [P, D], sorted by expert.
-        counts: [E] integers: rows of each expert, P in all.
-        up: [E, H, D], or [E, 2H, D] if gated: first the input of the activation, then its multiplier.
-        up_bias: [E, H or 2H].
-        down: [E, O, H].
-        down_bias: [E, O].
+        rows: Of shape [P, D], sorted by expert.
+        counts: Integers of shape [E]: rows of each expert, P in all.
+        up: Of shape [E, H, D], or [E, 2H, D] if gated: first the input of the activation, then its multiplier.
+        up_bias: Of shape [E, H or 2H].
+        down: Of shape [E, O, H].
+        down_bias: Of shape [E, O].
         activation: A key of ``ACTIVATIONS``.
         gated: Whether the activation is multiplied by a second product.
 
     Returns:
-        [P, O].
+        The results, of shape [P, O].
 
     Raises:
         ValueError: The counts do not sum to P.
@@ -172,17 +173,8 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    rows: Tensor,
-    counts: Tensor,
-    up: Tensor,
-    up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    activation: str,
-    gated: bool,
-    keep: bool,
-) -> tuple[Tensor, list[Tensor]]:
+def _(rows: Tensor, counts: Tensor, up: Tensor, up_bias: Any, down: Tensor, *rest: Any) -> tuple[Tensor, list[Tensor]]:
+    *_, keep = rest
     return rows.new_empty(rows.shape[0], down.shape[1]), _saved_buffers(rows, up) if keep else []
 
 
@@ -249,31 +241,19 @@ def _backward(
     return results
 
 
-def _gradients(
-    rows: Tensor, up: Tensor, down: Tensor, needs: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _gradients(rows: Tensor, up: Tensor, down: Tensor, needs: Sequence[bool]) -> _Gradients:
     """Allocates the gradients that are needed; empty tensors for the others."""
     shapes = (rows.shape, up.shape, up.shape[:2], down.shape, down.shape[:2])
-    first, *others = (
+    first, second, third, fourth, fifth = (
         rows.new_empty(tuple(shape) if needed else (0,) * len(shape))
         for shape, needed in zip(shapes, needs, strict=True)
     )
-    second, third, fourth, fifth = others
     return first, second, third, fourth, fifth
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor,
-    rows: Tensor,
-    counts: Tensor,
-    saved: Sequence[Tensor],
-    up: Tensor,
-    down: Tensor,
-    activation: str,
-    gated: bool,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(grad: Tensor, rows: Tensor, counts: Tensor, saved: Any, up: Tensor, down: Tensor, *rest: Any) -> _Gradients:
+    *_, needs = rest
     return _gradients(rows, up, down, needs)
 
 
@@ -293,9 +273,7 @@ def _autograd_backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]
     if torch.is_grad_enabled():  # double backward
         inputs = [rows, up, up_bias, down, down_bias]
         trained = [tensor for tensor, needed in zip(inputs, needs, strict=True) if needed]
-        out = composed_grouped_mlp(
-            rows, counts, up, up_bias, down, down_bias, activation=ctx.activation, gated=ctx.gated
-        )
+        out = _composed(rows, counts, up, up_bias, down, down_bias, ctx.activation, ctx.gated)
         grads = iter(torch.autograd.grad(out, trained, grad, create_graph=True, materialize_grads=True))
         results = [next(grads) if needed else None for needed in needs]
     else:
@@ -308,14 +286,13 @@ def _autograd_backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-def composed_grouped_mlp(
+def _composed(
     rows: Tensor,
     counts: Tensor,
     up: Tensor,
     up_bias: Tensor | None,
     down: Tensor,
     down_bias: Tensor | None,
-    *,
     activation: str,
     gated: bool,
 ) -> Tensor:

@@ -7,15 +7,14 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.moe.gather_expert_rows import (
+from lightning_hybrid.experts.moe.assign_expert_rows import (
     Dispatch,
     DropBy,
-    combine,
     dispatch_all_pairs,
     dispatch_expert_choice,
     dispatch_with_capacity,
-    gather_rows,
 )
+from lightning_hybrid.experts.moe.gather_expert_rows import combine, gather_rows
 from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
 from lightning_hybrid.experts.moe.grouped_mlp_operators import ACTIVATIONS
 from lightning_hybrid.experts.moe.routers import ExpertChoiceRouter, Report, Routing, Score, TopKRouter, capacity
@@ -86,7 +85,24 @@ class MoE(nn.Module):
         normalize: bool = True,
     ) -> None:
         super().__init__()
-        _check(router, capacity_factor, overflow, drop_by, bias_update_rate, shared_experts)
+        for option, value, allowed in (
+            ("router", router, RouterKind),
+            ("overflow", overflow, Overflow),
+            ("drop_by", drop_by, DropBy),
+        ):
+            if value not in get_args(allowed):
+                raise ValueError(f"{option}={value!r}; use one of {', '.join(map(repr, get_args(allowed)))}")
+        if capacity_factor is not None and capacity_factor <= 0:
+            raise ValueError(f"capacity_factor={capacity_factor}; it must be positive, or None to drop nothing")
+        if overflow == "pad" and capacity_factor is None:
+            raise ValueError("overflow='pad' needs a capacity to fill; set capacity_factor, to 1.25 say")
+        if router == "expert_choice" and bias_update_rate:
+            raise ValueError(
+                f"bias_update_rate={bias_update_rate} balances what tokens choose, but router='expert_choice' is even;"
+                " leave it out"
+            )
+        if shared_experts < 0:
+            raise ValueError(f"shared_experts={shared_experts}; it must not be negative")
         self.router: TopKRouter | ExpertChoiceRouter
         if router == "token_choice":
             self.router = TopKRouter(
@@ -125,10 +141,10 @@ class MoE(nn.Module):
         """Routes tokens and combines the results of their experts.
 
         Args:
-            x: [..., D].
+            x: Of shape [..., D].
 
         Returns:
-            [..., D], and the report of this call.
+            The results, of the same shape as ``x``, and the report of this call.
 
         Raises:
             ValueError: The router's logits are not finite (on the CPU).
@@ -146,7 +162,7 @@ class MoE(nn.Module):
         """Moves the router's biases towards an even load; to be called once per step of the optimizer.
 
         Args:
-            load: [E] pairs of the step, summed over replicas; those that this rank has counted, if None.
+            load: Pairs of the step, of shape [E], summed over replicas; those that this rank has counted, if None.
         """
         if isinstance(self.router, TopKRouter):
             self.router.update_bias(load)
@@ -165,11 +181,7 @@ class MoE(nn.Module):
 
 
 def name_layers(root: nn.Module) -> None:
-    """Names MoE layers by their FQN for error messages, unless the user has named them.
-
-    Args:
-        root: The user's module.
-    """
+    """Names the MoE layers of a module by their FQN for error messages, unless the user has named them."""
     for fqn, module in root.named_modules():
         if isinstance(module, MoE) and module.name == type(module).__name__:
             module.name = fqn
@@ -186,37 +198,9 @@ class SharedExpert(nn.Module):
         self.down = nn.Linear(hidden_dim, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies the MLP: [..., D] -> [..., D]."""
+        """Applies the MLP to shape [..., D]; the result has the same."""
         hidden = ACTIVATIONS[self.activation].plain(self.up(x))
         if self.multiplier is not None:
             hidden = hidden * self.multiplier(x)
         y: Tensor = self.down(hidden)
         return y
-
-
-def _check(
-    router: str,
-    capacity_factor: float | None,
-    overflow: str,
-    drop_by: str,
-    bias_update_rate: float,
-    shared_experts: int,
-) -> None:
-    for name, value, allowed in (
-        ("router", router, RouterKind),
-        ("overflow", overflow, Overflow),
-        ("drop_by", drop_by, DropBy),
-    ):
-        if value not in get_args(allowed):
-            raise ValueError(f"{name}={value!r}; use one of {', '.join(map(repr, get_args(allowed)))}")
-    if capacity_factor is not None and capacity_factor <= 0:
-        raise ValueError(f"capacity_factor={capacity_factor}; it must be positive, or None to drop nothing")
-    if overflow == "pad" and capacity_factor is None:
-        raise ValueError("overflow='pad' needs a capacity to fill; set capacity_factor, to 1.25 say")
-    if router == "expert_choice" and bias_update_rate:
-        raise ValueError(
-            f"bias_update_rate={bias_update_rate} balances what tokens choose, but router='expert_choice' is even;"
-            " leave it out"
-        )
-    if shared_experts < 0:
-        raise ValueError(f"shared_experts={shared_experts}; it must not be negative")

@@ -43,7 +43,7 @@ class Matrix:
     rows: tuple[int, int] | None = None
 
     def of(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """Returns weight [outputs, inputs] and bias [outputs] of a module."""
+        """Returns weight of shape [outputs, inputs] and bias [outputs] of a module."""
         weight: Tensor = module.get_parameter(self.weight)
         weight = weight.t() if self.transposed else weight
         bias: Tensor | None = None if self.bias is None else module.get_parameter(self.bias)
@@ -207,12 +207,12 @@ def _matrices(probe: nn.Module) -> Iterator[tuple[Matrix, int, int]]:
 
 def _candidates(probe: nn.Module, unknown: DenseMLP) -> Iterator[DenseMLP]:
     """Yields the structures that the sizes of the module's matrices allow."""
-    found = list(_matrices(probe))
-    named = {name for matrix, _, _ in found for name in (matrix.weight, matrix.bias)}
+    matrices = list(_matrices(probe))
+    named = {name for matrix, _, _ in matrices for name in (matrix.weight, matrix.bias)}
     if not {name for name, _ in probe.named_parameters(remove_duplicate=False)} <= named:
         return
     dim = unknown.dim
-    for order in itertools.permutations(found) if len(found) in (2, 3) else ():
+    for order in itertools.permutations(matrices) if len(matrices) in (2, 3) else ():
         (down, width, outputs), *into = order
         if outputs != dim or any(inputs != dim for _, inputs, _ in into):
             continue

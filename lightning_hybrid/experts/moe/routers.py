@@ -8,14 +8,13 @@ token, P pairs (token, expert).
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 Score: TypeAlias = Literal["softmax", "sigmoid"]
-SCORES = ("softmax", "sigmoid")
 
 
 class Report(NamedTuple):
@@ -68,18 +67,20 @@ def _(total: Tensor, name: str) -> None:
 class _Router(nn.Module):
     """Base class of routers: logits, scores and z-loss. Computes in float32 or float64."""
 
-    def __init__(self, dim: int, num_experts: int, *, score: Score, jitter: float, z_loss: float) -> None:
+    def __init__(self, dim: int, num_experts: int, top_k: int, *, score: Score, jitter: float, z_loss: float) -> None:
         super().__init__()
         for name, size in {"dim": dim, "num_experts": num_experts}.items():
             if size < 1:
                 raise ValueError(f"{name}={size}; it must be at least 1")
-        if score not in SCORES:
-            raise ValueError(f"score={score!r}; use one of {', '.join(map(repr, SCORES))}")
+        if score not in get_args(Score):
+            raise ValueError(f"score={score!r}; use one of {', '.join(map(repr, get_args(Score)))}")
         if not 0 <= jitter < 1:
             raise ValueError(f"jitter={jitter}; it must be at least 0 and below 1")
         if z_loss < 0:
             raise ValueError(f"z_loss={z_loss}; it must not be negative")
-        self.dim, self.num_experts = dim, num_experts
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k={top_k}; it must be at least 1 and at most num_experts={num_experts}")
+        self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
         self.score, self.jitter, self.z_loss = score, jitter, z_loss
         self.name = type(self).__name__
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
@@ -90,7 +91,7 @@ class _Router(nn.Module):
         nn.init.uniform_(self.weight, -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim))
 
     def logits(self, x: Tensor) -> Tensor:
-        """Computes the logits, [T, D] -> [T, E].
+        """Computes the logits: shape [T, D] -> [T, E].
 
         Raises:
             ValueError: The logits are not finite. On the CPU only: elsewhere the check would make the host wait for the
@@ -107,7 +108,7 @@ class _Router(nn.Module):
         return logits
 
     def scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns [T, E] scores that rank the experts, and [T, E] probabilities over the experts of each token."""
+        """Returns scores that rank the experts, and probabilities over the experts, both of shape [T, E] as logits."""
         if self.score == "softmax":
             probabilities = logits.softmax(-1)
             return probabilities, probabilities
@@ -115,7 +116,7 @@ class _Router(nn.Module):
         return scores, scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
     def losses(self, logits: Tensor) -> Tensor:
-        """Returns the z-loss times its coefficient, [] (ST-MoE: Zoph et al. 2022, eq. 5)."""
+        """Returns the z-loss of logits [T, E], times its coefficient, a scalar (ST-MoE: Zoph et al. 2022, eq. 5)."""
         if not self.z_loss or not logits.shape[0]:
             return logits.new_zeros(())
         return self.z_loss * logits.logsumexp(-1).square().mean()
@@ -126,13 +127,13 @@ class _Router(nn.Module):
 
 
 def entropy_of(probabilities: Tensor) -> Tensor:
-    """Computes the mean entropy in nats, [T, E] -> []; 0 without tokens."""
+    """Computes the mean entropy in nats, shape [T, E] -> []; 0 without tokens."""
     with torch.no_grad():
         return -torch.xlogy(probabilities, probabilities).sum() / max(probabilities.shape[0], 1)
 
 
 def count(experts: Tensor, num_experts: int) -> Tensor:
-    """Counts expert indices, [...] -> [E] int64; the shape does not depend on data, unlike ``bincount``'s."""
+    """Counts expert indices of any shape, in int64 of shape [E]; it does not depend on data, unlike ``bincount``'s."""
     flat = experts.reshape(-1)
     return flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
 
@@ -189,27 +190,17 @@ class TopKRouter(_Router):
         Raises:
             ValueError: An argument is out of its range.
         """
-        super().__init__(dim, num_experts, score=score, jitter=jitter, z_loss=z_loss)
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k={top_k}; it must be at least 1 and at most num_experts={num_experts}")
+        super().__init__(dim, num_experts, top_k, score=score, jitter=jitter, z_loss=z_loss)
         if balance_loss < 0 or bias_update_rate < 0:
             raise ValueError(
                 f"balance_loss={balance_loss}, bias_update_rate={bias_update_rate}; they must not be negative"
             )
-        self.top_k, self.normalize = top_k, normalize
-        self.balance_loss, self.bias_update_rate = balance_loss, bias_update_rate
+        self.normalize, self.balance_loss, self.bias_update_rate = normalize, balance_loss, bias_update_rate
         for name in ("bias", "load"):
             self.register_buffer(name, torch.zeros(num_experts) if bias_update_rate else None)
 
     def forward(self, x: Tensor) -> Routing:
-        """Choose.
-
-        Args:
-            x: [T, D].
-
-        Raises:
-            ValueError: The logits are not finite (on the CPU).
-        """
+        """Routes tokens of shape [T, D]; raises ``ValueError`` as `logits` does."""
         logits = self.logits(x)
         scores, probabilities = self.scores(logits)
         if self.bias is None:
@@ -237,7 +228,7 @@ class TopKRouter(_Router):
         To be called once per step of the optimizer. Without ``bias_update_rate`` this does nothing.
 
         Args:
-            load: [E] pairs of the step; those that this rank has counted, if None. Over replicas, pass the sum of
+            load: Pairs of the step, of shape [E]; those counted on this rank, if None. Over replicas, pass the sum of
                 their ``load``, so that all biases stay equal.
         """
         if self.bias is None or self.load is None:
@@ -288,22 +279,13 @@ class ExpertChoiceRouter(_Router):
         Raises:
             ValueError: An argument is out of its range.
         """
-        super().__init__(dim, num_experts, score=score, jitter=jitter, z_loss=z_loss)
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k={top_k}; it must be at least 1 and at most num_experts={num_experts}")
+        super().__init__(dim, num_experts, top_k, score=score, jitter=jitter, z_loss=z_loss)
         if capacity_factor <= 0:
             raise ValueError(f"capacity_factor={capacity_factor}; it must be positive")
-        self.top_k, self.capacity_factor = top_k, capacity_factor
+        self.capacity_factor = capacity_factor
 
     def forward(self, x: Tensor) -> Routing:
-        """Choose.
-
-        Args:
-            x: [T, D].
-
-        Raises:
-            ValueError: The logits are not finite (on the CPU).
-        """
+        """Routes tokens of shape [T, D]; raises ``ValueError`` as `logits` does."""
         logits = self.logits(x)
         scores, probabilities = self.scores(logits)
         num_tokens = x.shape[0]

@@ -29,7 +29,7 @@ class NormalizedTopKRouter(TopKRouter):
     """Top-k router whose weights sum to 1 for k=1 too: there they are 1, and have the gradient of log p."""
 
     def forward(self, x: Tensor) -> Routing:
-        """Routes tokens [T, D] as ``TopKRouter``."""
+        """Routes tokens of shape [T, D] as ``TopKRouter``."""
         routing = super().forward(x)
         if self.top_k > 1:
             return routing
@@ -58,7 +58,7 @@ class UpcycledMLP(nn.Module):
         self._emits_loss = emits_loss
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies the experts: [..., dim] -> [..., dim]."""
+        """Applies the experts to shape [..., dim]; the result has the same."""
         y, report = self.moe(x)
         if self.training and self._emits_loss:
             give_aside(AuxiliaryLoss(report.loss))
@@ -88,7 +88,7 @@ class ListedExperts(nn.Module):
         self._takes_rows = takes_rows
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Run experts on ``rows`` [pairs, dim] sorted by expert, ``counts`` [E] of each; returns [pairs, dim]."""
+        """Runs experts on rows of shape [P, dim], sorted by expert, with counts [E]; the result has the rows' shape."""
         outputs = []
         # Experts without rows run too: all their parameters get gradients, as those of grouped ones do.
         for expert, inputs in zip(self.experts, rows.split(counts.tolist()), strict=True):

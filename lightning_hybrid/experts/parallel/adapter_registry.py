@@ -28,10 +28,5 @@ def register_experts(adapter: type[ExpertsAdapter]) -> type[ExpertsAdapter]:
 
 
 def candidate_adapters(module: nn.Module, call: Call) -> list[ExpertsAdapter]:
-    """Returns adapters that may fit a module, the most likely first.
-
-    Args:
-        module: The user's module, with full parameters.
-        call: Positional and keyword arguments of a call of it.
-    """
+    """Returns adapters that may fit a module with full parameters, the most likely first."""
     return [candidate for adapter in _ADAPTERS for candidate in adapter.recognise(module, call)]

@@ -40,13 +40,13 @@ class ExpertAllToAll:
         """Computes each row on the rank that has its expert; collective.
 
         Args:
-            rows: [P, D], sorted by expert; rows after the counted ones are ignored.
-            counts: [E], the number of rows of each expert.
+            rows: Of shape [P, D], sorted by expert; rows after the counted ones are ignored.
+            counts: Of shape [E], the number of rows of each expert.
             compute: Applies the experts of this rank; also called with no rows, to get the shape of the result.
             trains: Whether a gradient is required; the same on every rank.
 
         Returns:
-            [sum of counts, D'], in the order of ``rows``.
+            The results, of shape [sum of counts, D'], in the order of ``rows``.
         """
         size, rank = self._group.size(), self._group.rank()
         all_counts = [torch.empty_like(counts) for _ in range(size)]
@@ -72,7 +72,7 @@ class ExpertAllToAll:
         return _merge_chunks(outs, sent, bounds)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, dist.Work | None]:
-        """Launches one all-to-all; returns the buffer of the rows to receive, and the work to wait for."""
+        """Launches one all-to-all; returns the buffer [sum of received, D] of the rows, and the work to wait for."""
         self.num_exchanges += 1
         arriving = rows.new_empty((sum(received), *rows.shape[1:]))
         work = dist.all_to_all_single(
@@ -95,13 +95,14 @@ class _AsyncAllToAll:
         return _AsyncAllToAll(self.ranks, self.received, self.sent)
 
     def launch(self, rows: Tensor, trains: bool) -> Tensor:
-        """Launches the all-to-all; the result must not be read before ``wait_for``."""
+        """Launches the all-to-all; the result, of shape [sum of received, D], must not be read before ``wait_for``."""
         # A rank whose experts get no rows has a graph of other operations: the all-to-all must be in it nevertheless.
         anchor = torch.zeros((), dtype=rows.dtype, device=rows.device, requires_grad=trains)
         arriving: Tensor = _Launch.apply(rows, anchor, self)
         return arriving
 
     def wait_for(self, arriving: Tensor) -> Tensor:
+        """Returns the rows that have arrived, of the shape of ``arriving``."""
         arrived: Tensor = _Wait.apply(arriving, self)
         return arrived
 
@@ -114,6 +115,7 @@ class _AsyncAllToAll:
 class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, anchor: Tensor, message: _AsyncAllToAll) -> Tensor:
+        """Sends rows of shape [sum of sent, D]; the result has [sum of received, D]."""
         ctx.message = message
         arriving, message.work = message.ranks.all_to_all(rows, message.sent, message.received)
         return arriving
@@ -129,6 +131,7 @@ class _Launch(torch.autograd.Function):
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arriving: Tensor, message: _AsyncAllToAll) -> Tensor:
+        """Waits for rows of shape [sum of received, D], which are returned."""
         ctx.message = message
         message.wait()
         # A recomputed layer stops once all its saved tensors are restored: on no rank before this all-to-all.

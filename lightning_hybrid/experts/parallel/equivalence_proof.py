@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
 from lightning_hybrid.equivalence.random_copy import random_copy
-from lightning_hybrid.experts.parallel.expert_calling_conventions import Call, ExpertsAdapter
+from lightning_hybrid.experts.parallel.expert_calling_conventions import Call, ExpertsAdapter, is_float
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding
 from lightning_hybrid.parts.placement import shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
@@ -29,18 +28,10 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _MOST_IN_FLOAT64 = 10**8  # parameters; larger modules are proved in float32
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Result of a proof: whether an adapter is right for a module, and the reason if it is not."""
-
-    is_right: bool
-    reason: str = ""
-
-
-def prove(
+def why_not_equivalent(
     module: nn.Module, adapter: ExpertsAdapter, call: Call, size: int, width: WidthSharding | None = None
-) -> Verdict:
-    """Compares a module with sharded experts to the full module.
+) -> str:
+    """Compares a module with sharded experts to the full module; returns how they differ, "" if they are equivalent.
 
     Args:
         module: The user's module, with full parameters; it is not changed.
@@ -49,17 +40,17 @@ def prove(
         size: Number of expert-parallel ranks; with 1 the module's own code runs.
         width: Sharding of each expert over tensor ranks, if any.
     """
-    verdict = Verdict(False, "it was not tried")
+    reason = "it was not tried"
     is_large = sum(parameter.numel() for parameter in module.parameters()) > _MOST_IN_FLOAT64
     for dtype, tolerance in _TOLERANCES.items():
         if is_large and dtype is torch.float64:
             continue
         try:
-            return _Proof(module, adapter, size, dtype, width).verdict(call, tolerance)
+            return _Proof(module, adapter, size, dtype, width).difference(call, tolerance)
         except Exception as error:
             lines = str(error).splitlines() or [""]
-            verdict = Verdict(False, f"{type(error).__name__}: {lines[0][:200]}")
-    return verdict
+            reason = f"{type(error).__name__}: {lines[0][:200]}"
+    return reason
 
 
 class _Proof:
@@ -84,11 +75,11 @@ class _Proof:
             tensor = shard_tensor(tensor, self.width.placements[name], tensor_rank, self.width.size)
         return shard_tensor(tensor, self.placements[name], rank, self.size) if name in self.placements else tensor
 
-    def verdict(self, call: Call, tolerance: float) -> Verdict:
+    def difference(self, call: Call, tolerance: float) -> str:
         worst, where = max([(0.0, ""), *self._differences(call)], key=lambda found: found[0])
-        if worst > tolerance:
-            return Verdict(False, f"{where} differs by {worst:.1e} of the largest, allowed are {tolerance:.0e}")
-        return Verdict(True)
+        if worst <= tolerance:
+            return ""
+        return f"{where} differs by {worst:.1e} of the largest, allowed are {tolerance:.0e}"
 
     def _differences(self, call: Call) -> Iterator[tuple[float, str]]:
         for rank in range(max(2, self.size)):
@@ -147,13 +138,13 @@ class _Proof:
     def _run(self, forward: Callable[..., Any], call: Call) -> tuple[list[Tensor], list[Tensor | None]]:
         """Returns outputs, and gradients of the arguments; gradients of parameters accumulate."""
         leaves, spec = flatten(call)
-        inputs = [leaf.detach().to(self.dtype).requires_grad_() if _is_float(leaf) else leaf for leaf in leaves]
-        args, kwargs = unflatten([leaf * 1 if _is_float(leaf) else leaf for leaf in inputs], spec)
+        inputs = [leaf.detach().to(self.dtype).requires_grad_() if is_float(leaf) else leaf for leaf in leaves]
+        args, kwargs = unflatten([leaf * 1 if is_float(leaf) else leaf for leaf in inputs], spec)
         exact = DeterministicMode(self.dtype)
-        before, self.adapter.again = self.adapter.again, partial(_same_draws, exact)
+        before, self.adapter.again = self.adapter.again, exact.redrawn_afterwards()  # which is a decorator too
         try:
             with exact:
-                out = [leaf for leaf in flatten(forward(*args, **kwargs))[0] if _is_float(leaf)]
+                out = [leaf for leaf in flatten(forward(*args, **kwargs))[0] if is_float(leaf)]
         finally:
             self.adapter.again = before
         generator = torch.Generator().manual_seed(2)
@@ -161,15 +152,7 @@ class _Proof:
         total = sum((leaf * weight).sum() for leaf, weight in zip(out, weights, strict=True))
         if isinstance(total, Tensor) and total.requires_grad:
             total.backward()
-        return [leaf.detach() for leaf in out], [leaf.grad for leaf in inputs if _is_float(leaf)]
-
-
-def _same_draws(exact: DeterministicMode, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with exact.redrawn_afterwards():
-            return forward(*args, **kwargs)
-
-    return run
+        return [leaf.detach() for leaf in out], [leaf.grad for leaf in inputs if is_float(leaf)]
 
 
 def _difference(one: Tensor | None, other: Tensor | None) -> float:
@@ -183,7 +166,3 @@ def _difference(one: Tensor | None, other: Tensor | None) -> float:
         return 0.0
     difference = float((one - other).abs().max() / one.abs().max().clamp(min=1e-300))
     return float("inf") if difference != difference else difference
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()

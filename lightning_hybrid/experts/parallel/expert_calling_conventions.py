@@ -20,7 +20,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.moe.gather_expert_rows import combine, dispatch_all_pairs, gather_rows
+from lightning_hybrid.experts.moe.assign_expert_rows import dispatch_all_pairs
+from lightning_hybrid.experts.moe.gather_expert_rows import combine, gather_rows
 from lightning_hybrid.parts.placement import Shard
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 
@@ -79,7 +80,7 @@ class ExpertsAdapter(ABC):
 
     @abstractmethod
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, exchange: Exchange) -> Any:
-        """Runs a call of the module whose experts are sharded; returns the result of the call.
+        """Runs a call of the module whose experts are sharded; returns its result, of the shape of the full module's.
 
         Args:
             module: The module, with the parameter shards of this rank.
@@ -93,12 +94,12 @@ class ExpertsAdapter(ABC):
     def compute(
         self, module: nn.Module, forward: Callable[..., Any], rows: Tensor, counts: Sequence[int], first: int
     ) -> Tensor:
-        """Applies experts of this rank to rows, [R, D] -> [R, D'].
+        """Applies experts of this rank to rows: shape [R, D] -> [R, D'].
 
         Args:
             module: The module, with the parameter shards of this rank.
             forward: The module's forward.
-            rows: [R, D], sorted by expert.
+            rows: Of shape [R, D], sorted by expert.
             counts: Number of rows of each expert.
             first: Index of the first of these experts among those of this rank.
         """
@@ -158,18 +159,18 @@ class BatchedPairs(_Batched):
     def example(self, call: Call, rank: int, size: int, generator: torch.Generator) -> Call:
         """As ``ExpertsAdapter``; the last rank's tokens all go to the experts of the first one."""
         leaves, spec = flatten(call)
-        tokens, (_, k) = _TOKENS, next(x.shape for x in leaves if not _is_float(x))
+        tokens, (_, k) = _TOKENS, next(x.shape for x in leaves if not is_float(x))
         experts = max(k, _num_reachable(self.num_experts, rank, size))
         which = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :k]
         inputs = [
-            torch.randn(tokens, *leaf.shape[1:], generator=generator) if _is_float(leaf) else which.to(leaf.dtype)
+            torch.randn(tokens, *leaf.shape[1:], generator=generator) if is_float(leaf) else which.to(leaf.dtype)
             for leaf in leaves
         ]
         example: Call = unflatten(inputs, spec)
         return example
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, exchange: Exchange) -> Tensor:
-        """As ``ExpertsAdapter``."""
+        """As ``ExpertsAdapter``; returns shape [T, D]."""
         arguments = bound_arguments(module, (args, kwargs))
         hidden, which, weights = (arguments[self.names[role]] for role in ("hidden", "which", "weights"))
         shape, k = hidden.shape, which.shape[-1]
@@ -185,7 +186,7 @@ class BatchedPairs(_Batched):
     def compute(
         self, module: nn.Module, forward: Callable[..., Any], rows: Tensor, counts: Sequence[int], first: int
     ) -> Tensor:
-        """As ``ExpertsAdapter``."""
+        """As ``ExpertsAdapter``; shape [R, D] -> [R, D']."""
         numbers = torch.arange(first, first + len(counts), device=rows.device)
         repeats = torch.tensor(counts, device=rows.device)
         which = numbers.repeat_interleave(repeats, output_size=rows.shape[0])[:, None]
@@ -203,10 +204,10 @@ class BatchedRows(_Batched):
     def recognise(cls, module: nn.Module, call: Call) -> list[ExpertsAdapter]:
         """As ``ExpertsAdapter``."""
         size = stacked_experts(module)
-        found = rows_and_counts(bound_arguments(module, call), size)
-        if size is None or found is None:
+        roles = rows_and_counts(bound_arguments(module, call), size)
+        if size is None or roles is None:
             return []
-        names = dict(zip(("rows", "counts"), found, strict=True))
+        names = dict(zip(("rows", "counts"), roles, strict=True))
         return [cls(size, attributes, names) for attributes in _attributes_of(module, size)]
 
     def example(self, call: Call, rank: int, size: int, generator: torch.Generator) -> Call:
@@ -214,7 +215,7 @@ class BatchedRows(_Batched):
         return small_rows(call, self.num_experts, rank, size, generator)
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, exchange: Exchange) -> Tensor:
-        """As ``ExpertsAdapter``."""
+        """As ``ExpertsAdapter``; returns shape [P, D']."""
         arguments = bound_arguments(module, (args, kwargs))
         rows, counts = arguments[self.names["rows"]], arguments[self.names["counts"]]
         self._as_list = not isinstance(counts, Tensor)
@@ -223,7 +224,7 @@ class BatchedRows(_Batched):
     def compute(
         self, module: nn.Module, forward: Callable[..., Any], rows: Tensor, counts: Sequence[int], first: int
     ) -> Tensor:
-        """As ``ExpertsAdapter``."""
+        """As ``ExpertsAdapter``; shape [R, D] -> [R, D']."""
         num_local = next(module.parameters()).shape[0]
         numbers = [0] * first + list(counts) + [0] * (num_local - first - len(counts))
         local_counts = numbers if self._as_list else torch.tensor(numbers, device=rows.device)
@@ -240,7 +241,7 @@ def small_call(call: Call, num_experts: int, generator: torch.Generator) -> Call
         generator: Source of random numbers.
     """
     leaves, spec = flatten(call)
-    first = next((leaf for leaf in leaves if _is_float(leaf)), None)
+    first = next((leaf for leaf in leaves if is_float(leaf)), None)
     leading = () if first is None else first.shape[:-1]
     sizes = dict(zip(leading, (3, 5, 7, 11), strict=False)) if len(leading) > 1 else dict.fromkeys(leading, _TOKENS)
 
@@ -274,7 +275,7 @@ def small_rows(call: Call, num_experts: int, rank: int, size: int, generator: to
     def small(leaf: Any) -> Any:
         if isinstance(leaf, list):
             return numbers.tolist()
-        if _is_float(leaf):
+        if is_float(leaf):
             return torch.randn(_TOKENS, *leaf.shape[1:], generator=generator)
         return numbers.to(leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
@@ -288,13 +289,8 @@ def _num_reachable(num_experts: int, rank: int, size: int) -> int:
 
 
 def rows_and_counts(arguments: Mapping[str, Any], size: int | None) -> tuple[str, str] | None:
-    """Returns the names of the arguments with rows sorted by expert and with their counts; None if there are none.
-
-    Args:
-        arguments: Arguments by name.
-        size: Number of experts.
-    """
-    rows = [name for name, value in arguments.items() if _is_float(value) and value.dim() == 2]
+    """Returns the names of the arguments with rows and with their counts for ``size`` experts, or None."""
+    rows = [name for name, value in arguments.items() if is_float(value) and value.dim() == 2]
     counts = [name for name, value in arguments.items() if _is_counts(value, size)]
     return (rows[0], counts[0]) if size is not None and len(rows) == len(counts) == 1 else None
 
@@ -303,11 +299,7 @@ def rows_and_counts(arguments: Mapping[str, Any], size: int | None) -> tuple[str
 
 
 def stacked_experts(module: nn.Module) -> int | None:
-    """Returns the number of experts of a module whose parameters are all stacked weights of experts; None otherwise.
-
-    Args:
-        module: The user's module, with full parameters.
-    """
+    """Returns the number of experts of a module whose (full) parameters are all stacked weights of experts, or None."""
     direct = list(module.parameters(recurse=False))
     if not direct or len(direct) != len(list(module.parameters())) or not any(p.dim() >= 3 for p in direct):
         return None
@@ -332,12 +324,7 @@ _signature = functools.cache(inspect.signature)
 
 
 def bound_arguments(module: nn.Module, call: Call) -> dict[str, Any]:
-    """Returns the arguments of a call by name; an empty dict if they cannot be named.
-
-    Args:
-        module: The called module.
-        call: Positional and keyword arguments.
-    """
+    """Returns the arguments of a call of a module by name; an empty dict if they cannot be named."""
     args, kwargs = call
     try:
         matched = _signature(type(module).forward).bind(module, *args, **kwargs)
@@ -352,11 +339,11 @@ def bound_arguments(module: nn.Module, call: Call) -> dict[str, Any]:
 
 def _pair_names(arguments: Mapping[str, Any]) -> dict[str, str] | None:
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    which = [name for name, value in tensors.items() if not _is_float(value) and value.dim() == 2]
+    which = [name for name, value in tensors.items() if not is_float(value) and value.dim() == 2]
     if len(which) != 1 or len(tensors) != len(arguments) or len(tensors) != 3:
         return None
     shape = tensors[which[0]].shape
-    floats = [name for name, value in tensors.items() if _is_float(value) and value.shape[-1:] != ()]
+    floats = [name for name, value in tensors.items() if is_float(value) and value.shape[-1:] != ()]
     weights = [name for name in floats if tensors[name].shape == shape]
     hidden = [name for name in floats if name not in weights[-1:]]
     if not weights or len(hidden) != 1 or tensors[hidden[0]].shape[:-1].numel() != shape[0]:
@@ -366,9 +353,10 @@ def _pair_names(arguments: Mapping[str, Any]) -> dict[str, str] | None:
 
 def _is_counts(value: Any, size: int | None) -> bool:
     if isinstance(value, Tensor):
-        return not _is_float(value) and value.dim() == 1 and value.numel() == size
+        return not is_float(value) and value.dim() == 1 and value.numel() == size
     return isinstance(value, list) and len(value) == size and all(isinstance(number, int) for number in value)
 
 
-def _is_float(value: Any) -> bool:
+def is_float(value: Any) -> bool:
+    """Returns whether a value is a tensor of floating-point numbers."""
     return isinstance(value, Tensor) and value.is_floating_point()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.experts.parallel.adapter_registry import candidate_adapters
-from lightning_hybrid.experts.parallel.equivalence_proof import prove
+from lightning_hybrid.experts.parallel.equivalence_proof import why_not_equivalent
 from lightning_hybrid.experts.parallel.expert_calling_conventions import Call, ExpertsAdapter, stacked_experts
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding, possible_widths
 from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
@@ -48,30 +50,23 @@ class ExpertCalls:
 
     @contextlib.contextmanager
     def watching(self, units: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Records the calls of the modules in ``units`` while a step is recorded inside the context.
-
-        Args:
-            units: Modules that the recording runs as one operation, by FQN.
-        """
+        """Records the calls of all modules in ``units``, which the recording of a step inside runs as one operation."""
         inside = {
             f"{fqn}.{name}" if name else fqn: module
             for fqn, unit in units.items()
             for name, module in unit.named_modules()
             if any(True for _ in module.parameters())
         }
-
-        def wrap(fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-            def recorded(*args: Any, **kwargs: Any) -> Any:
-                tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-                first = next((t for t in tensors if t.is_floating_point() and t.dim()), None)
-                self._calls[fqn] = copied(args, _without_data), copied(kwargs, _without_data)
-                self._rows[fqn] = None if first is None else first.shape[:-1].numel()
-                return forward(*args, **kwargs)
-
-            return recorded
-
-        with without_deduplication(units), replaced_forwards(inside, wrap, reason="calls of experts"):
+        recorded = partial(partial, self._recorded_call)
+        with without_deduplication(units), replaced_forwards(inside, recorded, reason="calls of experts"):
             yield
+
+    def _recorded_call(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        first = next((t for t in tensors if t.is_floating_point() and t.dim()), None)
+        self._calls[fqn] = copied(args, _without_data), copied(kwargs, _without_data)
+        self._rows[fqn] = None if first is None else first.shape[:-1].numel()
+        return forward(*args, **kwargs)
 
     def find(
         self, root: nn.Module, size: int, tensor_size: int = 1, why_unsharded: Callable[[str], str] = lambda fqn: ""
@@ -84,7 +79,7 @@ class ExpertCalls:
             tensor_size: Number of tensor ranks.
             why_unsharded: Returns why a module (by FQN) cannot be sharded over tensor ranks; "" if it can.
         """
-        found: dict[str, ExpertsAdapter] = {}
+        adapters: dict[str, ExpertsAdapter] = {}
         replicated: dict[str, str] = {}
         widths: dict[str, WidthSharding] = {}
         reasons: dict[str, str] = {}
@@ -105,7 +100,7 @@ class ExpertCalls:
                 chosen[key] = _choose_adapter(module, candidates, call, size)
             choice = chosen.get(key, "")
             if isinstance(choice, ExpertsAdapter):
-                found[fqn] = choice
+                adapters[fqn] = choice
             elif choice:
                 replicated[fqn] = choice
             if tensor_size > 1 and stacked_experts(module) is not None:
@@ -118,7 +113,7 @@ class ExpertCalls:
                     widths[fqn] = width
                 else:
                     reasons[fqn] = width
-        return FoundExperts(found, replicated, widths, reasons)
+        return FoundExperts(adapters, replicated, widths, reasons)
 
     def _is_layer_stack(self, fqn: str, adapter: ExpertsAdapter) -> bool:
         """Returns whether the modules of a list all get all tokens, as layers do."""
@@ -142,10 +137,9 @@ def _choose_adapter(module: nn.Module, candidates: list[ExpertsAdapter], call: C
         if adapter.num_experts % size:
             reason = reason or f"its {adapter.num_experts} experts are no multiple of {size}"
             continue
-        verdict = prove(module, adapter, call, size)
-        if verdict.is_right:
+        if not (difference := why_not_equivalent(module, adapter, call, size)):
             return adapter
-        reason = reason or f"not the same in the proof: {verdict.reason}"
+        reason = reason or f"not the same in the proof: {difference}"
     return reason
 
 
@@ -155,28 +149,18 @@ def _pick_width(
     """Returns the first sharding of each expert whose proof succeeds, or the reason why there is none."""
     possible, reason = possible_widths(module, tensor_size)
     for width, (adapter, size) in itertools.product(possible, tried[:1]):
-        verdict = prove(module, adapter, call, size, width)
-        if verdict.is_right:
+        if not (difference := why_not_equivalent(module, adapter, call, size, width)):
             return width
-        reason = reason or f"not the same in the proof: {verdict.reason}"
+        reason = reason or f"not the same in the proof: {difference}"
     return reason
 
 
 def has_stacked_experts(root: nn.Module) -> bool:
-    """Returns whether some module may have stacked weights of experts.
-
-    Args:
-        root: The user's module.
-    """
+    """Returns whether some module may have stacked weights of experts."""
     return any(stacked_experts(module) is not None for module in root.modules())
 
 
 def _tied_parameters(root: nn.Module) -> set[int]:
     """Returns the ids of parameters that several modules have."""
-    visited: set[int] = set()
-    tied: set[int] = set()
-    for module in root.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                (tied if id(parameter) in visited else visited).add(id(parameter))
-    return tied
+    counts = Counter(id(p) for module in root.modules() for p in module._parameters.values() if p is not None)
+    return {parameter for parameter, number in counts.items() if number > 1}

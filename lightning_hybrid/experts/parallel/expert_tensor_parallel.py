@@ -62,7 +62,7 @@ class WidthSharding:
         Args:
             module: The module, with the parameter shards of this rank.
             rank: This rank.
-            sum_gradients: Returns equal tensors whose gradients are summed over the ranks.
+            sum_gradients: Returns equal tensors, of any shape, whose gradients are summed over the ranks.
         """
         attributes, parameters = module.__dict__, module._parameters
         numbers = {name: attributes[name] for name in self.attributes}
@@ -95,7 +95,7 @@ def possible_widths(module: nn.Module, size: int) -> tuple[list[WidthSharding], 
     others = [name for name in shapes if name not in weights]
     if len(weights) < 2 or any(len(shapes[name]) > 3 for name in others):
         return [], "no two of its weights have a width between them"
-    found: list[WidthSharding] = []
+    candidates: list[WidthSharding] = []
     uneven: list[int] = []
     for row, dim in itertools.product(reversed(weights), (2, 1)):
         length = shapes[row][dim]
@@ -115,10 +115,11 @@ def possible_widths(module: nn.Module, size: int) -> tuple[list[WidthSharding], 
             summed = tuple(name for name, how in named.items() if not isinstance(how, Shard))
             once = tuple(name for name in summed if named[name] == "once")
             for attributes in dict.fromkeys([(), tuple(numbers)]):
-                found.append(WidthSharding(size, length, placements, summed, once, attributes))
+                candidates.append(WidthSharding(size, length, placements, summed, once, attributes))
+    reason = "" if candidates else "no weight reads as many features as others produce"
     if uneven:
-        return found[:_MAX_CANDIDATES], f"the width {uneven[0]} of its experts is no multiple of {size} tensor ranks"
-    return found[:_MAX_CANDIDATES], "" if found else "no weight reads as many features as others produce"
+        reason = f"the width {uneven[0]} of its experts is no multiple of {size} tensor ranks"
+    return candidates[:_MAX_CANDIDATES], reason
 
 
 def _bias_shardings(shape: Sequence[int], length: int, size: int) -> list[Shard | str]:
@@ -132,22 +133,17 @@ def _weight_shardings(shape: Sequence[int], length: int, size: int) -> list[Shar
     """Candidate shardings of a parameter, along a dim of the width or of two times the width."""
     if length % size:
         return [Shard.evenly(dim, number, 1) for dim, number in enumerate(shape) if dim and number % length == 0]
-    found = []
+    candidates = []
     for dim, number in list(enumerate(shape))[1:]:
         if number == 2 * length:
-            found += [Shard(dim, (Piece(length, size), Piece(length, size))), Shard.evenly(dim, number, size)]
+            candidates += [Shard(dim, (Piece(length, size), Piece(length, size))), Shard.evenly(dim, number, size)]
         elif number == length:
-            found.append(Shard.evenly(dim, number, size))
-    return found
+            candidates.append(Shard.evenly(dim, number, size))
+    return candidates
 
 
 def width_placements(root: nn.Module, widths: Mapping[str, WidthSharding]) -> dict[str, Shard]:
-    """Returns how the parameters of experts are sharded over tensor ranks, by FQN in the root.
-
-    Args:
-        root: The user's module, with full parameters.
-        widths: Shardings by FQN of the module.
-    """
+    """Returns how the parameters of experts are sharded over tensor ranks, by FQN in the root."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     return {
         names[id(root.get_submodule(fqn).get_parameter(name))]: placement
@@ -166,13 +162,13 @@ class TensorRanks(Protocol):
     rank: int
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """Identity on a replicated tensor; the backward all-reduces its gradient."""
+        """Identity on a replicated tensor of any shape; the backward all-reduces its gradient."""
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """All-reduces the ranks' addends in place."""
+        """All-reduces the ranks' addends, of one shape, in place."""
 
     def sum_gradients(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Identity on replicated tensors; the backward all-reduces their gradients in one message."""
+        """Identity on replicated tensors of any shapes; the backward all-reduces their gradients in one message."""
 
 
 class TensorShardedExperts:
@@ -182,8 +178,8 @@ class TensorShardedExperts:
         self._root, self._widths, self._ranks = root, widths, ranks
 
     def _modules(self) -> dict[str, nn.Module]:
-        found = {fqn: self._root.get_submodule(fqn) for fqn in self._widths}
-        return {fqn: module for fqn, module in found.items() if not any(map(is_absent, module.parameters()))}
+        modules = {fqn: self._root.get_submodule(fqn) for fqn in self._widths}
+        return {fqn: module for fqn, module in modules.items() if not any(map(is_absent, module.parameters()))}
 
     def local_widths(self) -> AbstractContextManager[None]:
         """Runs the modules' own code on this rank's hidden features; innermost, inside expert parallelism."""

@@ -36,11 +36,7 @@ def describe_experts(found: FoundExperts, size: int, tensor_size: int) -> str:
 
 
 def by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Groups modules by reason; returns the listed FQNs and the reason of each group.
-
-    Args:
-        reasons: Reason why the experts of a module are not sharded, by FQN.
-    """
+    """Groups modules by reason, given by FQN; returns the listed FQNs and the reason of each group."""
     groups: dict[str, list[str]] = {}
     for fqn, reason in reasons.items():
         groups.setdefault(reason, []).append(fqn)

@@ -41,11 +41,7 @@ class UnsupportedExpertCalls(RuntimeError):
 
 
 class ExpertList(ExpertsAdapter):
-    """Adapter for a block whose code calls the modules of a list, each with the rows of its tokens.
-
-    Attributes:
-        names: Names of the experts in the block, in order.
-    """
+    """Adapter for a block whose code calls the modules of a list, each with the rows of its tokens."""
 
     what = "a list of modules, each called with its rows"
     may_skip = True
@@ -64,14 +60,14 @@ class ExpertList(ExpertsAdapter):
     @classmethod
     def recognise(cls, module: nn.Module, call: Call) -> list[ExpertsAdapter]:
         """As ``ExpertsAdapter``."""
-        found: list[ExpertsAdapter] = []
+        adapters: list[ExpertsAdapter] = []
         for name, child in module.named_children():
             if isinstance(child, _LISTS) and _same_structure(list(child.children())):
                 names = [f"{name}.{key}" for key, _ in child.named_children()]
-                found.append(
+                adapters.append(
                     cls(names, takes_rows=rows_and_counts(bound_arguments(module, call), len(names)) is not None)
                 )
-        return found
+        return adapters
 
     def placements(self, module: nn.Module, size: int) -> dict[str, Shard]:
         """As ``ExpertsAdapter``."""
@@ -100,6 +96,7 @@ class ExpertList(ExpertsAdapter):
 
         def returning(number: int) -> Callable[..., Any]:
             def expert(rows: Tensor) -> Tensor:
+                """Of shape [..., D] -> [..., D']."""
                 if not results[number] or results[number][0].shape[0] != rows.shape[:-1].numel():
                     raise UnsupportedExpertCalls(
                         f"the rows of {self.names[number]} depend on what other experts answer"
@@ -118,6 +115,7 @@ class ExpertList(ExpertsAdapter):
 
         def recording(number: int) -> Callable[..., Any]:
             def expert(*args: Any, **kwargs: Any) -> Tensor:
+                """Of shape [..., D] -> zeros [..., D']."""
                 if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dim() < 2:
                     raise UnsupportedExpertCalls(
                         f"{self.names[number]} is called with something else than one tensor of rows"
@@ -148,7 +146,7 @@ class ExpertList(ExpertsAdapter):
     def compute(
         self, module: nn.Module, forward: Callable[..., Any], rows: Tensor, counts: Sequence[int], first: int
     ) -> Tensor:
-        """As ``ExpertsAdapter``."""
+        """As ``ExpertsAdapter``; shape [R, D] -> [R, D']."""
         experts = self._local_experts(module)[first:]
         outs = [
             expert.forward(inputs)

@@ -46,7 +46,7 @@ def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer
         run.plan,
         run.mesh,
         averages=run.zero is None or setting.is_manual,
-        experts=frozenset() if run.experts is None else run.experts.cut.placements.keys(),
+        experts=frozenset() if run.experts is None else run.experts.sharding.placements.keys(),
     )
     for reducer in reducers.values():
         undo.callback(reducer.close)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_hybrid.experts.parallel.expert_parallel import ShardedExperts
+from lightning_hybrid.experts.parallel.sharded_experts import ShardedExperts
 from lightning_hybrid.graph.partition import UnfitError
 from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.memory.recompute_layers import Recomputation

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_hybrid.experts.parallel.expert_parallel import ShardedExperts
+from lightning_hybrid.experts.parallel.sharded_experts import ShardedExperts
 from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.recompute_layers import Recomputation

@@ -24,7 +24,7 @@ from lightning_hybrid.pipeline.unpartitioned_steps import UnpartitionedSteps
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.verify.copy_memory import free_bytes
+from lightning_hybrid.verify.free_memory import free_bytes
 
 # Share of the memory free at the start of a step that gathered parameters may take.
 _FREE_MEMORY_SHARE = 0.25

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.experts.parallel.expert_parallel import ShardedExperts
+from lightning_hybrid.experts.parallel.sharded_experts import ShardedExperts
 from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import ReadGuards, can_guard
@@ -31,7 +31,7 @@ from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.techniques.gradient_reduction import stage_of_gradient
 from lightning_hybrid.strategies.user_code.wrap_optimizer_steps import combines_parameters
 from lightning_hybrid.tensor.discovery.unit_calls import record_calls
-from lightning_hybrid.verify.copy_memory import free_bytes
+from lightning_hybrid.verify.free_memory import free_bytes
 from lightning_hybrid.zero.gather_and_free_parameters import Stage, ZeroSharding
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
 from lightning_hybrid.zero.optimizer_states.offloaded_all_parameters_step import AllParametersStep
@@ -165,7 +165,7 @@ def _members_of_groups(
     layer_of = _layer_of_parameters(module, layers, plan, read_outside)
     of_experts: Collection[str] = ()
     if experts is not None:
-        of_experts = experts.cut.placements.keys()
+        of_experts = experts.sharding.placements.keys()
         layer_of = {name: fqn for name, fqn in layer_of.items() if name not in experts.not_gathered_by_layer}
     members: dict[tuple[Stage, str, torch.dtype, bool], dict[str, nn.Parameter]] = {}
     order = {fqn: number for number, fqn in enumerate(["", *layers])}

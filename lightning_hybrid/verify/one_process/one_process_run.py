@@ -15,11 +15,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_hybrid.pipeline.results.count_metric_batches_once import CountedMetrics
 from lightning_hybrid.pipeline.results.log_capture import Entry, LogCapture
+from lightning_hybrid.pipeline.results.prepare_step_outputs import detached
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join
@@ -33,8 +33,10 @@ from lightning_hybrid.step.batch.microbatch import (
 )
 from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
 from lightning_hybrid.step.tracing.metric_nodes import find_sinks
+from lightning_hybrid.step.tracing.recording import find_loss
 from lightning_hybrid.verify.one_process.data_split_options import DataSplit
-from lightning_hybrid.verify.one_process.microbatch_state import DeferredGradients, MicrobatchSideEffects
+from lightning_hybrid.verify.one_process.deferred_gradients import DeferredGradients
+from lightning_hybrid.verify.one_process.microbatch_side_effects import MicrobatchSideEffects
 from lightning_hybrid.verify.one_process.replica_loader import ReplicaLoader, split_loader
 from lightning_hybrid.verify.one_process.replica_modules import ReplicaModules
 from lightning_hybrid.verify.records.run_record import RunRecord, local_copies, prediction_leaves
@@ -120,43 +122,42 @@ class OneProcessRun:
         module = self._module
         batches = self._batches(batch, self._trainer.fit_loop._combined_loader, None)
         if self._unsplit or not module.automatic_optimization:
-            return self._run_unsplit(batches, rest)
+            return self._plain["training_step"](join_batches(batches), *rest)
         microbatches = self._split_batches("training_step", batches, [1 / len(batches)] * len(batches))
         if len(microbatches) == 1 and not self._keyed:
             with self._random_state(0, microbatches[0]):
                 output = self._plain["training_step"](batch, *rest)
-            loss = _loss_of(output)
+            loss = find_loss(output)
             self._record_losses([] if loss is None else [float(loss)])
             return output
-        number, gradients = self._trainer.fit_loop.epoch_loop.total_batch_idx, DeferredGradients(module)
+        gradients = DeferredGradients(module)
 
         def backward(microbatch: _Microbatch, output: Any) -> Any:
-            loss = _loss_of(output)
+            loss = find_loss(output)
             if loss is not None:
                 (loss * microbatch.weight).backward()
-            return _detached(output)
+            return torch.utils._pytree.tree_map(detached, output)
 
         with gradients:
-            outputs = self._run("training_step", batches, microbatches, rest, number, backward)
-        if any(_loss_of(output) is None for output in outputs):
+            outputs = self._run("training_step", batches, microbatches, rest, self._latest, backward)
+        if any(find_loss(output) is None for output in outputs):
             return None
+        weighted = [float(find_loss(output)) * m.weight for output, m in zip(outputs, microbatches, strict=True)]
         self._record_losses(
             [
-                sum(float(_loss_of(o)) * p.weight for o, p in zip(outputs, microbatches, strict=True) if p.replica == r)
-                / sum(p.weight for p in microbatches if p.replica == r)
-                for r in range(len(batches))
+                sum(loss for loss, m in zip(weighted, microbatches, strict=True) if m.replica == replica)
+                / sum(m.weight for m in microbatches if m.replica == replica)
+                for replica in range(len(batches))
             ]
         )
-        total = sum(float(_loss_of(output)) * m.weight for output, m in zip(outputs, microbatches, strict=True))
-        loss = gradients.loss(_loss_of(outputs[0]).new_tensor(total))
+        loss = gradients.loss(find_loss(outputs[0]).new_tensor(sum(weighted)))
         joined = _join(outputs, microbatches)
         return {**joined, "loss": loss} if isinstance(joined, Mapping) else loss
 
     def _record_losses(self, losses: list[float]) -> None:
         # Callbacks receive the loss of the last closure that an optimizer has called for this batch, divided by the
         # number of accumulated batches.
-        number = self._trainer.fit_loop.epoch_loop.total_batch_idx
-        self._losses[number] = [loss / self._trainer.accumulate_grad_batches for loss in losses]
+        self._losses[self._latest] = [loss / self._trainer.accumulate_grad_batches for loss in losses]
 
     def _evaluation_step(self, name: str, batch: Any, *rest: Any) -> Any:
         trainer = self._trainer
@@ -183,9 +184,6 @@ class OneProcessRun:
             predicted = _join([outputs[i] for i in positions], [microbatches[i] for i in positions])
             self._predicted[replica].setdefault(index, []).append(predicted)
         return self._predicted[0][index][-1]
-
-    def _run_unsplit(self, batches: list[Any], rest: tuple[Any, ...]) -> Any:
-        return self._plain["training_step"](join_batches(batches), *rest)
 
     def _run(
         self,
@@ -348,14 +346,6 @@ def _over_replicas(how: str, values: list[float], shares: list[float]) -> float:
     if how in ("max", "min"):
         return max(values) if how == "max" else min(values)
     return sum(values) if how == "sum" else sum(v * share for v, share in zip(values, shares, strict=True))
-
-
-def _loss_of(output: Any) -> Any:
-    return output.get("loss") if isinstance(output, Mapping) else output
-
-
-def _detached(output: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
 
 
 def _join(outputs: list[Any], microbatches: list[_Microbatch]) -> Any:

@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.collectives.sendable_tensors import on_group_device
-from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.replicate.forbid_communication import collectives_forbidden
 from lightning_hybrid.step.batch.microbatch import BatchError, join_batches, split
 from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
-from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent
-from lightning_hybrid.verify.one_process.undo_side_effects import perturbed, without_side_effects
+from lightning_hybrid.step.tracing.recording import find_loss
+from lightning_hybrid.verify.one_process.undo_side_effects import without_side_effects
+from lightning_hybrid.verify.records.perturb_weights import perturbed
 
 # Seeds of the two runs that show whether a module draws random numbers.
 _SEEDS = (-1, -2)
@@ -129,19 +127,21 @@ class OneProcessStep:
             return False
         if not self.result.losses:
             self._compare_with_full_batch(call, inputs, losses)
-        self.result.losses.append(losses)
-        with perturbed(self._module, self._perturbation):
-            noisy = self._run_microbatches(call, inputs, self.result.noisy_gradients)
-        self.result.noisy_losses.append(losses if noisy is None else noisy)
-        unsplit = self.result.unsplit
-        if unsplit is not None:
+        self._run_perturbed(call, inputs, losses, self.result)
+        if (unsplit := self.result.unsplit) is not None:
             together = [replace(replica, count=1) for replica in inputs]
-            found = self._run_microbatches(call, together, unsplit.gradients) or losses
-            unsplit.losses.append(found)
-            with perturbed(self._module, self._perturbation):
-                noisy = self._run_microbatches(call, together, unsplit.noisy_gradients)
-            unsplit.noisy_losses.append(found if noisy is None else noisy)
+            losses = self._run_microbatches(call, together, unsplit.gradients) or losses
+            self._run_perturbed(call, together, losses, unsplit)
         return True
+
+    def _run_perturbed(
+        self, call: StepCall, inputs: Sequence[ReplicaInput], losses: list[float], result: OneProcessResult
+    ) -> None:
+        """Add the losses of a batch to a result, and what the step gives with perturbed weights."""
+        result.losses.append(losses)
+        with perturbed(self._module, self._perturbation):
+            noisy = self._run_microbatches(call, inputs, result.noisy_gradients)
+        result.noisy_losses.append(losses if noisy is None else noisy)
 
     def _run_microbatches(
         self, call: StepCall, inputs: Sequence[ReplicaInput], into: dict[str, Tensor]
@@ -175,14 +175,14 @@ class OneProcessStep:
         return losses
 
     def _run_replica(
-        self, call: StepCall, own: ReplicaInput, replica: int, microbatches: Sequence[Any], weights: Sequence[float]
+        self, call: StepCall, inputs: ReplicaInput, replica: int, microbatches: Sequence[Any], weights: Sequence[float]
     ) -> float | None:
         total = 0.0
         with without_side_effects(self._module), self._randomness.isolated(), torch.enable_grad():
             for index, (microbatch, weight) in enumerate(zip(microbatches, weights, strict=True)):
-                with self._random_state(call.number, replica * own.count + index, own):
+                with self._random_state(call.number, replica * inputs.count + index, inputs):
                     with call.context():
-                        loss = _loss_of(call.step(microbatch, *call.rest))
+                        loss = find_loss(call.step(microbatch, *call.rest))
                     if loss is None:
                         return None
                     total += float(loss.detach()) * weight
@@ -203,7 +203,7 @@ class OneProcessStep:
                     with self._randomness.microbatch(seed, call.number):
                         pass
                     with call.context():
-                        full_losses.append(float(_loss_of(call.step(full_batch, *call.rest)).detach()))
+                        full_losses.append(float(find_loss(call.step(full_batch, *call.rest)).detach()))
         except BatchError as error:
             self.result.not_comparable = str(error)
             return
@@ -219,47 +219,13 @@ class OneProcessStep:
             self.result.unsplit = OneProcessResult()
 
     @contextlib.contextmanager
-    def _random_state(self, number: int, microbatch: int, own: ReplicaInput) -> Iterator[None]:
+    def _random_state(self, number: int, microbatch: int, inputs: ReplicaInput) -> Iterator[None]:
         if self._keyed is None:
-            own.generators.restore()
+            inputs.generators.restore()
             yield
             return
         with draw_as_stages(self._module, self._keyed, number, microbatch):
             yield
-
-
-def _loss_of(output: Any) -> Any:
-    return output.get("loss") if isinstance(output, Mapping) else output
-
-
-@contextlib.contextmanager
-def full_parameters_on_first_rank(root: nn.Module, plan: StagePlan | None, group: dist.ProcessGroup) -> Iterator[None]:
-    """Context in which the first rank of a pipeline has the content of all parameters; collective over its ranks.
-
-    Args:
-        root: The user's module.
-        plan: The owner ranks of all parameters; None without stages.
-        group: The ranks of the pipeline.
-    """
-    filled = []
-    if plan is not None and plan.first is not None:
-        for name, parameter in root.named_parameters():
-            owner = plan.ranks_of(name)[0]
-            if owner == 0:
-                continue
-            if plan.rank == owner:
-                dist.send(on_group_device(parameter.detach().contiguous(), group), group=group, group_dst=0)
-            elif plan.rank == 0:
-                content = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-                dist.recv(content, group=group, group_src=owner)
-                fill(parameter, nn.Parameter(content, requires_grad=parameter.requires_grad))
-                filled.append(parameter)
-    try:
-        yield
-    finally:
-        for parameter in filled:
-            assert not is_absent(parameter)
-            drop(parameter)
 
 
 def no_communication() -> AbstractContextManager[None]:

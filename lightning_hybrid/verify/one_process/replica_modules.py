@@ -49,7 +49,7 @@ class ReplicaModules:
     def _copied(self) -> Any:
         original = self.modules[0]
         memo = self._common_objects()
-        # torch copies no tensor of a graph, such as the weight that own_content old weight_norm leaves on a layer.
+        # torch copies no tensor of a graph, such as the weight that torch's old weight_norm leaves on a layer.
         computed = (leaf for _, leaf in reachable_leaves(original) if isinstance(leaf, Tensor) and not leaf.is_leaf)
         memo.update((id(leaf), leaf.detach().clone()) for leaf in computed)
         module = copy.deepcopy(original, memo)

@@ -1,9 +1,9 @@
-"""Contexts that undo a step: its side effects on the module, and a perturbation of the weights."""
+"""Context that undoes the side effects of a step on the module and its metrics, and discards what it logs."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +12,12 @@ from torchmetrics import Metric
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.verify.records.run_record import perturb
 
 
 @contextlib.contextmanager
-def without_side_effects(module: nn.Module, *, without: Collection[nn.Module] = ()) -> Iterator[None]:
-    """Context that discards what steps log, and restores the modules' state at its end.
-
-    Args:
-        module: The user's module.
-        without: Modules whose attributes are not restored, except buffers and metrics.
-    """
-    state = ModuleSnapshot(module, buffers=False, without=without)
+def without_side_effects(module: nn.Module) -> Iterator[None]:
+    """Context that discards what steps log, and restores the states of all modules inside at its end."""
+    state = ModuleSnapshot(module, buffers=False)
     metrics = [inner for inner in module.modules() if isinstance(inner, Metric)]
     states = [getattr(metric, name) for metric in metrics for name in metric._defaults]
     # BatchNorm writes its running averages without a trace in their versions.
@@ -43,19 +37,6 @@ def without_side_effects(module: nn.Module, *, without: Collection[nn.Module] = 
         with torch.no_grad():
             for value, content in contents:
                 value.detach().copy_(content)
-
-
-@contextlib.contextmanager
-def perturbed(module: nn.Module, size: float) -> Iterator[None]:
-    """Context in which the weights are perturbed by a relative ``size``."""
-    weights = [parameter.detach().to("cpu", copy=True) for parameter in module.parameters()]
-    try:
-        perturb(module, size)
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, weight in zip(module.parameters(), weights, strict=True):
-                parameter.copy_(weight)
 
 
 def _is_undistributed() -> bool:

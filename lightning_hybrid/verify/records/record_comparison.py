@@ -25,25 +25,8 @@ _ROUNDING = {"64-true": 1e-10, "32-true": 2e-5}
 # Units in the last place, times the root of the number of steps, by which rounding may move the weight itself: its
 # update may have few significant digits.
 _LAST_DIGITS = 2.0
-# The perturbation of the initial weights for the noise floor.
-_PERTURBATION = {"64-true": 1e-15, "32-true": 1e-7, "16-mixed": 2.0**-11, "16-true": 2.0**-11}
 # Relative tolerance of metrics that are kept in float32 whatever the precision is.
 _COARSE = 1e-5
-
-
-def rounding(precision: str) -> float:
-    """The relative difference that counts as equal: set for 64-bit and 32-bit, coarse for all other precisions."""
-    return _ROUNDING.get(precision, 5e-2)
-
-
-def noise_factor(precision: str) -> float:
-    """The tolerance as a multiple of the noise floor."""
-    return _FACTOR.get(precision, 50.0)
-
-
-def perturbation(precision: str) -> float:
-    """The relative perturbation of the initial weights for the noise floor."""
-    return _PERTURBATION.get(precision, 2.0**-9)
 
 
 @dataclass(frozen=True, order=True)
@@ -112,9 +95,7 @@ class Difference:
         )
 
 
-def compare(
-    ranks: Sequence[RunRecord], reference: RunRecord, noisy: RunRecord, *, precision: str, factor: float | None = None
-) -> list[Difference]:
+def compare(ranks: Sequence[RunRecord], reference: RunRecord, noisy: RunRecord, *, precision: str) -> list[Difference]:
     """List all values that differ, the earliest first.
 
     Args:
@@ -122,13 +103,11 @@ def compare(
         reference: The record of the one-process run.
         noisy: The record of the same run with perturbed initial weights.
         precision: Lightning's name of the precision, such as "64-true".
-        factor: Tolerance as a multiple of the noise floor; by the precision if None.
     """
-    factor = noise_factor(precision) if factor is None else factor
+    factor, relative = _FACTOR.get(precision, 50.0), _ROUNDING.get(precision, 5e-2)
     differences: list[Difference] = []
     recorded: set[Key] = set()
     expected_keys: set[Key] = set()
-    relative = rounding(precision)
     per_replica = bool(reference.replica_losses) or len(ranks) == 1
     mean_losses = None if per_replica else _mean_losses(ranks)
     for rank, observed in enumerate(ranks):
@@ -136,14 +115,14 @@ def compare(
         is_reference = bool(observed.replica_losses)
         expected = _values(reference) if is_reference else _of_replica(reference, observed.replica)
         noise = _subtract_perturbation(_values(noisy) if is_reference else _of_replica(noisy, observed.replica), noisy)
-        found = _values(observed, mean_losses)
+        actual = _values(observed, mean_losses)
         expected_keys.update(expected)
-        recorded.update(found)
-        for key in sorted(expected.keys() | found.keys()):
-            if key not in found and _is_sharded(key):
+        recorded.update(actual)
+        for key in sorted(expected.keys() | actual.keys()):
+            if key not in actual and _is_sharded(key):
                 continue  # another rank may have it; whether any has it is checked below
             difference = _judge(
-                key, rank, expected.get(key), found.get(key), noise.get(key), reference, relative, factor
+                key, rank, expected.get(key), actual.get(key), noise.get(key), reference, relative, factor
             )
             if difference is not None:
                 differences.append(difference)
@@ -156,7 +135,7 @@ def compare(
 def noise_of(reference: RunRecord, noisy: RunRecord) -> float:
     """The largest noise floor of any parameter's update after the run, relative to that update."""
     floors = [
-        float((_as_float64(_without_initial_noise(noisy.weights[name], name, noisy)) - _as_float64(value)).abs().max())
+        float((as_float64(_without_initial_noise(noisy.weights[name], name, noisy)) - as_float64(value)).abs().max())
         / update
         for name, value in reference.weights.items()
         if value.numel() and (update := _largest_update(reference, name, value)) > 0
@@ -257,20 +236,20 @@ def _judge(
     key: Key,
     rank: int,
     expected: Tensor | None,
-    found: Tensor | None,
+    actual: Tensor | None,
     noise: Tensor | None,
     reference: RunRecord,
     relative: float,
     factor: float,
 ) -> Difference | None:
-    if expected is None or found is None:
-        return Difference(key, rank, _shown(expected), _shown(found), math.inf, 0.0)
-    if expected.shape != found.shape:
-        shapes = tuple(expected.shape), tuple(found.shape)
-        return Difference(key, rank, _shown(expected), _shown(found), math.inf, 0.0, shapes=shapes)
-    if expected.numel() == 0 or torch.equal(expected, found):
+    if expected is None or actual is None:
+        return Difference(key, rank, _shown(expected), _shown(actual), math.inf, 0.0)
+    if expected.shape != actual.shape:
+        shapes = tuple(expected.shape), tuple(actual.shape)
+        return Difference(key, rank, _shown(expected), _shown(actual), math.inf, 0.0, shapes=shapes)
+    if expected.numel() == 0 or torch.equal(expected, actual):
         return None
-    was, now = _as_float64(expected), _as_float64(found)
+    was, now = as_float64(expected), as_float64(actual)
     apart = (now - was).abs()
     apart[was.isnan() & now.isnan() | (was == now)] = 0.0  # infinities too
     worst = int(apart.nan_to_num(math.inf, math.inf).argmax())
@@ -278,7 +257,7 @@ def _judge(
     scale = _scale(key, expected, reference)
     floor = 0.0
     if noise is not None and noise.shape == expected.shape:
-        floor = float((_as_float64(noise) - was).abs().nan_to_num(0.0, 0.0).max())
+        floor = float((as_float64(noise) - was).abs().nan_to_num(0.0, 0.0).max())
     if key.what.startswith("metric") and key.name in reference.coarse:
         relative = max(relative, _COARSE)
     if largest <= max(factor * floor, relative * scale + _last_digits(key, expected, reference)):
@@ -291,7 +270,7 @@ def _judge(
 
 def _scale(key: Key, expected: Tensor, reference: RunRecord) -> float:
     """The size that a difference is relative to."""
-    size = float(_as_float64(expected).abs().nan_to_num(0.0, 0.0, 0.0).max())
+    size = float(as_float64(expected).abs().nan_to_num(0.0, 0.0, 0.0).max())
     if key.what in ("update of", "weights"):
         return _largest_update(reference, key.name, expected)
     if key.what == "gradient norm of":
@@ -304,7 +283,7 @@ def _last_digits(key: Key, weight: Tensor, reference: RunRecord) -> float:
     """The absolute error that rounding may cause in a weight in the steps so far."""
     if key.what not in ("update of", "weights") or not (weight.is_floating_point() or weight.is_complex()):
         return 0.0
-    size = float(_as_float64(weight).abs().nan_to_num(0.0, 0.0, 0.0).max())
+    size = float(as_float64(weight).abs().nan_to_num(0.0, 0.0, 0.0).max())
     steps = min(key.step, len(reference.steps))
     return _LAST_DIGITS * math.sqrt(steps) * torch.finfo(weight.dtype).eps * size
 
@@ -313,18 +292,20 @@ def _largest_update(reference: RunRecord, name: str, weight: Tensor) -> float:
     start = reference.start.get(name)
     if start is None or start.shape != weight.shape or not weight.numel():
         return 0.0
-    return float((_as_float64(weight) - _as_float64(start)).abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return float((as_float64(weight) - as_float64(start)).abs().nan_to_num(0.0, 0.0, 0.0).max())
 
 
 def _number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def _as_float64(value: Tensor) -> Tensor:
+def as_float64(value: Tensor) -> Tensor:
+    """The elements of a tensor of any shape in float64, 1-D and detached; those of a complex one are two each."""
+    value = value.detach()
     if value.is_complex():
         return torch.view_as_real(value.to(torch.complex128)).reshape(-1)
     return value.to(torch.float64).reshape(-1)
 
 
 def _shown(value: Tensor | None) -> float:
-    return math.nan if value is None or not value.numel() else float(_as_float64(value)[0])
+    return math.nan if value is None or not value.numel() else float(as_float64(value)[0])

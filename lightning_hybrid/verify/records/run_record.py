@@ -6,6 +6,7 @@ import contextlib
 import dis
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.mesh import is_lost_connection
 from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.verify.records.perturb_weights import perturb
 from lightning_hybrid.zero.optimizer_states.replaced_step import replace_step
 
 
@@ -126,21 +128,18 @@ class RunRecorder:
             perturb(pl_module, self._perturbation)
             self.observed.perturbed = local_copies(pl_module.named_parameters(), trainer)
         for optimizer in trainer.optimizers:
-            self._undo.callback(_after_steps(optimizer, self._after_step(trainer, pl_module)))
+            self._undo.callback(_after_steps(optimizer, partial(self._record_norms, trainer, pl_module)))
 
-    def _after_step(self, trainer: Any, module: nn.Module) -> Callable[[torch.optim.Optimizer], None]:
-        def record_norms(optimizer: torch.optim.Optimizer) -> None:
-            names = {id(p): name for name, p in module.named_parameters()}
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                if parameter.grad is not None and not is_absent(parameter) and not is_absent(parameter.grad):
-                    gradient = parameter.grad.detach()
-                    if (shards := _local_shards_of(trainer)) is not None:
-                        gradient = shards.full_state_of(parameter, gradient)
-                    gradient = gradient.to_dense() if gradient.is_sparse else gradient
-                    norm = torch.linalg.vector_norm(gradient.double() if gradient.is_floating_point() else gradient)
-                    self._grad_norms[names.get(id(parameter), "a parameter outside of the module")] = float(norm)
-
-        return record_norms
+    def _record_norms(self, trainer: Any, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        names = {id(p): name for name, p in module.named_parameters()}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None and not is_absent(parameter) and not is_absent(parameter.grad):
+                gradient = parameter.grad.detach()
+                if (shards := _local_shards_of(trainer)) is not None:
+                    gradient = shards.full_state_of(parameter, gradient)
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                norm = torch.linalg.vector_norm(gradient.double() if gradient.is_floating_point() else gradient)
+                self._grad_norms[names.get(id(parameter), "a parameter outside of the module")] = float(norm)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Record loss, metrics, learning rates and weights after the step."""
@@ -202,7 +201,7 @@ class RunRecorder:
 
 
 def local_copies(tensors: Iterable[tuple[str, Tensor]], trainer: Any = None) -> dict[str, Tensor]:
-    """Full CPU copies of the tensors whose content is on this rank.
+    """CPU copies, of the full shapes, of the tensors whose content is on this rank.
 
     Args:
         tensors: Parameters or buffers, by FQN.
@@ -217,7 +216,7 @@ def local_copies(tensors: Iterable[tuple[str, Tensor]], trainer: Any = None) -> 
 
 
 def prediction_leaves(loaders: list[Any]) -> dict[str, Tensor]:
-    """Tensors and numbers of predictions, by pytree path: loader, batch, and path in the step's output."""
+    """Tensors of any shape and numbers of predictions, by pytree path: loader, batch, and path in the step's output."""
     leaves = torch.utils._pytree.tree_flatten_with_path(loaders)[0]
     return {
         torch.utils._pytree.keystr(path): torch.as_tensor(leaf).detach().to("cpu", copy=True)
@@ -228,17 +227,6 @@ def prediction_leaves(loaders: list[Any]) -> dict[str, Tensor]:
 
 def _local_shards_of(trainer: Any) -> Any:
     return getattr(getattr(getattr(trainer, "strategy", None), "run", None), "parts", None)
-
-
-def perturb(module: nn.Module, size: float) -> None:
-    """Multiply every weight elementwise by 1 + ``size`` * standard normal noise, in place."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.is_floating_point():
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                factor = (1 + size * noise).to(parameter.device)
-                parameter.copy_((parameter.double() * factor).to(parameter.dtype))
 
 
 def describe_failure(error: Exception, *, steps_done: int) -> Failure:

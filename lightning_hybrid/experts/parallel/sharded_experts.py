@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,7 +37,7 @@ def placements_of(
         shardings: Shardings that are applied before.
     """
     names = {id(parameter): name for name, parameter in root.named_parameters()}
-    found = {}
+    placements = {}
     for fqn, adapter in adapters.items():
         module = root.get_submodule(fqn)
         for name, placement in adapter.placements(module, size).items():
@@ -45,8 +46,8 @@ def placements_of(
             if placement.is_owned:  # one rank has all that the other shardings leave
                 owner = placement.pieces[0].owner
                 placement = Shard.owned(shard_of(shardings, fqn_of, parameter.shape).shape[0], size, owner or 0)
-            found[fqn_of] = placement
-    return found
+            placements[fqn_of] = placement
+    return placements
 
 
 class ContextRows(Protocol):
@@ -62,7 +63,7 @@ class ContextRows(Protocol):
         """Returns this rank's shard of replicated rows [R, D]; the backward gathers the gradients of all ranks."""
 
     def unshard(self, shard_rows: Tensor, number: int) -> Tensor:
-        """All-gathers ``number`` rows from the shards of the ranks."""
+        """All-gathers ``number`` rows, of shape [number, D], from the shards of the ranks."""
 
 
 class UnequalMicrobatches(RuntimeError):
@@ -74,7 +75,7 @@ class ShardedExperts:
 
     Attributes:
         adapters: Adapters by FQN of the module.
-        cut: Sharding of the parameters over the expert-parallel ranks.
+        sharding: Sharding of the parameters over the expert-parallel ranks.
         ranks: All-to-all over the expert-parallel ranks.
     """
 
@@ -82,7 +83,7 @@ class ShardedExperts:
         self,
         root: nn.Module,
         adapters: Mapping[str, ExpertsAdapter],
-        cut: AxisSharding,
+        sharding: AxisSharding,
         *,
         chunks: int,
         randomness: KeyedRandomness,
@@ -94,7 +95,7 @@ class ShardedExperts:
         Args:
             root: The user's module.
             adapters: Adapters by FQN of the module.
-            cut: Sharding of the parameters over the expert-parallel ranks.
+            sharding: Sharding of the parameters over the expert-parallel ranks.
             chunks: Number of chunks of each rank's experts, whose messages overlap with computation.
             randomness: Keyed random numbers of the modules.
             guards: Guards of the run.
@@ -102,8 +103,8 @@ class ShardedExperts:
         """
         self._context = context
         self._outside = OutsideLayerGuard("experts", GatherCallbacks(guards, self._refuse))
-        self.adapters, self.cut = dict(adapters), cut
-        self.ranks = ExpertAllToAll(cut.group, chunks=chunks)
+        self.adapters, self.sharding = dict(adapters), sharding
+        self.ranks = ExpertAllToAll(sharding.group, chunks=chunks)
         self._root = root
         self._modules: dict[str, nn.Module] = {}
         self._parameters: dict[str, dict[str, nn.Parameter]] = {}  # sharded ones, by module and FQN
@@ -115,14 +116,14 @@ class ShardedExperts:
     def not_gathered_by_layer(self) -> frozenset[str]:
         """FQNs of parameters that ranks use unequally often: no layer may gather them by a collective."""
         lists = {fqn for fqn, adapter in self.adapters.items() if adapter.may_skip}
-        return frozenset(name for name in self.cut.placements if any(name.startswith(f"{fqn}.") for fqn in lists))
+        return frozenset(name for name in self.sharding.placements if any(name.startswith(f"{fqn}.") for fqn in lists))
 
     def be_ready(self) -> None:
         """Collects the modules of this rank, once each parameter is this rank's local shard."""
         names = {id(parameter): name for name, parameter in self._root.named_parameters()}
         for fqn in self.adapters:
             module = self._root.get_submodule(fqn)
-            sharded = {names[id(p)]: p for p in module.parameters() if names[id(p)] in self.cut.placements}
+            sharded = {names[id(p)]: p for p in module.parameters() if names[id(p)] in self.sharding.placements}
             if not any(map(is_absent, sharded.values())):
                 self._modules[fqn], self._parameters[fqn] = module, sharded
 
@@ -143,7 +144,7 @@ class ShardedExperts:
         named = [(name, p) for parameters in self._parameters.values() for name, p in parameters.items()]
         name = next(name for name, p in named if p is parameter)
         raise StepError(
-            f"the training step reads '{name}' outside of its layer, but {self.cut.group.size()} ranks share these"
+            f"the training step reads '{name}' outside of its layer, but {self.sharding.group.size()} ranks share these"
             f" experts, and this one holds {tuple(parameter.shape)} of it; read it in a hook such as on_train_batch_end"
             " or in validation, or set expert_parallel_size=1"
         )
@@ -160,6 +161,7 @@ class ShardedExperts:
         trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
 
         def exchange(rows: Tensor, counts: Tensor) -> Tensor:
+            """Of shape [P, D] -> [P, D']; counts [E]."""
             trains = trained or (torch.is_grad_enabled() and rows.requires_grad)
             return self.ranks.run(rows, counts, partial(adapter.compute, module, forward), trains=trains)
 
@@ -181,14 +183,11 @@ class ShardedExperts:
     def check_equal_microbatches(self, num_microbatches: int) -> None:
         """Checks that all ranks have equally many microbatches; collective over the expert-parallel ranks.
 
-        Args:
-            num_microbatches: Number of microbatches of the step on this rank.
-
         Raises:
             UnequalMicrobatches: The numbers differ; raised on every rank.
         """
-        votes = on_group_device(torch.tensor([num_microbatches, -num_microbatches]), self.cut.group)
-        dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.cut.group)
+        votes = on_group_device(torch.tensor([num_microbatches, -num_microbatches]), self.sharding.group)
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.sharding.group)
         most, fewest = votes[0].item(), -votes[1].item()
         if most != fewest:
             raise UnequalMicrobatches(
@@ -207,8 +206,8 @@ class ShardedExperts:
         if not owned:
             return
         has = torch.tensor([parameter.grad is not None for parameter in owned], dtype=torch.int32)
-        has = on_group_device(has, self.cut.group)
-        dist.all_reduce(has, dist.ReduceOp.MAX, group=self.cut.group)
+        has = on_group_device(has, self.sharding.group)
+        dist.all_reduce(has, dist.ReduceOp.MAX, group=self.sharding.group)
         for parameter, one_has in zip(owned, has.tolist(), strict=True):
             if one_has and parameter.grad is None and not parameter.numel():
                 parameter.grad = torch.zeros_like(parameter)
@@ -216,24 +215,16 @@ class ShardedExperts:
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def begin_evaluation(self, parts: LocalShards) -> None:
-        """All-gathers the experts until ``end_evaluation``: replicas may have unequal numbers of batches; collective.
-
-        Args:
-            parts: Local shards of all parameters.
-        """
+        """All-gathers the experts until ``end_evaluation``: replicas may have unequally many batches; collective."""
         with torch.no_grad():
             self._full = {
                 fqn: {p: parts.unshard(name, p.detach(), over_tensor_ranks=False) for name, p in named.items()}
                 for fqn, named in self._parameters.items()
             }
 
-    @contextlib.contextmanager
-    def full_experts(self) -> Iterator[None]:
+    def full_experts(self) -> AbstractContextManager[None]:
         """Uses full experts inside an evaluation, also in code outside of their layers."""
-        with contextlib.ExitStack() as stack:
-            for tensors in (self._full or {}).values():
-                stack.enter_context(_swapped_data(tensors))
-            yield
+        return _swapped_data({p: full for tensors in (self._full or {}).values() for p, full in tensors.items()})
 
     def end_evaluation(self) -> None:
         """Frees the full experts."""

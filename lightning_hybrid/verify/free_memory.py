@@ -21,7 +21,7 @@ def memory_shortage(parameters: Iterable[Tensor], device: torch.device, activati
     """Say in one sentence how much memory a full copy lacks; empty if it fits, or if the system reports no limit.
 
     Args:
-        parameters: All of the module; those of other ranks are absent.
+        parameters: All of the module, with their full shapes; those of other ranks are absent.
         device: Device of the copy.
         activation_bytes: Bytes of one microbatch's activations.
     """

@@ -1,0 +1,41 @@
+"""Perturbation of the weights, whose effect on a run is the noise floor of its arithmetic."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+# Relative perturbation of the initial weights, by precision.
+_PERTURBATION = {"64-true": 1e-15, "32-true": 1e-7, "16-mixed": 2.0**-11, "16-true": 2.0**-11}
+
+
+def perturbation(precision: str) -> float:
+    """The relative perturbation of the initial weights for the noise floor."""
+    return _PERTURBATION.get(precision, 2.0**-9)
+
+
+def perturb(module: nn.Module, size: float) -> None:
+    """Multiply every weight elementwise by 1 + ``size`` * standard normal noise, in place."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                factor = (1 + size * noise).to(parameter.device)
+                parameter.copy_((parameter.double() * factor).to(parameter.dtype))
+
+
+@contextlib.contextmanager
+def perturbed(module: nn.Module, size: float) -> Iterator[None]:
+    """Context in which the weights are perturbed by a relative ``size``."""
+    weights = [parameter.detach().to("cpu", copy=True) for parameter in module.parameters()]
+    try:
+        perturb(module, size)
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, weight in zip(module.parameters(), weights, strict=True):
+                parameter.copy_(weight)

@@ -1,0 +1,202 @@
+"""An experiment, and one recorded run of it on this rank: fit, test and predict under any strategy."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy
+import torch
+
+from lightning_hybrid.verify.records.run_record import RunRecord, RunRecorder, describe_failure
+
+_NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
+_AFTER_FIT = {"test_dataloaders", "predict_dataloaders"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A training run that can be repeated under any layout; picklable if the two functions are.
+
+    Attributes:
+        make_module: Makes the LightningModule.
+        make_data: Makes a LightningDataModule, a loader, or a dict of arguments of ``Trainer.fit``; None if the module
+            defines its loaders. In a dict, ``test_dataloaders`` and ``predict_dataloaders`` are used after the fit.
+        steps: Maximum number of batches of an epoch, and of a validation.
+        epochs: Number of epochs.
+        num_microbatches: Microbatches of each replica's batch, where the layout names none.
+        precision: Lightning's name of the precision, such as "64-true".
+        seed: Seed of all random generators.
+        trainer: Further arguments of the Trainer.
+    """
+
+    make_module: Callable[[], Any]
+    make_data: Callable[[], Any] | None = None
+    steps: int = 4
+    epochs: int = 1
+    num_microbatches: int | None = 2
+    precision: str = "64-true"
+    seed: int = 1
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Connection(Protocol):
+    """Protocol: makes the strategy of one run and connects it with the Trainer."""
+
+    devices: int
+
+    def strategy(self, pl: ModuleType) -> Any:
+        """Make a strategy for the namespace ``pl``."""
+
+    def connect(self, trainer: Any, module: Any) -> None:
+        """Called after the Trainer is made, before it fits."""
+
+    def finish(self, observed: RunRecord) -> None:
+        """Called after the run, with its record."""
+
+
+def namespace_of(module: Any) -> ModuleType:
+    """The Lightning that a module's base class comes from: ``lightning.pytorch`` or ``pytorch_lightning``.
+
+    Raises:
+        TypeError: It is no LightningModule.
+    """
+    for base in type(module).__mro__:
+        for name in _NAMESPACES:
+            if base.__name__ == "LightningModule" and base.__module__.startswith(name):
+                return importlib.import_module(name)
+    raise TypeError(
+        f"{type(module).__name__} is no LightningModule; verify runs a module of {' or '.join(_NAMESPACES)}"
+    )
+
+
+def run_once(
+    experiment: Experiment, connection: Connection, *, perturbation: float = 0.0, only_first_step: bool = False
+) -> RunRecord:
+    """Run an experiment once on this rank.
+
+    Args:
+        experiment: The run.
+        connection: Makes the strategy.
+        perturbation: Relative size of the noise that is added to the weights before the first step.
+        only_first_step: End after one batch, without validation.
+
+    Returns:
+        The record of this rank; a failure is recorded there, and not raised.
+    """
+    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
+        return run_in_folder(folder, experiment, connection, perturbation, only_first_step)
+
+
+def run_in_folder(
+    folder: str,
+    experiment: Experiment,
+    connection: Connection,
+    perturbation: float = 0.0,
+    only_first_step: bool = False,
+) -> RunRecord:
+    """Run as `run_once`, with ``folder`` as the Trainer's root."""
+    _seed(experiment.seed)
+    recorder: Any = None
+    fitted = False
+    try:
+        module = experiment.make_module()
+        data = None if experiment.make_data is None else experiment.make_data()
+        pl = namespace_of(module)
+        recorder = type("RunRecorderCallback", (RunRecorder, pl.Callback), {})(perturbation)
+        with warnings.catch_warnings():
+            if connection.devices == 1:
+                warnings.simplefilter("ignore")  # warnings to the user are given once, under the layout
+            arguments = _arguments(experiment, folder, only_first_step)
+            arguments["callbacks"] = [*arguments.get("callbacks", ()), recorder]
+            trainer = pl.Trainer(devices=connection.devices, strategy=connection.strategy(pl), **arguments)
+            connection.connect(trainer, module)
+            trainer.fit(module, **_fit_arguments(pl, data))
+            observed: RunRecord = recorder.finish(trainer, module)
+            if not only_first_step:
+                fitted = True
+                _test_and_predict(pl, trainer, module, data, recorder)
+        connection.finish(observed)
+        return observed
+    except Exception as error:
+        observed = RunRecord() if recorder is None else recorder.observed
+        # Test and prediction, after the fit, change no parameter.
+        observed.failure = describe_failure(error, steps_done=0 if fitted else len(observed.steps))
+        return observed
+
+
+def _test_and_predict(pl: ModuleType, trainer: Any, module: Any, data: Any, recorder: RunRecorder) -> None:
+    """Test and predict with the trained module, where it has such a step and there are loaders for it."""
+    if (
+        _overrides(module, pl.LightningModule, "test_step")
+        and (arguments_for := _loader_arguments(pl, module, data, "test")) is not None
+    ):
+        trainer.test(module, **arguments_for, verbose=False)
+        recorder.record_test(trainer)
+    arguments_for = _loader_arguments(pl, module, data, "predict")
+    if arguments_for is not None:
+        predictions = trainer.predict(module, **arguments_for)
+        recorder.record_predictions(predictions, trainer)
+
+
+def _loader_arguments(pl: ModuleType, module: Any, data: Any, kind: str) -> dict[str, Any] | None:
+    """Arguments of ``Trainer.test`` or ``Trainer.predict``; None if there are no loaders."""
+    hook = f"{kind}_dataloader"
+    if isinstance(data, dict) and f"{hook}s" in data:
+        return {"dataloaders": data[f"{hook}s"]}
+    datamodule = data.get("datamodule") if isinstance(data, dict) else data
+    if isinstance(datamodule, pl.LightningDataModule) and _overrides(datamodule, pl.LightningDataModule, hook):
+        return {"datamodule": datamodule}
+    return {} if _overrides(module, pl.LightningModule, hook) else None
+
+
+def _overrides(thing: Any, base: type, name: str) -> bool:
+    return getattr(type(thing), name) is not getattr(base, name)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    # An earlier module of this process may have called seed_everything.
+    os.environ.pop("PL_GLOBAL_SEED", None)
+
+
+def _arguments(experiment: Experiment, folder: str, only_first_step: bool) -> dict[str, Any]:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    arguments = {
+        "accelerator": "cpu",
+        "num_nodes": 1,
+        "precision": experiment.precision,
+        "max_epochs": experiment.epochs,
+        "limit_train_batches": experiment.steps,
+        "limit_val_batches": experiment.steps,
+        "limit_test_batches": experiment.steps,
+        "limit_predict_batches": experiment.steps,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
+        "default_root_dir": folder,
+        **quiet,
+        **experiment.trainer,
+    }
+    if only_first_step:
+        arguments |= {"max_epochs": 1, "limit_train_batches": 1, "limit_val_batches": 0}
+    return arguments
+
+
+def _fit_arguments(pl: ModuleType, data: Any) -> dict[str, Any]:
+    if data is None:
+        return {}
+    if isinstance(data, pl.LightningDataModule):
+        return {"datamodule": data}
+    loading = {"train_dataloaders", "val_dataloaders", "datamodule"}
+    if not isinstance(data, dict) or not data.keys() <= loading | _AFTER_FIT:
+        return {"train_dataloaders": data}
+    return {name: value for name, value in data.items() if name in loading}
