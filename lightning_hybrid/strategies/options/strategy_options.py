@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.layout import LayoutError, ParallelLayout
+from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.memory.recompute import Recompute, check_recompute
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule
 from lightning_hybrid.step.batch.microbatch import BatchSplitter
 from lightning_hybrid.strategies.options.microbatch_weights import MicrobatchWeight
-from lightning_hybrid.strategies.user_code.hook_context import scripted_modules
 from lightning_hybrid.tensor.requests.user_plan import check_styles
 
 _SIZES = (
@@ -243,47 +240,6 @@ _COMPILE_OPTIONS = ("backend", "mode", "dynamic", "fullgraph", "options")
 
 def _listed(values: Sequence[Any]) -> str:
     return ", ".join(map(str, values))
-
-
-_ADVISED = "_hybrid_advised"  # attribute of an error
-
-
-def advise(error: Exception, layout: ParallelLayout, options: Options) -> None:
-    """Complete an error's advice to run with one pipeline rank by all options that must be set for that.
-
-    It passes several handlers on its way up, of which the first one does so.
-    """
-    following = {
-        "pipeline_parallel_size": (layout.pipeline_parallel_size, 1),
-        "tensor_parallel_size": (layout.tensor_parallel_size, 1),
-        "context_parallel_size": (layout.context_parallel_size, 1),
-        "expert_parallel_size": (layout.expert_parallel_size, 1),
-        "zero_stage": (options.zero_stage, 0),
-        "stages_per_rank": (options.stages_per_rank, 1),
-        "num_microbatches": (options.microbatches or 1, 1),
-        "microbatch_weight": (options.microbatch_weight, None),
-    }
-    changes = [f"{name}={unparallel}" for name, (requested, unparallel) in following.items() if requested != unparallel]
-    if changes and not hasattr(error, _ADVISED):
-        setattr(error, _ADVISED, True)
-        advice = f"{', '.join(changes[:-1])} and {changes[-1]}" if len(changes) > 1 else changes[0]
-        message = re.sub(r"(?<=set )pipeline_parallel_size=1( and num_microbatches=1)?", advice, str(error))
-        error.args = (message,)
-
-
-def check_scripted(module: pl.LightningModule) -> None:
-    """Refuse to recompute modules of ``torch.jit``, whose calls and layers cannot be traced.
-
-    Raises:
-        ValueError: The module contains one with parameters.
-    """
-    if scripted := scripted_modules(module):
-        raise ValueError(
-            f"{type(module).__name__}.{scripted[0]} is a module of torch.jit, whose calls and layers cannot be seen, so"
-            " that it cannot be sharded, run in microbatches or recomputed; use the module that it was made of (and"
-            " compile='units' for speed), or replicas alone: pipeline_parallel_size=1, tensor_parallel_size=1,"
-            " context_parallel_size=1, num_microbatches=1, zero_stage=0, no recomputation"
-        )
 
 
 def _is_count(value: Any) -> bool:

@@ -27,8 +27,8 @@ from lightning_hybrid.checkpoint.reading import SavedFolder
 from lightning_hybrid.checkpoint.writing import HostBuffers, prepare, write
 from lightning_hybrid.layout import AXES
 from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.strategies.run.full_and_sharded_state import ModuleState
-from lightning_hybrid.strategies.run.run import needs_runner
+from lightning_hybrid.strategies.run.full_or_sharded_state import FullOrShardedState
+from lightning_hybrid.strategies.run.run_setting import needs_runner
 from lightning_hybrid.strategies.world.rank_communication import RankWorld
 from lightning_hybrid.strategies.world.rank_failures import warn_of_missing_checkpoint
 
@@ -51,7 +51,7 @@ class CheckpointFiles:
         self._writers: tuple[Any, ProcessGroup | None] | None = None
         self._generator_states: list[dict[str, Any]] = []  # by replica, what a resumed run's generators had drawn
 
-    def connect(self, module: pl.LightningModule, world: RankWorld, state: ModuleState) -> None:
+    def connect(self, module: pl.LightningModule, world: RankWorld, state: FullOrShardedState) -> None:
         """Bind to one module, its ranks and its state."""
         self._module, self._world, self._state = module, world, state
 

@@ -9,38 +9,29 @@ from functools import partial
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.run import Optimization, Run
+from lightning_hybrid.strategies.techniques.connect_adascale import check_adascale, connect_adascale, has_adascale
 from lightning_hybrid.strategies.techniques.fused_optimizer_steps import fuse_steps
-from lightning_hybrid.strategies.techniques.gradient_reduction import (
-    Reducers,
-    check_adascale,
-    check_optimizers,
-    connect_adascale,
-    connect_gradients,
-    has_adascale,
-)
-from lightning_hybrid.strategies.techniques.zero import (
-    around_validation,
-    offload_states,
-    parameters_by_layer,
-    shard_optimizer_states,
-    step_manual_shards,
-)
+from lightning_hybrid.strategies.techniques.gradient_reduction import Reducers, connect_gradients
+from lightning_hybrid.strategies.techniques.offload_optimizer_states import offload_states, parameters_by_layer
+from lightning_hybrid.strategies.techniques.zero_manual_optimization import shard_optimizer_states, step_manual_shards
 from lightning_hybrid.strategies.user_code.wrap_optimizer_steps import (
     search_by_mean_loss,
     step_local_shards,
     watch_step,
 )
+from lightning_hybrid.strategies.world.run_callbacks import around_validation
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
 
 
 def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> Optimization:
     """Let optimizers, which hold the user's own Parameter objects, step local shards with reduced gradients."""
     setting, undo = run.setting, run.until_end
-    check_optimizers(optimizers, run.plan)
+    _check_optimizers(optimizers, run.plan)
     reducers, tied, counted = connect_gradients(
         setting.module,
         run.plan,
@@ -140,3 +131,17 @@ def _broadcast_buffers(run: Run) -> ReplicaBufferBroadcast | None:
     buffers = ReplicaBufferBroadcast(setting.module, run.mesh.group("data"), setting.device)
     run.until_end.callback(around_validation(setting.trainer, buffers.share, lambda: None))
     return buffers
+
+
+def _check_optimizers(optimizers: Sequence[Optimizer], plan: StagePlan | None) -> None:
+    """Refuse optimizers that need parameters of several stages at once.
+
+    Raises:
+        ValueError: One needs all parameters in one vector.
+    """
+    has_stages = plan is not None and plan.num_ranks > 1
+    if has_stages and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "LBFGS needs all parameters in one vector, but each rank holds its own stages, and configure_optimizers"
+            " does not name it; build it there, or set pipeline_parallel_size=1"
+        )

@@ -12,7 +12,8 @@ from lightning_hybrid.strategies.run.module_partition import ModulePartition
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.techniques.recomputation import describe_policies
 from lightning_hybrid.strategies.techniques.tensor_parallel import describe_tensor_plans
-from lightning_hybrid.strategies.techniques.zero import describe_manual_zero, describe_zero
+from lightning_hybrid.strategies.techniques.zero import describe_zero
+from lightning_hybrid.strategies.techniques.zero_manual_optimization import describe_manual_zero
 
 _SIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "complex64": 8}
 
@@ -24,12 +25,12 @@ def describe_run(run: Run, partition: ModulePartition | None) -> str:
     first = run.plan.first.assignment if run.plan is not None and run.plan.first is not None else None
     means = run.is_pipelined and options.microbatch_weight is None and options.microbatches != 1
     lines = [_describe_layout(layout, first, options.schedule, means=means)]
-    if run.demotion is not None:
-        lines.append(run.demotion.line)
-    if run.shards is not None and partition is not None:
-        lines.append(describe_tensor_plans(run.shards.plans, partition.plan_summary))
-    if partition is not None and partition.expert_summary:
-        lines.append(partition.expert_summary)
+    if run.zero3_fallback is not None:
+        lines.append(run.zero3_fallback.line)
+    if partition is not None and run.shards is not None and partition.tensor_planner is not None:
+        lines.append(describe_tensor_plans(run.shards.plans, partition.tensor_planner.summary))
+    if partition is not None and partition.expert_planner is not None and partition.expert_planner.summary:
+        lines.append(partition.expert_planner.summary)
     if run.zero is not None:
         lines.append(describe_zero(run.zero_stage, run.mesh.size("dp_shard"), per_layer=run.zero.per_layer))
     if setting.shards_manual_steps:

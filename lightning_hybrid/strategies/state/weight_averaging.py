@@ -117,7 +117,6 @@ class WeightAverages:
                     self._replace_method(owner, name, _on_present(function, [module, copy, average]))
 
     def _replace_method(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Let ``owner`` have another function, on this instance alone, until the module is whole."""
         self._undo.callback(replace(owner, name, function, reason="weight averaging of a sharded module"))
 
     def unshard_parameters(self) -> None:

@@ -186,15 +186,15 @@ class ExpertTensorRanks:
         self.rank = self._ranks.rank
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """Apply the f operator: identity forward, sum of gradients backward."""
+        """Apply the f operator to a tensor of any shape: identity forward, sum of gradients backward."""
         return enter(tensor, self._ranks)
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """Apply the g operator: sum forward, identity backward."""
+        """Apply the g operator to a tensor of any shape: sum forward, identity backward."""
         return leave(tensor, self._ranks)
 
     def sum_gradients(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Apply the f operator to several tensors."""
+        """Apply the f operator to several tensors of any shapes."""
         return sum_gradients(tensors, [None] * len(tensors), self._ranks)
 
 

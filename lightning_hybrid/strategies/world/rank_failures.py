@@ -1,4 +1,4 @@
-"""RankFailures of ranks: the other ranks learn of one within seconds.
+"""Failures of ranks: the other ranks learn of one within seconds.
 
 Without this, a rank that raises and lives on (its error was caught, or it lingers in code after ``fit``) would leave
 the others waiting for its messages until their timeout. Ranks report failures through the store by which they met: it
@@ -25,8 +25,8 @@ from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, error_
 from lightning_hybrid.shared_memory.peer_sockets import close_peer_sockets
 from lightning_hybrid.strategies.world.check_all_ranks_arrive import Rendezvous
 from lightning_hybrid.strategies.world.graceful_stop import GracefulStop
+from lightning_hybrid.strategies.world.run_callbacks import RunCallback
 from lightning_hybrid.strategies.world.slurm_requeue import SlurmRequeue
-from lightning_hybrid.strategies.world.strategy_callbacks import RunCallback
 
 # Time for the others to fail by themselves, as they do where all ranks make the same mistake.
 _SECONDS_FOR_PEERS = 1.0
@@ -122,7 +122,6 @@ class RankFailures(RunCallback):
                 _close_group(group)
 
     def _where(self, error: BaseException) -> str:
-        """Describe this rank, its stage and what it was doing."""
         size = self._mesh.size("pp")
         rank = f"rank {self._mesh.rank} (pipeline rank {self._mesh.rank_in('pp')} of {size})"
         for text in error_notes_of(error):
@@ -183,7 +182,7 @@ def _close_group(group: dist.ProcessGroup) -> None:
 
 
 def _hook_of(error: BaseException) -> str:
-    """Return the innermost hook of Lightning that an error came through."""
+    """Return the innermost hook that an error came through."""
     hook, frames = "", error.__traceback__
     while frames is not None:
         if frames.tb_frame.f_code.co_name in _HOOK_CALLERS:

@@ -1,4 +1,4 @@
-"""SlurmRequeue of a SLURM job: all ranks save after the same batch, and the first one requeues the job.
+"""Requeue of a SLURM job: all ranks save after the same batch, and the first one requeues the job.
 
 Lightning saves where the signal finds a rank. Ranks that share a model are then at different points of a step, and a
 file needs all of them.
@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import replace
-from lightning_hybrid.strategies.world.strategy_callbacks import RunCallback
+from lightning_hybrid.strategies.world.run_callbacks import RunCallback
 
 _HANDLER = "_slurm_sigusr_handler_fn"
 

@@ -42,7 +42,7 @@ class PublishedMesh(DeviceMesh):
 
     @property
     def mesh(self) -> Tensor:
-        """The ranks."""
+        """The ranks, of shape (size of the first dimension, size of the second, ...)."""
         with self.launcher_world():
             return super().mesh
 

@@ -34,12 +34,16 @@ from lightning_hybrid.patching import Replacement, temporary_hook
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
-from lightning_hybrid.strategies.start.initial_sync import check_is_full, missing_parameters, refuse_partial_state
+from lightning_hybrid.strategies.state.refuse_partial_state_dict import (
+    check_is_full,
+    missing_parameters,
+    refuse_partial_state,
+)
 from lightning_hybrid.strategies.user_code.gather_checkpoint_hook_tensors import attribute_tensors
 from lightning_hybrid.strategies.world.rank_communication import RankWorld
 
 
-class ModuleState:
+class FullOrShardedState:
     """Whether the module is full on this rank or sharded, and its state dicts.
 
     Attributes:
