@@ -157,9 +157,7 @@ class Hybrid3DStrategy(RankedStrategy):
     @property
     def run(self) -> Run:
         """The run under its present layout; a RuntimeError before `setup`."""
-        if self._lifecycle is None:
-            raise RuntimeError("no run has been set up; ask in on_fit_start() or later")
-        return self._lifecycle.run
+        return self._active.run
 
     @property
     def spans(self) -> list[Span]:
@@ -173,7 +171,8 @@ class Hybrid3DStrategy(RankedStrategy):
 
     @property
     def _active(self) -> RunLifecycle:
-        assert self._lifecycle is not None
+        if self._lifecycle is None:
+            raise RuntimeError("no run has been set up; ask in on_fit_start() or later")
         return self._lifecycle
 
     def setup_environment(self) -> None:

@@ -32,7 +32,7 @@ class Options:
 
     Raises:
         LayoutError: A size that is no whole number of 1 or more.
-        ValueError: An unknown schedule, style or option of the compiler, or a count that is none.
+        ValueError: An unknown schedule, style, backend or option of the compiler, or a count that is none.
         TypeError: Cuts that are no list of names, a plan that is none of names and styles, or a splitter that cannot be
             called.
     """
@@ -103,7 +103,7 @@ class Options:
                 " save_distributed_checkpoint=False asks for one file; set save_distributed_checkpoint=True, or give"
                 " the Trainer plugins=[AsyncCheckpointIO()] of Lightning's"
             )
-        check_processes(self.process_group_backend, self.timeout, self.start_method)
+        _check_processes(self.process_group_backend, self.timeout, self.start_method)
 
     def _check_sizes(self) -> None:
         for name, size in self.sizes.items():
@@ -178,13 +178,7 @@ class Options:
         return None if self.num_microbatches == "auto" else self.num_microbatches
 
 
-def check_processes(backend: Any, timeout: Any, start_method: Any) -> None:
-    """Check the backend, timeout and start method of processes.
-
-    Raises:
-        TypeError: A backend that is no string, or a timeout that is no ``timedelta``.
-        ValueError: An unknown backend or method, or a timeout that is over at once.
-    """
+def _check_processes(backend: Any, timeout: Any, start_method: Any) -> None:
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"process_group_backend={backend!r}; use 'nccl', 'gloo' or None")
     known = dist.Backend.backend_list

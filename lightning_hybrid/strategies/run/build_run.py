@@ -97,13 +97,13 @@ def build_run(
             is_compiled = setting.options.compile is not None
             recomputation = recompute_plain_layers(setting.module, setting.recompute, compiled=is_compiled)
             run = dataclasses.replace(run, recomputation=recomputation)
-        held = None if owner.state.is_full else run.plan
-        is_filled = fills_empty and setting.empty is not None and setting.empty.fill(held)
+        drop_plan = None if owner.state.is_full else run.plan
+        is_filled = fills_empty and setting.empty is not None and setting.empty.fill(drop_plan)
         if run.parts is not None:
             run.parts.shard_parameters(setting.module)
             run = _shard_over_replicas(run, partition)
         _connect_shards(run, randomness)
-        setting.averages.follow(setting.module, held, run.parts, owner.averaged_state)
+        setting.averages.follow(setting.module, drop_plan, run.parts, owner.averaged_state)
         run = _compile_layers(run, randomness)
         if partition is not None:
             _connect_layers(run, partition, owner)

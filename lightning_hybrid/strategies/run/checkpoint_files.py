@@ -99,12 +99,12 @@ class CheckpointFiles:
             if not state.is_full:
                 return local
             # The module's own method may leave something out, or add to it.
-            given = self._module.state_dict()
-        for name, value in given.items():
+            returned = self._module.state_dict()
+        for name, value in returned.items():
             if isinstance(value, Tensor):
-                own = local.get(name)
-                given[name] = own if _is_same_tensor(value, own) else unsharded(value, counts=self._is_first)
-        return given
+                shards = local.get(name)
+                returned[name] = shards if _is_same_tensor(value, shards) else unsharded(value, counts=self._is_first)
+        return returned
 
     def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
         """Return the state dict of a copy of the module, sharded as the module is, as a checkpoint has it."""

@@ -60,10 +60,10 @@ def _describe_layout(
     graph, costs = assignment.graph, assignment.costs()
     rows = [("stage", "pipeline rank", "units", "parameters", "cost", "sends per microbatch")]
     for stage in range(assignment.num_stages):
-        held = [name for name, stages in assignment.holders.items() if stage in stages]
-        size = sum(graph.parameter_bytes[name] for name in held)
+        names = [name for name, stages in assignment.holders.items() if stage in stages]
+        size = sum(graph.parameter_bytes[name] for name in names)
         sends = [
-            f"{_bytes(sum(_value_bytes(graph, v) for v in sent))} to {target}"
+            f"{_bytes(sum(value_bytes(graph, v) for v in sent))} to {target}"
             for (source, target), sent in assignment.portals.items()
             if source == stage
         ]
@@ -97,15 +97,10 @@ def _units(assignment: Assignment, stage: int) -> str:
     return units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]} ({len(units)})"
 
 
-def _value_bytes(graph: StepGraph, index: int) -> int:
+def value_bytes(graph: StepGraph, index: int) -> int:
+    """Return the bytes of one value of a step."""
     value = graph.values[index]
     return math.prod(value.shape) * _SIZES.get(value.dtype, 2)
-
-
-def activation_bytes(assignment: Assignment) -> int:
-    """Return the bytes of the values of one microbatch, without those inside of units."""
-    graph = assignment.graph
-    return sum(_value_bytes(graph, index) for index in range(len(graph.values)))
 
 
 def _bytes(count: float) -> str:

@@ -44,7 +44,7 @@ class StepContexts:
         short = {"training_step": "train", "validation_step": "val"}.get(name, name.removesuffix("_step"))
         precision: Context = getattr(self._precision, f"{short}_step_context")
         recompute = nullcontext if recomputation is None or name != "training_step" else recomputation
-        loggers = captured_loggers if delays_loggers else _no_context
+        loggers: Callable[[Any], AbstractContextManager[Any]] = captured_loggers if delays_loggers else nullcontext
 
         @contextlib.contextmanager
         def context() -> Iterator[None]:
@@ -84,10 +84,6 @@ class StepContexts:
         if name not in ("validation_step", "test_step") or self._world.layout.data_parallel_size == 1:
             return nullcontext()
         return forbid_unmatched_collectives(self._trainer, self._world.mesh, name)
-
-
-def _no_context(_: Any) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 _ADVISED = "_hybrid_advised"  # attribute of an error

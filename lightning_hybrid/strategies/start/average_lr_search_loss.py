@@ -29,8 +29,8 @@ def _with_mean_loss(
 ) -> None:
     loss = outputs if isinstance(outputs, torch.Tensor) else (outputs or {}).get("loss")
     # A replica may have skipped its step.
-    mine = [0.0, 0.0] if loss is None else [float(loss), 1.0]
-    known = mesh.all_reduce(torch.tensor(mine, dtype=torch.float64, device=trainer.strategy.root_device), "data")
-    total, count = known.tolist()
+    local = [0.0, 0.0] if loss is None else [float(loss), 1.0]
+    totals = mesh.all_reduce(torch.tensor(local, dtype=torch.float64, device=trainer.strategy.root_device), "data")
+    total, count = totals.tolist()
     outputs = {"loss": torch.tensor(total / count, dtype=torch.float64)} if count else outputs
     original(trainer, pl_module, outputs, *args)

@@ -52,8 +52,8 @@ def _broadcast(tensors: Sequence[Tensor], device: torch.device) -> None:
             group = same[start : start + _MOST_TOGETHER]
             content = torch.cat([tensor.reshape(-1).to(device) for tensor in group])
             dist.broadcast(as_sendable(content), src=0)
-            for tensor, part in zip(group, content.split([tensor.numel() for tensor in group]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+            for tensor, values in zip(group, content.split([tensor.numel() for tensor in group]), strict=True):
+                tensor.copy_(values.view(tensor.shape))
 
 
 # Numbers of elements, and of tensors: at most 64 MiB of 32-bit numbers are copied at a time.

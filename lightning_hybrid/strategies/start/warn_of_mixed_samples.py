@@ -50,18 +50,18 @@ def warn_of_mixed_samples(
     try:
         with current_hook(module, "training_step"):
             step = module.training_step
-            found = measure_weighting(module, lambda part: step(part, *rest), some, 2, None, randomness, context)
+            weighting = measure_weighting(module, lambda part: step(part, *rest), some, 2, None, randomness, context)
     finally:
         uncompiled.off()
     if trainer.strategy.reduce_boolean_decision(runner.has_weighted_means, all=False):
         differing = None
-        if found.loss is not None:
+        if weighting.loss is not None:
             weights = runner.candidate_weights(module.training_step, [some, *rest], context)
-            differing = outside(found.loss, weights)
-        found = agree_on_weighting(None, LossWeighting(differing=differing))
+            differing = outside(weighting.loss, weights)
+        weighting = agree_on_weighting(None, LossWeighting(differing=differing))
     else:
-        found = runner.adopt_weighting(agree_on_weighting(None, found))
-    if found.mixes and found.differing is not None:
-        rank_zero_warn(describe_mixing(found.differing))
-    elif found.counts:
-        rank_zero_info(str(found))
+        weighting = runner.adopt_weighting(agree_on_weighting(None, weighting))
+    if weighting.mixes and weighting.differing is not None:
+        rank_zero_warn(describe_mixing(weighting.differing))
+    elif weighting.counts:
+        rank_zero_info(str(weighting))

@@ -49,12 +49,12 @@ def connect_gradients(
         return {None: GradientReducer(list(parameters.items()), data)}, None, everything
     holders = {name: plan.ranks_of(name) for name in parameters}
     counted = {id(parameters[name]) for name, ranks in holders.items() if ranks[0] == plan.rank}
-    own: dict[int | None, list[tuple[str, nn.Parameter]]] = {None: []}
+    by_stage: dict[int | None, list[tuple[str, nn.Parameter]]] = {None: []}
     for name, ranks in holders.items():
         if plan.rank in ranks:
-            own.setdefault(stage_of_gradient(plan, name), []).append((name, parameters[name]))
+            by_stage.setdefault(stage_of_gradient(plan, name), []).append((name, parameters[name]))
     reducers: Reducers = {}
-    for key, members in own.items() if averages else ():
+    for key, members in by_stage.items() if averages else ():
         dense = GradientReducer([(name, p) for name, p in members if name not in experts], data)
         reducers[key] = dense
         if experts:

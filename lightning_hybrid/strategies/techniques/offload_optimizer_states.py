@@ -29,12 +29,12 @@ def parameters_by_layer(module: nn.Module, plan: StagePlan | None) -> list[list[
     if plan is not None and plan.num_ranks > 1 and plan.first is not None:
         units = dict(plan.first.recording.units)
     members = [list(layer.parameters()) for layer in find_layers(units).values()]
-    seen: set[int] = set()
+    covered: set[int] = set()
     distinct = []
     for layer in members:
-        distinct.append([p for p in layer if id(p) not in seen])
-        seen.update(map(id, layer))
-    return [[p for p in module.parameters() if id(p) not in seen], *distinct]
+        distinct.append([p for p in layer if id(p) not in covered])
+        covered.update(map(id, layer))
+    return [[p for p in module.parameters() if id(p) not in covered], *distinct]
 
 
 def offload_states(
@@ -57,16 +57,16 @@ def offload_states(
     if where is None and not regions and devices.between_steps == devices.states:
         return []
     folder = None if where is None or where == "cpu" else where.removeprefix("disk:")
-    found: list[OffloadedStates] = []
+    offloaded: list[OffloadedStates] = []
     for optimizer in optimizers:
         sees_all = any(other is optimizer for other in watched)
         why = "may read all of the model" if sees_all else why_not_layerwise(optimizer, in_file=folder is not None)
         if not why:
             numel = Tensor.numel if shared_by is None else partial(numel_of_shard, ranks=shared_by)
-            found.append(LayerwiseStep(optimizer, layers, folder, regions, states_on=devices.states, numel=numel))
+            offloaded.append(LayerwiseStep(optimizer, layers, folder, regions, states_on=devices.states, numel=numel))
         else:
             name = type(optimizer).__name__
             rank_zero_info(f"offload: {name} {why}, so all of its states are brought for a step, and leave after it")
-            found.append(AllParametersStep(optimizer, folder, regions.values(), states_on=devices.states))
-        until.callback(found[-1].close)
-    return found
+            offloaded.append(AllParametersStep(optimizer, folder, regions.values(), states_on=devices.states))
+        until.callback(offloaded[-1].close)
+    return offloaded

@@ -54,15 +54,15 @@ def zero_shardings(module: nn.Module, mesh: Mesh, shardings: Sequence[AxisShardi
     """
     experts = {name for sharding in shardings if sharding.axis == "ep" for name in sharding.placements}
     shapes = {name: shard_of(shardings, name, parameter.shape).shape for name, parameter in module.named_parameters()}
-    found = []
+    over_replicas = []
     for axis, names in (("dp_shard", shapes.keys() - experts), ("ep_shard", experts)):
         if not names or mesh.size(axis) == 1:
             continue
         group = mesh.group(axis)
         placements = {name: shard_placement(torch.Size(shapes[name]), group.size()) for name in shapes if name in names}
         sharded = {name: placement for name, placement in placements.items() if placement is not None}
-        found.append(AxisSharding(group, sharded, axis=axis, places=mesh.places(axis)))
-    return found
+        over_replicas.append(AxisSharding(group, sharded, axis=axis, places=mesh.places(axis)))
+    return over_replicas
 
 
 class LayerReads:
@@ -155,8 +155,8 @@ def _members_of_groups(
         layer_of = {name: fqn for name, fqn in layer_of.items() if name not in experts.not_gathered_by_layer}
     members: dict[tuple[Stage, str, torch.dtype, bool], dict[str, nn.Parameter]] = {}
     order = {fqn: number for number, fqn in enumerate(["", *layers])}
-    own = {name: p for name, p in module.named_parameters() if not is_absent(p)}
-    for name, parameter in sorted(own.items(), key=lambda item: order[layer_of.get(item[0], "")]):
+    local = {name: p for name, p in module.named_parameters() if not is_absent(p)}
+    for name, parameter in sorted(local.items(), key=lambda item: order[layer_of.get(item[0], "")]):
         key = stage_of_gradient(plan, name), layer_of.get(name, ""), parameter.dtype, name in of_experts
         members.setdefault(key, {})[name] = parameter
     return members
@@ -181,18 +181,18 @@ def _layer_of_parameters(
         assert plan.first is not None
         by_step |= plan.first.recording.parameters_read_outside().keys()
     by_step |= {name for name, parameter in module.named_parameters() if not can_guard(parameter)}
-    found: dict[str, str] = {}
+    layer_of: dict[str, str] = {}
     several: set[str] = set()
     for fqn, layer in layers.items():
         if not seen_when_read and (layer._forward_pre_hooks or layer._forward_hooks):
             continue  # they run outside of its forward, and may read weights
         for parameter in layer.parameters():
             name = names[id(parameter)]
-            if name in found:
+            if name in layer_of:
                 several.add(name)
-            found[name] = fqn
+            layer_of[name] = fqn
     owned_outside = _owned_outside_layers(module, layers)
-    return {n: fqn for n, fqn in found.items() if n not in several | by_step | owned_outside}
+    return {n: fqn for n, fqn in layer_of.items() if n not in several | by_step | owned_outside}
 
 
 def _owned_outside_layers(module: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:

@@ -54,7 +54,7 @@ def shard_optimizer_states(
     Raises:
         ValueError: One may read full parameters, or several.
     """
-    found = []
+    steps = []
     for optimizer in optimizers:
         if combines_parameters(optimizer) or not can_step_shards(optimizer):
             raise ValueError(
@@ -62,6 +62,6 @@ def shard_optimizer_states(
                 f" {type(optimizer).__name__} may read full ones, or several; set zero_stage=0, or use an"
                 " optimizer of torch that steps single numbers, such as AdamW"
             )
-        found.append(ShardedStep(optimizer, ranks))
-        until.callback(found[-1].close)
-    return found
+        steps.append(ShardedStep(optimizer, ranks))
+        until.callback(steps[-1].close)
+    return steps

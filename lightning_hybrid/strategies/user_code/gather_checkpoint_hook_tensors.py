@@ -60,11 +60,11 @@ class CheckpointHooks:
     def members(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """Yield the objects and methods to replace, and the replacements."""
         trainer: Any = self._trainer
-        found = [(trainer.lightning_module, "on_save_checkpoint")]
-        found += [(callback, name) for callback in trainer.callbacks for name in ("state_dict", "on_save_checkpoint")]
+        owners = [(trainer.lightning_module, "on_save_checkpoint")]
+        owners += [(callback, name) for callback in trainer.callbacks for name in ("state_dict", "on_save_checkpoint")]
         if trainer.datamodule is not None:
-            found.append((trainer.datamodule, "state_dict"))
-        hooks = [(user, name, getattr(user, name)) for user, name in found]
+            owners.append((trainer.datamodule, "state_dict"))
+        hooks = [(user, name, getattr(user, name)) for user, name in owners]
         hooks = [one for one in hooks if not (getattr(one[2], "__module__", "") or "").startswith(LIBRARY_PREFIXES)]
         for user, name, original in hooks:
             watched = self._watched(user, name, original)
@@ -246,23 +246,23 @@ class _NullFile:
 
 def attribute_tensors(owners: Sequence[Any]) -> list[Tensor]:
     """Return the tensors, of any shape, in attributes of modules and callbacks, and in containers and modules there."""
-    found: dict[int, Tensor] = {}
-    seen: set[int] = set()
+    tensors: dict[int, Tensor] = {}
+    visited: set[int] = set()
     waiting = [(owner, 0) for owner in reversed(owners)]
     while waiting:
         value, depth = waiting.pop()
-        if id(value) in seen or depth > _DEEPEST:
+        if id(value) in visited or depth > _DEEPEST:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, Tensor):
-            found[id(value)] = value
+            tensors[id(value)] = value
             continue
         if isinstance(value, nn.Module):
-            found.update((id(tensor), tensor) for tensor in (*value.parameters(), *value.buffers()))
+            tensors.update((id(tensor), tensor) for tensor in (*value.parameters(), *value.buffers()))
         inner = value if isinstance(value, dict | list | tuple) else None
         if depth == 0 or isinstance(value, nn.Module):
             inner = vars(value)
         if inner is not None:
             items = list(inner.values() if isinstance(inner, dict) else inner)
             waiting += [(item, depth + 1) for item in reversed(items)]
-    return list(found.values())
+    return list(tensors.values())

@@ -143,13 +143,15 @@ class RankedStrategy(ParallelStrategy):
     def _launcher_rank(self) -> int:
         if self._world is not None:  # environments may read RANK, which is another one while user code runs
             return self._world.mesh.rank
-        known = self.cluster_environment is not None and not self._is_one_process
-        return self.cluster_environment.global_rank() if known else 0  # type: ignore[union-attr]
+        return self.cluster_environment.global_rank() if self._has_ranks else 0  # type: ignore[union-attr]
 
     @property
     def _num_ranks(self) -> int:
-        known = self.cluster_environment is not None and not self._is_one_process
-        return self.cluster_environment.world_size() if known else 1  # type: ignore[union-attr]
+        return self.cluster_environment.world_size() if self._has_ranks else 1  # type: ignore[union-attr]
+
+    @property
+    def _has_ranks(self) -> bool:
+        return self.cluster_environment is not None and not self._is_one_process
 
     @property
     def data_rank(self) -> int:

@@ -1,4 +1,4 @@
-"""Callbacks that the strategy adds to a trainer for the time of a run."""
+"""Callbacks that the strategy adds to a trainer for the time of a run, and calls around its validation."""
 
 from __future__ import annotations
 

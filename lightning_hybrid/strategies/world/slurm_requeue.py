@@ -24,13 +24,9 @@ _HANDLER = "_slurm_sigusr_handler_fn"
 class SlurmRequeue(RunCallback):
     """Runs after all other callbacks, so that their changes at the end of a batch are saved."""
 
-    def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store, prefix: str) -> None:
-        self._trainer = trainer
-        self._store = store
-        self._prefix = prefix
-        self._round = 0
-        self._batches = 0
-        self._signum = 0
+    def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store) -> None:
+        self._trainer, self._store = trainer, store
+        self._round = self._batches = self._signum = 0
         self._undo: Callable[[], None] = lambda: None
         environment = trainer._accelerator_connector.cluster_environment
         listens = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
@@ -48,7 +44,7 @@ class SlurmRequeue(RunCallback):
 
     @property
     def _key(self) -> str:
-        return f"{self._prefix}requeue-{self._round}"
+        return f"requeue-{self._round}"
 
     def _on_signal(self, signum: int, frame: Any) -> None:
         """Agree on the batch after which all ranks save; the first signal decides."""
