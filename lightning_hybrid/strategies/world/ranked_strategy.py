@@ -233,6 +233,7 @@ class RankedStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Report the error to the other ranks."""
+        super().on_exception(exception)
         if self._world is not None:
             self._world.report(exception)
 
