@@ -91,11 +91,11 @@ class AdaScale(Callback):
         self._record_total(parameters)
 
     def before_reduce(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Records a batch's local gradient of a parameter, in full, before it is reduce-scattered over replicas."""
+        """Records a batch's local gradient, of the parameter's full shape, before it is reduce-scattered."""
         self._local[id(parameter)] = self._local.get(id(parameter), 0.0) + _square(_dense(gradient))
 
     def after_reduce(self, parameter: nn.Parameter, part: Tensor) -> None:
-        """Records this rank's shard of the gradient that the step will use, unless further batches follow."""
+        """Records this rank's shard, of any shape, of the gradient that the step will use if no batches follow."""
         self._total[id(parameter)] = _square(_dense(part))
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:

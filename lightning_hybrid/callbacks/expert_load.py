@@ -206,11 +206,7 @@ Describe = Callable[[Any, int], "tuple[Tensor, Tensor, Tensor] | None"]
 
 
 def find_layers(root: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, int, Describe]]]:
-    """Yields the MoE layers: name, module to wrap, number of experts, function from a call's result to its load.
-
-    Args:
-        root: The user's module.
-    """
+    """Yields the MoE layers: name, module to wrap, number of experts, function from a call's result to its load."""
     inside: set[int] = set()
     for name, module in root.named_modules():
         if id(module) in inside:

@@ -32,11 +32,7 @@ class LoadHistory:
 
 
 def draw_loads(history: LoadHistory, path: Path) -> None:
-    """Plots the load of each layer over time and at the end, and writes the plot to a file.
-
-    Args:
-        history: With at least one measurement.
-        path: Its suffix determines the format.
+    """Plots the load of each layer over time and at the end, and writes it in the format of the path's suffix.
 
     Raises:
         ImportError: matplotlib is missing.

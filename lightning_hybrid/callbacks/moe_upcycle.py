@@ -93,15 +93,9 @@ class MoEUpcycle(Callback):
     # -- the module ---------------------------------------------------------------------------------------------------
 
     def upcycle(self, module: nn.Module) -> list[str]:
-        """Replaces the MLPs of a module; those that were replaced before are unchanged.
+        """Replaces the MLPs of a module; returns the names of all modules that are upcycled now.
 
         Call it yourself to load weights with experts into a module outside of a Trainer.
-
-        Args:
-            module: The user's module, with the initial weights of the experts.
-
-        Returns:
-            The names of all modules that are upcycled now.
 
         Raises:
             ValueError: A pattern matches nothing, or a module that cannot be an expert.
@@ -111,7 +105,7 @@ class MoEUpcycle(Callback):
         if not chosen:
             raise ValueError(
                 f"MoEUpcycle(every={self.every}) takes none of the {len(names)} modules that match"
-                f" {_quoted(self.patterns)}; set every={len(names)} or less"
+                f" {', '.join(map(repr, self.patterns))}; set every={len(names)} or less"
             )
         made: dict[int, UpcycledMLP] = {}
         for name in chosen:
@@ -142,13 +136,12 @@ class MoEUpcycle(Callback):
             matched = [name for name in every if _matches(name, pattern)]
             if not matched:
                 near = difflib.get_close_matches(pattern, every, n=3, cutoff=0.0)
+                is_late = isinstance(module, LightningModule) and is_overridden("setup", module)
                 raise ValueError(
                     f"MoEUpcycle: {pattern!r} matches no module of {type(module).__name__}; * stands for one part of a"
                     f" name. The nearest are {', '.join(near)}"
-                    + (
-                        "; modules made in LightningModule.setup come too late: make them in configure_model"
-                        * _late(module)
-                    )
+                    + "; modules made in LightningModule.setup come too late: make them in configure_model"
+                    * is_late
                 )
             found.update(dict.fromkeys(matched))
         order = {name: index for index, name in enumerate(every)}
@@ -244,14 +237,6 @@ def _nothing() -> None:
 def _matches(name: str, pattern: str) -> bool:
     components, patterns = name.split("."), pattern.split(".")
     return len(components) == len(patterns) and all(map(fnmatch.fnmatchcase, components, patterns))
-
-
-def _late(module: nn.Module) -> bool:
-    return isinstance(module, LightningModule) and is_overridden("setup", module)
-
-
-def _quoted(patterns: Sequence[str]) -> str:
-    return ", ".join(map(repr, patterns))
 
 
 def _count(module: nn.Module) -> int:

@@ -143,12 +143,7 @@ def _gather(strategy: Any) -> Timeline | None:
 
 
 def work_and_bound(timeline: Timeline, assignment: Any) -> tuple[Timeline, Timeline]:
-    """Returns the measured actions without waiting times, and the same actions as if run without gaps.
-
-    Args:
-        timeline: measured spans of all ranks of one pipeline.
-        assignment: transfers between stages (`portals`, `gradient_portals()`, `num_stages`).
-    """
+    """Returns the measured actions of one pipeline without waiting times, and the same as if run without gaps."""
     rows: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
     for span in sorted(timeline.spans, key=lambda span: span.start):
         rows[span.rank].append(span)

@@ -11,14 +11,7 @@ from lightning_hybrid.cli import checkpoint, verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand.
-
-    Args:
-        arguments: Those of the command line if None.
-
-    Returns:
-        The exit status.
-    """
+    """Run the subcommand that ``arguments``, or the command line, name; return the exit status."""
     parser = argparse.ArgumentParser(prog="lightning-hybrid", description="Tools around the strategies.")
     commands = parser.add_subparsers(dest="command", required=True)
     verify.add_to(commands)

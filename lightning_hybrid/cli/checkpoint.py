@@ -10,11 +10,7 @@ from typing import Any
 
 
 def add_to(commands: Any) -> None:
-    """Add the subcommand.
-
-    Args:
-        commands: The subparsers of argparse.
-    """
+    """Add the subcommand to the subparsers of argparse."""
     parser = commands.add_parser(
         "checkpoint",
         help="convert, inspect or verify a distributed checkpoint",

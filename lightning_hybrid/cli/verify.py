@@ -58,11 +58,7 @@ class Target:
 
 
 def add_to(commands: Any) -> None:
-    """Add the subcommand.
-
-    Args:
-        commands: The subparsers of argparse.
-    """
+    """Add the subcommand to the subparsers of argparse."""
     parser = commands.add_parser(
         "verify",
         help="train a module under layouts and in one process, and compare the numbers",
@@ -89,9 +85,7 @@ def add_to(commands: Any) -> None:
 def run(known: argparse.Namespace, rest: Sequence[str]) -> int:
     """Verify, print a table, and return the exit status: 0 if all layouts pass.
 
-    Args:
-        known: The parsed arguments.
-        rest: ``--module.NAME VALUE`` and ``--data.NAME VALUE``.
+    ``rest`` are ``--module.NAME VALUE`` and ``--data.NAME VALUE``, which argparse did not recognize.
 
     Raises:
         ValueError: An unknown argument, an invalid layout, or a count below 1.
@@ -152,9 +146,6 @@ def check_options(layout: Layout) -> None:
 
 def arguments_of(rest: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parse ``--module.NAME VALUE`` and ``--data.NAME VALUE`` to two dicts; values are Python's literals, or text.
-
-    Args:
-        rest: The arguments that argparse did not recognize.
 
     Raises:
         ValueError: Another argument.

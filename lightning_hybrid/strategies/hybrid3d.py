@@ -26,12 +26,12 @@ from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.options.microbatch_weights import MicrobatchWeight
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
-from lightning_hybrid.strategies.run.full_and_sharded_state import ModuleState
-from lightning_hybrid.strategies.run.run import Run, needs_runner
-from lightning_hybrid.strategies.start.callback_checks import check_callbacks, search_by_mean_loss
+from lightning_hybrid.strategies.run.full_or_sharded_state import FullOrShardedState
+from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.run.run_setting import needs_runner
+from lightning_hybrid.strategies.start.average_lr_search_loss import average_lr_search_loss
 from lightning_hybrid.strategies.start.empty_init import EmptyInit, move_to_device
-from lightning_hybrid.strategies.start.model_graph_logging import log_full_graph
-from lightning_hybrid.strategies.world.rank_failures import check_connections
+from lightning_hybrid.strategies.start.refuse_unsupported_callbacks import check_callbacks
 from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
 
 _OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
@@ -141,7 +141,7 @@ class Hybrid3DStrategy(RankedStrategy):
         super().__init__(Options.of(arguments), **{name: arguments[name] for name in _OF_LIGHTNING})
         self._recompute = self.options.recompute
         self._files = CheckpointFiles(self.options)
-        self._state: ModuleState | None = None
+        self._state: FullOrShardedState | None = None
         self._lifecycle: RunLifecycle | None = None
         self._empty: EmptyInit | None = None
         self._evaluated = itertools.count(1)  # numbers batches of evaluation over all runs
@@ -152,26 +152,12 @@ class Hybrid3DStrategy(RankedStrategy):
         no_run = {"_world": None, "_state": None, "_lifecycle": None, "_recompute": self.options.recompute}
         return {**super().__getstate__(), **no_run, **fresh}
 
-    @property
-    def precision_plugin(self) -> Precision:
-        """The precision: `HybridPrecision` for Lightning's own; a user's plugin where each rank runs full steps."""
-        self._precision_plugin = self._precision_plugin or HybridPrecision()
-        return self._precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        if plugin is not None and not HybridPrecision.is_other(plugin):
-            plugin = HybridPrecision.of(plugin)
-        self._precision_plugin = plugin
-
     # -- a run --------------------------------------------------------------------------------------------------------
 
     @property
     def run(self) -> Run:
         """The run under its present layout; a RuntimeError before `setup`."""
-        if self._lifecycle is None:
-            raise RuntimeError("no run has been set up; ask in on_fit_start() or later")
-        return self._lifecycle.run
+        return self._active.run
 
     @property
     def spans(self) -> list[Span]:
@@ -185,23 +171,24 @@ class Hybrid3DStrategy(RankedStrategy):
 
     @property
     def _active(self) -> RunLifecycle:
-        assert self._lifecycle is not None
+        if self._lifecycle is None:
+            raise RuntimeError("no run has been set up; ask in on_fit_start() or later")
         return self._lifecycle
 
     def setup_environment(self) -> None:
         """Join the process groups, and start to watch for failures of ranks."""
-        if needs_runner(self.options, self.layout) and not isinstance(self.precision_plugin, HybridPrecision):
+        is_recorded = needs_runner(self.options, self.layout)
+        if is_recorded:
             HybridPrecision.of(self.precision_plugin)  # refuses plugins that several ranks cannot run
-        check_connections()
         super().setup_environment()
         module = self.lightning_module
         if module is None:
             return
         self._lifecycle = None
-        self._state = ModuleState(module, self.world)
+        self._state = FullOrShardedState(module, self.world)
         self._files.connect(module, self.world, self._state)
         if module._trainer is not None:
-            check_callbacks(module._trainer, self.layout, is_recorded=needs_runner(self.options, self.layout))
+            check_callbacks(module._trainer, self.layout, is_recorded=is_recorded)
             self.world.watch_failures(module._trainer)
             self._files.check(self._checkpoint_io)
 
@@ -211,16 +198,7 @@ class Hybrid3DStrategy(RankedStrategy):
         assert self.accelerator is not None and self.model is not None and module is not None and state is not None
         self.accelerator.setup(trainer)
         self._lifecycle = run = RunLifecycle(
-            trainer,
-            module,
-            self.world,
-            self.options,
-            state=state,
-            files=self._files,
-            precision=self.precision_plugin,
-            layer_sync=self._layer_sync,
-            recompute=self._recompute,
-            evaluated=self._evaluated,
+            trainer, module, self, state=state, files=self._files, recompute=self._recompute, evaluated=self._evaluated
         )
         empty = self._adopt_empty_init()
         self.model = self.precision_plugin.convert_module(self.model)
@@ -235,12 +213,9 @@ class Hybrid3DStrategy(RankedStrategy):
         run.move_optimizers()
 
     def model_to_device(self) -> None:
-        """Move the module to this rank's device; loggers then see it, before it is sharded."""
-        module = self.lightning_module
-        assert module is not None
-        move_to_device(module, self.root_device)
-        if self._lifecycle is not None and self._lifecycle.setting.needs_runner:
-            self.world.until_end.callback(log_full_graph(module.trainer, module, is_empty=self._empty is not None))
+        """Move the module to this rank's device."""
+        assert self.lightning_module is not None
+        move_to_device(self.lightning_module, self.root_device)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -271,11 +246,9 @@ class Hybrid3DStrategy(RankedStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Report the error to the other ranks, and join no further collectives."""
-        super().on_exception(exception)
         if self._state is not None:
             self._state.fail()
-        if self._world is not None:
-            self._world.report(exception)
+        super().on_exception(exception)
         # What is being written does not need the ranks that failed: it was all copied.
         self._files.wait(on_error=rank_zero_warn)
 
@@ -283,14 +256,7 @@ class Hybrid3DStrategy(RankedStrategy):
         """Leave a full module behind on every rank."""
         if self._lifecycle is not None:
             self._lifecycle.end()
-        if self._world is not None:
-            self._world.close()
-        if self._state is None or self._state.can_be_moved:
-            super().teardown()
-        else:
-            assert self.cluster_environment is not None and self.accelerator is not None
-            for plugin in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
-                plugin.teardown()
+        self.close_world(moves_module=self._state is None or self._state.can_be_moved)
         self._files.close()
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -298,7 +264,7 @@ class Hybrid3DStrategy(RankedStrategy):
     def on_train_start(self) -> None:
         """Let learning-rate searches of callbacks decide by the mean loss, equal on all ranks."""
         assert self.lightning_module is not None
-        self.world.until_end.callback(search_by_mean_loss(self.lightning_module.trainer, self.mesh))
+        self.world.until_end.callback(average_lr_search_loss(self.lightning_module.trainer, self.mesh))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Change the layout, after hooks of the user, if this batch requires another."""
@@ -332,7 +298,7 @@ class Hybrid3DStrategy(RankedStrategy):
         return self._lifecycle.execution.evaluate(name, [*args, *kwargs.values()])
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run Lightning's backward; gradients are averaged before a hook of the user sees them, as in DDP."""
+        """Run Lightning's backward of a 0-dim loss; gradients are averaged before hooks see them, as in DDP."""
         if self._lifecycle is None:
             return super().backward(*args, **kwargs)
         return self._lifecycle.backward(*args, **kwargs)

@@ -29,13 +29,15 @@ from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
 from lightning_hybrid.strategies.run.build_run import RunOwner
-from lightning_hybrid.strategies.run.run import Run, Setting
+from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.run.run_setting import Setting
 from lightning_hybrid.strategies.start.runner_factory import make_runner
-from lightning_hybrid.strategies.user_code.hook_context import output_is_read, step_arguments
+from lightning_hybrid.strategies.user_code.imitate_lightning_calls import step_arguments
+from lightning_hybrid.strategies.user_code.overridden_hooks import output_is_read
 from lightning_hybrid.strategies.user_code.wrap_optimizer_steps import keeps_lists_per_parameter
 
 
-class LayoutChanges:
+class LayoutChooser:
     """Checks before each training batch that the layout can run it, and changes the layout otherwise.
 
     Attributes:
@@ -86,17 +88,17 @@ class LayoutChanges:
             runner.recheck_weighting()
         if self._run.is_pipelined:
             self._keep_pipelined(step_arguments(module, "training_step", batch, batch_idx))
-        elif self._num_tries and self._run.demotion is not None:
+        elif self._num_tries and self._run.zero3_fallback is not None:
             with self._setting.world.as_launcher():
                 self._try_to_partition(step_arguments(module, "training_step", batch, batch_idx))
         self._num_tries = max(0, self._num_tries - 1)
 
     def on_train_end(self) -> None:
-        """Announce the demotion of a run so short that no batch was left to try the step."""
-        demotion = self._run.demotion
-        if self._num_tries and demotion is not None and self._batches >= 0:
+        """Announce the fallback of a run so short that no batch was left to try the step."""
+        zero3_fallback = self._run.zero3_fallback
+        if self._num_tries and zero3_fallback is not None and self._batches >= 0:
             self._num_tries = 0
-            demotion.announce()
+            zero3_fallback.announce()
 
     def training_step(self, args: Sequence[Any], step: Callable[[Sequence[Any]], Any]) -> Any:
         """Run a training step; where it breaks, change the layout and run it again."""
@@ -211,8 +213,8 @@ class LayoutChanges:
     # -- in shards, until the step is complete ------------------------------------------------------------------------
 
     def _try_to_partition(self, arguments: Sequence[Any]) -> None:
-        demotion, world, runner, left = self._run.demotion, self._setting.world, self._run.runner, None
-        assert demotion is not None
+        zero3_fallback, world, runner, left = self._run.zero3_fallback, self._setting.world, self._run.runner, None
+        assert zero3_fallback is not None
         if isinstance(runner, PlainRunner) and runner.stores_rows_of_samples:
             left = StepError("training_step leaves tensors on its module that may have a row for each sample")
         # Replicas record together or not at all.
@@ -220,26 +222,15 @@ class LayoutChanges:
         if not reason:
             self._change_layout(arguments, "")
         elif self._num_tries == 1 or self._setting.options.strict_layout:
-            demotion.announce(reason=reason)
+            zero3_fallback.announce(reason=reason)
 
     def _why_not_partitionable(self, arguments: Sequence[Any]) -> Exception | None:
         """Return why the step cannot be recorded and partitioned as it is now; discards the recording."""
         setting, metrics = self._setting, self._run.metrics
-        module, mesh = setting.module, setting.world.mesh
+        module, world = setting.module, setting.world
         assert metrics is not None
-        _, runner = make_runner(
-            module,
-            mesh,
-            mesh.group("pp"),
-            setting.options,
-            KeyedRandomness(setting.seed, setting.device),
-            replica=setting.world.data_rank,
-            metrics=metrics,
-            parts=lambda: None,
-            agree=setting.world.broadcast,
-            num_processes=setting.world.num_processes,
-            around_unpartitioned=contextlib.nullcontext,
-        )
+        randomness = KeyedRandomness(setting.seed, setting.device)
+        _, runner = make_runner(module, world.mesh, world, setting.options, randomness, metrics)
         context = self._run.context("training_step")
         try:
             with setting.contexts.training_step_hook():

@@ -16,7 +16,7 @@ from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.run.build_run import RunOwner
-from lightning_hybrid.strategies.run.describe_run import activation_bytes
+from lightning_hybrid.strategies.run.describe_run import value_bytes
 from lightning_hybrid.verify.first_step_comparison import FirstStepError, compare_first_step, precision_of
 from lightning_hybrid.verify.free_memory import memory_shortage
 from lightning_hybrid.verify.one_process.gather_stage_parameters import full_parameters_on_first_rank
@@ -121,8 +121,9 @@ class FirstStepCheck:
 
     def _check_memory(self) -> None:
         setting, plan = self._owner.setting, self._owner.run.plan
-        first = plan.first.assignment if plan is not None and plan.first is not None else None
-        activations = 0.0 if first is None else activation_bytes(first)
+        # The values of one microbatch, without those inside of units.
+        graph = plan.first.assignment.graph if plan is not None and plan.first is not None else None
+        activations = 0 if graph is None else sum(value_bytes(graph, index) for index in range(len(graph.values)))
         missing = setting.world.broadcast(memory_shortage(setting.module.parameters(), setting.device, activations))
         if missing:
             raise FirstStepError(
@@ -131,24 +132,18 @@ class FirstStepCheck:
             )
 
     def _gather(self, batch: Any) -> list[ReplicaInput]:
-        """Gather the batches of all replicas on the first rank."""
         runner, mesh, device = self._owner.run.runner, self._owner.setting.world.mesh, self._owner.setting.device
         count = 1 if runner is None else runner.count("training_step", batch)
-        mine = ReplicaInput(batch, count, GeneratorStates(device))
+        local = ReplicaInput(batch, count, GeneratorStates(device))
         data = mesh.group("data")
         if data.size() == 1 or mesh.rank_in("pp") > 0:
-            return [mine]
+            return [local]
         rows: list[Any] | None = [None] * data.size() if data.rank() == 0 else None
-        sent = None if data.rank() == 0 else ReplicaInput(move_data_to_device(batch, "cpu"), count, mine.generators)
+        sent = None if data.rank() == 0 else ReplicaInput(move_data_to_device(batch, "cpu"), count, local.generators)
         dist.gather_object(sent, rows, group=data, group_dst=0)
-        others = (rows or [None])[1:]
-        return [
-            mine,
-            *(
-                ReplicaInput(move_data_to_device(o.batch, device), o.count, o.generators.on(device))
-                for o in others
-                if o is not None
-            ),
+        return [local] + [
+            ReplicaInput(move_data_to_device(each.batch, device), each.count, each.generators.on(device))
+            for each in (rows or [])[1:]
         ]
 
     def _run_one_process(self, replica_inputs: list[ReplicaInput], rest: list[Any]) -> bool:
@@ -238,10 +233,10 @@ class FirstStepCheck:
             rank_zero_info(f"the full batch was not run unsplit: {reference.not_comparable}")
         if reference.mixes is None:
             return
-        whole, mean, count = reference.mixes
-        if abs(whole - mean) > _MIXES.get(precision, 5e-2) * max(abs(whole), abs(mean)) + 1e-12:
+        full, mean, count = reference.mixes
+        if abs(full - mean) > _MIXES.get(precision, 5e-2) * max(abs(full), abs(mean)) + 1e-12:
             rank_zero_warn(
-                f"the objective mixes samples: the loss of the whole batch is {whole:.6g}, the mean over its {count}"
+                f"the objective mixes samples: the loss of the whole batch is {full:.6g}, the mean over its {count}"
                 f" microbatches {mean:.6g}. Training minimises the latter, as gradient accumulation does; for a mean"
                 " over what a mask leaves, pass microbatch_weight=function(microbatch) -> count"
             )

@@ -9,31 +9,33 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.plugins.layer_sync import LayerSync
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.memory.recompute_policies import Recompute
-from lightning_hybrid.strategies.execution.choose_layout_per_batch import LayoutChanges
+from lightning_hybrid.strategies.execution.choose_layout_per_batch import LayoutChooser
 from lightning_hybrid.strategies.execution.first_step_check import FirstStepCheck
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
 from lightning_hybrid.strategies.logs.delay_logger_calls import drop_logger_calls
 from lightning_hybrid.strategies.logs.log_reduction import silence_sync_dist_advice
-from lightning_hybrid.strategies.options.strategy_options import Options, check_scripted
 from lightning_hybrid.strategies.run.build_run import build_run
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
 from lightning_hybrid.strategies.run.connect_optimizers import connect_optimizers
-from lightning_hybrid.strategies.run.full_and_sharded_state import ModuleState
-from lightning_hybrid.strategies.run.run import Optimization, Run, Setting
+from lightning_hybrid.strategies.run.full_or_sharded_state import FullOrShardedState
+from lightning_hybrid.strategies.run.run import Optimization, Run
+from lightning_hybrid.strategies.run.run_setting import Setting
 from lightning_hybrid.strategies.run.step_contexts import StepContexts
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
-from lightning_hybrid.strategies.start.initial_sync import check_is_full, synchronize_start
+from lightning_hybrid.strategies.start.initial_sync import synchronize_start
+from lightning_hybrid.strategies.start.model_graph_logging import log_full_graph
 from lightning_hybrid.strategies.state.carry_optimizer_and_gradients import FullGradients, full_states
+from lightning_hybrid.strategies.state.refuse_partial_state_dict import check_is_full
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
 from lightning_hybrid.strategies.techniques.sync_batchnorm_argument import synced_norms
-from lightning_hybrid.strategies.techniques.zero import can_shard_manual_steps, check_zero_replicas
-from lightning_hybrid.strategies.world.rank_communication import RankWorld
+from lightning_hybrid.strategies.techniques.zero import check_zero_replicas
+from lightning_hybrid.strategies.techniques.zero_manual_optimization import can_shard_manual_steps
+from lightning_hybrid.strategies.user_code.unsupported_modules import check_scripted
+from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
 
 
 class RunLifecycle:
@@ -57,25 +59,23 @@ class RunLifecycle:
         self,
         trainer: pl.Trainer,
         module: pl.LightningModule,
-        world: RankWorld,
-        options: Options,
+        strategy: RankedStrategy,
         *,
-        state: ModuleState,
+        state: FullOrShardedState,
         files: CheckpointFiles,
-        precision: Precision,
-        layer_sync: LayerSync | None,
         recompute: Recompute | None,
         evaluated: Iterator[int],
     ) -> None:
         check_is_full(module)
         silence_sync_dist_advice()
         is_fitting = trainer.state.fn == "fit"
+        world, options, precision = strategy.world, strategy.options, strategy.precision_plugin
         if recompute is not None:
             check_scripted(module)
         norms = None
         if is_fitting:
             check_zero_replicas(options.zero_stage, world.mesh)
-            norms = synced_norms(layer_sync, world.mesh, options.verify_first_step)
+            norms = synced_norms(strategy._layer_sync, world.mesh, options.verify_first_step)
         self.state, self._files = state, files
         self.optimization = Optimization()
         self.setting = Setting(
@@ -95,7 +95,7 @@ class RunLifecycle:
         # A step that is recorded before there is a run may call backwards and optimizers (manual optimization).
         self.run = Run(setting=self.setting, mesh=world.mesh, until_end=contextlib.ExitStack())
         self.execution = StepExecution(self, evaluated)
-        self.changes = LayoutChanges(self, self.execution)
+        self.changes = LayoutChooser(self, self.execution)
         self.first_step = FirstStepCheck(self)
         if is_fitting and options.verify_first_step:
             self.first_step.begin()
@@ -105,12 +105,13 @@ class RunLifecycle:
 
         ``empty`` has the initial values of a module without storage; returns whether all of them have been assigned.
         """
-        setting = self.setting
+        setting, world = self.setting, self.setting.world
+        if setting.needs_runner:  # before the module is sharded
+            world.until_end.callback(log_full_graph(setting.trainer, setting.module, is_empty=empty is not None))
         if empty is not None:
             empty.hide(setting.module)
         # Weights and generators must agree before anything is drawn or recorded.
         copies = setting.averages.copies
-        world = setting.world
         seed = synchronize_start(setting.module, world.mesh, world.data_rank, world.device, copies)
         self.setting = dataclasses.replace(setting, empty=empty, seed=self._files.adopt_seed(seed))
         may_retry, is_filled = self._lay_out(may_retry=self.changes.may_retry, fills_empty=empty is not None)
@@ -151,7 +152,7 @@ class RunLifecycle:
         strategy.make_full()  # hooks of the user put their reads aside for this call
 
     def change_layout(self, arguments: Sequence[Any], refusal: str, *, may_retry: bool) -> bool:
-        """Build the run again between two steps, as `RunOwner.change_layout` says; collective over the world."""
+        """Build the run again between two steps, as `RunOwner.change_layout`."""
         setting, run = self.setting, self.run
         optimizers: list[Optimizer] = setting.trainer.optimizers
         assert run.plan is not None and run.metrics is not None

@@ -22,8 +22,10 @@ from lightning_hybrid.strategies.logs.delay_logger_calls import flush_logger_cal
 from lightning_hybrid.strategies.logs.log_reduction import begin_logs, log_for_all, log_for_replica
 from lightning_hybrid.strategies.options.microbatch_weights import weigh_by_count
 from lightning_hybrid.strategies.run.build_run import RunOwner, running_layers
-from lightning_hybrid.strategies.run.run import Run, Setting
-from lightning_hybrid.strategies.user_code.hook_context import current_hook, old_gradients_are_read, output_is_read
+from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.run.run_setting import Setting
+from lightning_hybrid.strategies.user_code.imitate_lightning_calls import current_hook
+from lightning_hybrid.strategies.user_code.overridden_hooks import old_gradients_are_read, output_is_read
 
 RunStep = Callable[..., StepResult]
 
@@ -236,7 +238,7 @@ class StepExecution:
     def backward(
         self, loss: Tensor, optimizer: Optimizer | None, *args: Any, then: Callable[[], None], **kwargs: Any
     ) -> Tensor:
-        """Run Lightning's backward, average gradients before a hook of the user sees them (as DDP), call ``then``."""
+        """Run Lightning's backward of a 0-dim loss, average gradients before hooks see them (as DDP), call ``then``."""
         module, plugin, guards = self._setting.module, self._setting.precision, self._run.guards
         self._before_plain_backward()
         loss = plugin.pre_backward(loss, module)

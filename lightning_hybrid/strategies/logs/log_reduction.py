@@ -74,16 +74,16 @@ def begin_logs(
             return partial(_log_each, module, logged)
 
         return wait_in_replica
-    own = _by_key(module, logged)
-    exchange = _Exchange(own, mesh, skipped=skipped)
+    local = _by_key(module, logged)
+    exchange = _Exchange(local, mesh, skipped=skipped)
 
     def wait() -> Callable[[], None]:
         compare()
         is_agreed = exchange.wait()
 
         def log() -> None:
-            reduced = exchange.reduced() if is_agreed else _reduce_differing_keys(module, own, mesh)
-            for key in [*own, *sorted(reduced.keys() - own.keys())]:
+            reduced = exchange.reduced() if is_agreed else _reduce_differing_keys(module, local, mesh)
+            for key in [*local, *sorted(reduced.keys() - local.keys())]:
                 entry, value, size = reduced[key]
                 known = {} if size is None else {"batch_size": round(size)}
                 _log(module, entry, value, {**entry.total_kwargs(), **known})
@@ -101,13 +101,13 @@ def _start_key_comparison(logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> 
     axes = [axis for axis in ("cp", "tp") if mesh.size(axis) > 1]
     if not axes:
         return lambda: None
-    digest = float(_digest(logged))
-    mine = torch.tensor([digest], dtype=torch.float64, device=mesh.device_mesh.device_type)
-    gathered = {axis: start_all_gather(mine, mesh.group(axis)) for axis in axes}
+    digest = float(zlib.crc32("|".join(entry.name for entry, _ in logged).encode()))
+    local = torch.tensor([digest], dtype=torch.float64, device=mesh.device_mesh.device_type)
+    gathered = {axis: start_all_gather(local, mesh.group(axis)) for axis in axes}
 
     def wait() -> None:
         for axis, rows in gathered.items():
-            if any(row.item() != digest for row in rows()):
+            if any(other.item() != digest for other in rows()):
                 raise RanksDisagree(
                     f"the {mesh.size(axis)} {_NAMES[axis]} ranks of one replica log different keys; this one logs"
                     f" {[entry.name for entry, _ in logged]}. They compute the same numbers: log the same keys on every"
@@ -118,10 +118,6 @@ def _start_key_comparison(logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> 
 
 
 _NAMES = {"cp": "context", "tp": "tensor"}
-
-
-def _digest(logged: Sequence[tuple[Entry, float]]) -> int:
-    return zlib.crc32("|".join(entry.name for entry, _ in logged).encode())
 
 
 def _log(module: pl.LightningModule, entry: Entry, value: float, kwargs: dict[str, Any]) -> None:
@@ -166,8 +162,8 @@ def _by_key(module: pl.LightningModule, logged: Sequence[tuple[Entry, float]]) -
 class _Exchange:
     """Reduces the values that replicas logged if all of them logged the same keys, in any order."""
 
-    def __init__(self, own: dict[Key, _Logged], mesh: Mesh, *, skipped: bool) -> None:
-        self._own = {key: own[key] for key in sorted(own)}
+    def __init__(self, local: dict[Key, _Logged], mesh: Mesh, *, skipped: bool) -> None:
+        self._own = {key: local[key] for key in sorted(local)}
         self._skipped = skipped
         self._count, self._group = mesh.size("data"), mesh.group("data")
         self._device = mesh.device_mesh.device_type
@@ -228,20 +224,20 @@ _HEADER, _SENT = 5, 123  # numbers
 _REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
-def _reduce_differing_keys(module: pl.LightningModule, own: dict[Key, _Logged], mesh: Mesh) -> dict[Key, _Logged]:
+def _reduce_differing_keys(module: pl.LightningModule, local: dict[Key, _Logged], mesh: Mesh) -> dict[Key, _Logged]:
     """Reduce each value over the replicas that logged it; collective, and slower than if all log the same."""
     fqns = {id(metric): fqn for fqn, metric in module.named_modules()}
-    mine = {key: _sent(logged, fqns) for key, logged in own.items()}
+    sent = {key: _sent(logged, fqns) for key, logged in local.items()}
     all_replicas: list[Any] = [None] * mesh.size("data")
-    dist.all_gather_object(all_replicas, mine, group=mesh.group("data"))
+    dist.all_gather_object(all_replicas, sent, group=mesh.group("data"))
     reduced = {}
     for key in sorted({key for each in all_replicas for key in each}):
-        found = [each[key] for each in all_replicas if key in each]
-        entry = own[key].entry if key in own else _received(module, key, found[0])
-        values = [one["value"] for one in found]
+        logs = [each[key] for each in all_replicas if key in each]
+        entry = local[key].entry if key in local else _received(module, key, logs[0])
+        values = [one["value"] for one in logs]
         reduce: Callable[[Sequence[float]], float] = _REDUCTIONS.get(entry.how, statistics.fmean)
-        sizes = [one["size"] for one in found if one["size"] is not None]
-        if entry.is_number or key in own:
+        sizes = [one["size"] for one in logs if one["size"] is not None]
+        if entry.is_number or key in local:
             reduced[key] = _Logged(entry, reduce(values), sum(sizes) if sizes else None)
     return reduced
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.layout import LayoutError, ParallelLayout
+from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.memory.recompute_policies import Recompute, check_recompute
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule
 from lightning_hybrid.step.batch.microbatch import BatchSplitter
 from lightning_hybrid.strategies.options.microbatch_weights import MicrobatchWeight
-from lightning_hybrid.strategies.user_code.hook_context import scripted_modules
 from lightning_hybrid.tensor.requests.user_plan import check_styles
 
 _SIZES = (
@@ -35,7 +32,7 @@ class Options:
 
     Raises:
         LayoutError: A size that is no whole number of 1 or more.
-        ValueError: An unknown schedule, style or option of the compiler, or a count that is none.
+        ValueError: An unknown schedule, style, backend or option of the compiler, or a count that is none.
         TypeError: Cuts that are no list of names, a plan that is none of names and styles, or a splitter that cannot be
             called.
     """
@@ -106,7 +103,7 @@ class Options:
                 " save_distributed_checkpoint=False asks for one file; set save_distributed_checkpoint=True, or give"
                 " the Trainer plugins=[AsyncCheckpointIO()] of Lightning's"
             )
-        check_processes(self.process_group_backend, self.timeout, self.start_method)
+        _check_processes(self.process_group_backend, self.timeout, self.start_method)
 
     def _check_sizes(self) -> None:
         for name, size in self.sizes.items():
@@ -181,13 +178,7 @@ class Options:
         return None if self.num_microbatches == "auto" else self.num_microbatches
 
 
-def check_processes(backend: Any, timeout: Any, start_method: Any) -> None:
-    """Check the backend, timeout and start method of processes.
-
-    Raises:
-        TypeError: A backend that is no string, or a timeout that is no ``timedelta``.
-        ValueError: An unknown backend or method, or a timeout that is over at once.
-    """
+def _check_processes(backend: Any, timeout: Any, start_method: Any) -> None:
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"process_group_backend={backend!r}; use 'nccl', 'gloo' or None")
     known = dist.Backend.backend_list
@@ -243,47 +234,6 @@ _COMPILE_OPTIONS = ("backend", "mode", "dynamic", "fullgraph", "options")
 
 def _listed(values: Sequence[Any]) -> str:
     return ", ".join(map(str, values))
-
-
-_ADVISED = "_hybrid_advised"  # attribute of an error
-
-
-def advise(error: Exception, layout: ParallelLayout, options: Options) -> None:
-    """Complete an error's advice to run with one pipeline rank by all options that must be set for that.
-
-    It passes several handlers on its way up, of which the first one does so.
-    """
-    following = {
-        "pipeline_parallel_size": (layout.pipeline_parallel_size, 1),
-        "tensor_parallel_size": (layout.tensor_parallel_size, 1),
-        "context_parallel_size": (layout.context_parallel_size, 1),
-        "expert_parallel_size": (layout.expert_parallel_size, 1),
-        "zero_stage": (options.zero_stage, 0),
-        "stages_per_rank": (options.stages_per_rank, 1),
-        "num_microbatches": (options.microbatches or 1, 1),
-        "microbatch_weight": (options.microbatch_weight, None),
-    }
-    changes = [f"{name}={unparallel}" for name, (requested, unparallel) in following.items() if requested != unparallel]
-    if changes and not hasattr(error, _ADVISED):
-        setattr(error, _ADVISED, True)
-        advice = f"{', '.join(changes[:-1])} and {changes[-1]}" if len(changes) > 1 else changes[0]
-        message = re.sub(r"(?<=set )pipeline_parallel_size=1( and num_microbatches=1)?", advice, str(error))
-        error.args = (message,)
-
-
-def check_scripted(module: pl.LightningModule) -> None:
-    """Refuse to recompute modules of ``torch.jit``, whose calls and layers cannot be traced.
-
-    Raises:
-        ValueError: The module contains one with parameters.
-    """
-    if scripted := scripted_modules(module):
-        raise ValueError(
-            f"{type(module).__name__}.{scripted[0]} is a module of torch.jit, whose calls and layers cannot be seen, so"
-            " that it cannot be sharded, run in microbatches or recomputed; use the module that it was made of (and"
-            " compile='units' for speed), or replicas alone: pipeline_parallel_size=1, tensor_parallel_size=1,"
-            " context_parallel_size=1, num_microbatches=1, zero_stage=0, no recomputation"
-        )
 
 
 def _is_count(value: Any) -> bool:

@@ -22,17 +22,18 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.strategies.options.strategy_options import compile_options
 from lightning_hybrid.strategies.run.describe_run import describe_run
-from lightning_hybrid.strategies.run.full_and_sharded_state import ModuleState
+from lightning_hybrid.strategies.run.full_or_sharded_state import FullOrShardedState
 from lightning_hybrid.strategies.run.module_partition import ModulePartition
-from lightning_hybrid.strategies.run.run import Optimization, Run, Setting
+from lightning_hybrid.strategies.run.run import Optimization, Run
+from lightning_hybrid.strategies.run.run_setting import Setting
 from lightning_hybrid.strategies.techniques.compilation import CompiledUnits, share_compile_processes
-from lightning_hybrid.strategies.techniques.gradient_reduction import has_adascale
+from lightning_hybrid.strategies.techniques.connect_adascale import has_adascale
 from lightning_hybrid.strategies.techniques.recomputation import gather_in_recomputation, recompute_plain_layers
-from lightning_hybrid.strategies.techniques.zero import around_validation, shard_over_replicas
+from lightning_hybrid.strategies.techniques.zero import shard_over_replicas
 from lightning_hybrid.strategies.user_code.dataloader_reads import wrap_loaders
 from lightning_hybrid.strategies.user_code.hook_reads import HookReads, summarize_full_parameters
 from lightning_hybrid.strategies.user_code.user_hooks import wrap_user_hooks
-from lightning_hybrid.strategies.world.strategy_callbacks import FullAtTrainEnd
+from lightning_hybrid.strategies.world.run_callbacks import FullAtTrainEnd, around_validation
 from lightning_hybrid.tensor.shard_state.rank_randomness import KeyedDraws
 from lightning_hybrid.zero.gather_and_free_parameters import ZeroSharding
 
@@ -40,7 +41,7 @@ from lightning_hybrid.zero.gather_and_free_parameters import ZeroSharding
 class RunOwner(Protocol):
     """The owner of a run, which replaces it when the layout changes."""
 
-    state: ModuleState
+    state: FullOrShardedState
     setting: Setting
     run: Run
     optimization: Optimization
@@ -60,16 +61,7 @@ class RunOwner(Protocol):
         """Gather the full module on every rank."""
 
     def change_layout(self, arguments: Sequence[Any], refusal: str, *, may_retry: bool) -> bool:
-        """Build the run again between two steps; collective over the world.
-
-        Args:
-            arguments: Of the training step that comes next.
-            refusal: Why no pipeline can run it, where that is known.
-            may_retry: Whether a later batch may show that the step can be partitioned after all.
-
-        Returns:
-            Whether it still may.
-        """
+        """Build the run again between two steps, as ``build_run``; return ``may_retry`` as it is now; collective."""
 
 
 def build_run(
@@ -99,20 +91,19 @@ def build_run(
     partition: ModulePartition | None = None
     with _closed_on_error(run):
         if setting.needs_runner:
-            partition = ModulePartition(setting, randomness, may_retry=may_retry)
-            run = _partitioned(run, partition, arguments, refusal)
-            run = _drop_other_stages(run, owner)
+            partition = ModulePartition(run, randomness, may_retry=may_retry)
+            run = _drop_other_stages(partition.decide(arguments, refusal), owner)
         elif setting.recompute is not None:
             is_compiled = setting.options.compile is not None
             recomputation = recompute_plain_layers(setting.module, setting.recompute, compiled=is_compiled)
             run = dataclasses.replace(run, recomputation=recomputation)
-        held = None if owner.state.is_full else run.plan
-        is_filled = fills_empty and setting.empty is not None and setting.empty.fill(held)
+        drop_plan = None if owner.state.is_full else run.plan
+        is_filled = fills_empty and setting.empty is not None and setting.empty.fill(drop_plan)
         if run.parts is not None:
             run.parts.shard_parameters(setting.module)
             run = _shard_over_replicas(run, partition)
         _connect_shards(run, randomness)
-        setting.averages.follow(setting.module, held, run.parts, owner.averaged_state)
+        setting.averages.follow(setting.module, drop_plan, run.parts, owner.averaged_state)
         run = _compile_layers(run, randomness)
         if partition is not None:
             _connect_layers(run, partition, owner)
@@ -129,24 +120,6 @@ def _closed_on_error(run: Run) -> Iterator[None]:
     except BaseException:
         run.until_end.close()
         raise
-
-
-def _partitioned(run: Run, partition: ModulePartition, arguments: Sequence[Any] | None, refusal: str) -> Run:
-    partition.decide(arguments, refusal)
-    run.until_end.callback(partition.metrics.close)
-    return dataclasses.replace(
-        run,
-        mesh=partition.mesh,
-        demotion=partition.demotion,
-        plan=partition.plan,
-        runner=partition.runner,
-        metrics=partition.metrics,
-        shards=partition.shards,
-        parts=partition.parts,
-        experts=partition.experts,
-        zero_shardings=tuple(partition.zero_shardings),
-        recomputation=partition.recomputation,
-    )
 
 
 def _drop_other_stages(run: Run, owner: RunOwner) -> Run:

@@ -27,8 +27,8 @@ from lightning_hybrid.checkpoint.writing import HostBuffers, prepare, write
 from lightning_hybrid.layout import AXES
 from lightning_hybrid.randomness.generator_snapshot import plain_generator_states, restore_plain_states
 from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.strategies.run.full_and_sharded_state import ModuleState
-from lightning_hybrid.strategies.run.run import needs_runner
+from lightning_hybrid.strategies.run.full_or_sharded_state import FullOrShardedState
+from lightning_hybrid.strategies.run.run_setting import needs_runner
 from lightning_hybrid.strategies.world.rank_communication import RankWorld
 from lightning_hybrid.strategies.world.rank_failures import warn_of_missing_checkpoint
 
@@ -51,7 +51,7 @@ class CheckpointFiles:
         self._writers: tuple[Any, ProcessGroup | None] | None = None
         self._generator_states: list[dict[str, Any]] = []  # by replica, what a resumed run's generators had drawn
 
-    def connect(self, module: pl.LightningModule, world: RankWorld, state: ModuleState) -> None:
+    def connect(self, module: pl.LightningModule, world: RankWorld, state: FullOrShardedState) -> None:
         """Bind to one module, its ranks and its state."""
         self._module, self._world, self._state = module, world, state
 
@@ -99,12 +99,12 @@ class CheckpointFiles:
             if not state.is_full:
                 return local
             # The module's own method may leave something out, or add to it.
-            given = self._module.state_dict()
-        for name, value in given.items():
+            returned = self._module.state_dict()
+        for name, value in returned.items():
             if isinstance(value, Tensor):
-                own = local.get(name)
-                given[name] = own if _is_same_tensor(value, own) else unsharded(value, counts=self._is_first)
-        return given
+                shards = local.get(name)
+                returned[name] = shards if _is_same_tensor(value, shards) else unsharded(value, counts=self._is_first)
+        return returned
 
     def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
         """Return the state dict of a copy of the module, sharded as the module is, as a checkpoint has it."""

@@ -9,38 +9,29 @@ from functools import partial
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.run import Optimization, Run
+from lightning_hybrid.strategies.techniques.connect_adascale import check_adascale, connect_adascale, has_adascale
 from lightning_hybrid.strategies.techniques.fused_optimizer_steps import fuse_steps
-from lightning_hybrid.strategies.techniques.gradient_reduction import (
-    Reducers,
-    check_adascale,
-    check_optimizers,
-    connect_adascale,
-    connect_gradients,
-    has_adascale,
-)
-from lightning_hybrid.strategies.techniques.zero import (
-    around_validation,
-    offload_states,
-    parameters_by_layer,
-    shard_optimizer_states,
-    step_manual_shards,
-)
+from lightning_hybrid.strategies.techniques.gradient_reduction import Reducers, connect_gradients
+from lightning_hybrid.strategies.techniques.offload_optimizer_states import offload_states, parameters_by_layer
+from lightning_hybrid.strategies.techniques.zero_manual_optimization import shard_optimizer_states, step_manual_shards
 from lightning_hybrid.strategies.user_code.wrap_optimizer_steps import (
     search_by_mean_loss,
     step_local_shards,
     watch_step,
 )
+from lightning_hybrid.strategies.world.run_callbacks import around_validation
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
 
 
 def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> Optimization:
     """Let optimizers, which hold the user's own Parameter objects, step local shards with reduced gradients."""
     setting, undo = run.setting, run.until_end
-    check_optimizers(optimizers, run.plan)
+    _check_optimizers(optimizers, run.plan)
     reducers, tied, counted = connect_gradients(
         setting.module,
         run.plan,
@@ -50,9 +41,9 @@ def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer
     )
     for reducer in reducers.values():
         undo.callback(reducer.close)
-    own = [p for p in setting.module.parameters() if id(p) in counted]
+    counted_parameters = [p for p in setting.module.parameters() if id(p) in counted]
     if run.parts is not None:
-        counted = {id(p) for p in own if run.parts.is_first_owner(p)}
+        counted = {id(p) for p in counted_parameters if run.parts.is_first_owner(p)}
     _connect_precision(run, counted)
     watched = _watch_steps(run, owner, optimizers)
     offloaded = _offload(run, optimizers, watched)
@@ -61,7 +52,7 @@ def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer
     if setting.is_manual:
         watched += _shard_manual_steps(run, optimizers)
     if has_adascale(setting.trainer):
-        _connect_adascale(run, reducers, own, counted)
+        _connect_adascale(run, reducers, counted_parameters, counted)
     return Optimization(
         reducers=reducers,
         tied=tied,
@@ -78,10 +69,10 @@ def _connect_precision(run: Run, counted: set[int]) -> None:
     if setting.shards_module or isinstance(setting.precision, HybridPrecision):
         # With manual optimization replicas have full gradients.
         axes = ("pp", "cp", "tp") if setting.is_manual else ("pp", "cp", "parts")
-        held = None if run.parts is None else run.parts.first_owned_slices
+        slices = None if run.parts is None else run.parts.first_owned_slices
         clipping = run.guards.off if setting.is_manual and run.guards is not None else nullcontext
         precision = setting.mesh_precision
-        precision.connect_mesh(run.mesh, lambda: counted, axes=axes, parts=held, around_clipping=clipping)
+        precision.connect_mesh(run.mesh, lambda: counted, axes=axes, parts=slices, around_clipping=clipping)
 
 
 def _watch_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -119,11 +110,13 @@ def _shard_manual_steps(run: Run, optimizers: Sequence[Optimizer]) -> list[Optim
     return step_manual_shards(optimizers, setting.module, run.zero_shardings, undo)
 
 
-def _connect_adascale(run: Run, reducers: Reducers, own: Sequence[nn.Parameter], counted: set[int]) -> None:
+def _connect_adascale(
+    run: Run, reducers: Reducers, counted_parameters: Sequence[nn.Parameter], counted: set[int]
+) -> None:
     setting, parts = run.setting, run.parts
     mesh = setting.world.mesh
     check_adascale(setting.layout, parts)
-    before = {id(p) for p in own if parts is None or parts.is_first_owner(p, within_replica=True)}
+    before = {id(p) for p in counted_parameters if parts is None or parts.is_first_owner(p, within_replica=True)}
     if not run.is_pipelined and mesh.rank_in("pp"):  # all of them run full batches
         before = set()
     is_copy = run.zero is not None and run.mesh.rank_in("dp_replicate")
@@ -133,10 +126,19 @@ def _connect_adascale(run: Run, reducers: Reducers, own: Sequence[nn.Parameter],
 
 
 def _broadcast_buffers(run: Run) -> ReplicaBufferBroadcast | None:
-    """Broadcast the buffers of the first replica where DDP does."""
     setting = run.setting
     if run.mesh.size("data") == 1:
         return None
     buffers = ReplicaBufferBroadcast(setting.module, run.mesh.group("data"), setting.device)
     run.until_end.callback(around_validation(setting.trainer, buffers.share, lambda: None))
     return buffers
+
+
+def _check_optimizers(optimizers: Sequence[Optimizer], plan: StagePlan | None) -> None:
+    """Refuse optimizers that need parameters of several stages at once."""
+    has_stages = plan is not None and plan.num_ranks > 1
+    if has_stages and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "LBFGS needs all parameters in one vector, but each rank holds its own stages, and configure_optimizers"
+            " does not name it; build it there, or set pipeline_parallel_size=1"
+        )

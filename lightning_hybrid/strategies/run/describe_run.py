@@ -12,7 +12,8 @@ from lightning_hybrid.strategies.run.module_partition import ModulePartition
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.techniques.recomputation import describe_policies
 from lightning_hybrid.strategies.techniques.tensor_parallel import describe_tensor_plans
-from lightning_hybrid.strategies.techniques.zero import describe_manual_zero, describe_zero
+from lightning_hybrid.strategies.techniques.zero import describe_zero
+from lightning_hybrid.strategies.techniques.zero_manual_optimization import describe_manual_zero
 
 _SIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "complex64": 8}
 
@@ -24,12 +25,12 @@ def describe_run(run: Run, partition: ModulePartition | None) -> str:
     first = run.plan.first.assignment if run.plan is not None and run.plan.first is not None else None
     means = run.is_pipelined and options.microbatch_weight is None and options.microbatches != 1
     lines = [_describe_layout(layout, first, options.schedule, means=means)]
-    if run.demotion is not None:
-        lines.append(run.demotion.line)
-    if run.shards is not None and partition is not None:
-        lines.append(describe_tensor_plans(run.shards.plans, partition.plan_summary))
-    if partition is not None and partition.expert_summary:
-        lines.append(partition.expert_summary)
+    if run.zero3_fallback is not None:
+        lines.append(run.zero3_fallback.line)
+    if partition is not None and run.shards is not None and partition.tensor_planner is not None:
+        lines.append(describe_tensor_plans(run.shards.plans, partition.tensor_planner.summary))
+    if partition is not None and partition.expert_planner is not None and partition.expert_planner.summary:
+        lines.append(partition.expert_planner.summary)
     if run.zero is not None:
         lines.append(describe_zero(run.zero_stage, run.mesh.size("dp_shard"), per_layer=run.zero.per_layer))
     if setting.shards_manual_steps:
@@ -59,10 +60,10 @@ def _describe_layout(
     graph, costs = assignment.graph, assignment.costs()
     rows = [("stage", "pipeline rank", "units", "parameters", "cost", "sends per microbatch")]
     for stage in range(assignment.num_stages):
-        held = [name for name, stages in assignment.holders.items() if stage in stages]
-        size = sum(graph.parameter_bytes[name] for name in held)
+        names = [name for name, stages in assignment.holders.items() if stage in stages]
+        size = sum(graph.parameter_bytes[name] for name in names)
         sends = [
-            f"{_bytes(sum(_value_bytes(graph, v) for v in sent))} to {target}"
+            f"{_bytes(sum(value_bytes(graph, v) for v in sent))} to {target}"
             for (source, target), sent in assignment.portals.items()
             if source == stage
         ]
@@ -96,15 +97,10 @@ def _units(assignment: Assignment, stage: int) -> str:
     return units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]} ({len(units)})"
 
 
-def _value_bytes(graph: StepGraph, index: int) -> int:
+def value_bytes(graph: StepGraph, index: int) -> int:
+    """Return the bytes of one value of a step."""
     value = graph.values[index]
     return math.prod(value.shape) * _SIZES.get(value.dtype, 2)
-
-
-def activation_bytes(assignment: Assignment) -> int:
-    """Return the bytes of the values of one microbatch, without those inside of units."""
-    graph = assignment.graph
-    return sum(_value_bytes(graph, index) for index in range(len(graph.values)))
 
 
 def _bytes(count: float) -> str:

@@ -7,17 +7,11 @@ import dataclasses
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_hybrid.experts.parallel.sharded_experts import ShardedExperts
 from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
-from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.recompute_layers import Recomputation
-from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.parts.local_shards import AxisSharding, LocalShards
@@ -27,110 +21,16 @@ from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.runner_base import MicrobatchRunner
 from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
-from lightning_hybrid.replicate.synced_batch_norm import SyncedBatchNorm
-from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.strategies.run.step_contexts import StepContexts
-from lightning_hybrid.strategies.run.zero3_fallback_reason import Demotion
-from lightning_hybrid.strategies.start.empty_init import EmptyInit
-from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
+from lightning_hybrid.strategies.run.run_setting import Setting
+from lightning_hybrid.strategies.run.zero3_fallback import Zero3Fallback
 from lightning_hybrid.strategies.techniques.compilation import CompiledUnits
 from lightning_hybrid.strategies.techniques.gradient_reduction import Reducers
 from lightning_hybrid.strategies.user_code.hook_reads import HookReads
-from lightning_hybrid.strategies.world.rank_communication import RankWorld
 from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 from lightning_hybrid.zero.gather_and_free_parameters import ZeroSharding
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
 from lightning_hybrid.zero.optimizer_states.sharded_step import ShardedStep
-
-
-def shards_module(options: Options, layout: ParallelLayout, *, shards_manual_steps: bool = False) -> bool:
-    """Return whether a rank holds a shard of the module only."""
-    over_replicas = (layout.data_shard_size > 1 and not shards_manual_steps) or layout.expert_parallel_size > 1
-    return layout.pipeline_parallel_size > 1 or layout.shards_layers or over_replicas
-
-
-def needs_runner(options: Options, layout: ParallelLayout, *, shards_manual_steps: bool = False) -> bool:
-    """Return whether a runner of this package runs the steps; the user's step runs unchanged otherwise."""
-    in_microbatches = (options.microbatches or 1) > 1 or options.microbatch_weight is not None
-    return in_microbatches or shards_module(options, layout, shards_manual_steps=shards_manual_steps)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
-    """The user's objects, the ranks and the options of a run; a change of the layout leaves them as they are.
-
-    Attributes:
-        trainer: Of the run.
-        module: The user's.
-        world: The ranks.
-        options: The arguments of the strategy.
-        precision: The plugin of the strategy.
-        contexts: Entered around steps of the user.
-        recompute: Activation checkpointing, by an option or a callback.
-        shards_manual_steps: Whether replicas shard the steps of optimizers that the module calls, and nothing else.
-        norms: BatchNorm over the replicas, if the Trainer asks for it.
-        averages: Copies of the module that callbacks keep.
-        empty: The initial values of a module that was built without storage.
-        seed: Keys random numbers.
-    """
-
-    trainer: pl.Trainer
-    module: pl.LightningModule
-    world: RankWorld
-    options: Options
-    precision: Precision
-    contexts: StepContexts
-    recompute: Recompute | None
-    shards_manual_steps: bool
-    norms: SyncedBatchNorm | None
-    averages: WeightAverages
-    empty: EmptyInit | None
-    seed: int
-
-    @property
-    def layout(self) -> ParallelLayout:
-        """The parallel sizes."""
-        return self.world.layout
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self.world.device
-
-    @property
-    def is_fitting(self) -> bool:
-        """Whether the run trains."""
-        return self.trainer.state.fn == TrainerFn.FITTING
-
-    @property
-    def is_manual(self) -> bool:
-        """Whether the module calls backward and optimizers itself (manual optimization)."""
-        return not self.module.automatic_optimization
-
-    @property
-    def needs_runner(self) -> bool:
-        """Whether a runner of this package runs the steps."""
-        return needs_runner(self.options, self.layout, shards_manual_steps=self.shards_manual_steps)
-
-    @property
-    def shards_module(self) -> bool:
-        """Whether a rank holds a shard of the module only."""
-        return shards_module(self.options, self.layout, shards_manual_steps=self.shards_manual_steps)
-
-    @property
-    def mesh_precision(self) -> HybridPrecision:
-        """The precision plugin over several ranks; a TypeError if the user's has behaviour of its own."""
-        plugin = self.precision
-        return plugin if isinstance(plugin, HybridPrecision) else HybridPrecision.of(plugin)
-
-    @property
-    def checks_objective(self) -> bool:
-        """Whether to compare the first batch with its microbatches: unless weights or another check make that vain."""
-        options = self.options
-        is_compiled = options.compile is not None  # layers would be compiled for that alone
-        return options.microbatch_weight is None and not is_compiled and not options.verify_first_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,7 +40,7 @@ class Run:
     Attributes:
         setting: Of the run.
         mesh: The ranks that parameters are sharded over; wider than the world's where pipeline ranks hold shards.
-        demotion: Why ranks hold shards in place of stages, if they do.
+        zero3_fallback: Why ranks hold shards in place of stages, if they do.
         plan: The stages and their parameters; None without a runner.
         runner: Runs steps in microbatches; None where the user's steps run unchanged.
         metrics: Synchronizes torchmetrics of the module; None without a runner.
@@ -158,7 +58,7 @@ class Run:
 
     setting: Setting
     mesh: Mesh
-    demotion: Demotion | None = None
+    zero3_fallback: Zero3Fallback | None = None
     plan: StagePlan | None = None
     runner: MicrobatchRunner | None = None
     metrics: MetricSync | None = None
@@ -176,7 +76,7 @@ class Run:
     @property
     def is_pipelined(self) -> bool:
         """Whether steps run in several stages."""
-        return self.setting.layout.pipeline_parallel_size > 1 and self.demotion is None
+        return self.setting.layout.pipeline_parallel_size > 1 and self.zero3_fallback is None
 
     @property
     def plain_runner(self) -> PlainRunner | None:
@@ -191,7 +91,7 @@ class Run:
     @property
     def zero_stage(self) -> int:
         """Stage of ZeRO: that of the options, or 3 where shards replace stages."""
-        return 3 if self.demotion is not None else self.setting.options.zero_stage
+        return 3 if self.zero3_fallback is not None else self.setting.options.zero_stage
 
     def context(self, name: str) -> Any:
         """Return the factory of the context around one run of the step ``name``."""
@@ -215,7 +115,7 @@ class Run:
     @property
     def batch_shares(self) -> int:
         """Ranks that hold shards where they cannot hold stages, and run steps on shares of a replica's batch."""
-        return 1 if self.demotion is None else self.mesh.size("shares")
+        return 1 if self.zero3_fallback is None else self.mesh.size("shares")
 
     @property
     def shares_batches(self) -> bool:

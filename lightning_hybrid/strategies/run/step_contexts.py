@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 
+from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
 from lightning_hybrid.step.standins.absent_numbers import ControlFlowError
 from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.strategies.logs.delay_logger_calls import captured_loggers
-from lightning_hybrid.strategies.options.strategy_options import Options, advise
-from lightning_hybrid.strategies.user_code.hook_context import current_hook
+from lightning_hybrid.strategies.options.strategy_options import Options
+from lightning_hybrid.strategies.user_code.imitate_lightning_calls import current_hook
 from lightning_hybrid.strategies.world.rank_communication import RankWorld
 from lightning_hybrid.strategies.world.uneven_evaluation import forbid_unmatched_collectives
 
@@ -42,7 +44,7 @@ class StepContexts:
         short = {"training_step": "train", "validation_step": "val"}.get(name, name.removesuffix("_step"))
         precision: Context = getattr(self._precision, f"{short}_step_context")
         recompute = nullcontext if recomputation is None or name != "training_step" else recomputation
-        loggers = captured_loggers if delays_loggers else _no_context
+        loggers: Callable[[Any], AbstractContextManager[Any]] = captured_loggers if delays_loggers else nullcontext
 
         @contextlib.contextmanager
         def context() -> Iterator[None]:
@@ -68,7 +70,7 @@ class StepContexts:
         try:
             yield
         except (StepError, ControlFlowError) as error:
-            advise(error, self._world.layout, self._options)
+            _advise(error, self._world.layout, self._options)
             raise
 
     @contextlib.contextmanager
@@ -84,5 +86,27 @@ class StepContexts:
         return forbid_unmatched_collectives(self._trainer, self._world.mesh, name)
 
 
-def _no_context(_: Any) -> AbstractContextManager[None]:
-    return nullcontext()
+_ADVISED = "_hybrid_advised"  # attribute of an error
+
+
+def _advise(error: Exception, layout: ParallelLayout, options: Options) -> None:
+    """Complete an error's advice to run with one pipeline rank by all options that must be set for that.
+
+    It passes several handlers on its way up, of which the first one does so.
+    """
+    following = {
+        "pipeline_parallel_size": (layout.pipeline_parallel_size, 1),
+        "tensor_parallel_size": (layout.tensor_parallel_size, 1),
+        "context_parallel_size": (layout.context_parallel_size, 1),
+        "expert_parallel_size": (layout.expert_parallel_size, 1),
+        "zero_stage": (options.zero_stage, 0),
+        "stages_per_rank": (options.stages_per_rank, 1),
+        "num_microbatches": (options.microbatches or 1, 1),
+        "microbatch_weight": (options.microbatch_weight, None),
+    }
+    changes = [f"{name}={unparallel}" for name, (requested, unparallel) in following.items() if requested != unparallel]
+    if changes and not hasattr(error, _ADVISED):
+        setattr(error, _ADVISED, True)
+        advice = f"{', '.join(changes[:-1])} and {changes[-1]}" if len(changes) > 1 else changes[0]
+        message = re.sub(r"(?<=set )pipeline_parallel_size=1( and num_microbatches=1)?", advice, str(error))
+        error.args = (message,)

@@ -85,9 +85,9 @@ class EmptyInit:
         Returns whether no other module waits for its values. ``plan`` is None where every rank holds all parameters.
         """
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        for name, parameter, part in self._taken:
+        for name, parameter, view in self._taken:
             if world_size == 1 or dist.get_rank() == 0:
-                content = self._values.value(part).to(self._device, parameter.dtype).contiguous()
+                content = self._values.value(view).to(self._device, parameter.dtype).contiguous()
             else:
                 content = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
             if world_size > 1:

@@ -131,7 +131,6 @@ def _without_workers(loaders: Sequence[DataLoader[Any]]) -> Iterator[None]:
 
 
 def _states_of(owners: list[Any]) -> list[tuple[Any, Any]]:
-    """Return the states of stateful loaders, samplers and datasets."""
     known = {id(owner): owner for owner in owners if _is_stateful(owner)}
     return [(owner, copy.deepcopy(owner.state_dict())) for owner in known.values()]
 

@@ -11,25 +11,15 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.graph.partition import UnfitError
-from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import (
-    LossWeighting,
-    agree_on_weighting,
-    describe_mixing,
-    measure_weighting,
-    outside,
-)
-from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.runner_base import MicrobatchRunner
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.microbatch import BatchSplitter, check_count, split, why_unsplit
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.eager_around_compiled_layers import EagerSwitch, compiled_wrappers
+from lightning_hybrid.step.batch.microbatch import BatchSplitter, check_count, why_unsplit
+from lightning_hybrid.step.tracing.eager_around_compiled_layers import compiled_wrappers
 from lightning_hybrid.strategies.start.example_batch import take_example
 from lightning_hybrid.strategies.start.provisional_optimizers import record_with_optimizers
-from lightning_hybrid.strategies.user_code.hook_context import current_hook, step_arguments
+from lightning_hybrid.strategies.user_code.imitate_lightning_calls import current_hook, step_arguments
 
 _STEPS: dict[TrainerFn, tuple[str, Literal["max_size_cycle", "sequential"]]] = {
     TrainerFn.FITTING: ("training_step", "max_size_cycle"),
@@ -129,53 +119,6 @@ def _record(
     finally:
         for inner, mode_before in was_training.items():
             inner.training = mode_before
-
-
-def warn_of_mixing(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    runner: StepRunner,
-    arguments: Sequence[Any],
-    context: Callable[[], AbstractContextManager[Any]],
-) -> None:
-    """Test on the samples of two microbatches whether their loss is a mean; collective over the world.
-
-    Means whose counts are recorded weigh microbatches by these. All ranks have recorded the training step, this one
-    with ``arguments``; it runs in ``context``.
-    """
-    assert runner.plan.first is not None
-    batch, *rest = arguments
-    count = runner.count("training_step", batch)
-    is_empty = any(tensor.is_meta or is_absent(tensor) for tensor in (*module.parameters(), *module.buffers()))
-    is_tried = count > 1 and not (is_empty or runner.plan.first.written)
-    if not trainer.strategy.reduce_boolean_decision(is_tried):  # the step may ask other replicas
-        return
-    some = split(batch, max(1, count // 2))[0][0]
-    randomness = KeyedRandomness(0, trainer.strategy.root_device)
-    step = partial(_on_batch, module.training_step, rest)
-    uncompiled = EagerSwitch()
-    uncompiled.on()
-    try:
-        with current_hook(module, "training_step"):
-            found = measure_weighting(module, step, some, 2, None, randomness, context)
-    finally:
-        uncompiled.off()
-    if trainer.strategy.reduce_boolean_decision(runner.has_weighted_means, all=False):
-        differing = None
-        if found.loss is not None:
-            weights = runner.candidate_weights(module.training_step, [some, *rest], context)
-            differing = outside(found.loss, weights)
-        found = agree_on_weighting(None, LossWeighting(differing=differing))
-    else:
-        found = runner.adopt_weighting(agree_on_weighting(None, found))
-    if found.mixes and found.differing is not None:
-        rank_zero_warn(describe_mixing(found.differing))
-    elif found.counts:
-        rank_zero_info(str(found))
-
-
-def _on_batch(step: Callable[..., Any], rest: Sequence[Any], batch: Any) -> Any:
-    return step(batch, *rest)
 
 
 def _warn_of_compiled(module: pl.LightningModule, runner: MicrobatchRunner) -> None:

@@ -1,9 +1,8 @@
-"""Initial synchronization of ranks: weights, generators and seed; and guards on state dicts."""
+"""Initial synchronization of ranks: weights, generators and seed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from lightning_hybrid.collectives.sendable_tensors import as_sendable
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
-from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
 def synchronize_start(
@@ -21,10 +20,7 @@ def synchronize_start(
     """Broadcast the weights of rank 0, and in each replica the generators of its first rank; return the common seed.
 
     Without ``seed_everything`` (or where initialisation depends on hash order) each process has drawn its own.
-    ``copies`` of the module, made before, begin with the same weights.
-
-    Returns:
-        A seed for keyed randomness, the same on every rank.
+    ``copies`` of the module, made before, begin with the same weights. The seed keys random numbers.
     """
     seed = torch.default_generator.initial_seed() & 0x7FFFFFFF
     if mesh.layout.world_size == 1:
@@ -57,47 +53,10 @@ def _broadcast(tensors: Sequence[Tensor], device: torch.device) -> None:
             group = same[start : start + _MOST_TOGETHER]
             content = torch.cat([tensor.reshape(-1).to(device) for tensor in group])
             dist.broadcast(as_sendable(content), src=0)
-            for tensor, part in zip(group, content.split([tensor.numel() for tensor in group]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+            for tensor, values in zip(group, content.split([tensor.numel() for tensor in group]), strict=True):
+                tensor.copy_(values.view(tensor.shape))
 
 
 # Numbers of elements, and of tensors: at most 64 MiB of 32-bit numbers are copied at a time.
 _SMALL = 1 << 16
 _MOST_TOGETHER = 256
-
-
-def refuse_partial_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A state dict hook that refuses to return parameters that are not on this rank."""
-    del prefix, metadata
-    if elsewhere := [name for name, value in state.items() if is_absent(value)] + _sharded_parameters(module):
-        raise RuntimeError(
-            f"{type(module).__name__}.state_dict() was called while {len(elsewhere)} of its parameters (such as"
-            f" {elsewhere[0]!r}), or shards of them, are on other ranks; use trainer.save_checkpoint(...) or"
-            " trainer.strategy.lightning_module_state_dict() on all ranks, or wait for the end of fit"
-        )
-
-
-def check_is_full(module: nn.Module, *_: Any) -> None:
-    """Check that no run that failed has left this module sharded; also a state dict hook.
-
-    Raises:
-        RuntimeError: One has.
-    """
-    if elsewhere := missing_parameters(module):
-        raise RuntimeError(
-            f"a run that failed or was stopped has left this {type(module).__name__} sharded: {len(elsewhere)} of its"
-            f" {sum(1 for _ in module.parameters())} parameters (such as {elsewhere[0]!r}), or shards of them, are not"
-            " on this rank, and cannot be gathered any more; make a new module and load a checkpoint"
-        )
-
-
-def missing_parameters(module: nn.Module) -> list[str]:
-    """FQNs of parameters that are absent or sharded on this rank."""
-    named = module.named_parameters()
-    absent = [name for name, parameter in named if is_absent(parameter)]
-    return list(dict.fromkeys(absent + _sharded_parameters(module)))
-
-
-def _sharded_parameters(module: nn.Module) -> list[str]:
-    """FQNs of parameters of which this rank has a shard."""
-    return [name for name, parameter in module.named_parameters() if FULL_SHAPE in parameter.__dict__]

@@ -19,19 +19,15 @@ from lightning_hybrid.step.objects.pytree import children_of
 _DEEPEST = 3
 
 
-def is_one_shot(owner: Any) -> bool:
-    """Whether an iterable holds an iterator, or is one."""
-    return _holds_iterator(owner, 0)
-
-
-def _holds_iterator(value: Any, depth: int) -> bool:
+def is_one_shot(value: Any, depth: int = 0) -> bool:
+    """Whether an iterable holds an iterator, or is one; ``depth`` is that of the containers around it."""
     if isinstance(value, Iterator):
         return True
     if depth > _DEEPEST or isinstance(value, Tensor | nn.Module | type | str | bytes):
         return False
     parts = children_of(value)
     inner = parts[0][:10] if parts is not None else list(getattr(value, "__dict__", {}).values())
-    return any(_holds_iterator(part, depth + 1) for part in inner)
+    return any(is_one_shot(part, depth + 1) for part in inner)
 
 
 class PushedBackItems:

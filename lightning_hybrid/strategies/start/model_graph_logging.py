@@ -15,13 +15,7 @@ from lightning_hybrid.patching import replace
 def log_full_graph(trainer: Any, module: pl.LightningModule, *, is_empty: bool) -> Callable[[], None]:
     """Let each logger log its graph now, and not when Lightning asks: the module may be sharded then.
 
-    Args:
-        trainer: About to run.
-        module: With its weights, unless it was built empty.
-        is_empty: Whether it was.
-
-    Returns:
-        What undoes it, where Lightning does not ask: a run may fail before.
+    ``is_empty`` says whether the module was built without weights. Returns the undo: a run may fail before it asks.
     """
     undo = contextlib.ExitStack()
     for logger in trainer.loggers:
@@ -37,8 +31,6 @@ def log_full_graph(trainer: Any, module: pl.LightningModule, *, is_empty: bool) 
 
 
 def _skip_once(logger: Any) -> Callable[[], None]:
-    """Do nothing when Lightning logs the graph the next time."""
-
     def log_graph(*_: Any, **__: Any) -> None:
         put_back()
 

@@ -39,11 +39,8 @@ def record_with_optimizers(trainer: pl.Trainer, module: pl.LightningModule, reco
     strategy: Any = trainer.strategy
     before = strategy._optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs
     try:
-        strategy._optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs = (
-            _NotBuilt(),
-            _NotBuilt(),
-            _NotBuilt(),
-        )
+        unread = [_NotBuilt() for _ in before]
+        strategy._optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs = unread
         try:
             record()
             return

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
@@ -24,6 +23,7 @@ from lightning_hybrid.pipeline.unpartitioned_steps import UnpartitionedSteps
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.tracing.recording import StepError
 from lightning_hybrid.strategies.options.strategy_options import Options
+from lightning_hybrid.strategies.world.rank_communication import RankWorld
 from lightning_hybrid.verify.free_memory import free_bytes
 
 # Share of the memory free at the start of a step that gathered parameters may take.
@@ -33,61 +33,48 @@ _FREE_MEMORY_SHARE = 0.25
 def make_runner(
     module: nn.Module,
     mesh: Mesh,
-    shares: dist.ProcessGroup,
+    world: RankWorld,
     options: Options,
     randomness: KeyedRandomness,
-    *,
-    replica: int,
     metrics: MetricSync,
-    parts: Callable[[], LocalShards | None],
-    agree: Callable[[Any], Any],
-    num_processes: int,
-    around_unpartitioned: Callable[[], AbstractContextManager[None]],
+    *,
+    parts: Callable[[], LocalShards | None] = lambda: None,
+    around_unpartitioned: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[StagePlan, MicrobatchRunner]:
     """Make the stage plan of a full module, and the runner of its steps.
 
-    Ranks of ``shares`` share the batches of a replica, where they hold shards and no stages. ``parts`` returns the
-    local shards of parameters, once they are sharded; ``agree`` the first rank's argument on every rank.
-    ``around_unpartitioned`` is entered around evaluation steps that are not partitioned.
+    ``parts`` returns the local shards of parameters, once they are sharded; ``around_unpartitioned`` is entered around
+    evaluation steps that are not partitioned.
     """
     pipeline, device = mesh.group("pp"), randomness.device
     # Several stages of one rank would compute what one does.
     each, cuts = (options.stages_per_rank, options.pipeline_cuts) if pipeline.size() > 1 else (1, None)
-    plan = StagePlan(module, pipeline, randomness, stages_per_rank=each, cuts=cuts, agree=agree)
+    plan = StagePlan(module, pipeline, randomness, stages_per_rank=each, cuts=cuts, agree=world.broadcast)
     unpartitioned = UnpartitionedSteps(
         module,
         plan,
         parts,
         mesh.group("replica"),
         randomness,
-        room=partial(_gather_budget, device, num_processes),
+        room=partial(_gather_budget, device, world.num_processes),
         tell=_warn_of_unpartitioned,
         around=around_unpartitioned,
     )
     common: dict[str, Any] = {
         "num_microbatches": options.microbatches,
         "splitter": options.batch_splitter,
-        "replica": replica,
+        "replica": world.data_rank,
         "metrics": metrics,
         "unpartitioned": unpartitioned,
     }
     if pipeline.size() == 1:
-        everyone = mesh.group("data")
-        runner = PlainRunner(
-            module,
-            plan,
-            randomness,
-            shares=shares,
-            everyone=everyone,
-            tell=rank_zero_warn,
-            inform=rank_zero_info,
-            **common,
-        )
-        return plan, runner
+        shares, everyone = mesh.group("shares" if mesh.sharded_axes else "pp"), mesh.group("data")
+        common |= {"shares": shares, "everyone": everyone, "tell": rank_zero_warn, "inform": rank_zero_info}
+        return plan, PlainRunner(module, plan, randomness, **common)
     transport = transport_of(pipeline, device)
     tell = partial(_warn_unsplit, pipeline.size(), options.strict_layout)
-    further: dict[str, Any] = {"schedule": options.schedule, "warn_unsplit": tell}
-    return plan, StepRunner(module, plan, transport, pipeline, randomness, **further, **common)
+    common |= {"schedule": options.schedule, "warn_unsplit": tell}
+    return plan, StepRunner(module, plan, transport, pipeline, randomness, **common)
 
 
 def _gather_budget(device: torch.device, num_processes: int) -> int:

@@ -48,9 +48,11 @@ class FullGradients:
         self._are_complete, self._device = are_complete, device
         self._full: dict[str, Tensor] = {}
         named = dict(module.named_parameters())
-        mine = {name for name, parameter in named.items() if not is_absent(parameter) and parameter.grad is not None}
+        local_names = {
+            name for name, parameter in named.items() if not is_absent(parameter) and parameter.grad is not None
+        }
         rows: list[Any] = [None] * mesh.layout.world_size
-        dist.all_gather_object(rows, mine)
+        dist.all_gather_object(rows, local_names)
         present = set().union(*rows)
         for name, parameter in named.items():
             if name in present:
@@ -88,8 +90,8 @@ class FullGradients:
                 continue
             if not self._are_complete and plan is not None and plan.ranks_of(name)[0] != plan.rank:
                 continue  # the sum over the pipeline ranks that hold it is still to come
-            own = full if parts is None else parts.shard_of(name, parameter, full)
-            parameter.grad = own.to(parameter.device).clone()
+            local = full if parts is None else parts.shard_of(name, parameter, full)
+            parameter.grad = local.to(parameter.device).clone()
 
 
 def _on_host(leaf: Any) -> Any:

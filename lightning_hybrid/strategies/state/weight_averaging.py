@@ -23,6 +23,7 @@ from lightning_hybrid.patching import replace, replaced
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
+_REASON = "weight averaging of a sharded module"
 # Where the callbacks go through the parameters of both.
 _STEPS = ("update_parameters", "transfer_weights", "_swap_models", "_copy_average_to_current")
 
@@ -109,16 +110,13 @@ class WeightAverages:
         if prefix == "":  # SWA moves its copy when it begins to average; it is there, and what is absent cannot move
             members["to"] = lambda *_, **__: average
         for name, function in members.items():
-            self._replace_method(average, name, function)
+            self._undo.callback(replace(average, name, function, reason=_REASON))
         for owner in (callback, average):
             for name in _STEPS:
                 function = getattr(owner, name, None)
                 if function is not None:
-                    self._replace_method(owner, name, _on_present(function, [module, copy, average]))
-
-    def _replace_method(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Let ``owner`` have another function, on this instance alone, until the module is whole."""
-        self._undo.callback(replace(owner, name, function, reason="weight averaging of a sharded module"))
+                    present = _on_present(function, [module, copy, average])
+                    self._undo.callback(replace(owner, name, present, reason=_REASON))
 
     def unshard_parameters(self) -> None:
         """Gather the full copies on every rank; collective over the pipeline."""

@@ -81,12 +81,12 @@ class ExpertPlanner:
             except Exception as error:
                 box[0] = f"{type(error).__name__}: {error}"
         dist.broadcast_object_list(box, src=0)
-        found = box[0]
-        if not isinstance(found, FoundExperts):
-            raise RuntimeError(f"no experts were found for expert_parallel_size={size}: {found}")
-        if size > 1 and not found.adapters:
-            reasons = "; ".join(f"{fqns}: {reason}" for fqns, reason in by_reason(found.replicated))
-            numbers = "a size that divides the number of experts, or " if found.replicated else ""
+        experts = box[0]
+        if not isinstance(experts, FoundExperts):
+            raise RuntimeError(f"no experts were found for expert_parallel_size={size}: {experts}")
+        if size > 1 and not experts.adapters:
+            reasons = "; ".join(f"{fqns}: {reason}" for fqns, reason in by_reason(experts.replicated))
+            numbers = "a size that divides the number of experts, or " if experts.replicated else ""
             raise LayoutError(
                 f"expert_parallel_size={size} finds no experts that {size} ranks can share"
                 f" ({reasons or 'no module has stacked experts or a list of them that its tokens choose from'});"
@@ -95,20 +95,20 @@ class ExpertPlanner:
             )
         self._calls = ExpertCalls()
         new_shardings = []
-        if found.widths:
+        if experts.widths:
             assert shards is not None
-            widths = width_placements(self._module, found.widths)
+            widths = width_placements(self._module, experts.widths)
             shards.mark_sharded_elsewhere(widths)
             new_shardings.append(AxisSharding(self._mesh.group("tp"), widths, axis="tp"))
-            self._widths = TensorShardedExperts(self._module, found.widths, ExpertTensorRanks(self._mesh.group("tp")))
+            self._widths = TensorShardedExperts(self._module, experts.widths, ExpertTensorRanks(self._mesh.group("tp")))
         elif tensor_size > 1 and shards is not None:
             check_is_sharded(shards.plans, tensor_size)
         if size > 1:
-            new_shardings.append(self._share(found, [*shardings, *new_shardings], shards))
-        self.summary = describe_experts(found, size, tensor_size)
-        if self._compile is not None and (found.adapters or found.widths):
+            new_shardings.append(self._share(experts, [*shardings, *new_shardings], shards))
+        self.summary = describe_experts(experts, size, tensor_size)
+        if self._compile is not None and (experts.adapters or experts.widths):
             _check_graphs(self._compile)
-            self._uncompiled = {fqn: _EagerForward() for fqn in {**found.adapters, **found.widths}}
+            self._uncompiled = {fqn: _EagerForward() for fqn in {**experts.adapters, **experts.widths}}
         return new_shardings
 
     def _share(
@@ -188,15 +188,15 @@ class ExpertTensorRanks:
         self.rank = self._ranks.rank
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """Apply the f operator: identity forward, sum of gradients backward."""
+        """Apply the f operator to a tensor of any shape: identity forward, sum of gradients backward."""
         return enter(tensor, self._ranks)
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """Apply the g operator: sum forward, identity backward."""
+        """Apply the g operator to a tensor of any shape: sum forward, identity backward."""
         return leave(tensor, self._ranks)
 
     def sum_gradients(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Apply the f operator to several tensors."""
+        """Apply the f operator to several tensors of any shapes."""
         return sum_gradients(tensors, [None] * len(tensors), self._ranks)
 
 

@@ -36,12 +36,12 @@ def recompute_layers(
             if recording.templates[node.index].attribute_inputs:
                 # A second run would find on its modules what the next microbatch left there.
                 policies |= {fqn: "keep" for fqn in layers if _is_in(fqn, node.unit)}
-    mine = {
+    local_layers = {
         fqn: layer
         for fqn, layer in layers.items()
         if any(_is_in(fqn, unit) and at & set(here) for unit, at in stages.items())
     }
-    return Recomputation(mine, policies, keyed=True)
+    return Recomputation(local_layers, policies, keyed=True)
 
 
 def recompute_plain_layers(root: nn.Module, recompute: Recompute, *, compiled: bool) -> Recomputation:

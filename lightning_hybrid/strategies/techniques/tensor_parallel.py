@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
@@ -208,3 +210,22 @@ def describe_tensor_plans(plans: Mapping[str, UnitPlan], summary: str = "") -> s
     if summary:
         lines.append(summary)
     return "\n".join(lines)
+
+
+def plan_folder(trainer: Any) -> str | None:
+    """Return the folder of cached plans; None if this run keeps no files, or none on a disk.
+
+    That is the checkpoint folder that the user set. Where Lightning makes one for each run, below a logger's folder
+    with a version, it is the folder of all versions.
+    """
+    folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", None)]
+    if not folders or trainer.fast_dev_run:
+        return None
+    folder = os.fspath(folders[0])
+    if trainer.loggers:
+        logger = trainer.loggers[0]
+        version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+        of_all_runs = os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name))
+        if os.path.normpath(folder) == os.path.normpath(os.path.join(of_all_runs, version, "checkpoints")):
+            folder = of_all_runs
+    return folder if _is_local_file_protocol(folder) else None

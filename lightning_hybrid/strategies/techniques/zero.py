@@ -5,15 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
 
-import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from lightning_hybrid.experts.parallel.sharded_experts import ShardedExperts
 from lightning_hybrid.layout import LayoutError
@@ -21,24 +15,16 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import ReadGuards, can_guard
 from lightning_hybrid.parts.local_shards import AxisSharding
 from lightning_hybrid.parts.shard_boxes import shard_of
-from lightning_hybrid.patching import around
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
-from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.techniques.gradient_reduction import stage_of_gradient
-from lightning_hybrid.strategies.user_code.wrap_optimizer_steps import combines_parameters
 from lightning_hybrid.tensor.discovery.unit_calls import record_calls
 from lightning_hybrid.verify.free_memory import free_bytes
 from lightning_hybrid.zero.gather_and_free_parameters import Stage, ZeroSharding
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
-from lightning_hybrid.zero.optimizer_states.offloaded_all_parameters_step import AllParametersStep
-from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
-from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
-from lightning_hybrid.zero.optimizer_states.sharded_step import ShardedStep, numel_of_shard
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import can_step_shards, why_not_layerwise
 from lightning_hybrid.zero.parameter_group import ParameterGroup
 from lightning_hybrid.zero.shard_layout import ShardRanks, bytes_of_shards, shard_placement
 from lightning_hybrid.zero.storage_devices import StorageDevices
@@ -68,15 +54,15 @@ def zero_shardings(module: nn.Module, mesh: Mesh, shardings: Sequence[AxisShardi
     """
     experts = {name for sharding in shardings if sharding.axis == "ep" for name in sharding.placements}
     shapes = {name: shard_of(shardings, name, parameter.shape).shape for name, parameter in module.named_parameters()}
-    found = []
+    over_replicas = []
     for axis, names in (("dp_shard", shapes.keys() - experts), ("ep_shard", experts)):
         if not names or mesh.size(axis) == 1:
             continue
         group = mesh.group(axis)
         placements = {name: shard_placement(torch.Size(shapes[name]), group.size()) for name in shapes if name in names}
         sharded = {name: placement for name, placement in placements.items() if placement is not None}
-        found.append(AxisSharding(group, sharded, axis=axis, places=mesh.places(axis)))
-    return found
+        over_replicas.append(AxisSharding(group, sharded, axis=axis, places=mesh.places(axis)))
+    return over_replicas
 
 
 class LayerReads:
@@ -169,8 +155,8 @@ def _members_of_groups(
         layer_of = {name: fqn for name, fqn in layer_of.items() if name not in experts.not_gathered_by_layer}
     members: dict[tuple[Stage, str, torch.dtype, bool], dict[str, nn.Parameter]] = {}
     order = {fqn: number for number, fqn in enumerate(["", *layers])}
-    own = {name: p for name, p in module.named_parameters() if not is_absent(p)}
-    for name, parameter in sorted(own.items(), key=lambda item: order[layer_of.get(item[0], "")]):
+    local = {name: p for name, p in module.named_parameters() if not is_absent(p)}
+    for name, parameter in sorted(local.items(), key=lambda item: order[layer_of.get(item[0], "")]):
         key = stage_of_gradient(plan, name), layer_of.get(name, ""), parameter.dtype, name in of_experts
         members.setdefault(key, {})[name] = parameter
     return members
@@ -195,18 +181,18 @@ def _layer_of_parameters(
         assert plan.first is not None
         by_step |= plan.first.recording.parameters_read_outside().keys()
     by_step |= {name for name, parameter in module.named_parameters() if not can_guard(parameter)}
-    found: dict[str, str] = {}
+    layer_of: dict[str, str] = {}
     several: set[str] = set()
     for fqn, layer in layers.items():
         if not seen_when_read and (layer._forward_pre_hooks or layer._forward_hooks):
             continue  # they run outside of its forward, and may read weights
         for parameter in layer.parameters():
             name = names[id(parameter)]
-            if name in found:
+            if name in layer_of:
                 several.add(name)
-            found[name] = fqn
+            layer_of[name] = fqn
     owned_outside = _owned_outside_layers(module, layers)
-    return {n: fqn for n, fqn in found.items() if n not in several | by_step | owned_outside}
+    return {n: fqn for n, fqn in layer_of.items() if n not in several | by_step | owned_outside}
 
 
 def _owned_outside_layers(module: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
@@ -226,127 +212,3 @@ def describe_zero(stage: int, size: int, *, per_layer: bool) -> str:
     listed = what[0] if stage == 1 else f"{', '.join(what[:-1])} and {what[-1]}"
     when = "layer by layer, for each microbatch" if per_layer else "once per step"
     return f"ZeRO-{stage}: {listed} sharded over {size} replicas, gathered and reduced {when}"
-
-
-def can_shard_manual_steps(module: pl.LightningModule, options: Options) -> bool:
-    """Whether replicas shard the optimizer steps of manual optimization."""
-    is_elsewhere = bool(options.offloaded.keys() - {"optimizer_states"}) or options.save_distributed_checkpoint
-    return options.zero_stage in (1, 2) and not module.automatic_optimization and not is_elsewhere
-
-
-def describe_manual_zero(stage: int, size: int) -> str:
-    """Return the table line of ZeRO with manual optimization."""
-    states = f"optimizer states sharded over {size} replicas"
-    return f"ZeRO-{stage}, manual optimization: {states}, gradients averaged in full"
-
-
-def step_manual_shards(
-    optimizers: Sequence[Optimizer], module: nn.Module, shardings: Sequence[AxisSharding], until: contextlib.ExitStack
-) -> list[Optimizer]:
-    """Let optimizers that the module calls itself step local shards of parameters, which are full meanwhile.
-
-    Returns the optimizers that combine or need full parameters: they step those on every rank.
-    """
-    placements = {name: placement for sharding in shardings for name, placement in sharding.placements.items()}
-    by_id = {id(p): placements[name] for name, p in module.named_parameters() if name in placements}
-    full = []
-    for optimizer in optimizers:
-        if combines_parameters(optimizer) or not can_step_shards(optimizer):
-            full.append(optimizer)
-        elif shardings:
-            until.callback(ShardedStep(optimizer, shardings[0].group, by_id).close)
-    return full
-
-
-def shard_optimizer_states(
-    optimizers: Sequence[Optimizer], ranks: dist.ProcessGroup, until: contextlib.ExitStack
-) -> list[ShardedStep]:
-    """Shard the states of optimizers that the module calls itself.
-
-    Raises:
-        ValueError: One may read full parameters, or several.
-    """
-    found = []
-    for optimizer in optimizers:
-        if combines_parameters(optimizer) or not can_step_shards(optimizer):
-            raise ValueError(
-                f"zero_stage with manual optimization has each replica step its shard of every parameter, but"
-                f" {type(optimizer).__name__} may read full ones, or several; set zero_stage=0, or use an"
-                " optimizer of torch that steps single numbers, such as AdamW"
-            )
-        found.append(ShardedStep(optimizer, ranks))
-        until.callback(found[-1].close)
-    return found
-
-
-def parameters_by_layer(module: nn.Module, plan: StagePlan | None) -> list[list[nn.Parameter]]:
-    """Return all parameters, layer by layer; first those outside of layers."""
-    units = dict(module.named_children()) if plan is None else choose_units(module, 1)
-    if plan is not None and plan.num_ranks > 1 and plan.first is not None:
-        units = dict(plan.first.recording.units)
-    members = [list(layer.parameters()) for layer in find_layers(units).values()]
-    seen: set[int] = set()
-    distinct = []
-    for layer in members:
-        distinct.append([p for p in layer if id(p) not in seen])
-        seen.update(map(id, layer))
-    return [[p for p in module.parameters() if id(p) not in seen], *distinct]
-
-
-def offload_states(
-    optimizers: Sequence[Optimizer],
-    layers: Sequence[Sequence[nn.Parameter]],
-    offload: Mapping[str, str],
-    device: torch.device,
-    watched: Sequence[Optimizer],
-    until: contextlib.ExitStack,
-    zero: ZeroSharding | None,
-    shared_by: dist.ProcessGroup | None = None,
-) -> list[OffloadedStates]:
-    """Step layer by layer, if states are offloaded to the host or a file.
-
-    ``watched`` are optimizers that may combine all parameters in their step; ``zero`` may have parameters in files too;
-    ``shared_by`` are ranks that shard the steps of parameters which each of them holds in full.
-    """
-    devices, where = StorageDevices.of(offload, device), offload.get("optimizer_states")
-    regions = {} if zero is None else zero.regions
-    if where is None and not regions and devices.between_steps == devices.states:
-        return []
-    folder = None if where is None or where == "cpu" else where.removeprefix("disk:")
-    found: list[OffloadedStates] = []
-    for optimizer in optimizers:
-        sees_all = any(other is optimizer for other in watched)
-        why = "may read all of the model" if sees_all else why_not_layerwise(optimizer, in_file=folder is not None)
-        if not why:
-            numel = Tensor.numel if shared_by is None else partial(numel_of_shard, ranks=shared_by)
-            found.append(LayerwiseStep(optimizer, layers, folder, regions, states_on=devices.states, numel=numel))
-        else:
-            rank_zero_info(describe_all_at_once(optimizer, why))
-            found.append(AllParametersStep(optimizer, folder, regions.values(), states_on=devices.states))
-        until.callback(found[-1].close)
-    return found
-
-
-def describe_all_at_once(optimizer: Optimizer, why: str) -> str:
-    """Return the message that tells why the states of an optimizer are all in memory for a moment."""
-    return f"offload: {type(optimizer).__name__} {why}, so all of its states are brought for a step, and leave after it"
-
-
-def around_validation(trainer: Any, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
-    """Call ``begin`` in each validation, after callbacks have swapped weights, before its first batch; ``end`` after.
-
-    Returns the undo.
-    """
-
-    def on_run_start(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        begin()
-
-    def on_run_end(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        end()
-        return original(*args, **kwargs)
-
-    loop, undo = trainer.fit_loop.epoch_loop.val_loop, contextlib.ExitStack()
-    undo.callback(around(loop, "on_run_start", on_run_start, reason="full tensors for a validation"))
-    undo.callback(around(loop, "on_run_end", on_run_end, reason="full tensors for a validation"))
-    return undo.close

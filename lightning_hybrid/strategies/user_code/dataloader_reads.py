@@ -95,29 +95,29 @@ class LoaderReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, on gathered parameters where it reads some."""
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for leaf in args if kwargs is None else (*args, *kwargs.values()):  # of every operation, so no call for each
             if type(leaf) is list or type(leaf) is tuple:
-                found += [inner for inner in leaf if id(inner) in self._names or is_absent(inner)]
+                tensors += [inner for inner in leaf if id(inner) in self._names or is_absent(inner)]
             elif id(leaf) in self._names or isinstance(leaf, FakeTensor):
-                found.append(leaf)
+                tensors.append(leaf)
         name = getattr(func, "__name__", "")
-        if not found or name in IDENTITY:
+        if not tensors or name in IDENTITY:
             return func(*args, **(kwargs or {}))
         member = func.__self__.__name__ if name == "__get__" else ""
         if member in SHAPE_PROPERTIES or name in SHAPE_METHODS:
             return func(full_shape_meta(args[0]), *args[1:], **(kwargs or {}))
         if member in OWN_PROPERTIES:
             return func(*args)
-        unknown = next((leaf for leaf in found if id(leaf) not in self._names), None)
+        unknown = next((leaf for leaf in tensors if id(leaf) not in self._names), None)
         if unknown is not None:
             raise StepError(
                 f"{user_line()}: {name} reads a tensor of shape {tuple(unknown.shape)}, which has no content on this"
                 " rank, while a loader fetches a batch: a buffer, or what a step or hook kept on the module; keep"
                 " numbers (.item(), .tolist()) in a hook, or set pipeline_parallel_size=1"
             )
-        self._gather(name, found)
-        if not any(self._unpartitioned.is_gathered_on_read(self._names[id(leaf)]) for leaf in found):
+        self._gather(name, tensors)
+        if not any(self._unpartitioned.is_gathered_on_read(self._names[id(leaf)]) for leaf in tensors):
             return func(*args, **(kwargs or {}))
         if self._gathered is None:
             self._gathered = self._unpartitioned.gather_when_read("a loader")
@@ -200,15 +200,15 @@ def _is_of(fetcher: _DataFetcher, trainer: pl.Trainer) -> bool:
 
 def refers_to(module: nn.Module, *start: Any) -> bool:
     """Whether objects such as a loader hold a module, or a submodule of it, directly or indirectly."""
-    wanted = {id(part) for part in module.modules()}
-    seen, waiting = set[int](), list(start)
-    while waiting and len(seen) < _MOST_OBJECTS:
+    wanted = {id(inner) for inner in module.modules()}
+    visited, waiting = set[int](), list(start)
+    while waiting and len(visited) < _MOST_OBJECTS:
         thing = waiting.pop()
         if id(thing) in wanted:
             return True
-        if id(thing) in seen or isinstance(thing, _LEAVES):
+        if id(thing) in visited or isinstance(thing, _LEAVES):
             continue
-        seen.add(id(thing))
+        visited.add(id(thing))
         if isinstance(thing, Mapping):
             waiting += itertools.islice(thing.values(), _MOST_ITEMS)
         elif isinstance(thing, list | tuple | set | frozenset | collections.deque):

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.owned_shards import OwnedShards
 from lightning_hybrid.full_params.cross_stage_mode import SAVING
-from lightning_hybrid.strategies.user_code.hook_context import LIBRARY_PREFIXES
-from lightning_hybrid.strategies.user_code.reads_protocol import Reads
+from lightning_hybrid.strategies.user_code.hook_reads import HookReads
+from lightning_hybrid.strategies.user_code.overridden_hooks import LIBRARY_PREFIXES
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, OwnedShards)
@@ -48,7 +48,7 @@ class CheckpointHooks:
     def __init__(
         self,
         trainer: pl.Trainer,
-        reads: Reads,
+        reads: HookReads,
         is_sharded: Callable[[], bool],
         watched: Watched,
         copies: Callable[[], Sequence[nn.Module]],
@@ -60,18 +60,15 @@ class CheckpointHooks:
     def members(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """Yield the objects and methods to replace, and the replacements."""
         trainer: Any = self._trainer
-        found = [(trainer.lightning_module, "on_save_checkpoint")]
-        found += [(callback, name) for callback in trainer.callbacks for name in ("state_dict", "on_save_checkpoint")]
+        owners = [(trainer.lightning_module, "on_save_checkpoint")]
+        owners += [(callback, name) for callback in trainer.callbacks for name in ("state_dict", "on_save_checkpoint")]
         if trainer.datamodule is not None:
-            found.append((trainer.datamodule, "state_dict"))
-        hooks = [(user, name, getattr(user, name)) for user, name in found]
+            owners.append((trainer.datamodule, "state_dict"))
+        hooks = [(user, name, getattr(user, name)) for user, name in owners]
         hooks = [one for one in hooks if not (getattr(one[2], "__module__", "") or "").startswith(LIBRARY_PREFIXES)]
         for user, name, original in hooks:
-            yield (
-                user,
-                name,
-                self._wrap_hook(f"{type(user).__name__}.{name}", original, self._watched(user, name, original)),
-            )
+            watched = self._watched(user, name, original)
+            yield user, name, self._wrap_hook(f"{type(user).__name__}.{name}", original, watched)
         connector = trainer._checkpoint_connector
         yield connector, "dump_checkpoint", self._wrap_dump(connector.dump_checkpoint)
 
@@ -148,8 +145,8 @@ class CheckpointHooks:
             is_on_all_ranks = self._reads.is_on_all_ranks(leaf)
             if is_on_all_ranks is None:
                 refused.append(
-                    f"{name} is a tensor of shape {tuple(leaf.shape)} of which rank {self._rank} has no or only"
-                    " a shard of the content, and which was made in no hook that follows it"
+                    f"{name} is a tensor of shape {tuple(leaf.shape)} of which rank {self._trainer.global_rank} has no"
+                    " or only a shard of the content, and which was made in no hook that follows it"
                 )
             elif is_on_all_ranks:
                 here[id(leaf)] = _plain_tensor(leaf, leaf)
@@ -170,10 +167,6 @@ class CheckpointHooks:
             with torch._C._EnableTorchFunction():  # pickles are of full contents there
                 here.update(zip(objects, _copies(list(objects.values()), keep=writes), strict=True))
         return _rebuilt(checkpoint, here)
-
-    @property
-    def _rank(self) -> int:
-        return int(self._trainer.global_rank)
 
 
 def _plain_tensor(leaf: Tensor, content: Tensor) -> Tensor:
@@ -215,27 +208,24 @@ def _rebuilt(value: Any, contents: dict[int, Any], around: tuple[int, ...] = ())
     return type(value)(children)
 
 
-class _ObjectFinder(pickle.Pickler):
-    """Pickles an object as the file would, and collects the objects of some kinds inside."""
+class _TensorFinder(pickle.Pickler):
+    """Pickles an object as the file would, and finds out whether it has modules or tensors."""
 
-    def __init__(self, kind: tuple[type, ...]) -> None:
-        super().__init__(io.BytesIO())
-        self._kind = kind
-        self.found: list[Any] = []
+    has_found = False
 
     def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, self._kind):
-            self.found.append(value)
-            return len(self.found)
+        if isinstance(value, Tensor | nn.Module):
+            self.has_found = True
+            return True
         return None
 
 
 def _holds_tensors(value: Any) -> bool:
     """Whether an object would bring modules or tensors into the file, as far as it can be pickled at all."""
-    finder = _ObjectFinder((Tensor, nn.Module))
+    finder = _TensorFinder(io.BytesIO())
     with contextlib.suppress(Exception):  # whoever writes the file says what cannot be pickled
         finder.dump(value)
-    return bool(finder.found)
+    return finder.has_found
 
 
 def _copies(values: list[Any], *, keep: bool) -> list[Any]:
@@ -255,24 +245,24 @@ class _NullFile:
 
 
 def attribute_tensors(owners: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors in attributes of modules and callbacks, in containers there, and in modules inside; once."""
-    found: dict[int, Tensor] = {}
-    seen: set[int] = set()
+    """Return the tensors, of any shape, in attributes of modules and callbacks, and in containers and modules there."""
+    tensors: dict[int, Tensor] = {}
+    visited: set[int] = set()
     waiting = [(owner, 0) for owner in reversed(owners)]
     while waiting:
         value, depth = waiting.pop()
-        if id(value) in seen or depth > _DEEPEST:
+        if id(value) in visited or depth > _DEEPEST:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, Tensor):
-            found[id(value)] = value
+            tensors[id(value)] = value
             continue
         if isinstance(value, nn.Module):
-            found.update((id(tensor), tensor) for tensor in (*value.parameters(), *value.buffers()))
+            tensors.update((id(tensor), tensor) for tensor in (*value.parameters(), *value.buffers()))
         inner = value if isinstance(value, dict | list | tuple) else None
         if depth == 0 or isinstance(value, nn.Module):
             inner = vars(value)
         if inner is not None:
             items = list(inner.values() if isinstance(inner, dict) else inner)
             waiting += [(item, depth + 1) for item in reversed(items)]
-    return list(found.values())
+    return list(tensors.values())

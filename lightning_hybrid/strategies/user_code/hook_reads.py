@@ -1,4 +1,4 @@
-"""Reads of full parameters and gradients in hooks of the user."""
+"""Reads of full parameters and gradients in hooks of the user, and in optimizer steps that need them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
 from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
@@ -17,13 +17,15 @@ from lightning_hybrid.full_params.sharded_parameter_mode import ShardedParameter
 from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.patching import replace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.strategies.user_code.wrap_optimizer_steps import combines_parameters
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import can_step_shards
 
 # Replicas over which parameters are sharded may have different numbers of these.
 _PER_EVALUATED_BATCH = tuple(
     f"on_{stage}_batch_{when}" for stage in ("validation", "test", "predict") for when in ("start", "end")
 )
+
+# Their steps look at one parameter at a time; following them would only cost time.
+_PER_PARAMETER = ("torch.", "transformers.", "bitsandbytes.")
 
 
 class HookReads:
@@ -109,7 +111,7 @@ class HookReads:
             yield
 
     def is_on_all_ranks(self, tensor: Tensor) -> bool | None:
-        """Whether all ranks have the full tensor; None if it is not here, and its location is not recorded."""
+        """Whether all ranks have a tensor in its full shape; None if it is not here, and its location not recorded."""
         if self._shards is not None and (known := self._shards.is_shard(tensor)) is not False:
             return None if known is None else False
         return not is_absent(tensor) if self._stages is None else self._stages.is_on_all_ranks(tensor)
@@ -120,7 +122,7 @@ class HookReads:
         return local if self._stages is None else [each for row in self._stages.gather_objects(local) for each in row]
 
     def contents_for_file(self, tensors: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
-        """Return full contents, as ``CrossStageReads.contents_for_file``."""
+        """Return contents in full shapes, as ``CrossStageReads.contents_for_file``."""
         full_tensors = [tensor if self._shards is None else self._shards.full_tensor(tensor) for tensor in tensors]
         return full_tensors if self._stages is None else self._stages.contents_for_file(full_tensors, keep=keep)
 
@@ -141,3 +143,11 @@ def summarize_full_parameters(callback: Any, reads: HookReads) -> Callable[[], N
             original(*args, **kwargs)
 
     return replace(callback, "on_fit_start", on_fit_start, reason="reads full parameters")
+
+
+def combines_parameters(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step, or a hook on it, may combine several parameters."""
+    if isinstance(optimizer, LBFGS):
+        return True
+    hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
+    return any(hooks) or not type(optimizer).step.__module__.startswith(_PER_PARAMETER)

@@ -15,8 +15,8 @@ from torch import nn
 
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.strategies.user_code.gather_checkpoint_hook_tensors import CheckpointHooks
-from lightning_hybrid.strategies.user_code.hook_context import LIBRARY_PREFIXES
-from lightning_hybrid.strategies.user_code.reads_protocol import Reads
+from lightning_hybrid.strategies.user_code.hook_reads import HookReads
+from lightning_hybrid.strategies.user_code.overridden_hooks import LIBRARY_PREFIXES
 
 _AROUND_STEP = "optimizer_step"
 _INSIDE_HOOK = "Lightning's own code, called by a hook"
@@ -45,9 +45,9 @@ _HOOKS = (
 def wrap_user_hooks(
     trainer: pl.Trainer,
     module: pl.LightningModule,
-    reads: Reads,
+    reads: HookReads,
     *,
-    latest: Callable[[], Reads],
+    latest: Callable[[], HookReads],
     is_sharded: Callable[[], bool],
     complete: Callable[[], bool],
     passes: Callable[[], None],
@@ -85,7 +85,7 @@ class _HookWatch:
     """Wraps hooks of the user in reads; the attributes are arguments of ``wrap_user_hooks``."""
 
     trainer: pl.Trainer
-    latest: Callable[[], Reads]
+    latest: Callable[[], HookReads]
     is_sharded: Callable[[], bool]
     complete: Callable[[], bool]
     passes: Callable[[], None]
@@ -144,7 +144,7 @@ class _HookWatch:
 
 
 @contextlib.contextmanager
-def _without_reads_in_lightning(trainer: pl.Trainer, reads: Reads) -> Iterator[None]:
+def _without_reads_in_lightning(trainer: pl.Trainer, reads: HookReads) -> Iterator[None]:
     """Let logs of a hook have contents, and run Lightning's own global methods without reads."""
     module, strategy = trainer.lightning_module, trainer.strategy
     with contextlib.ExitStack() as stack:

@@ -14,26 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.patching import replace, replaced
-from lightning_hybrid.strategies.user_code.reads_protocol import Reads
+from lightning_hybrid.strategies.user_code.hook_reads import HookReads, combines_parameters
 from lightning_hybrid.zero.optimizer_states.replaced_step import replace_step
 
-# Their steps look at one parameter at a time; following them would only cost time.
-_PER_PARAMETER = ("torch.", "transformers.", "bitsandbytes.")
 
-
-def combines_parameters(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step, or a hook on it, may combine several parameters."""
-    if isinstance(optimizer, LBFGS):
-        return True
-    hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
-    return any(hooks) or not type(optimizer).step.__module__.startswith(_PER_PARAMETER)
-
-
-def watch_step(optimizer: Optimizer, reads: Reads, is_sharded: Callable[[], bool]) -> Callable[[], None]:
+def watch_step(optimizer: Optimizer, reads: HookReads, is_sharded: Callable[[], bool]) -> Callable[[], None]:
     """Wrap an optimizer's steps in reads, but not the closure, in which the training step runs; return the undo."""
     where = f"{type(optimizer).__name__}.step"
     original = optimizer.step
@@ -66,7 +55,10 @@ def watch_step(optimizer: Optimizer, reads: Reads, is_sharded: Callable[[], bool
 
 
 def search_by_mean_loss(optimizer: Optimizer, average: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-    """Let an optimizer that decides by its closure's losses see their ``average`` over replicas; return the undo."""
+    """Let an optimizer that decides by its closure's losses see their ``average`` over replicas; return the undo.
+
+    ``average`` takes and returns a 0-dim tensor.
+    """
     original = optimizer.step
 
     def step(self: Optimizer, closure: Callable[[], Any]) -> Any:
@@ -118,7 +110,7 @@ def keeps_lists_per_parameter(optimizer: Optimizer) -> bool:
     return False
 
 
-def _adopt(optimizer: Optimizer, reads: Reads, outer: tuple[Optimizer, ...] = ()) -> None:
+def _adopt(optimizer: Optimizer, reads: HookReads, outer: tuple[Optimizer, ...] = ()) -> None:
     """Track the tensors that an optimizer, or one inside of it, made of each parameter when it was built.
 
     These are its state, and lists of tensors shaped as its parameters, in their order, as slow weights are.
@@ -132,7 +124,7 @@ def _adopt(optimizer: Optimizer, reads: Reads, outer: tuple[Optimizer, ...] = ()
             _adopt_copies(value, parameters, reads)
 
 
-def _adopt_copies(value: list[Any], parameters: list[Tensor], reads: Reads) -> None:
+def _adopt_copies(value: list[Any], parameters: list[Tensor], reads: HookReads) -> None:
     lists = value if all(isinstance(inner, list) for inner in value) else [value]
     copies = [copy for inner in lists for copy in inner]
     if len(copies) != len(parameters) or not all(map(_has_same_shape, copies, parameters)):

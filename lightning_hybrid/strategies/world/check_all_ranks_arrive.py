@@ -38,11 +38,8 @@ class NotOnAllRanks(RuntimeError):
 class Rendezvous:
     """Progress of this rank in a run, and of the others."""
 
-    def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store, prefix: str) -> None:
-        self._trainer = trainer
-        self._mesh = mesh
-        self._store = store
-        self._prefix = prefix
+    def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store) -> None:
+        self._trainer, self._mesh, self._store = trainer, mesh, store
         self._met = self._passed = self._trained = 0
         self._is_needed = any(mesh.size(axis) > 1 for axis in ("pp", "holders"))
 
@@ -52,7 +49,7 @@ class Rendezvous:
             self._passed += 1
             self._trained += self._trainer.training  # replicas have different numbers of batches in validation
             with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
-                self._store.set(self._key("at", self._mesh.rank), f"{self._passed} {self._trained}")
+                self._store.set(f"at-{self._mesh.rank}", f"{self._passed} {self._trained}")
 
     def meet(self, what: str, timeout: timedelta, is_over: Callable[[], bool]) -> None:
         """Wait until all ranks are here, to make the call ``what``, or one has failed (``is_over``).
@@ -66,8 +63,8 @@ class Rendezvous:
         ranks = range(self._mesh.layout.world_size)
         start, pause = time.monotonic(), pauses()
         with contextlib.suppress(dist.DistNetworkError):
-            self._store.set(self._key("met", self._mesh.rank), str(self._met))
-            arrived = self._store.add(self._key("arrived", self._met), 1)
+            self._store.set(f"met-{self._mesh.rank}", str(self._met))
+            arrived = self._store.add(f"arrived-{self._met}", 1)
             while arrived < len(ranks) and not is_over():
                 waited = time.monotonic() - start
                 late = waited > timeout.total_seconds()
@@ -80,19 +77,16 @@ class Rendezvous:
                         + "; call it on all ranks: only the first writes the file"
                     )
                 next(pause)
-                arrived = self._store.add(self._key("arrived", self._met), 0)
+                arrived = self._store.add(f"arrived-{self._met}", 0)
 
     def _is_gone(self, rank: int, late: bool) -> bool:
         """Whether another rank has passed this moment; its progress must be read before its arrival."""
         layout, here = self._mesh.layout, self._mesh.rank
-        at = self._store.get(self._key("at", rank)).split() if self._store.check([self._key("at", rank)]) else (0, 0)
+        at = self._store.get(f"at-{rank}").split() if self._store.check([f"at-{rank}"]) else (0, 0)
         passed, trained = map(int, at)
         same_replica = layout.data_rank(rank) == layout.data_rank(here)
         ahead = passed > self._passed if same_replica else trained > self._trained
         if not ahead and not late:
             return False
-        known = self._store.check([self._key("met", rank)])
-        return not known or int(self._store.get(self._key("met", rank))) < self._met
-
-    def _key(self, name: str, number: int) -> str:
-        return f"{self._prefix}{name}-{number}"
+        known = self._store.check([f"met-{rank}"])
+        return not known or int(self._store.get(f"met-{rank}")) < self._met

@@ -44,19 +44,19 @@ def split_sampler_over_replicas(loader: object, *, replicas: int, replica: int, 
 def _distributed_samplers(loader: object) -> list[DistributedSampler[Any]]:
     if not isinstance(loader, DataLoader):
         return []
-    found: dict[int, DistributedSampler[Any]] = {}
-    seen: set[int] = set()
+    samplers: dict[int, DistributedSampler[Any]] = {}
+    visited: set[int] = set()
     waiting: list[Any] = [loader.sampler, loader.batch_sampler]
     while waiting:
         sampler = waiting.pop()
-        if sampler is None or id(sampler) in seen:
+        if sampler is None or id(sampler) in visited:
             continue
-        seen.add(id(sampler))
+        visited.add(id(sampler))
         if isinstance(sampler, DistributedSampler):
-            found[id(sampler)] = sampler
+            samplers[id(sampler)] = sampler
         # Batch samplers and wrappers keep the sampler that they draw from under these names.
         waiting += [getattr(sampler, name, None) for name in ("sampler", "batch_sampler")]
-    return list(found.values())
+    return list(samplers.values())
 
 
 def _sizes(sampler: DistributedSampler[Any], replicas: int) -> tuple[int, int]:

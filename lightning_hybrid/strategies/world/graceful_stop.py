@@ -29,13 +29,10 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around, replace
 from lightning_hybrid.strategies.world.check_all_ranks_arrive import pauses
 
+_SIGTERM = "sigterm"  # key in the store
 _INTERRUPT = 1 << 32  # above any number of stop points
 
 log = logging.getLogger(pl.__name__)
-
-
-def _nothing() -> None:
-    pass
 
 
 class GracefulStop:
@@ -45,16 +42,9 @@ class GracefulStop:
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        mesh: Mesh,
-        store: dist.Store,
-        prefix: str,
-        timeout: timedelta,
-        is_over: Callable[[], bool],
+        self, trainer: Any, mesh: Mesh, store: dist.Store, timeout: timedelta, is_over: Callable[[], bool]
     ) -> None:
-        self._trainer, self._mesh = trainer, mesh
-        self._store, self._prefix = store, prefix
+        self._trainer, self._mesh, self._store = trainer, mesh, store
         self._timeout, self._is_over = timeout, is_over
         self._batches = self._stop_points = self._interrupts = 0
         self._is_signalled = False
@@ -87,7 +77,12 @@ class GracefulStop:
         self._undo.callback(replace(changed, name, method, reason="all ranks stop after one batch"))
 
     def _extend(
-        self, loop: Any, name: str, *, before: Callable[[], None] = _nothing, after: Callable[[], None] = _nothing
+        self,
+        loop: Any,
+        name: str,
+        *,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
     ) -> None:
         def extended(original: Callable[..., Any], *args: Any) -> Any:
             before()
@@ -113,12 +108,8 @@ class GracefulStop:
         # Others may be one batch further, or, where gradients are accumulated, as many as they share nothing in.
         due = f"{self._batches + 1 + self._trainer.accumulate_grad_batches} {self._mesh.rank}"
         with contextlib.suppress(RuntimeError):
-            if self._store.compare_set(self._signal_key, "", due).decode() == due:
+            if self._store.compare_set(_SIGTERM, "", due).decode() == due:
                 self._interrupt_all()
-
-    @property
-    def _signal_key(self) -> str:
-        return self._prefix + "sigterm"
 
     def _raise_if_signalled(self) -> None:
         if self._trainer.received_sigterm:
@@ -133,8 +124,8 @@ class GracefulStop:
 
     def _check_signal(self) -> None:
         connector = self._trainer._signal_connector
-        if self._signal_due is None and self._store.check([self._signal_key]):
-            self._signal_due, self._signalled_rank = map(int, self._store.get(self._signal_key).split())
+        if self._signal_due is None and self._store.check([_SIGTERM]):
+            self._signal_due, self._signalled_rank = map(int, self._store.get(_SIGTERM).split())
         if self._signal_due is not None and self._batches >= self._signal_due and not connector.received_sigterm:
             connector.received_sigterm = True  # Lightning looks at this at the end of each batch
             rank_zero_info(f"rank {self._signalled_rank} has received SIGTERM: all ranks stop, {self._where()}")
@@ -153,10 +144,10 @@ class GracefulStop:
         self._wants_stop, self._is_agreed = False, stops
 
     def _key(self, name: str) -> str:
-        return f"{self._prefix}stop-{self._round}-{name}"
+        return f"stop-{self._round}-{name}"
 
     def _count_key(self, rank: int) -> str:
-        return f"{self._prefix}stop-points-{rank}"
+        return f"stop-points-{rank}"
 
     def _interrupt_all(self) -> list[int]:
         """Make each rank read the proposal, at its next stop point at the latest; return how many each has passed."""
@@ -184,8 +175,8 @@ class GracefulStop:
 
     def _propose(self, here: int) -> None:
         """Propose a stop of all ranks, unless another rank has."""
-        mine = f"{self._mesh.rank} {here}"
-        if self._store.compare_set(self._key("proposal"), "", mine).decode() == mine:
+        proposal = f"{self._mesh.rank} {here}"
+        if self._store.compare_set(self._key("proposal"), "", proposal).decode() == proposal:
             furthest = max(self._interrupt_all())
             if furthest >= here:
                 self._store.set(self._key("due"), str(furthest + 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -12,17 +12,18 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.distributed import default_pg_timeout
 
 from lightning_hybrid.experts.moe.moe_layer import name_layers
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.patching import replace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.world.rank_failures import RankFailures
-from lightning_hybrid.strategies.world.replica_world import VisibleWorld
-from lightning_hybrid.strategies.world.skipped_steps import allow_skipped_steps
-from lightning_hybrid.strategies.world.strategy_callbacks import EpochMetrics
+from lightning_hybrid.strategies.world.replica_world import ReplicaWorld
+from lightning_hybrid.strategies.world.run_callbacks import EpochMetrics
 from lightning_hybrid.strategies.world.uneven_evaluation import evaluate_each_sample_once
 from lightning_hybrid.strategies.world.user_device_mesh import published
 
@@ -58,7 +59,7 @@ class RankWorld:
         self.timeout = timeout or default_pg_timeout
         self.num_processes, self.num_nodes = num_processes, num_nodes
         self.data_rank = layout.data_rank(mesh.rank)
-        self._user_world: VisibleWorld | None = None
+        self._user_world: ReplicaWorld | None = None
         self._failures: RankFailures | None = None
         self._in_step = False
         self._until_failure = contextlib.ExitStack()
@@ -68,11 +69,11 @@ class RankWorld:
         """Make user code in hooks of a trainer see its own world, and split its evaluation over replicas."""
         module._device_mesh = published(self.mesh.published(), self.as_launcher)
         name_layers(module)
-        self._user_world = VisibleWorld(self.mesh)
+        self._user_world = ReplicaWorld(self.mesh)
         self._until_failure.callback(self._user_world.wrap_hooks(trainer))
         self.until_end.callback(evaluate_each_sample_once(trainer, self.mesh, self.any_failed))
         if self.layout.world_size > 1:
-            self.until_end.callback(allow_skipped_steps(trainer))
+            self.until_end.callback(_allow_skipped_steps(trainer))
 
     def watch_failures(self, trainer: pl.Trainer) -> None:
         """Watch for ranks that fail, from now on."""
@@ -231,3 +232,16 @@ def _check_shapes(tensor: Tensor, group: dist.ProcessGroup) -> None:
             " to one replica only, so that batches may differ in size: pad the tensor, gather a sum, or use a"
             " torchmetrics object"
         )
+
+
+def _allow_skipped_steps(trainer: Any) -> Callable[[], None]:
+    """Let the loop accept None from the strategy, which checks that all replicas returned it; return the undo."""
+    optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+
+    def training_step(kwargs: dict[str, Any]) -> Any:
+        """Lightning's own method, without its check of the world size."""
+        output = call._call_strategy_hook(trainer, "training_step", *kwargs.values())
+        trainer.strategy.post_training_step()
+        return optimization.output_result_cls.from_training_step_output(output, trainer.accumulate_grad_batches)
+
+    return replace(optimization, "_training_step", training_step, reason="skipped steps on several ranks")

@@ -1,4 +1,4 @@
-"""RankFailures of ranks: the other ranks learn of one within seconds.
+"""Failures of ranks: the other ranks learn of one within seconds.
 
 Without this, a rank that raises and lives on (its error was caught, or it lingers in code after ``fit``) would leave
 the others waiting for its messages until their timeout. Ranks report failures through the store by which they met: it
@@ -25,8 +25,8 @@ from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, error_
 from lightning_hybrid.shared_memory.peer_sockets import close_peer_sockets
 from lightning_hybrid.strategies.world.check_all_ranks_arrive import Rendezvous
 from lightning_hybrid.strategies.world.graceful_stop import GracefulStop
+from lightning_hybrid.strategies.world.run_callbacks import RunCallback
 from lightning_hybrid.strategies.world.slurm_requeue import SlurmRequeue
-from lightning_hybrid.strategies.world.strategy_callbacks import RunCallback
 
 # Time for the others to fail by themselves, as they do where all ranks make the same mistake.
 _SECONDS_FOR_PEERS = 1.0
@@ -51,14 +51,15 @@ class RankFailures(RunCallback):
         self.is_disconnected = False
         self._trainer = trainer
         self._mesh = mesh
-        self._store = dist.distributed_c10d._get_default_store()
+        store = dist.distributed_c10d._get_default_store()
         # The same number on every rank, whoever made the strategy; nothing of an earlier run is read again.
-        self._prefix = f"hybrid3d/run-{self._store.add(f'hybrid3d/runs-of-rank-{mesh.rank}', 1)}/"
+        run = store.add(f"hybrid3d/runs-of-rank-{mesh.rank}", 1)
+        self._store = dist.PrefixStore(f"hybrid3d/run-{run}", store)
         self._reported = False
         self._leave = self.enter(trainer)
-        self._requeue = SlurmRequeue(trainer, mesh, self._store, self._prefix)
-        self.rendezvous = Rendezvous(trainer, mesh, self._store, self._prefix)
-        self._stopping = GracefulStop(trainer, mesh, self._store, self._prefix, timeout, self.any_reported)
+        self._requeue = SlurmRequeue(trainer, mesh, self._store)
+        self.rendezvous = Rendezvous(trainer, mesh, self._store)
+        self._stopping = GracefulStop(trainer, mesh, self._store, timeout, self.any_reported)
 
     def stop_watching(self) -> None:
         """Undo the changes to the trainer."""
@@ -77,10 +78,10 @@ class RankFailures(RunCallback):
         self._reported = True
         here = self._where(error)
         lost = is_lost_connection(error)
-        mine = f"another rank has died without a word; {here} noticed" if lost else f"{here} failed: {_brief(error)}"
-        first = self._publish(mine)
+        cause = f"another rank has died without a word; {here} noticed" if lost else f"{here} failed: {_brief(error)}"
+        first = self._publish(cause)
         if lost:
-            reason = "another rank of the job has died without a word" if first == mine else first
+            reason = "another rank of the job has died without a word" if first == cause else first
             add_error_note(error, f"{here} had to stop: {reason}")
             self._close(reason)
         elif not self._all_reported(_SECONDS_FOR_PEERS):
@@ -88,24 +89,24 @@ class RankFailures(RunCallback):
             if self._mesh.rank == 0:
                 self._all_reported(_SECONDS_FOR_READERS)
 
-    def _publish(self, mine: str) -> str:
+    def _publish(self, cause: str) -> str:
         """Publish a reason unless there is one already; return the one that stands."""
         with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
-            first = self._store.compare_set(self._prefix + "reason", "", mine).decode(errors="replace")
-            self._store.add(self._prefix + "failed", 1)
+            first = self._store.compare_set("reason", "", cause).decode(errors="replace")
+            self._store.add("failed", 1)
             return first
-        return mine
+        return cause
 
     def any_reported(self) -> bool:
         """Whether a rank has failed."""
         with contextlib.suppress(RuntimeError):
-            return self._store.add(self._prefix + "failed", 0) > 0
+            return self._store.add("failed", 0) > 0
         return True
 
     def _all_reported(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
         with contextlib.suppress(RuntimeError):
-            while self._store.add(self._prefix + "failed", 0) < self._mesh.layout.world_size:
+            while self._store.add("failed", 0) < self._mesh.layout.world_size:
                 if time.monotonic() > end:
                     return False
                 time.sleep(0.01)
@@ -122,7 +123,6 @@ class RankFailures(RunCallback):
                 _close_group(group)
 
     def _where(self, error: BaseException) -> str:
-        """Describe this rank, its stage and what it was doing."""
         size = self._mesh.size("pp")
         rank = f"rank {self._mesh.rank} (pipeline rank {self._mesh.rank_in('pp')} of {size})"
         for text in error_notes_of(error):
@@ -183,7 +183,7 @@ def _close_group(group: dist.ProcessGroup) -> None:
 
 
 def _hook_of(error: BaseException) -> str:
-    """Return the innermost hook of Lightning that an error came through."""
+    """Return the innermost hook that an error came through."""
     hook, frames = "", error.__traceback__
     while frames is not None:
         if frames.tb_frame.f_code.co_name in _HOOK_CALLERS:

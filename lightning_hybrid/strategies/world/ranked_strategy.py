@@ -18,6 +18,7 @@ from lightning.fabric.utilities.distributed import (
     _set_num_threads_if_needed,
 )
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -26,9 +27,11 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.world.correct_user_samplers import split_sampler_over_replicas
 from lightning_hybrid.strategies.world.rank_communication import RankWorld
+from lightning_hybrid.strategies.world.rank_failures import check_connections
 
 
 class RankedStrategy(ParallelStrategy):
@@ -71,6 +74,18 @@ class RankedStrategy(ParallelStrategy):
     def _is_one_process(self) -> bool:
         """Whether this process is the whole world; environments, which may lack variables, are not read then."""
         return self.num_nodes * self.num_processes == 1
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision: `HybridPrecision` for Lightning's own; a user's plugin where each rank runs full steps."""
+        self._precision_plugin = self._precision_plugin or HybridPrecision()
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None and not HybridPrecision.is_other(plugin):
+            plugin = HybridPrecision.of(plugin)
+        self._precision_plugin = plugin
 
     @property
     def process_group_backend(self) -> str | None:
@@ -128,13 +143,15 @@ class RankedStrategy(ParallelStrategy):
     def _launcher_rank(self) -> int:
         if self._world is not None:  # environments may read RANK, which is another one while user code runs
             return self._world.mesh.rank
-        known = self.cluster_environment is not None and not self._is_one_process
-        return self.cluster_environment.global_rank() if known else 0  # type: ignore[union-attr]
+        return self.cluster_environment.global_rank() if self._has_ranks else 0  # type: ignore[union-attr]
 
     @property
     def _num_ranks(self) -> int:
-        known = self.cluster_environment is not None and not self._is_one_process
-        return self.cluster_environment.world_size() if known else 1  # type: ignore[union-attr]
+        return self.cluster_environment.world_size() if self._has_ranks else 1  # type: ignore[union-attr]
+
+    @property
+    def _has_ranks(self) -> bool:
+        return self.cluster_environment is not None and not self._is_one_process
 
     @property
     def data_rank(self) -> int:
@@ -177,6 +194,7 @@ class RankedStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Join the process groups, and build the mesh."""
+        check_connections()
         super().setup_environment()
         assert self.cluster_environment is not None
         if isinstance(self.cluster_environment, LightningEnvironment) and not self._is_one_process:
@@ -212,6 +230,23 @@ class RankedStrategy(ParallelStrategy):
         module = self.lightning_module
         if module is not None and module._trainer is not None:  # None where the strategy is used without a Trainer
             self._world.connect(module._trainer, module)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Report the error to the other ranks."""
+        super().on_exception(exception)
+        if self._world is not None:
+            self._world.report(exception)
+
+    def close_world(self, *, moves_module: bool) -> None:
+        """Close the world and the plugins at the end of a run; move the module to the host unless it is in shards."""
+        if self._world is not None:
+            self._world.close()
+        if moves_module:
+            super().teardown()
+            return
+        assert self.cluster_environment is not None and self.accelerator is not None
+        for plugin in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            plugin.teardown()
 
     def process_dataloader(self, dataloader: object) -> object:
         """Give all ranks of a replica one order of samples: split users' samplers, seed workers by replica."""

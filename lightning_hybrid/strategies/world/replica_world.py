@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around, reduced_as
-from lightning_hybrid.strategies.user_code.hook_context import LIBRARY_PREFIXES
+from lightning_hybrid.strategies.user_code.overridden_hooks import LIBRARY_PREFIXES
 
 # The training step runs inside the first; after a failure the world matters and not what the user means.
 _NOT_USER_HOOKS = frozenset({"optimizer_step", "on_exception"})
@@ -31,7 +31,7 @@ _COUNTS_DATA = (".throughput_monitor",)
 _CALLERS = ("_call_lightning_module_hook", "_call_lightning_datamodule_hook", "_call_callback_hooks")
 
 
-class VisibleWorld:
+class ReplicaWorld:
     """The world visible to user code, on one rank.
 
     Attributes:
@@ -114,7 +114,6 @@ class VisibleWorld:
         self._loaders.append((weakref.ref(loader), own))
 
     def _restore_loaders(self) -> None:
-        """Restore the classes of loaders."""
         for reference, own in self._loaders:
             if (loader := reference()) is not None:
                 _set_class(own, loader)

@@ -1,4 +1,4 @@
-"""SlurmRequeue of a SLURM job: all ranks save after the same batch, and the first one requeues the job.
+"""Requeue of a SLURM job: all ranks save after the same batch, and the first one requeues the job.
 
 Lightning saves where the signal finds a rank. Ranks that share a model are then at different points of a step, and a
 file needs all of them.
@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import replace
-from lightning_hybrid.strategies.world.strategy_callbacks import RunCallback
+from lightning_hybrid.strategies.world.run_callbacks import RunCallback
 
 _HANDLER = "_slurm_sigusr_handler_fn"
 
@@ -24,13 +24,9 @@ _HANDLER = "_slurm_sigusr_handler_fn"
 class SlurmRequeue(RunCallback):
     """Runs after all other callbacks, so that their changes at the end of a batch are saved."""
 
-    def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store, prefix: str) -> None:
-        self._trainer = trainer
-        self._store = store
-        self._prefix = prefix
-        self._round = 0
-        self._batches = 0
-        self._signum = 0
+    def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store) -> None:
+        self._trainer, self._store = trainer, store
+        self._round = self._batches = self._signum = 0
         self._undo: Callable[[], None] = lambda: None
         environment = trainer._accelerator_connector.cluster_environment
         listens = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
@@ -48,7 +44,7 @@ class SlurmRequeue(RunCallback):
 
     @property
     def _key(self) -> str:
-        return f"{self._prefix}requeue-{self._round}"
+        return f"requeue-{self._round}"
 
     def _on_signal(self, signum: int, frame: Any) -> None:
         """Agree on the batch after which all ranks save; the first signal decides."""

@@ -146,9 +146,9 @@ class _LoopResults:
     def begin(self, original: Callable[[], None]) -> None:
         """Before Lightning's own: say how many batches there are."""
         loaders = zip(self._loop._combined_loader.flattened, self._loop.max_batches, strict=True)
-        mine = [math.inf if sized_len(loader) is None else batches for loader, batches in loaders]
+        local_counts = [math.inf if sized_len(loader) is None else batches for loader, batches in loaders]
         self.counts = [[] for _ in range(self._mesh.size("data"))]
-        dist.all_gather_object(self.counts, mine, group=self._mesh.group("data"))
+        dist.all_gather_object(self.counts, local_counts, group=self._mesh.group("data"))
         self._arrivals.begin()
         self._last_meeting = None
         self._read_before = self._loop.batch_progress.current.ready
@@ -197,9 +197,9 @@ class _LoopResults:
             RanksDisagree: Metric objects are logged by some replicas only.
         """
         results = self._loop._results
-        mine = {k: _replica_log(m) for k, m in results.valid_items() if m.meta.fx.split(".")[0] in _STEPS}
+        local_logs = {k: _replica_log(m) for k, m in results.valid_items() if m.meta.fx.split(".")[0] in _STEPS}
         all_logs: list[dict[str, _ReplicaLog]] = [{} for _ in range(self._mesh.size("data"))]
-        dist.all_gather_object(all_logs, mine, group=self._mesh.group("data"))
+        dist.all_gather_object(all_logs, local_logs, group=self._mesh.group("data"))
         objects = [[key for key, entry in logs.items() if entry.value is None] for logs in all_logs]
         if any(names != objects[0] for names in objects):
             raise RanksDisagree(
@@ -229,8 +229,9 @@ class _LoaderProgress:
 
     def __init__(self, mesh: Mesh, is_over: Callable[[], bool]) -> None:
         self._mesh, self._is_over = mesh, is_over
-        self._store = dist.distributed_c10d._get_default_store()
-        self._prefix = f"hybrid3d/evaluated-{self._store.add(f'hybrid3d/evaluated-by-rank-{mesh.rank}', 1)}/"
+        store = dist.distributed_c10d._get_default_store()
+        run = store.add(f"hybrid3d/evaluated-by-rank-{mesh.rank}", 1)
+        self._store = dist.PrefixStore(f"hybrid3d/evaluated-{run}", store)
         self._evaluation = 0
 
     def begin(self) -> None:
@@ -244,7 +245,7 @@ class _LoaderProgress:
     def meet(self, loader: int, batch: int, counts: Sequence[float]) -> list[float]:
         """Wait until each replica has reached a batch of a loader, or its end; return their numbers of batches."""
         self._publish(f"at-{loader}", batch)
-        found = list(counts)
+        known = list(counts)
         ranks = dist.get_process_group_ranks(self._mesh.group("data"))
         waited_for = [position for position, count in enumerate(counts) if count == math.inf]
         pause = pauses()
@@ -252,21 +253,21 @@ class _LoaderProgress:
             for position in list(waited_for):
                 end = self._published(f"end-{loader}", ranks[position])
                 if end is not None:
-                    found[position] = end
+                    known[position] = end
                 at = self._published(f"at-{loader}", ranks[position])
                 if end is not None or (at is not None and at >= batch):
                     waited_for.remove(position)
             if waited_for:
                 next(pause)
-        return found
+        return known
 
     def _publish(self, what: str, number: int) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
-            self._store.set(f"{self._prefix}{what}-{self._mesh.rank}", f"{self._evaluation} {number}")
+            self._store.set(f"{what}-{self._mesh.rank}", f"{self._evaluation} {number}")
 
     def _published(self, what: str, rank: int) -> int | None:
         """Return the number that a rank has published in this evaluation."""
-        key = f"{self._prefix}{what}-{rank}"
+        key = f"{what}-{rank}"
         if not self._store.check([key]):
             return None
         evaluation, number = map(int, self._store.get(key).split())

@@ -16,8 +16,8 @@ def _in_launcher_world(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def inside(mesh: PublishedMesh, *args: Any, **kwargs: Any) -> Any:
         with mesh.launcher_world():
-            found = method(mesh, *args, **kwargs)
-        return published(found, mesh.launcher_world) if isinstance(found, DeviceMesh) else found
+            result = method(mesh, *args, **kwargs)
+        return published(result, mesh.launcher_world) if isinstance(result, DeviceMesh) else result
 
     return inside
 
@@ -42,7 +42,7 @@ class PublishedMesh(DeviceMesh):
 
     @property
     def mesh(self) -> Tensor:
-        """The ranks."""
+        """The ranks, of shape (size of the first dimension, size of the second, ...)."""
         with self.launcher_world():
             return super().mesh
 

@@ -1,11 +1,14 @@
-"""Callbacks that the strategy adds to a trainer for the time of a run."""
+"""Callbacks that the strategy adds to a trainer for the time of a run, and calls around its validation."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+
+from lightning_hybrid.patching import around
 
 
 class RunCallback(pl.Callback):
@@ -47,3 +50,23 @@ class FullAtTrainEnd(RunCallback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Lightning's hook."""
         self._make_full()
+
+
+def around_validation(trainer: Any, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
+    """Call ``begin`` in each validation, after callbacks have swapped weights, before its first batch; ``end`` after.
+
+    Returns the undo.
+    """
+
+    def on_run_start(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        begin()
+
+    def on_run_end(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        end()
+        return original(*args, **kwargs)
+
+    loop, undo = trainer.fit_loop.epoch_loop.val_loop, contextlib.ExitStack()
+    undo.callback(around(loop, "on_run_start", on_run_start, reason="full tensors for a validation"))
+    undo.callback(around(loop, "on_run_end", on_run_end, reason="full tensors for a validation"))
+    return undo.close

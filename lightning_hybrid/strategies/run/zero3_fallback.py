@@ -1,4 +1,4 @@
-"""The demotion of a layout: ranks that cannot hold stages or cut layers hold ZeRO-3 shards, and why."""
+"""The fallback of a layout to ZeRO-3: ranks that cannot hold stages or cut layers hold shards, and why."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.mesh import Mesh
 
-_SIZES = {
-    "pp": "pipeline_parallel_size",
-    "cp": "context_parallel_size",
-    "tp": "tensor_parallel_size",
-}
+_SIZES = {"pp": "pipeline_parallel_size", "cp": "context_parallel_size", "tp": "tensor_parallel_size"}
 
 
-class Demotion:
+class Zero3Fallback:
     """The reason, equal on all ranks, why those along some axes hold ZeRO-3 shards and run the step unpartitioned.
 
     Attributes:

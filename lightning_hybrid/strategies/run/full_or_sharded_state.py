@@ -34,12 +34,16 @@ from lightning_hybrid.patching import Replacement, temporary_hook
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
-from lightning_hybrid.strategies.start.initial_sync import check_is_full, missing_parameters, refuse_partial_state
+from lightning_hybrid.strategies.state.refuse_partial_state_dict import (
+    check_is_full,
+    missing_parameters,
+    refuse_partial_state,
+)
 from lightning_hybrid.strategies.user_code.gather_checkpoint_hook_tensors import attribute_tensors
 from lightning_hybrid.strategies.world.rank_communication import RankWorld
 
 
-class ModuleState:
+class FullOrShardedState:
     """Whether the module is full on this rank or sharded, and its state dicts.
 
     Attributes:
@@ -241,9 +245,9 @@ class ModuleState:
         self._unpickled = contextlib.ExitStack()
         for optimizer in optimizers:
             if hasattr(optimizer, "__getstate__"):
-                state, own = partial(self._state_to_pickle, optimizer), optimizer.__getstate__
+                state, original = partial(self._state_to_pickle, optimizer), optimizer.__getstate__
                 # Not in the registry of patches: it stays after the run, which leaves shards of states.
-                pickled = Replacement(optimizer, "__getstate__", state, own, reason="pickles hold full states")
+                pickled = Replacement(optimizer, "__getstate__", state, original, reason="pickles hold full states")
                 optimizer.__dict__["__getstate__"] = pickled
                 self._unpickled.callback(pickled.put_back)
 
@@ -252,13 +256,13 @@ class ModuleState:
         self._unpickled.close()
 
     def _state_to_pickle(self, optimizer: Optimizer) -> Any:
-        own = type(optimizer).__getstate__(optimizer)
+        local = type(optimizer).__getstate__(optimizer)
         run = self._run
         is_sharded = any(stepped.optimizer is optimizer for stepped in self._optimization.sharded_steps)
         if run is not None:
             is_sharded |= run.parts is not None or (run.plan is not None and run.plan.num_ranks > 1)
-        if not isinstance(own, dict) or "state" not in own or not is_sharded:
-            return own
+        if not isinstance(local, dict) or "state" not in local or not is_sharded:
+            return local
         if self._failed or self._world.is_disconnected:
             raise CheckpointError(
                 f"{type(optimizer).__name__} is copied or pickled after a run that failed, and other ranks hold shards"
@@ -269,10 +273,10 @@ class ModuleState:
             box = [_on(torch.device("cpu"), self.optimizer_state(optimizer).get("state"))]
             dist.broadcast_object_list(box, src=0)
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            full = type(own["state"])(dict) if isinstance(own["state"], defaultdict) else {}
+            full = type(local["state"])(dict) if isinstance(local["state"], defaultdict) else {}
             for key, entry in box[0].items():
                 full[parameters[key] if isinstance(key, int) else key] = _on(self._world.device, entry)
-        return {**own, "state": full}
+        return {**local, "state": full}
 
 
 def _guarded(module: nn.Module, refusal: Callable[..., None]) -> RemovableHandle:

@@ -1,19 +1,12 @@
-"""Checks of callbacks that search before a run: they must decide the same on every rank."""
+"""Refusals of callbacks of Lightning that cannot decide the same on every rank."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
-from lightning.pytorch.tuner.lr_finder import _LRCallback
 
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.patching import around
 
 
 def check_callbacks(trainer: Any, layout: ParallelLayout, *, is_recorded: bool) -> None:
@@ -41,33 +34,3 @@ def check_callbacks(trainer: Any, layout: ParallelLayout, *, is_recorded: bool) 
                 f" {why}; prune after fit, when the module is full, or train with replicas alone:"
                 " pipeline_parallel_size=1, stages_per_rank=1, tensor_parallel_size=1, zero_stage=0, num_microbatches=1"
             )
-
-
-def search_by_mean_loss(trainer: Any, mesh: Mesh) -> Callable[[], None]:
-    """Let a search for the learning rate see the mean loss over the replicas, as one process does.
-
-    Args:
-        trainer: That begins to train.
-        mesh: The ranks.
-
-    Returns:
-        What undoes it.
-    """
-    undo = contextlib.ExitStack()
-    for callback in trainer.callbacks:
-        if isinstance(callback, _LRCallback) and mesh.size("data") > 1:
-            search = partial(_with_mean_loss, mesh)
-            undo.callback(around(callback, "on_train_batch_end", search, reason="the mean loss over replicas"))
-    return undo.close
-
-
-def _with_mean_loss(
-    mesh: Mesh, original: Callable[..., None], trainer: Any, pl_module: Any, outputs: Any, *args: Any
-) -> None:
-    loss = outputs if isinstance(outputs, torch.Tensor) else (outputs or {}).get("loss")
-    # A replica may have skipped its step.
-    mine = [0.0, 0.0] if loss is None else [float(loss), 1.0]
-    known = mesh.all_reduce(torch.tensor(mine, dtype=torch.float64, device=trainer.strategy.root_device), "data")
-    total, count = known.tolist()
-    outputs = {"loss": torch.tensor(total / count, dtype=torch.float64)} if count else outputs
-    original(trainer, pl_module, outputs, *args)

@@ -1,0 +1,60 @@
+"""AdaScale observes gradients before and after their average over replicas, or is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_hybrid.callbacks.adascale import AdaScale
+from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.namespaces.converted_objects import convert
+from lightning_hybrid.namespaces.detect_lightning_namespace import namespace_of
+from lightning_hybrid.parts.local_shards import LocalShards
+from lightning_hybrid.strategies.techniques.gradient_reduction import Reducers
+from lightning_hybrid.zero.gather_and_free_parameters import ZeroSharding
+
+
+def connect_adascale(
+    trainer: Any,
+    mesh: Mesh,
+    counted: tuple[set[int], set[int]],
+    reducers: Reducers,
+    zero: ZeroSharding | None,
+) -> None:
+    """Let AdaScale observe gradients before and after their average.
+
+    ``counted`` has the ids of the parameters whose gradients this rank counts before the average, and after it.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, AdaScale):
+            callback.connect_mesh(mesh, lambda: counted, each_batch=zero is not None)
+            for reducer in reducers.values():
+                reducer.observer = callback
+            if zero is not None:
+                zero.observe(callback)
+
+
+def has_adascale(trainer: Any) -> bool:
+    """Whether a callback of the user is AdaScale."""
+    for callback in trainer.callbacks:
+        convert(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
+    return any(isinstance(callback, AdaScale) for callback in trainer.callbacks)
+
+
+def check_adascale(layout: ParallelLayout, parts: LocalShards | None) -> None:
+    """Refuse AdaScale where it cannot observe gradients before and after their average, each once.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if layout.expert_parallel_size > 1:
+        raise ValueError(
+            "AdaScale compares the gradients of replicas, and those of experts are summed over"
+            f" expert_parallel_size={layout.expert_parallel_size} of them before any replica has them; set"
+            " expert_parallel_size=1"
+        )
+    if parts is not None and parts.has_repeated_shards:
+        raise ValueError(
+            f"AdaScale cannot count gradients of which several of the {layout.tensor_parallel_size} tensor ranks hold"
+            " the same part (key heads fewer than ranks); set a smaller tensor_parallel_size"
+        )

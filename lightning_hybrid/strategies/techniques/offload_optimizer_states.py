@@ -1,0 +1,73 @@
+"""Optimizer states that are offloaded to the host or a file between steps, layer by layer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.recording.choose_units import choose_units
+from lightning_hybrid.zero.gather_and_free_parameters import ZeroSharding
+from lightning_hybrid.zero.optimizer_states.offloaded_all_parameters_step import AllParametersStep
+from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
+from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
+from lightning_hybrid.zero.optimizer_states.sharded_step import numel_of_shard
+from lightning_hybrid.zero.optimizer_states.try_optimizer_step import why_not_layerwise
+from lightning_hybrid.zero.storage_devices import StorageDevices
+
+
+def parameters_by_layer(module: nn.Module, plan: StagePlan | None) -> list[list[nn.Parameter]]:
+    """Return all parameters, layer by layer; first those outside of layers."""
+    units = dict(module.named_children()) if plan is None else choose_units(module, 1)
+    if plan is not None and plan.num_ranks > 1 and plan.first is not None:
+        units = dict(plan.first.recording.units)
+    members = [list(layer.parameters()) for layer in find_layers(units).values()]
+    covered: set[int] = set()
+    distinct = []
+    for layer in members:
+        distinct.append([p for p in layer if id(p) not in covered])
+        covered.update(map(id, layer))
+    return [[p for p in module.parameters() if id(p) not in covered], *distinct]
+
+
+def offload_states(
+    optimizers: Sequence[Optimizer],
+    layers: Sequence[Sequence[nn.Parameter]],
+    offload: Mapping[str, str],
+    device: torch.device,
+    watched: Sequence[Optimizer],
+    until: contextlib.ExitStack,
+    zero: ZeroSharding | None,
+    shared_by: dist.ProcessGroup | None = None,
+) -> list[OffloadedStates]:
+    """Step layer by layer, if states are offloaded to the host or a file.
+
+    ``watched`` are optimizers that may combine all parameters in their step; ``zero`` may have parameters in files too;
+    ``shared_by`` are ranks that shard the steps of parameters which each of them holds in full.
+    """
+    devices, where = StorageDevices.of(offload, device), offload.get("optimizer_states")
+    regions = {} if zero is None else zero.regions
+    if where is None and not regions and devices.between_steps == devices.states:
+        return []
+    folder = None if where is None or where == "cpu" else where.removeprefix("disk:")
+    offloaded: list[OffloadedStates] = []
+    for optimizer in optimizers:
+        sees_all = any(other is optimizer for other in watched)
+        why = "may read all of the model" if sees_all else why_not_layerwise(optimizer, in_file=folder is not None)
+        if not why:
+            numel = Tensor.numel if shared_by is None else partial(numel_of_shard, ranks=shared_by)
+            offloaded.append(LayerwiseStep(optimizer, layers, folder, regions, states_on=devices.states, numel=numel))
+        else:
+            name = type(optimizer).__name__
+            rank_zero_info(f"offload: {name} {why}, so all of its states are brought for a step, and leave after it")
+            offloaded.append(AllParametersStep(optimizer, folder, regions.values(), states_on=devices.states))
+        until.callback(offloaded[-1].close)
+    return offloaded

@@ -1,0 +1,68 @@
+"""ZeRO with manual optimization: optimizers that the module calls itself step local shards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.parts.local_shards import AxisSharding
+from lightning_hybrid.strategies.options.strategy_options import Options
+from lightning_hybrid.strategies.user_code.hook_reads import combines_parameters
+from lightning_hybrid.zero.optimizer_states.sharded_step import ShardedStep
+from lightning_hybrid.zero.optimizer_states.try_optimizer_step import can_step_shards
+
+
+def can_shard_manual_steps(module: pl.LightningModule, options: Options) -> bool:
+    """Whether replicas shard the optimizer steps of manual optimization."""
+    is_elsewhere = bool(options.offloaded.keys() - {"optimizer_states"}) or options.save_distributed_checkpoint
+    return options.zero_stage in (1, 2) and not module.automatic_optimization and not is_elsewhere
+
+
+def describe_manual_zero(stage: int, size: int) -> str:
+    """Return the table line of ZeRO with manual optimization."""
+    states = f"optimizer states sharded over {size} replicas"
+    return f"ZeRO-{stage}, manual optimization: {states}, gradients averaged in full"
+
+
+def step_manual_shards(
+    optimizers: Sequence[Optimizer], module: nn.Module, shardings: Sequence[AxisSharding], until: contextlib.ExitStack
+) -> list[Optimizer]:
+    """Let optimizers that the module calls itself step local shards of parameters, which are full meanwhile.
+
+    Returns the optimizers that combine or need full parameters: they step those on every rank.
+    """
+    placements = {name: placement for sharding in shardings for name, placement in sharding.placements.items()}
+    by_id = {id(p): placements[name] for name, p in module.named_parameters() if name in placements}
+    full = []
+    for optimizer in optimizers:
+        if combines_parameters(optimizer) or not can_step_shards(optimizer):
+            full.append(optimizer)
+        elif shardings:
+            until.callback(ShardedStep(optimizer, shardings[0].group, by_id).close)
+    return full
+
+
+def shard_optimizer_states(
+    optimizers: Sequence[Optimizer], ranks: dist.ProcessGroup, until: contextlib.ExitStack
+) -> list[ShardedStep]:
+    """Shard the states of optimizers that the module calls itself.
+
+    Raises:
+        ValueError: One may read full parameters, or several.
+    """
+    steps = []
+    for optimizer in optimizers:
+        if combines_parameters(optimizer) or not can_step_shards(optimizer):
+            raise ValueError(
+                f"zero_stage with manual optimization has each replica step its shard of every parameter, but"
+                f" {type(optimizer).__name__} may read full ones, or several; set zero_stage=0, or use an"
+                " optimizer of torch that steps single numbers, such as AdamW"
+            )
+        steps.append(ShardedStep(optimizer, ranks))
+        until.callback(steps[-1].close)
+    return steps
