@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.parts.local_shards import AxisSharding
 from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.strategies.user_code.hook_reads import combines_parameters
 from lightning_hybrid.zero.optimizer_states.sharded_step import ShardedStep
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import can_step_shards
+from lightning_hybrid.zero.optimizer_states.try_optimizer_step import can_step_shards, combines_parameters
 
 
 def can_shard_manual_steps(module: pl.LightningModule, options: Options) -> bool:

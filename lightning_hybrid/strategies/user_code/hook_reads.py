@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
 from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
@@ -17,15 +17,12 @@ from lightning_hybrid.full_params.sharded_parameter_mode import ShardedParameter
 from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.patching import replace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import can_step_shards
+from lightning_hybrid.zero.optimizer_states.try_optimizer_step import can_step_shards, combines_parameters
 
 # Replicas over which parameters are sharded may have different numbers of these.
 _PER_EVALUATED_BATCH = tuple(
     f"on_{stage}_batch_{when}" for stage in ("validation", "test", "predict") for when in ("start", "end")
 )
-
-# Their steps look at one parameter at a time; following them would only cost time.
-_PER_PARAMETER = ("torch.", "transformers.", "bitsandbytes.")
 
 
 class HookReads:
@@ -143,11 +140,3 @@ def summarize_full_parameters(callback: Any, reads: HookReads) -> Callable[[], N
             original(*args, **kwargs)
 
     return replace(callback, "on_fit_start", on_fit_start, reason="reads full parameters")
-
-
-def combines_parameters(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step, or a hook on it, may combine several parameters."""
-    if isinstance(optimizer, LBFGS):
-        return True
-    hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
-    return any(hooks) or not type(optimizer).step.__module__.startswith(_PER_PARAMETER)

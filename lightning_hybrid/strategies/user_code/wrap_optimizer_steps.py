@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.patching import replace, replaced
-from lightning_hybrid.strategies.user_code.hook_reads import HookReads, combines_parameters
+from lightning_hybrid.strategies.user_code.hook_reads import HookReads
 from lightning_hybrid.zero.optimizer_states.replaced_step import replace_step
+from lightning_hybrid.zero.optimizer_states.try_optimizer_step import combines_parameters
 
 
 def watch_step(optimizer: Optimizer, reads: HookReads, is_sharded: Callable[[], bool]) -> Callable[[], None]:

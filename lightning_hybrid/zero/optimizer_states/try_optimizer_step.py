@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.memory_mapped_states import state_tensors
@@ -130,3 +130,15 @@ def _stepped(optimizer: Optimizer, starts: list[Tensor], gradients: list[list[Te
             parameter.grad = gradient.clone()
         type(optimizer).step(twin)
     return [parameter.detach() for parameter in parameters]
+
+
+# Their steps look at one parameter at a time; following them would only cost time.
+_PER_PARAMETER = ("torch.", "transformers.", "bitsandbytes.")
+
+
+def combines_parameters(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step, or a hook on it, may combine several parameters."""
+    if isinstance(optimizer, LBFGS):
+        return True
+    hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
+    return any(hooks) or not type(optimizer).step.__module__.startswith(_PER_PARAMETER)
