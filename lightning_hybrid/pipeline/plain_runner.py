@@ -17,18 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline.batch_shares import BRANCHES, LEAVES, BatchShare, BatchSharing, MicrobatchResults
 from lightning_hybrid.pipeline.loss_weights.loss_weight_finder import LossWeightFinder
 from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import describe_mixing, measure_weighting
+from lightning_hybrid.pipeline.microbatch_results import CHANGES_MODULES, RUNS_OTHER_LINES, MicrobatchResults
 from lightning_hybrid.pipeline.plain_microbatch_loop import MicrobatchLoop
 from lightning_hybrid.pipeline.plain_step_randomness import PlainStepRandomness
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
-from lightning_hybrid.pipeline.runner_base import (
-    MicrobatchRunner,
-    StepResult,
-    TrainContext,
-)
+from lightning_hybrid.pipeline.runner_base import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
+from lightning_hybrid.pipeline.share_batch_between_ranks import BatchShare, BatchSharing
 from lightning_hybrid.pipeline.side_effects.detect_module_changes import ModuleChanges
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
@@ -270,7 +267,7 @@ class PlainRunner(MicrobatchRunner):
         """Gather the results of all shares of a batch, and learn what the step has changed on the modules."""
         if changes is not None:
             results.calls = frozenset(calls)
-            results.news = LEAVES if changes.something() else BRANCHES if calls - self._calls else 0
+            results.news = CHANGES_MODULES if changes.something() else RUNS_OTHER_LINES if calls - self._calls else 0
         if share.ranks > 1:
             results.checksum = share.checksum
             results = self._sharing.gather(results)
@@ -288,9 +285,9 @@ class PlainRunner(MicrobatchRunner):
 
     def _learn(self, news: int) -> None:
         """Adopt the changes that any rank has found after a training batch: the next one may have to run unsplit."""
-        if news == LEAVES:
+        if news == CHANGES_MODULES:
             self._leaves_changes = True
-        elif news == BRANCHES:
+        elif news == RUNS_OTHER_LINES:
             self._leaves_changes, self.needs_weighting_check = None, True
 
     def decide(

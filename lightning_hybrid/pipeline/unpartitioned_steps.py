@@ -21,7 +21,8 @@ from lightning_hybrid.collectives.exchange_step_numbers import NumberExchange, b
 from lightning_hybrid.full_params.gathered_parameters_mode import GatheredParameters
 from lightning_hybrid.full_params.value_locations import ValueLocations
 from lightning_hybrid.parts.local_shards import LocalShards
-from lightning_hybrid.pipeline.results.log_capture import Entry, LogCapture
+from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.pipeline.results.log_entry import Entry
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.unit_attribute_sync import sync_unit_attributes

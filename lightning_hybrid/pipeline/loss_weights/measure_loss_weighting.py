@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline.results.log_capture import Key, LogCapture, keyed
+from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.pipeline.results.log_entry import Key, keyed
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import BatchSplitter, copied_batch, split, split_unevenly

@@ -19,7 +19,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_hybrid.pipeline.results.count_metric_batches_once import CountedMetrics
-from lightning_hybrid.pipeline.results.log_capture import Entry, LogCapture
+from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.pipeline.results.log_entry import Entry
 from lightning_hybrid.randomness.keyed_draws import GeneratorStates, KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join
 from lightning_hybrid.step.batch.microbatch import (

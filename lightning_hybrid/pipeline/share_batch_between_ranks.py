@@ -1,4 +1,4 @@
-"""Data shares of a batch: pipeline ranks that each run the user's step on some samples, where it cannot be partitioned.
+"""Shares of a batch: the ranks of a pipeline each run the user's step on some samples, where it cannot be partitioned.
 
 Their losses are weighted by their numbers of samples, so that gradients are those of the full batch where the loss is
 a mean over samples. Logged values and outputs are gathered on every one of them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lightning_hybrid.collectives.exchange_step_numbers import batches_differ, digest
 from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import LossWeighting, agree_on_weighting
-from lightning_hybrid.pipeline.results.log_capture import Entry, Key, keyed, keys_of
-from lightning_hybrid.pipeline.side_effects.join_appended_entries import Rows, merged
-from lightning_hybrid.step.batch.merge_outputs import join
+from lightning_hybrid.pipeline.microbatch_results import CHANGES_MODULES, MicrobatchResults
+from lightning_hybrid.pipeline.results.log_entry import Entry, keys_of
+from lightning_hybrid.pipeline.side_effects.join_appended_entries import merged
 from lightning_hybrid.step.batch.microbatch import BatchSplitter, batch_size_of, split
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 
@@ -138,61 +138,8 @@ class BatchSharing:
             sizes=[size for row in rows for size in row.sizes],
             outputs=[output for row in rows for output in row.outputs],
             appended=merged([row.appended for row in rows], [len(row.weights) for row in rows]),
-            news=LEAVES if _branches_differ(rows) else max(row.news for row in rows),
+            news=CHANGES_MODULES if _branches_differ(rows) else max(row.news for row in rows),
         )
-
-
-BRANCHES, LEAVES = 1, 2
-
-
-@dataclass
-class MicrobatchResults:
-    """The results of a step, by microbatch.
-
-    Attributes:
-        weights: Weights of the microbatches by samples.
-        loss_weights: Weights of their losses.
-        by_samples: Logged keys that weigh by samples even where the loss does not.
-        entries: Logged entries, with a value per microbatch; NaN where one has not logged it.
-        losses: None where a microbatch has returned none.
-        sizes: Numbers of samples.
-        outputs: Return values, detached; empty if no code reads them.
-        appended: Entries appended to lists of the user's modules.
-        news: ``LEAVES`` if it has changed the modules by its batch in another way; ``BRANCHES`` if it has run other
-            lines of code than before; else 0.
-        calls: The lines of code that it has run.
-        checksum: Checksum of the full batch.
-    """
-
-    weights: list[float]
-    loss_weights: list[float]
-    by_samples: frozenset[Key]
-    entries: list[Entry]
-    losses: list[float | None]
-    sizes: list[int | None]
-    outputs: list[Any]
-    appended: Rows = field(default_factory=dict)
-    news: int = 0
-    calls: frozenset[int] = frozenset()
-    checksum: int = 0
-
-    def joined_output(self, step: str) -> Any:
-        """The output for the full batch of the step of this name."""
-        return join(self.outputs, self.weights, self.sizes, step=step) if self.outputs else None
-
-    @property
-    def loss(self) -> float | None:
-        """The loss of the full batch; None if no microbatch has one."""
-        pairs = zip(self.losses, self.loss_weights, strict=True)
-        present = [(loss, weight) for loss, weight in pairs if loss is not None]
-        return sum(loss * weight for loss, weight in present if weight) if present else None
-
-    def logs(self) -> list[tuple[Entry, float]]:
-        """Each entry with its value for the full batch, of the microbatches that have logged it."""
-        return [
-            (entry, entry.combine(self.weights if key in self.by_samples else self.loss_weights))
-            for key, entry in keyed(self.entries)
-        ]
 
 
 def _branches_differ(rows: Sequence[MicrobatchResults]) -> bool:
