@@ -28,6 +28,7 @@ from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.pipeline.share_batch_between_ranks import BatchShare, BatchSharing
 from lightning_hybrid.pipeline.side_effects.detect_module_changes import ModuleChanges
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
+from lightning_hybrid.pipeline.stages.record_in_stages import record_once, record_variant
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.pipeline.unpartitioned_steps import UnpartitionedSteps
@@ -146,7 +147,7 @@ class PlainRunner(MicrobatchRunner):
             for guesses in GUESSES:
                 with contextlib.suppress(Exception):
                     units = variant.recording.units
-                    self.plan.record_once(name, once, units, context, train=False, guesses=guesses)
+                    record_once(self.plan, name, once, units, context, train=False, guesses=guesses)
 
     def why_not_recordable(
         self,
@@ -170,7 +171,7 @@ class PlainRunner(MicrobatchRunner):
         found: TraceVariant | Exception
         for guesses in GUESSES:
             try:
-                return self.plan.variant(name, step, context, train=False, guesses=guesses)
+                return record_variant(self.plan, name, step, context, train=False, guesses=guesses)
             except Exception as error:
                 found = error
         return found

@@ -24,6 +24,7 @@ from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Entry
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call
+from lightning_hybrid.pipeline.stages.stage_parameters import buffer_owners
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.unit_attribute_sync import sync_unit_attributes
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -162,7 +163,7 @@ class UnpartitionedSteps:
                 if name in cut:
                     buffer.copy_(parts.full_tensor_of(name, buffer))
         if self._plan.num_ranks > 1:
-            for buffer, home in self._plan.buffer_owners():
+            for buffer, home in buffer_owners(self._plan):
                 broadcast_buffer(buffer, home, self._plan.group, self._randomness.device)
             sync_unit_attributes(self._plan, self._root)
         self.has_stale_copies = False

@@ -203,7 +203,7 @@ class LossMeanWeights:
         labels: list[dict[int, tuple[int, int]]] | None = None,
     ) -> list[dict[int, float]] | None:
         """The counts of each microbatch, by node; None if the step cannot run without the model's arithmetic."""
-        inside = {module for unit in self._plan.units().values() for module in unit.modules()}
+        inside = {module for unit in self._plan.units.values() for module in unit.modules()}
         start = ModuleState(self._root, without=inside, unhooked=inside)
         names = self._plan.names()
         counted = []

@@ -1,10 +1,11 @@
 """The trace cache: selects the recorded trace of each microbatch.
 
-A batch of new shapes is recorded. For cached shapes the latest trace is selected, unless the step may diverge from it:
-its recording has ``guards`` on values that may change, or an attribute around its units has changed since. Then each
-microbatch takes a dry run (``trace_tree``) first: the user's step without the model's arithmetic, whose effects are
-rolled back. If it diverges from all traces, it is recorded there and then. Every rank of a replica runs the same Python
-and so selects the same traces; the ranks check this with the results of the step.
+A batch of new shapes is recorded, as is one after a mode or ``requires_grad`` of a module has changed. Otherwise the
+latest trace is selected, unless the step may diverge from it: its recording has ``guards`` on values that may change,
+or an attribute around its units has changed since. Then each microbatch takes a dry run (``trace_tree``) first: the
+user's step without the model's arithmetic, whose effects are rolled back. If it diverges from all traces, it is
+recorded there and then. Every rank of a replica runs the same Python and so selects the same traces; the ranks check
+this with the results of the step.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.patching import replaced
+from lightning_hybrid.pipeline.stages.record_in_stages import record_variant
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -171,7 +173,8 @@ class TraceCache:
         rest = unguarded_reads.track_arguments(microbatch, call.rest)
         batch = copied_batch(microbatch)
         versions = _versions(batch)
-        variant = self._plan.variant(
+        variant = record_variant(
+            self._plan,
             call.name,
             lambda: call.step(batch, *rest),
             call.context,
@@ -194,7 +197,7 @@ class TraceCache:
 
     def _dry_run(self, call: Call, microbatches: Sequence[Any], by_microbatch: Sequence[_Traces]) -> list[TraceVariant]:
         """Select traces by dry runs, one microbatch after the other; module state is restored afterwards."""
-        units = self._plan.units()
+        units = self._plan.units
         inside = {module for unit in units.values() for module in unit.modules()}
         start = ModuleState(self._root, without=inside, unhooked=inside)
         states = {traces: plain_state(traces.around) for traces in dict.fromkeys(by_microbatch)}
@@ -208,7 +211,7 @@ class TraceCache:
                 except UnknownTrace:
                     before.restore()
                     traces.pending.append(self._record(call, microbatch, index))
-                    units, names = self._plan.units(), self._plan.names()
+                    units, names = self._plan.units, self._plan.names()
                     try:
                         variant = self._find_trace(call, microbatch, index, traces, units, names, before)
                     except UnknownTrace as reason:
