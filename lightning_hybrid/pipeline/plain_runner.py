@@ -18,7 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.loss_weights.loss_weight_finder import LossWeightFinder
-from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import describe_mixing, measure_weighting
+from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import (
+    agree_on_weighting,
+    describe_mixing,
+    measure_weighting,
+)
 from lightning_hybrid.pipeline.microbatch_results import CHANGES_MODULES, RUNS_OTHER_LINES, MicrobatchResults
 from lightning_hybrid.pipeline.plain_microbatch_loop import MicrobatchLoop
 from lightning_hybrid.pipeline.plain_step_randomness import PlainStepRandomness
@@ -344,7 +348,7 @@ class PlainRunner(MicrobatchRunner):
                 self._root, lambda part: step(part, *rest), batch, count, self.splitter, self._randomness, around
             )
             self.settle()
-        found = self._sharing.agree(found)
+        found = agree_on_weighting(self._sharing.everyone, found)
         if changes is not None:
             self._leaves_changes = found.mixes
         self._weighting.learn(found, batch, count)
@@ -365,11 +369,11 @@ class PlainRunner(MicrobatchRunner):
     def _batch_share(self, batch: Any, count: int, *, trains: bool, manual_optimization: bool) -> BatchShare:
         if not trains:
             parts, weights = split(batch, count, self.splitter)
-            return BatchShare(parts, weights, weights, first=0, total=count, ranks=1)
+            return BatchShare(parts, weights, weights, total=count)
         # With manual optimization, the number of optimizer steps may be that of the samples, and random numbers are
         # those of single-process training.
         if manual_optimization or (self._sharing.size > 1 and not self.runs_shares):
-            return self._sharing.full(batch)
+            return BatchShare([batch], [1.0], [1.0])
         return self._sharing.of(batch, count, self.splitter, self._weighting.now)
 
     @contextlib.contextmanager

@@ -385,8 +385,7 @@ class StepRunner(MicrobatchRunner):
         sizes = sizes_of(microbatches)
         output = join(outputs, weights, sizes, step=name) if outputs else None
         if side_effects is not None:
-            with torch.set_grad_enabled(train or torch.is_grad_enabled()):
-                output = map_leaves(detached, side_effects.returned(content[0]))
+            output = map_leaves(detached, side_effects.returned(content[0]))
         if appended is not None:
             appended.put(appended.evenly(len(variants), content), weights, sizes)
         if not outputs:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.collectives.exchange_step_numbers import batches_differ, digest
-from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import LossWeighting, agree_on_weighting
+from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import LossWeighting
 from lightning_hybrid.pipeline.microbatch_results import CHANGES_MODULES, MicrobatchResults
 from lightning_hybrid.pipeline.results.log_entry import Entry, keys_of
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import merged
@@ -42,9 +42,9 @@ class BatchShare:
     microbatches: Sequence[Any]
     weights: Sequence[float]
     loss_weights: Sequence[float]
-    first: int
-    total: int
-    ranks: int
+    first: int = 0
+    total: int = 1
+    ranks: int = 1
     checksum: int = 0
 
 
@@ -54,12 +54,13 @@ class BatchSharing:
     Attributes:
         rank: The index of this rank.
         size: The number of ranks.
+        everyone: These ranks and those of other replicas.
         are_all: Whether there are no other replicas.
     """
 
     def __init__(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
         """``everyone`` adds the ranks of other replicas to ``group``: they hold shards of the same parameters."""
-        self._group, self._everyone = group, everyone
+        self._group, self.everyone = group, everyone
         self.rank, self.size = group.rank(), group.size()
         self.are_all = group.size() == everyone.size()
 
@@ -74,13 +75,12 @@ class BatchSharing:
         """
         count = self.count(batch, count, splitter)
         if not count:
-            return self.full(batch)
-        parts, weights = split(batch, self.size * count, splitter)
-        own, loss_weights = slice(self.rank * count, (self.rank + 1) * count), weighting.of(parts, weights)
+            return BatchShare([batch], [1.0], [1.0])
+        first, total = self.rank * count, self.size * count
+        parts, weights = split(batch, total, splitter)
+        local, loss_weights = slice(first, first + count), weighting.of(parts, weights)
         checksum = digest(flatten(batch)[0]) if self.size > 1 else 0
-        return BatchShare(
-            parts[own], weights[own], loss_weights[own], self.rank * count, self.size * count, self.size, checksum
-        )
+        return BatchShare(parts[local], weights[local], loss_weights[local], first, total, self.size, checksum)
 
     def count(self, batch: Any, count: int, splitter: BatchSplitter | None) -> int:
         """Microbatches of each share; 0 where there is not a sample for each rank. Arguments as for ``of``."""
@@ -89,28 +89,15 @@ class BatchSharing:
             return count
         return 0 if size is None else min(count, size // self.size)
 
-    @staticmethod
-    def full(batch: Any) -> BatchShare:
-        """All of a batch, on every rank."""
-        return BatchShare([batch], [1.0], [1.0], first=0, total=1, ranks=1)
-
     def any_rank(self, condition: bool) -> bool:
         """Whether a condition holds on any rank of any replica; collective over all of them."""
         return bool(self.max_over_ranks(int(condition)))
 
     def max_over_ranks(self, number: int) -> int:
         """The largest number of all ranks of all replicas; collective over them."""
-        rows: list[Any] = [None] * self._everyone.size()
-        dist.all_gather_object(rows, number, group=self._everyone)
+        rows: list[Any] = [None] * self.everyone.size()
+        dist.all_gather_object(rows, number, group=self.everyone)
         return max(rows)
-
-    def agree(self, mine: LossWeighting) -> LossWeighting:
-        """Agree with the ranks of all replicas on the weighting of one step; collective.
-
-        Args:
-            mine: The weighting that this rank has found.
-        """
-        return agree_on_weighting(self._everyone, mine)
 
     def gather(self, mine: MicrobatchResults) -> MicrobatchResults:
         """All-gather the results of a step that each rank has run on a share; collective.

@@ -8,9 +8,7 @@ be the sum of the microbatches' (``count.clamp(min=1)``).
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.graph.step_graph import StepGraph
-from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, TraceCache
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
@@ -27,7 +24,6 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means, leads_to_loss, reached_by
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
 from lightning_hybrid.step.batch_means.sums_over_samples import is_sum_over_samples, matching_values
-from lightning_hybrid.step.instrument.intercept_units import instrumented
 from lightning_hybrid.step.module_state.snapshot import ModuleState
 from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
 from lightning_hybrid.step.objects.pytree import storage_id, tensors_inside
@@ -183,9 +179,7 @@ class LossMeanWeights:
         """The divisors of sums over samples in the full batch, by node."""
         if not divisions:
             return {}
-        try:
-            (full,) = self._traces.choose(call, [batch])
-        except Exception:  # the step may not be able to run on a full batch
+        if (full := self._traces.trace_of_full_batch(call, batch)) is None:
             return {}
         key = (variants[0], full)
         if key not in self._sums:
@@ -212,10 +206,7 @@ class LossMeanWeights:
                 replay = self._replay(variant)
                 with (
                     self._traces.copy_for_dry_run(call, part) as copied,
-                    instrumented([replay], self._randomness) as current,
-                    self._randomness.isolated(),
-                    self._randomness.microbatch(call.number, call.first + index),
-                    self._quiet(call),
+                    call.dry_run(self._root, [replay], self._randomness, index) as current,
                 ):
                     replay.memory = frozenset(storage_id(tensor) for tensor in tensors_inside(copied))
                     replay.run(partial(call.on, copied), {}, names, current)
@@ -229,13 +220,6 @@ class LossMeanWeights:
         flat = [count for counts in counted for count in counts.values()]
         numbers = iter(torch.stack([_number(count) for count in flat]).tolist() if flat else ())
         return [{node: next(numbers) for node in counts} for counts in counted]
-
-    @contextlib.contextmanager
-    def _quiet(self, call: Call) -> Iterator[None]:
-        grad = torch.set_grad_enabled(call.train or torch.is_grad_enabled())
-        silent = replaced(self._root, "log", lambda *_, **__: None, reason="runs without logs")
-        with grad, call.context(), silent, contextlib.redirect_stdout(io.StringIO()):
-            yield
 
     def _replay(self, variant: TraceVariant) -> CountingReplay:
         if variant not in self._replays:

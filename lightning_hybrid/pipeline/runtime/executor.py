@@ -22,7 +22,7 @@ from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, locati
 from lightning_hybrid.pipeline.runtime.received_values import ReceivedValues, value_of_broken_step
 from lightning_hybrid.pipeline.runtime.split_backward import DeferredGradient, SplitBackward, finish, have_hooks
 from lightning_hybrid.pipeline.runtime.swap_stage_module_state import StageModuleStates
-from lightning_hybrid.pipeline.runtime.transport import Incoming, Transport
+from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.schedule import (
@@ -176,7 +176,7 @@ class _Run:
         self._split_backward = split_backward
         self._deferred: dict[tuple[int, int], list[DeferredGradient]] = {}
         self._contexts = contexts
-        self._incoming: dict[Message, Incoming] = {}
+        self._incoming: dict[Message, Callable[[], list[Tensor]]] = {}
         self._received: dict[tuple[int, int], ReceivedValues] = {}
         self._made: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._gradients: dict[Message, list[Tensor]] = {}
@@ -248,7 +248,7 @@ class _Run:
 
     def _arrived(self, message: Message) -> list[Tensor]:
         if message in self._incoming:
-            return self._incoming.pop(message).wait()
+            return self._incoming.pop(message)()
         # The other stage is on this rank too: no transfer.
         values = self.values_of(message)
         if message.direction == "backward":
@@ -361,7 +361,7 @@ def fill_placeholders(run: StageRun, content: Mapping[int, Tensor]) -> None:
 
     Args:
         run: A finished run.
-        content: Detached tensors by value index; values that are not in it stay absent.
+        content: Detached tensors by value index, in the shapes of the values; the other values stay absent.
     """
     filled: set[int] = set()
     for index, placeholder in run.placeholders:

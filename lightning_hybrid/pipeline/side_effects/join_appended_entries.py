@@ -47,7 +47,7 @@ class AppendedEntries:
 
         Args:
             count: Number of the microbatches.
-            contents: By microbatch, the values of the model that numbers among the entries were read from, by index.
+            contents: By microbatch and index, the values of one element from which numbers among the entries were read.
         """
         rows: Rows = {}
         for path, entries in find_lists(self._root).items():

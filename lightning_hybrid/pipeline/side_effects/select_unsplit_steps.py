@@ -10,7 +10,6 @@ from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.batch.microbatch import batch_size_of, sizes_of
 from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
 from lightning_hybrid.step.recording.kept_values import why_not_mergeable
-from lightning_hybrid.step.tracing.recording import Recording
 
 # Batches may come in ever new sizes.
 _MAX_REASONS = 512
@@ -50,10 +49,11 @@ class UnsplitSteps:
         for variant, samples in dict.fromkeys(zip(variants, sizes_of(microbatches), strict=True)):
             key = variant, samples, is_returned
             if key not in self._reasons:
+                full = self._traces.trace_of_full_batch(call, batch) if variant.recording.appended else None
                 self._reasons[key] = why_not_mergeable(
                     variant.recording,
                     samples,
-                    full=self._record_full_batch(call, batch) if variant.recording.appended else None,
+                    full=None if full is None else full.recording,
                     total=batch_size_of(batch),
                     is_returned=is_returned,
                 )
@@ -62,10 +62,3 @@ class UnsplitSteps:
                 self.names.add(call.name)
                 return True
         return False
-
-    def _record_full_batch(self, call: Call, batch: Any) -> Recording | None:
-        try:
-            (full,) = self._traces.choose(call, [batch])
-        except Exception:  # the step may not be able to run on a full batch
-            return None
-        return full.recording

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,13 +27,14 @@ from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import copied_batch
-from lightning_hybrid.step.instrument.intercept_units import instrumented
+from lightning_hybrid.step.instrument.intercept_units import InstrumentedReplay, instrumented
 from lightning_hybrid.step.module_state.snapshot import ModuleState
 from lightning_hybrid.step.objects.bounded_lru_dict import LRUCache
 from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
 from lightning_hybrid.step.recording.guards import UnguardedReads, modules_around, plain_state
 from lightning_hybrid.step.replay.trace_tree import TraceTree, UnknownTrace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 from lightning_hybrid.step.tracing.recording import StepError
 
 # When a step has so many traces, they are dropped: their number may be unbounded.
@@ -69,6 +70,22 @@ class Call:
     def on(self, batch: Any) -> Any:
         """Run the step."""
         return self.step(batch, *self.rest)
+
+    @contextlib.contextmanager
+    def dry_run(
+        self, root: nn.Module, replays: Collection[InstrumentedReplay], randomness: KeyedRandomness, index: int = 0
+    ) -> Iterator[CurrentRun]:
+        """Run the step inside by ``replays``, as if on the microbatch of this index, without its logs and prints."""
+        with (
+            instrumented(replays, randomness) as current,
+            randomness.isolated(),
+            randomness.microbatch(self.number, self.first + index),
+            torch.set_grad_enabled(self.train or torch.is_grad_enabled()),
+            self.context(),
+            replaced(root, "log", lambda *_, **__: None, reason="runs without logs"),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            yield current
 
 
 @dataclass(frozen=True)
@@ -144,6 +161,13 @@ class TraceCache:
         if all(self._is_unchanged(each) for each in cached.values()):
             return [each.latest for each in by_microbatch]
         return self._dry_run(call, microbatches, by_microbatch)
+
+    def trace_of_full_batch(self, call: Call, batch: Any) -> TraceVariant | None:
+        """The trace of a full batch; None if the step cannot run on one."""
+        try:
+            return self.choose(call, [batch])[0]
+        except Exception:
+            return None
 
     def is_known(self, call: Call, microbatches: Sequence[Any]) -> bool:
         """Whether these microbatches have cached traces that need no dry run."""
@@ -253,16 +277,10 @@ class TraceCache:
             if trace.recording.units.keys() == units.keys():
                 tree.add(self._root, trace.recording, trace)
         traces.pending = []
-        grad = torch.set_grad_enabled(call.train or torch.is_grad_enabled())
+        replays = traces.latest.replays.values()
         with (
             self.copy_for_dry_run(call, microbatch) as batch,
-            instrumented(traces.latest.replays.values(), randomness) as current,
-            randomness.isolated(),
-            randomness.microbatch(call.number, call.first + index),
-            grad,
-            call.context(),
-            replaced(self._root, "log", lambda *_, **__: None, reason="runs without logs"),
-            contextlib.redirect_stdout(io.StringIO()),
+            call.dry_run(self._root, replays, randomness, index) as current,
         ):
             try:
                 return tree.dry_run(self._root, lambda: call.on(batch), names, current, randomness, before)

@@ -32,20 +32,6 @@ class SharedParameters:
                 sets.setdefault((ranks, parameters[name].dtype), []).append(parameters[name])
         self._sets = [(ranks, members) for (ranks, _), members in sets.items()]
 
-    def broadcast_from_first_owner(self) -> None:
-        """Send the content of the first owner to all others."""
-        for ranks, members in self._sets:
-            for parameter in members:
-                if self._rank == ranks[0]:
-                    for other in ranks[1:]:
-                        content = on_group_device(parameter.detach().contiguous(), self._group)
-                        dist.send(content, group=self._group, group_dst=other)
-                else:
-                    content = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-                    content = on_group_device(content, self._group)
-                    dist.recv(content, group=self._group, group_src=ranks[0])
-                    parameter.detach().copy_(content)
-
     def sum_gradients(self) -> None:
         """Replace each gradient by the sum over its owners, added in the order of their ranks on every one.
 

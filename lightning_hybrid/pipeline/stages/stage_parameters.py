@@ -57,7 +57,7 @@ def unshard_parameters(plan: StagePlan, copy: nn.Module | None = None) -> None:
 
 
 def buffer_owners(plan: StagePlan, copy: nn.Module | None = None) -> list[tuple[Tensor, int]]:
-    """Buffers that are valid on one rank only (inside units, and tracked ones), each with this rank."""
+    """Buffers, of any shape, that are valid on one rank only (inside units, and tracked ones); each with this rank."""
     if plan.first is None:
         return []
     if copy is not None:

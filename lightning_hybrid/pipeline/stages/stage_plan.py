@@ -149,7 +149,7 @@ class StagePlan:
         return assignment
 
     def unit_buffers(self) -> list[tuple[Tensor, int]]:
-        """The buffers inside units, and the stage on which the first step runs these."""
+        """The buffers inside units, of any shape, and the stage on which the first step runs these."""
         if self.first is None:
             return []
         units, stages = self.first.recording.units, self.first.unit_stages.items()
