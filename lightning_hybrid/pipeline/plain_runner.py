@@ -76,7 +76,7 @@ class PlainRunner(MicrobatchRunner):
         unpartitioned: UnpartitionedSteps,
         shares: dist.ProcessGroup,
         everyone: dist.ProcessGroup,
-        tell: Callable[[str], None],
+        warn: Callable[[str], None],
         inform: Callable[[str], None],
     ) -> None:
         """Prepare to run steps.
@@ -92,7 +92,7 @@ class PlainRunner(MicrobatchRunner):
             unpartitioned: As for ``MicrobatchRunner``.
             shares: The ranks that share the batches of a replica.
             everyone: These ranks and those of all other replicas.
-            tell: Warns the user, on the first rank.
+            warn: Warns the user, on the first rank.
             inform: Prints information, on the first rank.
         """
         super().__init__(plan, num_microbatches=num_microbatches, splitter=splitter, unpartitioned=unpartitioned)
@@ -100,7 +100,7 @@ class PlainRunner(MicrobatchRunner):
         self.gathers_outputs = self.stores_rows_of_samples = False
         layers = find_layers(choose_units(root, 1))
         self._uncompiled, self._compiled_around = EagerSwitch(), bool(compiled_wrappers(root, layers.values()))
-        self._sharing, self._warn = BatchSharing(shares, everyone), tell
+        self._sharing, self._warn = BatchSharing(shares, everyone), warn
         self._leaves_changes: bool | None = (
             None  # whether training steps change modules by their batch; None until compared
         )

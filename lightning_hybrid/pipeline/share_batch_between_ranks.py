@@ -78,9 +78,9 @@ class BatchSharing:
             return BatchShare([batch], [1.0], [1.0])
         first, total = self.rank * count, self.size * count
         parts, weights = split(batch, total, splitter)
-        local, loss_weights = slice(first, first + count), weighting.of(parts, weights)
+        here, loss_weights = slice(first, first + count), weighting.of(parts, weights)
         checksum = digest(flatten(batch)[0]) if self.size > 1 else 0
-        return BatchShare(parts[local], weights[local], loss_weights[local], first, total, self.size, checksum)
+        return BatchShare(parts[here], weights[here], loss_weights[here], first, total, self.size, checksum)
 
     def count(self, batch: Any, count: int, splitter: BatchSplitter | None) -> int:
         """Microbatches of each share; 0 where there is not a sample for each rank. Arguments as for ``of``."""
@@ -99,27 +99,27 @@ class BatchSharing:
         dist.all_gather_object(rows, number, group=self.everyone)
         return max(rows)
 
-    def gather(self, mine: MicrobatchResults) -> MicrobatchResults:
+    def gather(self, local: MicrobatchResults) -> MicrobatchResults:
         """All-gather the results of a step that each rank has run on a share; collective.
 
         Args:
-            mine: The results of this rank.
+            local: The results of this rank.
 
         Raises:
             RanksDisagree: The ranks have different batches.
         """
         rows: list[Any] = [None] * self.size
-        entries: Any = [_picklable(entry) for entry in mine.entries]
-        outputs, appended = map_leaves(_to_cpu, mine.outputs), map_leaves(_to_cpu, mine.appended)
-        sent = replace(mine, entries=entries, outputs=outputs, appended=appended)
+        entries: Any = [_picklable(entry) for entry in local.entries]
+        outputs, appended = map_leaves(_to_cpu, local.outputs), map_leaves(_to_cpu, local.appended)
+        sent = replace(local, entries=entries, outputs=outputs, appended=appended)
         dist.all_gather_object(rows, sent, group=self._group)
-        rows[self.rank] = mine
+        rows[self.rank] = local
         if len({row.checksum for row in rows}) > 1:
             raise batches_differ([row.checksum for row in rows])
         return MicrobatchResults(
             weights=[weight for row in rows for weight in row.weights],
             loss_weights=[weight for row in rows for weight in row.loss_weights],
-            by_samples=mine.by_samples,
+            by_samples=local.by_samples,
             entries=_joined_entries(rows, self.rank),
             losses=[loss for row in rows for loss in row.losses],
             sizes=[size for row in rows for size in row.sizes],
@@ -145,7 +145,7 @@ def _joined_entries(rows: Sequence[MicrobatchResults], rank: int) -> list[Entry]
     counts = [len(row.weights) for row in rows]
     named = [[entry if isinstance(entry, tuple) else _picklable(entry) for entry in row.entries] for row in rows]
     by_rank = [{key: index for index, key in enumerate(keys_of(name for name, *_ in entries))} for entries in named]
-    found = []
+    joined = []
     for key in dict.fromkeys(key for indices in by_rank for key in indices):
         values: list[float] = []
         sizes: list[int | None] = []
@@ -154,12 +154,12 @@ def _joined_entries(rows: Sequence[MicrobatchResults], rank: int) -> list[Entry]
             values += entry[1]
             sizes += entry[2]
         if key in by_rank[rank]:
-            found.append(rows[rank].entries[by_rank[rank][key]].with_values(values, sizes))
+            joined.append(rows[rank].entries[by_rank[rank][key]].with_values(values, sizes))
         else:
             owner = next(other for other, indices in enumerate(by_rank) if key in indices)
             name, _, _, kwargs, dtype = named[owner][by_rank[owner][key]]
-            found.append(Entry(name, None, kwargs, values, sizes, dtype))
-    return found
+            joined.append(Entry(name, None, kwargs, values, sizes, dtype))
+    return joined
 
 
 def _to_cpu(leaf: Any) -> Any:

@@ -50,7 +50,7 @@ class UnpartitionedSteps:
         randomness: KeyedRandomness,
         *,
         room: Callable[[], int],
-        tell: Callable[[str, Exception], None],
+        warn: Callable[[str, Exception], None],
         around: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Set up for one module.
@@ -62,19 +62,19 @@ class UnpartitionedSteps:
             replica: All ranks that receive the same batch.
             randomness: Keys the random numbers of steps.
             room: Returns how many bytes gathered parameters may take in a step on this rank.
-            tell: Called once with the name of a step that cannot be partitioned, and the reason.
+            warn: Called once with the name of a step that cannot be partitioned, and the reason.
             around: Entered around each step, innermost but for the logs.
         """
         self.names: set[str] = set()
         self.has_stale_copies = True
         self._root, self._plan, self._parts, self._replica = root, plan, parts, replica
-        self._randomness, self._room, self._tell, self._around = randomness, room, tell, around
+        self._randomness, self._room, self._warn, self._around = randomness, room, warn, around
         self._contents = ValueLocations(replica, randomness.device)
 
     def add_step(self, name: str, reason: Exception) -> None:
         """Let every rank run a step unpartitioned from now on."""
         self.names.add(name)
-        self._tell(name, reason)
+        self._warn(name, reason)
 
     def gathering_mode(self, agree_on: Callable[[str], None], room: int) -> GatheredParameters:
         """The mode that gathers parameters when a step reads them."""
@@ -163,8 +163,8 @@ class UnpartitionedSteps:
                 if name in cut:
                     buffer.copy_(parts.full_tensor_of(name, buffer))
         if self._plan.num_ranks > 1:
-            for buffer, home in buffer_owners(self._plan):
-                broadcast_buffer(buffer, home, self._plan.group, self._randomness.device)
+            for buffer, owner in buffer_owners(self._plan):
+                broadcast_buffer(buffer, owner, self._plan.group, self._randomness.device)
             sync_unit_attributes(self._plan, self._root)
         self.has_stale_copies = False
 

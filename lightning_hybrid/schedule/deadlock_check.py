@@ -127,7 +127,7 @@ class _StrictExecution:
         if self.program.channel == "tags":
             self._arrived.update({one.message for one, _ in here[-1:]} & {other.message for other, _ in there})
             return
-        pair = _pair(rank, peer)
+        pair = min(rank, peer), max(rank, peer)
         while self._matched[pair] < min(len(here), len(there)):
             (one, one_index), (other, other_index) = here[self._matched[pair]], there[self._matched[pair]]
             if one.message != other.message or type(one) is type(other):
@@ -157,7 +157,3 @@ class _StrictExecution:
             local = source_rank == rank
             words.append(f"{message}" + ("" if posted or local else " (no receive of it is posted before)"))
         return ", ".join(words)
-
-
-def _pair(rank: int, peer: int) -> tuple[int, int]:
-    return min(rank, peer), max(rank, peer)

@@ -37,7 +37,7 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
 
     Args:
         timeline: simulated or measured.
-        width: characters for the whole makespan.
+        width: characters of the makespan.
     """
     name_width = len(f"rank {timeline.num_ranks - 1}")
     begin, scale = _scale(timeline, width)

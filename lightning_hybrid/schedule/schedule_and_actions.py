@@ -1,4 +1,4 @@
-"""The alphabet of schedules: what one rank can be told to do, and the order in which it is told.
+"""Schedules and their actions: the work of one pipeline rank, and its order.
 
 A schedule is data. It says nothing about messages (`program.py` derives them), about time (`simulator.py`) or about
 how an action is carried out (the pipeline's executor).
@@ -14,7 +14,7 @@ from typing import NamedTuple
 class Kind(str, Enum):
     """What an action does."""
 
-    __hash__ = str.__hash__  # Enum's own is plain Python, and every walk over a schedule hashes each action often
+    __hash__ = str.__hash__  # that of Enum is plain Python, and every walk over a schedule hashes each action often
 
     F = "F"  # forward
     B = "B"  # full backward: gradients of inputs and of weights
@@ -23,7 +23,7 @@ class Kind(str, Enum):
     REDUCE = "R"  # reduce the gradients of a stage over the data axes, once per step
 
 
-# A reduction belongs to the whole step, not to a microbatch.
+# A reduction belongs to the step, not to a microbatch.
 NO_MICROBATCH = -1
 
 

@@ -76,7 +76,7 @@ def simulate(
         everything they depend on.
 
     Raises:
-        ScheduleError: some action waits for ever.
+        ScheduleError: an action waits forever.
         ValueError: a list of costs is not one per stage.
     """
     forward = _per_stage("forward_seconds", forward_seconds, schedule.num_stages)

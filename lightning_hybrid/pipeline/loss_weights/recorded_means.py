@@ -87,8 +87,8 @@ class LossMeanWeights:
         if even is not None and even.state == state and not _contains_any(batch, even.ignored):
             return ()
         labels: list[dict[int, tuple[int, int]]] = []
-        found = self._counted(call, list(zip(variants, microbatches, strict=True)), labels=labels)
-        if found is None:
+        counted = self._counted(call, list(zip(variants, microbatches, strict=True)), labels=labels)
+        if counted is None:
             return ()
         if _have_even_counts(terms, labels, weights) and not any(_may_change(variant, terms) for variant in variants):
             ignored = frozenset(one for each in labels for _, one in each.values())
@@ -98,12 +98,12 @@ class LossMeanWeights:
         )
         # A factor that differs between microbatches belongs to no mean.
         products = [n.index for n in graph.nodes if n.averages in ("product", "divisor") and n.index not in divisors]
-        factors = {n: {counts.get(n) for counts in found} for n in products}
+        factors = {n: {counts.get(n) for counts in counted} for n in products}
         uneven = {n for n, each in factors.items() if len(each) > 1 or None in each}
         self_weighted = {n for n in terms if uneven & reached_by(n, graph)}
         shares: list[dict[int, Share]] = [{} for _ in variants]
         for term in terms:
-            parts = [counts.get(term) for counts in found]
+            parts = [counts.get(term) for counts in counted]
             counts = [part for part in parts if part is not None]
             divides = graph.nodes[term].averages == "divisor"
             if len(counts) < len(parts) or (divides and (term not in divisors or term in self_weighted)):
@@ -186,8 +186,8 @@ class LossMeanWeights:
             self._sums[key] = _sums(variants[0].assignment.graph, full.assignment.graph, divisions)
         if not self._sums[key]:
             return {}
-        found = self._counted(call, [(full, batch)])
-        return {} if found is None else {n: count for n, count in found[0].items() if n in self._sums[key]}
+        counted = self._counted(call, [(full, batch)])
+        return {} if counted is None else {n: count for n, count in counted[0].items() if n in self._sums[key]}
 
     def _counted(
         self,
@@ -250,13 +250,13 @@ def _may_change(variant: TraceVariant, terms: frozenset[int]) -> bool:
 
 def _contains_any(batch: Any, numbers: Collection[int]) -> bool:
     """Whether any of these numbers is in the integer tensors of a batch."""
-    found = [
+    matches = [
         (tensor == number).any()
         for tensor in tensors_inside(batch)
         if not (tensor.is_floating_point() or tensor.is_complex())
         for number in numbers
     ]
-    return bool(torch.stack(found).any()) if found else False
+    return bool(torch.stack(matches).any()) if matches else False
 
 
 def _number(count: Tensor | float) -> Tensor:

@@ -47,21 +47,21 @@ class LogCapture:
 
     def entries(self) -> list[Entry]:
         """One entry per key and call; values of microbatches that have not logged it are NaN."""
-        found: dict[Key, Entry] = {}
+        entries: dict[Key, Entry] = {}
         for index in range(self._count):
             calls = self._calls.get(index, [])
             for key, call in zip(keys_of(call.name for call in calls), calls, strict=True):
                 what = call.what
                 metric, other = (what, NUMBER) if isinstance(what, Metric) else (None, what)
-                if key not in found:
+                if key not in entries:
                     values, guesses = [math.nan] * self._count, [math.nan] * self._count
                     sizes: list[int | None] = [None] * self._count
-                    found[key] = Entry(call.name, metric, call.kwargs, values, sizes, call.dtype, guesses, other)
-                entry = found[key]
+                    entries[key] = Entry(call.name, metric, call.kwargs, values, sizes, call.dtype, guesses, other)
+                entry = entries[key]
                 entry.kwargs, entry.sizes[index] = call.kwargs, call.kwargs.get("batch_size")
                 entry.values[index], entry.guesses[index] = call.value, call.guess
                 entry.value = call.node_value
-        return list(found.values())
+        return list(entries.values())
 
 
 class _CaptureContext(AbstractContextManager[None]):

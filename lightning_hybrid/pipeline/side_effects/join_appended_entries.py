@@ -106,11 +106,11 @@ def merged(rows: Sequence[Rows], counts: Sequence[int]) -> Rows:
         rows: The entries of each rank.
         counts: The number of microbatches of each rank.
     """
-    found: Rows = {}
+    joined: Rows = {}
     for path in dict.fromkeys(path for row in rows for path in row):
         of_ranks = zip(rows, counts, strict=True)
-        found[path] = [entries for row, count in of_ranks for entries in row.get(path, [[] for _ in range(count)])]
-    return found
+        joined[path] = [entries for row, count in of_ranks for entries in row.get(path, [[] for _ in range(count)])]
+    return joined
 
 
 def _filled(content: Mapping[int, Tensor], leaf: Any) -> Any:

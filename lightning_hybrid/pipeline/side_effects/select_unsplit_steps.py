@@ -22,10 +22,10 @@ class UnsplitSteps:
         names: Names of such steps, so far.
     """
 
-    def __init__(self, choice: TraceCache, tell: Callable[[str, str], None]) -> None:
-        """Set up on a trace cache; ``tell`` is called once with the name of such a step, and the reason."""
+    def __init__(self, choice: TraceCache, warn: Callable[[str, str], None]) -> None:
+        """Set up on a trace cache; ``warn`` is called once with the name of such a step, and the reason."""
         self.names: set[str] = set()
-        self._traces, self._tell = choice, tell
+        self._traces, self._warn = choice, warn
         self._reasons: LRUCache[tuple[TraceVariant, int | None, bool], str] = LRUCache(_MAX_REASONS)
 
     def adopts(
@@ -58,7 +58,7 @@ class UnsplitSteps:
                     is_returned=is_returned,
                 )
             if self._reasons[key]:
-                self._tell(call.name, self._reasons[key])
+                self._warn(call.name, self._reasons[key])
                 self.names.add(call.name)
                 return True
         return False

@@ -61,9 +61,9 @@ def buffer_owners(plan: StagePlan, copy: nn.Module | None = None) -> list[tuple[
     if plan.first is None:
         return []
     if copy is not None:
-        owners_by_id = buffer_ranks(plan)
+        ranks = buffer_ranks(plan)
         pairs = zip(plan.root.buffers(), copy.buffers(), strict=True)
-        return [(copied, owners_by_id[id(own)]) for own, copied in pairs if id(own) in owners_by_id]
+        return [(copied, ranks[id(buffer)]) for buffer, copied in pairs if id(buffer) in ranks]
     owners = {id(buffer): (buffer, stage % plan.num_ranks) for buffer, stage in plan.unit_buffers()}
     for name, buffer in plan.root.named_buffers():
         if name in plan.tracked_buffers:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.graph import partition
 from lightning_hybrid.graph.partition import Assignment
-from lightning_hybrid.pipeline.stages.check_parameter_owners import check_placement
+from lightning_hybrid.pipeline.stages.check_parameter_owners import check_parameter_owners
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.objects.module_walk import modules_in, parameters_of
@@ -145,7 +145,7 @@ class StagePlan:
                 f"{recording.graph.step} writes {shared[0]!r} in some batches only, and did not when it was first"
                 " recorded, so that every rank has its own; write it in every batch, or in on_train_batch_end"
             )
-        check_placement(assignment, self.owner_stages, self.num_ranks, self.ranks_of)
+        check_parameter_owners(assignment, self.owner_stages, self.num_ranks, self.ranks_of)
         return assignment
 
     def unit_buffers(self) -> list[tuple[Tensor, int]]:

@@ -61,7 +61,7 @@ def make_runner(
         mesh.group("replica"),
         randomness,
         room=partial(_gather_budget, device, num_processes),
-        tell=_warn_of_unpartitioned,
+        warn=_warn_of_unpartitioned,
         around=around_unpartitioned,
     )
     common: dict[str, Any] = {
@@ -79,14 +79,14 @@ def make_runner(
             randomness,
             shares=shares,
             everyone=everyone,
-            tell=rank_zero_warn,
+            warn=rank_zero_warn,
             inform=rank_zero_info,
             **common,
         )
         return plan, runner
     transport = transport_of(pipeline, device)
-    tell = partial(_warn_unsplit, pipeline.size(), options.strict_layout)
-    further: dict[str, Any] = {"schedule": options.schedule, "warn_unsplit": tell}
+    warn = partial(_warn_unsplit, pipeline.size(), options.strict_layout)
+    further: dict[str, Any] = {"schedule": options.schedule, "warn_unsplit": warn}
     return plan, StepRunner(module, plan, transport, pipeline, randomness, **further, **common)
 
 
