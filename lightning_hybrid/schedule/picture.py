@@ -1,4 +1,4 @@
-"""Draw a timeline as swim-lanes: one lane per rank, time to the right.
+"""Pictures of a timeline as swim-lanes: one lane per rank, time to the right.
 
 Simulated and measured timelines look the same, so they can be laid side by side. Measured spans may have gaps, any
 length, and small overlaps.

@@ -1,4 +1,4 @@
-"""From a schedule to what each rank does, sends and receives included.
+"""Programs: schedules with the sends and receives of each rank.
 
 [Note: one order for all transfers]
 Channels can be strict: NCCL gives a pair of ranks one queue for both directions, in which the k-th transfer of one

@@ -46,16 +46,16 @@ class OptimizerInInit(Plain):
 
 
 def shared_sum_skipped(patch):
-    from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
+    from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
 
-    patch.setattr(SharedParameters, "sum_gradients", lambda self: None)
+    patch.setattr(TiedParameters, "sum_gradients", lambda self: None)
 
 
 def shared_sum_doubled(patch):
-    from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
+    from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
 
-    original = SharedParameters.sum_gradients
-    patch.setattr(SharedParameters, "sum_gradients", lambda self: (original(self), original(self)))
+    original = TiedParameters.sum_gradients
+    patch.setattr(TiedParameters, "sum_gradients", lambda self: (original(self), original(self)))
 
 
 def seeds_become(patch, change):

@@ -49,7 +49,9 @@ def record_variant(
         StepError: The step cannot be recorded.
         PartitionError: It cannot be partitioned, or not as the first step was.
     """
-    recording, assignment = _assigned(plan, partial(_record, plan, name, step, context, train=train, **options))
+    recording, assignment = _record_and_assign(
+        plan, partial(_record, plan, name, step, context, train=train, **options)
+    )
     plan.units = recording.units
     replays = {s: StageReplay(recording, assignment, s, plan.root, plan.randomness) for s in plan.stages}
     variant = TraceVariant(assignment, replays)
@@ -87,7 +89,7 @@ def record_once(
         )
 
 
-def _assigned(plan: StagePlan, recorded: Callable[[], Recording]) -> tuple[Recording, Assignment]:
+def _record_and_assign(plan: StagePlan, recorded: Callable[[], Recording]) -> tuple[Recording, Assignment]:
     """Record and assign to stages; the first time the ranks agree on the partition, or on the error."""
     if plan.owner_stages:
         recording = recorded()

@@ -14,8 +14,8 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.namespaces.converted_objects import convert
 from lightning_hybrid.namespaces.detect_lightning_namespace import namespace_of
 from lightning_hybrid.parts.local_shards import LocalShards
-from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
 from lightning_hybrid.replicate.gradient_reducer import GradientReducer
 from lightning_hybrid.replicate.joint_gradient_reducer import JointReducer
 from lightning_hybrid.zero.gather_and_free_parameters import ZeroSharding
@@ -36,7 +36,7 @@ def connect_gradients(
     *,
     averages: bool = True,
     experts: Collection[str] = (),
-) -> tuple[Reducers, SharedParameters | None, set[int]]:
+) -> tuple[Reducers, TiedParameters | None, set[int]]:
     """Build the gradient reducers of one rank.
 
     Args:
@@ -69,7 +69,7 @@ def connect_gradients(
             shared = [(name, p) for name, p in members if name in experts]
             of_experts = GradientReducer(shared, mesh.group("ep_replicate"), divisor=data.size())
             reducers[key] = JointReducer([dense, of_experts])
-    return reducers, SharedParameters(holders, parameters, mesh.group("pp")), counted
+    return reducers, TiedParameters(holders, parameters, mesh.group("pp")), counted
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], plan: StagePlan | None) -> None:

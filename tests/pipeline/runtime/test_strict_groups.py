@@ -12,7 +12,7 @@ from lightning_hybrid.collectives.exchange_step_numbers import broadcast_tensor
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.mesh import on_group_device
 from lightning_hybrid.pipeline.runtime.transport import GroupTransport
-from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
+from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
 from lightning_hybrid.schedule import Message
 
 
@@ -46,7 +46,7 @@ def test_shared_parameters_are_summed(bound):
     here = dist.get_rank()
     with as_on_gpus(bound=bound):
         parameters = {name: nn.Parameter(torch.ones(3)) for name in ("all", "ends")}
-        shared = SharedParameters({"all": [0, 1, 2], "ends": [0, 2]}, parameters, dist.group.WORLD)
+        shared = TiedParameters({"all": [0, 1, 2], "ends": [0, 2]}, parameters, dist.group.WORLD)
         for parameter in parameters.values():
             parameter.grad = torch.full((3,), 10.0**here)
         shared.sum_gradients()

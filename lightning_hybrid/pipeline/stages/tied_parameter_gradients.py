@@ -1,4 +1,4 @@
-"""Tied parameters: the sum of their gradients over the pipeline ranks that own them.
+"""Gradients of tied parameters, summed over the pipeline ranks that own them.
 
 A tied embedding is on the stage of the token lookup and on the stage of the logits. Each computes a partial gradient;
 every owner needs the sum before clipping and the optimizer step.
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_hybrid.mesh import on_group_device
 
 
-class SharedParameters:
-    """Synchronizes the parameters that this rank owns together with other ranks."""
+class TiedParameters:
+    """The parameters that this rank owns together with other ranks."""
 
     def __init__(
         self, holders: Mapping[str, Sequence[int]], parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup
