@@ -101,9 +101,8 @@ class PlainRunner(MicrobatchRunner):
         layers = find_layers(choose_units(root, 1))
         self._uncompiled, self._compiled_around = EagerSwitch(), bool(compiled_wrappers(root, layers.values()))
         self._sharing, self._warn = BatchSharing(shares, everyone), warn
-        self._leaves_changes: bool | None = (
-            None  # whether training steps change modules by their batch; None until compared
-        )
+        # Whether training steps change modules by their batch; None until compared.
+        self._leaves_changes: bool | None = None
         self._first_changes: ModuleChanges | None = None  # by the first training batch
         self._calls = set[int]()  # lines of code that training steps ran when their batches were compared
         self._num_small = 0  # batches that could not be compared with their shares
@@ -231,7 +230,7 @@ class PlainRunner(MicrobatchRunner):
         is_compared = train is not None and self._sharing.size > 1 and not self._leaves_changes
         changes = ModuleChanges(self._root, by_content=self.needs_weighting_check) if is_compared else None
         snapshot = StepSnapshot(self._root) if train is not None and self.runs_shares else None
-        done = MicrobatchLoop(self, self._root, share, gathers=self.gathers_outputs, traces_calls=is_compared)
+        loop = MicrobatchLoop(self, self._root, share, gathers=self.gathers_outputs, traces_calls=is_compared)
         first = self._replica * share.total + share.first
         with (
             self._randomness.isolated() if not manual_optimization else contextlib.nullcontext(),
@@ -240,7 +239,7 @@ class PlainRunner(MicrobatchRunner):
             self._metrics.counted.batch(are_shares=share.ranks > 1),
             self._layers(),
         ):
-            done.run(
+            loop.run(
                 lambda microbatch: step(microbatch, *rest),
                 context,
                 None if manual_optimization else lambda index: self._draws.keyed(name, step_number, first + index),
@@ -249,22 +248,22 @@ class PlainRunner(MicrobatchRunner):
                 seeds,
                 appended,
             )
-        has_other_outputs = not all(isinstance(output, Tensor) for output in done.outputs)
+        has_other_outputs = not all(isinstance(output, Tensor) for output in loop.outputs)
         is_read = manual_optimization or (share_output and has_other_outputs)
-        outputs = done.outputs if not trains or is_read or self._sharing.size == 1 else []
-        numbers = [None if loss is None else float(loss) for loss in done.losses] or [None] * len(weights)
+        outputs = loop.outputs if not trains or is_read or self._sharing.size == 1 else []
+        numbers = [None if loss is None else float(loss) for loss in loop.losses] or [None] * len(weights)
         sizes, by_samples = sizes_of(share.microbatches), self._weighting.now.keys
-        results = MicrobatchResults(weights, loss_weights, by_samples, done.logs.entries(), numbers, sizes, outputs)
+        results = MicrobatchResults(weights, loss_weights, by_samples, loop.logs.entries(), numbers, sizes, outputs)
         if appended is not None:
             results.appended = appended.rows
-        results = self._exchange(results, share, changes, done.calls)
+        results = self._exchange(results, share, changes, loop.calls)
         if snapshot is not None and not self.runs_shares:  # the results are those of a share of the batch
             snapshot.restore("does something new, and would run on full batches")
-            return StepResult(None, None, [], done.spans, was_rolled_back=True)
+            return StepResult(None, None, [], loop.spans, was_rolled_back=True)
         if appended is not None:
             appended.put(results.appended, results.weights, results.sizes, results.losses, results.loss_weights)
-        loss = _as_tensor(results.loss, done.losses)
-        return StepResult(results.joined_output(name) if outputs else loss, loss, results.logs(), done.spans)
+        loss = _as_tensor(results.loss, loop.losses)
+        return StepResult(results.joined_output(name) if outputs else loss, loss, results.logs(), loop.spans)
 
     def _exchange(
         self, results: MicrobatchResults, share: BatchShare, changes: ModuleChanges | None, calls: set[int]

@@ -38,7 +38,7 @@ def record_variant(
     """Record a step, and assign it to stages; the first one decides the partition.
 
     Args:
-        plan: The partition.
+        plan: The plan of the stages.
         name: Name of the step.
         step: Runs it on one microbatch.
         context: Entered around the step.
