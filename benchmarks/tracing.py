@@ -29,7 +29,8 @@ from side_by_side import quartiles, verdict
 from small_gpt import SmallGPT, batch_of
 from torch import Tensor
 
-from lightning_hybrid.pipeline.stages import stage_plan as planning
+from lightning_hybrid.pipeline.stages import record_in_stages as planning
+from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 
 WIDTH, LENGTH = 64, 32
@@ -64,9 +65,9 @@ def plan(module: LightningModule, stages: int) -> tuple[float, list[float], int]
     batch = batch_of(2, LENGTH)
     with mock.patch.object(planning, "record", timed):
         begin = time.thread_time()
-        stage_plan = planning.StagePlan(module, pipeline, KeyedRandomness(1, torch.device("cpu")))
-        variant = stage_plan.variant(
-            "training_step", lambda: module.training_step(batch, 0), contextlib.nullcontext, train=True
+        stage_plan = StagePlan(module, pipeline, KeyedRandomness(1, torch.device("cpu")))
+        variant = planning.record_variant(
+            stage_plan, "training_step", lambda: module.training_step(batch, 0), contextlib.nullcontext, train=True
         )
         seconds = time.thread_time() - begin
     return seconds, recordings, len(variant.assignment.graph.nodes)

@@ -19,6 +19,7 @@ from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.parts.shard_boxes import Shape, ShardBoxes, shard_of
+from lightning_hybrid.pipeline.stages.stage_parameters import buffer_ranks
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, full_shape, is_absent
@@ -144,7 +145,7 @@ class LocalState:
         root = self._root if copy is None else copy
         parameters = {id(parameter): name for name, parameter in root.named_parameters()}
         buffers = {id(buffer): name for name, buffer in root.named_buffers()}
-        owner_stages = {} if self._plan is None else self._plan.buffer_ranks(copy)
+        owner_stages = {} if self._plan is None else buffer_ranks(self._plan, copy)
         tensors = dict([*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)])
         state: dict[str, Any] = {}
         state_of: dict[int, OwnedShards] = {}

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.parts.local_shards import LocalShards
+from lightning_hybrid.pipeline.stages.stage_parameters import buffer_ranks
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.standins.absent_tensors import is_absent
@@ -35,7 +36,7 @@ def gather_module_state(
     state = nn.Module.state_dict(root)
     parameters = {id(parameter) for parameter in root.parameters()}
     names = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
-    buffers = plan.buffer_ranks(root if is_copy else None)
+    buffers = buffer_ranks(plan, root if is_copy else None)
     tensors = dict([*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)])
     local_values = {}
     for key, value in state.items():

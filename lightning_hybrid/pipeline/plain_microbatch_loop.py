@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline.batch_shares import BatchShare
 from lightning_hybrid.pipeline.results.count_metric_batches_once import CountedMetrics
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.prepare_step_outputs import detached
 from lightning_hybrid.pipeline.runner_base import MicrobatchRunner, TrainContext, backward_of
+from lightning_hybrid.pipeline.share_batch_between_ranks import BatchShare
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
 from lightning_hybrid.schedule import Action, Kind, Span
 from lightning_hybrid.step.module_state.computed_weights import put

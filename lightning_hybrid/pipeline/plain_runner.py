@@ -17,20 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline.batch_shares import BRANCHES, LEAVES, BatchShare, BatchSharing, MicrobatchResults
 from lightning_hybrid.pipeline.loss_weights.loss_weight_finder import LossWeightFinder
-from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import describe_mixing, measure_weighting
+from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import (
+    agree_on_weighting,
+    describe_mixing,
+    measure_weighting,
+)
+from lightning_hybrid.pipeline.microbatch_results import CHANGES_MODULES, RUNS_OTHER_LINES, MicrobatchResults
 from lightning_hybrid.pipeline.plain_microbatch_loop import MicrobatchLoop
 from lightning_hybrid.pipeline.plain_step_randomness import PlainStepRandomness
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
-from lightning_hybrid.pipeline.runner_base import (
-    MicrobatchRunner,
-    StepResult,
-    TrainContext,
-)
+from lightning_hybrid.pipeline.runner_base import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
+from lightning_hybrid.pipeline.share_batch_between_ranks import BatchShare, BatchSharing
 from lightning_hybrid.pipeline.side_effects.detect_module_changes import ModuleChanges
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
+from lightning_hybrid.pipeline.stages.record_in_stages import record_once, record_variant
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.pipeline.unpartitioned_steps import UnpartitionedSteps
@@ -74,7 +76,7 @@ class PlainRunner(MicrobatchRunner):
         unpartitioned: UnpartitionedSteps,
         shares: dist.ProcessGroup,
         everyone: dist.ProcessGroup,
-        tell: Callable[[str], None],
+        warn: Callable[[str], None],
         inform: Callable[[str], None],
     ) -> None:
         """Prepare to run steps.
@@ -90,7 +92,7 @@ class PlainRunner(MicrobatchRunner):
             unpartitioned: As for ``MicrobatchRunner``.
             shares: The ranks that share the batches of a replica.
             everyone: These ranks and those of all other replicas.
-            tell: Warns the user, on the first rank.
+            warn: Warns the user, on the first rank.
             inform: Prints information, on the first rank.
         """
         super().__init__(plan, num_microbatches=num_microbatches, splitter=splitter, unpartitioned=unpartitioned)
@@ -98,10 +100,9 @@ class PlainRunner(MicrobatchRunner):
         self.gathers_outputs = self.stores_rows_of_samples = False
         layers = find_layers(choose_units(root, 1))
         self._uncompiled, self._compiled_around = EagerSwitch(), bool(compiled_wrappers(root, layers.values()))
-        self._sharing, self._warn = BatchSharing(shares, everyone), tell
-        self._leaves_changes: bool | None = (
-            None  # whether training steps change modules by their batch; None until compared
-        )
+        self._sharing, self._warn = BatchSharing(shares, everyone), warn
+        # Whether training steps change modules by their batch; None until compared.
+        self._leaves_changes: bool | None = None
         self._first_changes: ModuleChanges | None = None  # by the first training batch
         self._calls = set[int]()  # lines of code that training steps ran when their batches were compared
         self._num_small = 0  # batches that could not be compared with their shares
@@ -149,7 +150,7 @@ class PlainRunner(MicrobatchRunner):
             for guesses in GUESSES:
                 with contextlib.suppress(Exception):
                     units = variant.recording.units
-                    self.plan.record_once(name, once, units, context, train=False, guesses=guesses)
+                    record_once(self.plan, name, once, units, context, train=False, guesses=guesses)
 
     def why_not_recordable(
         self,
@@ -173,7 +174,7 @@ class PlainRunner(MicrobatchRunner):
         found: TraceVariant | Exception
         for guesses in GUESSES:
             try:
-                return self.plan.variant(name, step, context, train=False, guesses=guesses)
+                return record_variant(self.plan, name, step, context, train=False, guesses=guesses)
             except Exception as error:
                 found = error
         return found
@@ -229,7 +230,7 @@ class PlainRunner(MicrobatchRunner):
         is_compared = train is not None and self._sharing.size > 1 and not self._leaves_changes
         changes = ModuleChanges(self._root, by_content=self.needs_weighting_check) if is_compared else None
         snapshot = StepSnapshot(self._root) if train is not None and self.runs_shares else None
-        done = MicrobatchLoop(self, self._root, share, gathers=self.gathers_outputs, traces_calls=is_compared)
+        loop = MicrobatchLoop(self, self._root, share, gathers=self.gathers_outputs, traces_calls=is_compared)
         first = self._replica * share.total + share.first
         with (
             self._randomness.isolated() if not manual_optimization else contextlib.nullcontext(),
@@ -238,7 +239,7 @@ class PlainRunner(MicrobatchRunner):
             self._metrics.counted.batch(are_shares=share.ranks > 1),
             self._layers(),
         ):
-            done.run(
+            loop.run(
                 lambda microbatch: step(microbatch, *rest),
                 context,
                 None if manual_optimization else lambda index: self._draws.keyed(name, step_number, first + index),
@@ -247,22 +248,22 @@ class PlainRunner(MicrobatchRunner):
                 seeds,
                 appended,
             )
-        has_other_outputs = not all(isinstance(output, Tensor) for output in done.outputs)
+        has_other_outputs = not all(isinstance(output, Tensor) for output in loop.outputs)
         is_read = manual_optimization or (share_output and has_other_outputs)
-        outputs = done.outputs if not trains or is_read or self._sharing.size == 1 else []
-        numbers = [None if loss is None else float(loss) for loss in done.losses] or [None] * len(weights)
+        outputs = loop.outputs if not trains or is_read or self._sharing.size == 1 else []
+        numbers = [None if loss is None else float(loss) for loss in loop.losses] or [None] * len(weights)
         sizes, by_samples = sizes_of(share.microbatches), self._weighting.now.keys
-        results = MicrobatchResults(weights, loss_weights, by_samples, done.logs.entries(), numbers, sizes, outputs)
+        results = MicrobatchResults(weights, loss_weights, by_samples, loop.logs.entries(), numbers, sizes, outputs)
         if appended is not None:
             results.appended = appended.rows
-        results = self._exchange(results, share, changes, done.calls)
+        results = self._exchange(results, share, changes, loop.calls)
         if snapshot is not None and not self.runs_shares:  # the results are those of a share of the batch
             snapshot.restore("does something new, and would run on full batches")
-            return StepResult(None, None, [], done.spans, was_rolled_back=True)
+            return StepResult(None, None, [], loop.spans, was_rolled_back=True)
         if appended is not None:
             appended.put(results.appended, results.weights, results.sizes, results.losses, results.loss_weights)
-        loss = _as_tensor(results.loss, done.losses)
-        return StepResult(results.joined_output(name) if outputs else loss, loss, results.logs(), done.spans)
+        loss = _as_tensor(results.loss, loop.losses)
+        return StepResult(results.joined_output(name) if outputs else loss, loss, results.logs(), loop.spans)
 
     def _exchange(
         self, results: MicrobatchResults, share: BatchShare, changes: ModuleChanges | None, calls: set[int]
@@ -270,7 +271,7 @@ class PlainRunner(MicrobatchRunner):
         """Gather the results of all shares of a batch, and learn what the step has changed on the modules."""
         if changes is not None:
             results.calls = frozenset(calls)
-            results.news = LEAVES if changes.something() else BRANCHES if calls - self._calls else 0
+            results.news = CHANGES_MODULES if changes.something() else RUNS_OTHER_LINES if calls - self._calls else 0
         if share.ranks > 1:
             results.checksum = share.checksum
             results = self._sharing.gather(results)
@@ -288,9 +289,9 @@ class PlainRunner(MicrobatchRunner):
 
     def _learn(self, news: int) -> None:
         """Adopt the changes that any rank has found after a training batch: the next one may have to run unsplit."""
-        if news == LEAVES:
+        if news == CHANGES_MODULES:
             self._leaves_changes = True
-        elif news == BRANCHES:
+        elif news == RUNS_OTHER_LINES:
             self._leaves_changes, self.needs_weighting_check = None, True
 
     def decide(
@@ -346,7 +347,7 @@ class PlainRunner(MicrobatchRunner):
                 self._root, lambda part: step(part, *rest), batch, count, self.splitter, self._randomness, around
             )
             self.settle()
-        found = self._sharing.agree(found)
+        found = agree_on_weighting(self._sharing.everyone, found)
         if changes is not None:
             self._leaves_changes = found.mixes
         self._weighting.learn(found, batch, count)
@@ -367,11 +368,11 @@ class PlainRunner(MicrobatchRunner):
     def _batch_share(self, batch: Any, count: int, *, trains: bool, manual_optimization: bool) -> BatchShare:
         if not trains:
             parts, weights = split(batch, count, self.splitter)
-            return BatchShare(parts, weights, weights, first=0, total=count, ranks=1)
+            return BatchShare(parts, weights, weights, total=count)
         # With manual optimization, the number of optimizer steps may be that of the samples, and random numbers are
         # those of single-process training.
         if manual_optimization or (self._sharing.size > 1 and not self.runs_shares):
-            return self._sharing.full(batch)
+            return BatchShare([batch], [1.0], [1.0])
         return self._sharing.of(batch, count, self.splitter, self._weighting.now)
 
     @contextlib.contextmanager

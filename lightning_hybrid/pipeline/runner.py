@@ -1,8 +1,4 @@
-"""The step runner for several pipeline stages: record, partition, schedule, execute, exchange the results.
-
-Recordings are cached by *signature*: name of the step, structure and shapes of the batch, train or eval mode and
-requires_grad of all modules. A batch of another length, or a parameter unfrozen mid-run, is another signature.
-"""
+"""The step runner for several pipeline stages: record, partition, schedule, execute, exchange the results."""
 
 from __future__ import annotations
 
@@ -31,7 +27,9 @@ from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
 from lightning_hybrid.pipeline.side_effects.select_unsplit_steps import UnsplitSteps
 from lightning_hybrid.pipeline.side_effects.side_effect_run import SideEffectRun
+from lightning_hybrid.pipeline.stages.record_in_stages import record_once
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, ChosenTraces, TraceCache
+from lightning_hybrid.pipeline.stages.stage_parameters import broadcast_buffers, repeated_buffers
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.unpartitioned_steps import UnpartitionedSteps
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -143,7 +141,7 @@ class StepRunner(MicrobatchRunner):
                 for watch in self.unit_observers:
                     watching.enter_context(watch(variants[0]))
                 step_once = partial(call.on, microbatches[0])
-                self.plan.record_once(name, step_once, variants[0].recording.units, context, train=train)
+                record_once(self.plan, name, step_once, variants[0].recording.units, context, train=train)
 
     def candidate_weights(
         self, step: Callable[..., Any], args: Sequence[Any], context: Callable[[], AbstractContextManager[Any]]
@@ -221,7 +219,7 @@ class StepRunner(MicrobatchRunner):
             steps=[self._traces.bind_microbatch(call, batch, len(self.plan.stages)) for batch in chosen.microbatches],
             around=self._around_forwards(call, logs, weights),
             parameters=self.plan.names(),
-            repeated_buffers=self.plan.repeated_buffers(),
+            repeated_buffers=repeated_buffers(self.plan),
             shares=shares,
             metrics=self._batch_metrics if count > 1 else None,
             may_break=snapshot is not None and not self._traces.writes_batch(call.name),
@@ -239,7 +237,7 @@ class StepRunner(MicrobatchRunner):
             chosen, outcome, exchange, weights, train=train is not None, appended=appended, side_effects=side_effects
         )
         self._batch_metrics.begin(0)
-        self.plan.broadcast_buffers(variants)
+        broadcast_buffers(self.plan, variants)
         self.unpartitioned.has_stale_copies = True
         return result
 
@@ -387,8 +385,7 @@ class StepRunner(MicrobatchRunner):
         sizes = sizes_of(microbatches)
         output = join(outputs, weights, sizes, step=name) if outputs else None
         if side_effects is not None:
-            with torch.set_grad_enabled(train or torch.is_grad_enabled()):
-                output = map_leaves(detached, side_effects.returned(content[0]))
+            output = map_leaves(detached, side_effects.returned(content[0]))
         if appended is not None:
             appended.put(appended.evenly(len(variants), content), weights, sizes)
         if not outputs:

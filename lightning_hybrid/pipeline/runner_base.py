@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.parts.gather_on_read import ReadGuards
-from lightning_hybrid.pipeline.results.log_capture import Entry
+from lightning_hybrid.pipeline.results.log_entry import Entry
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.pipeline.unpartitioned_steps import UnpartitionedSteps

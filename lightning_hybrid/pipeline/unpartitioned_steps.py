@@ -23,8 +23,10 @@ from lightning_hybrid.collectives.rank_agreement import digest
 from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
 from lightning_hybrid.full_params.gathered_parameters_mode import GatheredParameters
 from lightning_hybrid.parts.local_shards import LocalShards
-from lightning_hybrid.pipeline.results.log_capture import Entry, LogCapture
+from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.pipeline.results.log_entry import Entry
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call
+from lightning_hybrid.pipeline.stages.stage_parameters import buffer_owners
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.unit_attribute_sync import sync_unit_attributes
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -50,7 +52,7 @@ class UnpartitionedSteps:
         randomness: KeyedRandomness,
         *,
         room: Callable[[], int],
-        tell: Callable[[str, Exception], None],
+        warn: Callable[[str, Exception], None],
         around: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Set up for one module.
@@ -62,19 +64,19 @@ class UnpartitionedSteps:
             replica: All ranks that receive the same batch.
             randomness: Keys the random numbers of steps.
             room: Returns how many bytes gathered parameters may take in a step on this rank.
-            tell: Called once with the name of a step that cannot be partitioned, and the reason.
+            warn: Called once with the name of a step that cannot be partitioned, and the reason.
             around: Entered around each step, innermost but for the logs.
         """
         self.names: set[str] = set()
         self.has_stale_copies = True
         self._root, self._plan, self._parts, self._replica = root, plan, parts, replica
-        self._randomness, self._room, self._tell, self._around = randomness, room, tell, around
+        self._randomness, self._room, self._warn, self._around = randomness, room, warn, around
         self._agreement = HookAgreement(replica, randomness.device)
 
     def add_step(self, name: str, reason: Exception) -> None:
         """Let every rank run a step unpartitioned from now on."""
         self.names.add(name)
-        self._tell(name, reason)
+        self._warn(name, reason)
 
     def gathering_mode(self, agree_on: Callable[[str], None], room: int) -> GatheredParameters:
         """The mode that gathers parameters when a step reads them."""
@@ -163,8 +165,8 @@ class UnpartitionedSteps:
                 if name in cut:
                     buffer.copy_(parts.full_tensor_of(name, buffer))
         if self._plan.num_ranks > 1:
-            for buffer, home in self._plan.buffer_owners():
-                broadcast_buffer(buffer, home, self._plan.group, self._randomness.device)
+            for buffer, owner in buffer_owners(self._plan):
+                broadcast_buffer(buffer, owner, self._plan.group, self._randomness.device)
             sync_unit_attributes(self._plan, self._root)
         self.has_stale_copies = False
 

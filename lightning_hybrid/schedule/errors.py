@@ -1,4 +1,4 @@
-"""The error of the whole room: it draws the schedule and points at the spot."""
+"""The error of schedules and programs: it shows the rows of all ranks, and points at the position."""
 
 from __future__ import annotations
 

@@ -106,9 +106,9 @@ def zero_bubble(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1)
     _check_sizes(num_ranks, num_microbatches, stages_per_rank)
     _check_one_stage("zero_bubble", stages_per_rank)
     rows = []
-    for rank, whole in enumerate(one_f_one_b(num_ranks, num_microbatches).actions):
+    for rank, unsplit in enumerate(one_f_one_b(num_ranks, num_microbatches).actions):
         row: list[Action] = []
-        for action in whole:
+        for action in unsplit:
             if action.kind is Kind.B and rank:
                 row.append(action._replace(kind=Kind.I))
                 if action.microbatch >= rank:

@@ -1,4 +1,4 @@
-"""Draw a timeline as swim-lanes: one lane per rank, time to the right.
+"""Pictures of a timeline as swim-lanes: one lane per rank, time to the right.
 
 Simulated and measured timelines look the same, so they can be laid side by side. Measured spans may have gaps, any
 length, and small overlaps.
@@ -37,7 +37,7 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
 
     Args:
         timeline: simulated or measured.
-        width: characters for the whole makespan.
+        width: characters of the makespan.
     """
     name_width = len(f"rank {timeline.num_ranks - 1}")
     begin, scale = _scale(timeline, width)

@@ -1,4 +1,4 @@
-"""From a schedule to what each rank does, sends and receives included.
+"""Programs: schedules with the sends and receives of each rank.
 
 [Note: one order for all transfers]
 Channels can be strict: NCCL gives a pair of ranks one queue for both directions, in which the k-th transfer of one
@@ -159,12 +159,12 @@ def _users_of(message: Message) -> tuple[Action, ...]:
 def _computes_after_waiting(spans: Iterable[Span]) -> frozenset[Action]:
     """The computes before which their rank is idle."""
     ends: dict[int, float] = {}
-    found = set()
+    after_waiting = set()
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
         if span.start > ends.get(span.rank, 0.0):
-            found.add(span.action)
+            after_waiting.add(span.action)
         ends[span.rank] = span.end
-    return frozenset(found)
+    return frozenset(after_waiting)
 
 
 def _place_when_idle(row: list[Instruction], idle: frozenset[Action], within: int) -> int | None:

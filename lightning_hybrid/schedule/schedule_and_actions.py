@@ -1,4 +1,4 @@
-"""The alphabet of schedules: what one rank can be told to do, and the order in which it is told.
+"""Schedules and their actions: the work of one pipeline rank, and its order.
 
 A schedule is data. It says nothing about messages (`program.py` derives them), about time (`simulator.py`) or about
 how an action is carried out (the pipeline's executor).
@@ -6,7 +6,6 @@ how an action is carried out (the pipeline's executor).
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from typing import NamedTuple
 class Kind(str, Enum):
     """What an action does."""
 
-    __hash__ = str.__hash__  # Enum's own is plain Python, and every walk over a schedule hashes each action often
+    __hash__ = str.__hash__  # that of Enum is plain Python, and every walk over a schedule hashes each action often
 
     F = "F"  # forward
     B = "B"  # full backward: gradients of inputs and of weights
@@ -24,10 +23,8 @@ class Kind(str, Enum):
     REDUCE = "R"  # reduce the gradients of a stage over the data axes, once per step
 
 
-# A reduction belongs to the whole step, not to a microbatch.
+# A reduction belongs to the step, not to a microbatch.
 NO_MICROBATCH = -1
-
-_ACTION = re.compile(r"(\d+)(?:([FBIW])(\d+)|R)")
 
 
 class Action(NamedTuple):
@@ -46,27 +43,12 @@ class Action(NamedTuple):
             return f"{self.stage}R"
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """Read the short form.
-
-        Raises:
-            ValueError: `text` is no action.
-        """
-        match = _ACTION.fullmatch(text)
-        if match is None:
-            raise ValueError(f"{text!r} is no action; write <stage><F|B|I|W><microbatch> like '2F0', or '2R'")
-        stage, kind, microbatch = match.groups()
-        if kind is None:
-            return cls(Kind.REDUCE, int(stage))
-        return cls(Kind(kind), int(stage), int(microbatch))
-
 
 @dataclass(frozen=True)
 class Schedule:
     """For every pipeline rank, its actions in order.
 
-    Stages are dealt to ranks like cards: with 2 ranks and 2 stages per rank, rank 0 holds stages 0 and 2.
+    Stages go to the ranks in turn: with 2 ranks and 2 stages per rank, rank 0 has stages 0 and 2.
     Ranks here are pipeline coordinates, not global ranks.
     """
 
@@ -89,11 +71,3 @@ class Schedule:
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage."""
         return stage % self.num_ranks
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, first to last."""
-        return tuple(range(rank, self.num_stages, self.num_ranks))
-
-    def rows(self) -> tuple[str, ...]:
-        """Each rank's actions as one line of short forms: the schedule as people draw it."""
-        return tuple(" ".join(map(str, row)) for row in self.actions)

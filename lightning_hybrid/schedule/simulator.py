@@ -1,8 +1,4 @@
-"""When would each action run? Every rank works through its row and waits where it must.
-
-One walk serves four readers: the planner wants the makespan, `program.py` the order of events, `checker.py` wants to
-know whether the walk reaches the end, and whoever has measured a step what the schedule itself makes ranks wait.
-"""
+"""Simulation of a schedule: when would each action run? Every rank works through its row and waits where it must."""
 
 from __future__ import annotations
 
@@ -80,7 +76,7 @@ def simulate(
         everything they depend on.
 
     Raises:
-        ScheduleError: some action waits for ever.
+        ScheduleError: an action waits forever.
         ValueError: a list of costs is not one per stage.
     """
     forward = _per_stage("forward_seconds", forward_seconds, schedule.num_stages)
@@ -105,7 +101,7 @@ def without_waits(measured: Timeline, schedule: Schedule, portals: Portals) -> T
     Args:
         measured: of all actions of the schedule.
         schedule: what each rank did.
-        portals: which stages wait for which.
+        portals: as for `simulate`.
     """
     before = _prerequisites(schedule, portals)
     ends = {span.action: span.end for span in measured.spans}

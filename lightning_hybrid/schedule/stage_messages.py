@@ -1,4 +1,4 @@
-"""Which stages hand values to which, and so which messages each action waits for and makes.
+"""Portals, the pairs of stages that exchange messages, and the messages that each action waits for and makes.
 
 A *portal* carries a value from the stage that makes it straight to a stage that uses it; a skip connection over three
 stages is one message, not three. Where the value requires a gradient, the gradient comes back the same way.
@@ -6,9 +6,7 @@ stages is one message, not three. Where the value requires a gradient, the gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 from lightning_hybrid.schedule.schedule_and_actions import Action, Kind
@@ -55,25 +53,6 @@ class Portals:
         if orphans:
             raise ValueError(f"gradients come back only where a value went; add these pairs to forward: {orphans}")
 
-    @cached_property
-    def links(self) -> Links:
-        """The pairs by stage."""
-        return Links(
-            sources=_grouped((dst, src) for src, dst in sorted(self.forward)),
-            targets=_grouped(sorted(self.forward)),
-            gradient_sources=_grouped(sorted(self.backward)),
-            gradient_targets=_grouped((dst, src) for src, dst in sorted(self.backward, reverse=True)),
-        )
-
-
-class Links(NamedTuple):
-    """The same pairs, looked up from one stage; a stage without partners is missing."""
-
-    sources: dict[int, tuple[int, ...]]  # stage -> whose values it uses
-    targets: dict[int, tuple[int, ...]]  # stage -> who uses its values, nearest first
-    gradient_sources: dict[int, tuple[int, ...]]  # stage -> from whom it gets gradients
-    gradient_targets: dict[int, tuple[int, ...]]  # stage -> to whom it gives gradients, nearest first
-
 
 def chain(num_stages: int) -> Portals:
     """Portals of a plain sequence of stages: each hands values to the next and gets gradients back."""
@@ -89,26 +68,21 @@ def needed_by(action: Action, portals: Portals) -> tuple[Message, ...]:
     """
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.F:
-        return tuple(Message("forward", src, stage, microbatch) for src in portals.links.sources.get(stage, ()))
+        sources = sorted(source for source, target in portals.forward if target == stage)
+        return tuple(Message("forward", source, stage, microbatch) for source in sources)
     if action.kind in (Kind.B, Kind.I):
-        users = portals.links.gradient_sources.get(stage, ())
-        return tuple(Message("backward", dst, stage, microbatch) for dst in users)
+        users = sorted(target for source, target in portals.backward if source == stage)
+        return tuple(Message("backward", user, stage, microbatch) for user in users)
     return ()
 
 
 def made_by(action: Action, portals: Portals) -> tuple[Message, ...]:
-    """The messages that an action makes, the one wanted soonest first."""
+    """The messages that an action makes, those to the nearest stage first: it waits for them soonest."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.F:
-        return tuple(Message("forward", stage, dst, microbatch) for dst in portals.links.targets.get(stage, ()))
+        users = sorted(target for source, target in portals.forward if source == stage)
+        return tuple(Message("forward", stage, user, microbatch) for user in users)
     if action.kind in (Kind.B, Kind.I):
-        makers = portals.links.gradient_targets.get(stage, ())
-        return tuple(Message("backward", stage, src, microbatch) for src in makers)
+        sources = sorted((source for source, target in portals.backward if target == stage), reverse=True)
+        return tuple(Message("backward", stage, source, microbatch) for source in sources)
     return ()
-
-
-def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
-    groups: dict[int, tuple[int, ...]] = {}
-    for stage, other in pairs:
-        groups[stage] = (*groups.get(stage, ()), other)
-    return groups

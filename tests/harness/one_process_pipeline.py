@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.pipeline.stages.record_in_stages import record_variant
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -75,7 +76,7 @@ def keyed(seed: int = 0) -> KeyedRandomness:
 def cut(module, step, num_stages, *, cuts=None, batch=None, randomness=None) -> TraceVariant:
     """Record a training step and cut it."""
     plan = StagePlan(module, OneRank(), randomness or keyed(), stages_per_rank=num_stages, cuts=cuts)
-    return plan.variant("training_step", step, contextlib.nullcontext, train=True)
+    return record_variant(plan, "training_step", step, contextlib.nullcontext, train=True)
 
 
 def pipeline(module, step, num_stages, *, cuts=None, again=None, randomness=None, step_number=0) -> Outcome:

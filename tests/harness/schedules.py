@@ -1,6 +1,7 @@
 """Schedules and portals that several tests go through."""
 
-from lightning_hybrid.schedule import Portals, chain, forward_only, gpipe, interleaved_1f1b
+from lightning_hybrid.schedule import Portals, chain
+from lightning_hybrid.schedule.generators import forward_only, gpipe, interleaved_1f1b
 
 GENERATORS = (gpipe, interleaved_1f1b, forward_only)  # interleaved_1f1b is 1F1B where a rank has one stage
 

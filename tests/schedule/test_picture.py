@@ -2,7 +2,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_hybrid.schedule import Action, Span, Timeline, chain, one_f_one_b, simulate, to_svg, to_text
+from harness.schedule_proof import action_of
+from lightning_hybrid.schedule import Span, Timeline, chain, simulate, to_svg, to_text
+from lightning_hybrid.schedule.generators import one_f_one_b
 
 
 def simulated(p=3, m=4, **costs):
@@ -13,7 +15,7 @@ def simulated(p=3, m=4, **costs):
 def spans(*texts):
     """Spans written as 'rank action start end'."""
     return tuple(
-        Span(int(rank), Action.parse(action), float(start), float(end))
+        Span(int(rank), action_of(action), float(start), float(end))
         for rank, action, start, end in map(str.split, texts)
     )
 

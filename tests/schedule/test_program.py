@@ -3,9 +3,9 @@ import re
 
 import pytest
 
+from harness.schedule_proof import action_of, check_schedule
 from harness.schedules import GENERATORS, portals_of
 from lightning_hybrid.schedule import (
-    Action,
     Compute,
     Message,
     Portals,
@@ -15,16 +15,11 @@ from lightning_hybrid.schedule import (
     Send,
     chain,
     check_program,
-    check_schedule,
-    eager_1f1b,
-    gpipe,
     lower,
-    made_by,
-    needed_by,
-    one_f_one_b,
     simulate,
-    zero_bubble,
 )
+from lightning_hybrid.schedule.generators import eager_1f1b, gpipe, one_f_one_b, zero_bubble
+from lightning_hybrid.schedule.stage_messages import made_by, needed_by
 
 
 def test_a_lowered_program():
@@ -113,13 +108,13 @@ def test_posting_ahead_costs_one_buffer_per_peer():
 
 def test_what_an_action_needs_and_makes():
     portals = Portals(frozenset({(0, 1), (1, 2), (0, 2)}), frozenset({(0, 1), (0, 2)}))
-    assert needed_by(Action.parse("2F3"), portals) == (Message("forward", 0, 2, 3), Message("forward", 1, 2, 3))
-    assert made_by(Action.parse("0F3"), portals) == (Message("forward", 0, 1, 3), Message("forward", 0, 2, 3))
-    assert needed_by(Action.parse("0B3"), portals) == (Message("backward", 1, 0, 3), Message("backward", 2, 0, 3))
-    assert needed_by(Action.parse("0I3"), portals) == needed_by(Action.parse("0B3"), portals)
-    assert needed_by(Action.parse("1B3"), portals) == ()
-    assert made_by(Action.parse("2I3"), portals) == (Message("backward", 2, 0, 3),)
-    assert made_by(Action.parse("2W3"), portals) == needed_by(Action.parse("2R"), portals) == ()
+    assert needed_by(action_of("2F3"), portals) == (Message("forward", 0, 2, 3), Message("forward", 1, 2, 3))
+    assert made_by(action_of("0F3"), portals) == (Message("forward", 0, 1, 3), Message("forward", 0, 2, 3))
+    assert needed_by(action_of("0B3"), portals) == (Message("backward", 1, 0, 3), Message("backward", 2, 0, 3))
+    assert needed_by(action_of("0I3"), portals) == needed_by(action_of("0B3"), portals)
+    assert needed_by(action_of("1B3"), portals) == ()
+    assert made_by(action_of("2I3"), portals) == (Message("backward", 2, 0, 3),)
+    assert made_by(action_of("2W3"), portals) == needed_by(action_of("2R"), portals) == ()
 
 
 def test_split_backwards_are_proved_and_lowered_too():
@@ -132,7 +127,7 @@ def test_split_backwards_are_proved_and_lowered_too():
 
 
 def schedule_of(*rows, num_microbatches):
-    actions = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    actions = tuple(tuple(map(action_of, row.split())) for row in rows)
     return Schedule("drawn", len(rows), 1, num_microbatches, actions)
 
 
@@ -220,7 +215,7 @@ def test_crossing_sends_without_a_posted_receive_are_a_deadlock():
         ([(1, Receive(F0), 2), (1, Receive(F1), 2)], "no receive of it is posted before"),
         ([(0, Send(F0), -1)], "send(0>1F0) comes before the action that makes it"),
         ([(0, Send(F0), 2)], "does not match"),
-        ([(0, Compute(Action.parse("0B1")), None)], "does not compute the actions of schedule '1f1b'"),
+        ([(0, Compute(action_of("0B1")), None)], "does not compute the actions of schedule '1f1b'"),
         ([(0, Receive(Message("backward", 1, 0, 1)), None)], "rank 0 waits at 0B1 for 1>0B1 (no receive"),
         ([(1, Send(Message("backward", 1, 0, 1)), None)], "rank 0 waits at 0B1 for 1>0B1\n"),
     ],

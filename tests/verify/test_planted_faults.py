@@ -46,16 +46,16 @@ class OptimizerInInit(Plain):
 
 
 def shared_sum_skipped(patch):
-    from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
+    from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
 
-    patch.setattr(SharedParameters, "sum_gradients", lambda self: None)
+    patch.setattr(TiedParameters, "sum_gradients", lambda self: None)
 
 
 def shared_sum_doubled(patch):
-    from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
+    from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
 
-    original = SharedParameters.sum_gradients
-    patch.setattr(SharedParameters, "sum_gradients", lambda self: (original(self), original(self)))
+    original = TiedParameters.sum_gradients
+    patch.setattr(TiedParameters, "sum_gradients", lambda self: (original(self), original(self)))
 
 
 def seeds_become(patch, change):
@@ -114,19 +114,19 @@ def counted_twice_in_the_norm(patch):
 
 
 def parameters_replaced(patch):
-    from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
     from lightning_hybrid.step.standins.absent_tensors import is_absent
+    from lightning_hybrid.strategies.run import build_run
 
-    original = StagePlan.drop_remote_parameters
+    original = build_run.drop_remote_parameters
 
-    def drop_remote_parameters(self):
-        original(self)
-        for module in self._root.modules():
+    def drop_remote_parameters(plan):
+        original(plan)
+        for module in plan.root.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and not is_absent(parameter):
                     module._parameters[name] = nn.Parameter(parameter.detach().clone())
 
-    patch.setattr(StagePlan, "drop_remote_parameters", drop_remote_parameters)
+    patch.setattr(build_run, "drop_remote_parameters", drop_remote_parameters)
 
 
 def a_seed_per_rank(patch):
@@ -205,9 +205,9 @@ def one_shard_for_all_replicas(patch):
 
 
 def buffers_not_shared(patch):
-    from lightning_hybrid.pipeline.stages import stage_plan as plan
+    from lightning_hybrid.pipeline.stages import stage_parameters
 
-    patch.setattr(plan, "broadcast_buffer", lambda *_: None)
+    patch.setattr(stage_parameters, "broadcast_buffer", lambda *_: None)
 
 
 def gradients_not_cleared(patch):

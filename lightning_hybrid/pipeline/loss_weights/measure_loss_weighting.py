@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline.results.log_capture import Key, LogCapture, keyed
+from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.pipeline.results.log_entry import Key, keyed
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -61,16 +62,16 @@ class LossWeighting(NamedTuple):
         return (self.counts and self.counts[0].weights(parts)) or list(by_samples)
 
 
-def agree_on_weighting(group: dist.ProcessGroup | None, mine: LossWeighting) -> LossWeighting:
+def agree_on_weighting(group: dist.ProcessGroup | None, local: LossWeighting) -> LossWeighting:
     """Agree with the ranks of all replicas on the weighting of one step; collective.
 
     Args:
         group: These ranks; all if None.
-        mine: The weighting that this rank has found.
+        local: The weighting that this rank has found.
     """
     rows: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(rows, mine, group=group)
-    return next((row for row in rows if row.mixes), None) or next((row for row in rows if row.counts), mine)
+    dist.all_gather_object(rows, local, group=group)
+    return next((row for row in rows if row.mixes), None) or next((row for row in rows if row.counts), local)
 
 
 def measure_weighting(

@@ -8,9 +8,7 @@ be the sum of the microbatches' (``count.clamp(min=1)``).
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.graph.step_graph import StepGraph
-from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, TraceCache
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
@@ -27,7 +24,6 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means, leads_to_loss, reached_by
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
 from lightning_hybrid.step.batch_means.sums_over_samples import is_sum_over_samples, matching_values
-from lightning_hybrid.step.instrument.instrument_step import instrumented
 from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot
 from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import tensors_inside
@@ -92,8 +88,8 @@ class LossMeanWeights:
         if even is not None and even.state == state and not _contains_any(batch, even.ignored):
             return ()
         labels: list[dict[int, tuple[int, int]]] = []
-        found = self._counted(call, list(zip(variants, microbatches, strict=True)), labels=labels)
-        if found is None:
+        counted = self._counted(call, list(zip(variants, microbatches, strict=True)), labels=labels)
+        if counted is None:
             return ()
         if _have_even_counts(terms, labels, weights) and not any(_may_change(variant, terms) for variant in variants):
             ignored = frozenset(one for each in labels for _, one in each.values())
@@ -103,12 +99,12 @@ class LossMeanWeights:
         )
         # A factor that differs between microbatches belongs to no mean.
         products = [n.index for n in graph.nodes if n.averages in ("product", "divisor") and n.index not in divisors]
-        factors = {n: {counts.get(n) for counts in found} for n in products}
+        factors = {n: {counts.get(n) for counts in counted} for n in products}
         uneven = {n for n, each in factors.items() if len(each) > 1 or None in each}
         self_weighted = {n for n in terms if uneven & reached_by(n, graph)}
         shares: list[dict[int, Share]] = [{} for _ in variants]
         for term in terms:
-            parts = [counts.get(term) for counts in found]
+            parts = [counts.get(term) for counts in counted]
             counts = [part for part in parts if part is not None]
             divides = graph.nodes[term].averages == "divisor"
             if len(counts) < len(parts) or (divides and (term not in divisors or term in self_weighted)):
@@ -184,17 +180,15 @@ class LossMeanWeights:
         """The divisors of sums over samples in the full batch, by node."""
         if not divisions:
             return {}
-        try:
-            (full,) = self._traces.choose(call, [batch])
-        except Exception:  # the step may not be able to run on a full batch
+        if (full := self._traces.trace_of_full_batch(call, batch)) is None:
             return {}
         key = (variants[0], full)
         if key not in self._sums:
             self._sums[key] = _sums(variants[0].assignment.graph, full.assignment.graph, divisions)
         if not self._sums[key]:
             return {}
-        found = self._counted(call, [(full, batch)])
-        return {} if found is None else {n: count for n, count in found[0].items() if n in self._sums[key]}
+        counted = self._counted(call, [(full, batch)])
+        return {} if counted is None else {n: count for n, count in counted[0].items() if n in self._sums[key]}
 
     def _counted(
         self,
@@ -204,7 +198,7 @@ class LossMeanWeights:
         labels: list[dict[int, tuple[int, int]]] | None = None,
     ) -> list[dict[int, float]] | None:
         """The counts of each microbatch, by node; None if the step cannot run without the model's arithmetic."""
-        inside = {module for unit in self._plan.units().values() for module in unit.modules()}
+        inside = {module for unit in self._plan.units.values() for module in unit.modules()}
         start = ModuleSnapshot(self._root, without=inside, unhooked=inside)
         names = self._plan.names()
         counted = []
@@ -213,10 +207,7 @@ class LossMeanWeights:
                 replay = self._replay(variant)
                 with (
                     self._traces.copy_for_dry_run(call, part) as copied,
-                    instrumented([replay], self._randomness) as current,
-                    self._randomness.isolated(),
-                    self._randomness.microbatch(call.number, call.first + index),
-                    self._quiet(call),
+                    call.dry_run(self._root, [replay], self._randomness, index) as current,
                 ):
                     replay.memory = frozenset(storage_id(tensor) for tensor in tensors_inside(copied))
                     replay.run(partial(call.on, copied), {}, names, current)
@@ -230,13 +221,6 @@ class LossMeanWeights:
         flat = [count for counts in counted for count in counts.values()]
         numbers = iter(torch.stack([_number(count) for count in flat]).tolist() if flat else ())
         return [{node: next(numbers) for node in counts} for counts in counted]
-
-    @contextlib.contextmanager
-    def _quiet(self, call: Call) -> Iterator[None]:
-        grad = torch.set_grad_enabled(call.train or torch.is_grad_enabled())
-        silent = replaced(self._root, "log", lambda *_, **__: None, reason="runs without logs")
-        with grad, call.context(), silent, contextlib.redirect_stdout(io.StringIO()):
-            yield
 
     def _replay(self, variant: TraceVariant) -> DenominatorReplay:
         if variant not in self._replays:
@@ -269,13 +253,13 @@ def _may_change(variant: TraceVariant, terms: frozenset[int]) -> bool:
 
 def _contains_any(batch: Any, numbers: Collection[int]) -> bool:
     """Whether any of these numbers is in the integer tensors of a batch."""
-    found = [
+    matches = [
         (tensor == number).any()
         for tensor in tensors_inside(batch)
         if not (tensor.is_floating_point() or tensor.is_complex())
         for number in numbers
     ]
-    return bool(torch.stack(found).any()) if found else False
+    return bool(torch.stack(matches).any()) if matches else False
 
 
 def _number(count: Tensor | float) -> Tensor:

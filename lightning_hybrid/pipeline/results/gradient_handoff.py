@@ -93,11 +93,13 @@ class _HandoffFunction(torch.autograd.Function):
     def forward(
         ctx: torch.autograd.function.FunctionCtx, loss: Tensor, anchor: Tensor, owner: GradientHandoff
     ) -> Tensor:
+        """Return the scalar loss, which depends on the scalar ``anchor`` too."""
         del anchor
         ctx.owner = owner  # type: ignore[attr-defined]
         return loss.clone()
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *incoming: Tensor) -> tuple[None, Tensor, None]:
+        """Deposit the gradients; a scalar zero is that of ``anchor``."""
         ctx.owner.deposit(incoming[0])  # type: ignore[attr-defined]
         return None, torch.zeros_like(incoming[0]), None

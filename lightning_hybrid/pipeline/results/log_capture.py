@@ -1,104 +1,19 @@
-"""Capture of ``self.log`` calls by microbatch, for one log entry per step on every rank."""
+"""Capture of the ``self.log`` calls of each microbatch, as log entries of the step."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid.patching import replace
+from lightning_hybrid.pipeline.results.log_entry import NUMBER, Entry, Key, keys_of
 from lightning_hybrid.step.standins.absent_tensors import MARK, is_absent
-
-_NUMBER = object()
-
-
-Key: TypeAlias = tuple[str, int]  # the logged name, and how often the step has logged it before
-
-
-def keys_of(names: Iterable[str]) -> Iterator[Key]:
-    """The keys of the names that one run of a step logs, in the order of its calls."""
-    times: Counter[str] = Counter()
-    for name in names:
-        yield name, times[name]
-        times[name] += 1
-
-
-@dataclass
-class Entry:
-    """One call of ``self.log`` over all microbatches.
-
-    Attributes:
-        name: The logged key.
-        metric: The Metric object logged, if it was one; its value is that of the step.
-        guesses: By microbatch, a Python number computed from a recorded size, which another rank may know exactly; NaN
-            otherwise.
-        other: The logged object, if it is no number at all; an overridden ``log`` may accept it.
-        value: Index of the logged value in the step graph, if it is one.
-        kwargs: The other arguments of the call, those of the last microbatch.
-        values: By microbatch; NaN where the value is on another rank.
-        sizes: The ``batch_size`` argument, by microbatch.
-        dtype: The dtype of the logged tensor, at least torch's default; numbers have the default, as in Lightning.
-    """
-
-    name: str
-    metric: Metric | None
-    kwargs: dict[str, Any]
-    values: list[float]
-    sizes: list[int | None]
-    dtype: torch.dtype = torch.float32
-    guesses: list[float] = dataclasses.field(default_factory=list)
-    other: Any = _NUMBER
-    value: int | None = None
-
-    @property
-    def is_number(self) -> bool:
-        """Whether it was a number, or a Metric with one."""
-        return self.other is _NUMBER
-
-    @property
-    def how(self) -> str:
-        """Name of the reduction: "mean", "sum", "max", "min", or that of the user's function."""
-        how = self.kwargs.get("reduce_fx", "mean")
-        name = how if isinstance(how, str) else getattr(how, "__name__", "")
-        return "mean" if name == "avg" else name
-
-    def combine(self, weights: Sequence[float]) -> float:
-        """Reduce the values of the microbatches that have logged it by ``reduce_fx``.
-
-        Args:
-            weights: Weights of all microbatches; the values of those that have not logged it are NaN.
-        """
-        logged = [index for index, value in enumerate(self.values) if not math.isnan(value)] or range(len(self.values))
-        values = [self.values[index] for index in logged]
-        if self.how == "mean":
-            total = 1.0 if len(logged) == len(weights) else sum(weights[index] for index in logged) or 1.0
-            return sum(value * (weights[index] / total) for value, index in zip(values, logged, strict=True))
-        plain: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
-        if self.how in plain:
-            return float(plain[self.how](values))
-        return float(self.kwargs["reduce_fx"](torch.tensor(values, dtype=torch.float64)))
-
-    def with_values(self, values: list[float], sizes: list[int | None]) -> Entry:
-        """A copy of the entry with the values and sizes of other microbatches."""
-        return dataclasses.replace(self, values=values, sizes=sizes)
-
-    def total_kwargs(self) -> dict[str, Any]:
-        """Arguments of one ``log`` call for all microbatches: the batch sizes are summed."""
-        sizes = [size for size in self.sizes if size is not None]
-        return {**self.kwargs, "batch_size": sum(sizes)} if sizes else self.kwargs
-
-
-def keyed(entries: Sequence[Entry]) -> Iterator[tuple[Key, Entry]]:
-    """Entries of one step with their keys, in the order of its calls."""
-    return zip(keys_of(entry.name for entry in entries), entries, strict=True)
 
 
 class _Call(NamedTuple):
@@ -132,21 +47,21 @@ class LogCapture:
 
     def entries(self) -> list[Entry]:
         """One entry per key and call; values of microbatches that have not logged it are NaN."""
-        found: dict[Key, Entry] = {}
+        entries: dict[Key, Entry] = {}
         for index in range(self._count):
             calls = self._calls.get(index, [])
             for key, call in zip(keys_of(call.name for call in calls), calls, strict=True):
                 what = call.what
-                metric, other = (what, _NUMBER) if isinstance(what, Metric) else (None, what)
-                if key not in found:
+                metric, other = (what, NUMBER) if isinstance(what, Metric) else (None, what)
+                if key not in entries:
                     values, guesses = [math.nan] * self._count, [math.nan] * self._count
                     sizes: list[int | None] = [None] * self._count
-                    found[key] = Entry(call.name, metric, call.kwargs, values, sizes, call.dtype, guesses, other)
-                entry = found[key]
+                    entries[key] = Entry(call.name, metric, call.kwargs, values, sizes, call.dtype, guesses, other)
+                entry = entries[key]
                 entry.kwargs, entry.sizes[index] = call.kwargs, call.kwargs.get("batch_size")
                 entry.values[index], entry.guesses[index] = call.value, call.guess
                 entry.value = call.node_value
-        return list(found.values())
+        return list(entries.values())
 
 
 class _CaptureContext(AbstractContextManager[None]):
@@ -175,7 +90,7 @@ class _CaptureContext(AbstractContextManager[None]):
         kwargs.update(zip(names, args, strict=False))
         with torch._C.DisableTorchFunction():  # reading a value to log is no part of the step
             number = _number(name, value)
-            what = value if number is None or isinstance(value, Metric) else _NUMBER
+            what = value if number is None or isinstance(value, Metric) else NUMBER
             _, index = getattr(value, MARK, None) or (None, None)
             exact, guess = math.nan if number is None else number, math.nan
             if not isinstance(value, Tensor | Metric) and self._has_guessed():

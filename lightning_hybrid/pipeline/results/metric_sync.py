@@ -69,6 +69,7 @@ class MetricSync:
         user_compute = metric.compute
 
         def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
+            """The states of all ranks, each of the shape that it has there."""
             default = self._shares if self.counted.is_fed_in_shares(metric) else self._data
             with launcher_world():  # torchmetrics asks for its rank in a group, which counts from the world's
                 return gather_all_tensors(tensor, group or default)

@@ -18,7 +18,8 @@ from torch import Tensor
 from lightning_hybrid.collectives.broadcast_from_owner import broadcast_tensor
 from lightning_hybrid.collectives.exchange_step_numbers import NumberExchange
 from lightning_hybrid.collectives.rank_agreement import digest
-from lightning_hybrid.pipeline.results.log_capture import Entry, Key, LogCapture, keyed
+from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.pipeline.results.log_entry import Entry, Key, keyed
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
 from lightning_hybrid.step.batch_means.recompute_batch_scalars import BatchScalars

@@ -22,7 +22,7 @@ from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, locati
 from lightning_hybrid.pipeline.runtime.received_values import ReceivedValues, value_of_broken_step
 from lightning_hybrid.pipeline.runtime.split_backward import DeferredGradient, SplitBackward, finish, have_hooks
 from lightning_hybrid.pipeline.runtime.swap_stage_module_state import StageModuleStates
-from lightning_hybrid.pipeline.runtime.transport import Incoming, Transport
+from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.schedule import (
@@ -113,9 +113,7 @@ class Executor:
 
     def __init__(self, root: nn.Module, rank: int, transport: Transport, randomness: KeyedRandomness) -> None:
         """Set up for the user's module ``root`` on the rank with this pipeline coordinate."""
-        self._root = root
-        self._rank = rank
-        self._transport = transport
+        self.root, self.rank, self.transport = root, rank, transport
         self._randomness, self.device = randomness, randomness.device
         self.around_units: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -135,10 +133,10 @@ class Executor:
         split = split_backward.instrumented if job.program.split else nullcontext
         with self.around_units(), instrumented(replays, self._randomness) as current, split(current):
             self._current = current
-            run = _Run(self._root, self._rank, self._transport, job, current, split_backward, self)
+            run = _Run(self, job, current, split_backward)
             instruction: Instruction | None = None
             try:
-                for instruction in job.program.instructions[self._rank]:
+                for instruction in job.program.instructions[self.rank]:
                     if run.is_idle and not isinstance(instruction, Send):
                         run.use_idle_time()  # the values that others wait for have been sent
                     if isinstance(instruction, Compute):
@@ -150,10 +148,10 @@ class Executor:
                 instruction = None
                 if run.is_idle:
                     run.use_idle_time()
-                self._transport.finish()
+                self.transport.finish()
             except Exception as error:
                 step = job.variants[0].assignment.graph.step
-                add_error_note(error, location_of(instruction, self._rank, job.program, step))
+                add_error_note(error, location_of(instruction, self.rank, job.program, step))
                 raise
         for variant in job.variants if job.seeds else ():
             variant.missing_grads.is_new = False
@@ -163,30 +161,20 @@ class Executor:
 class _Run:
     """The state of one job while it runs."""
 
-    def __init__(
-        self,
-        root: nn.Module,
-        rank: int,
-        transport: Transport,
-        job: Job,
-        current: CurrentRun,
-        split_backward: SplitBackward,
-        contexts: Executor,
-    ) -> None:
-        self._root, self._rank, self._transport, self._job, self._current = root, rank, transport, job, current
-        self._split_backward = split_backward
+    def __init__(self, executor: Executor, job: Job, current: CurrentRun, split_backward: SplitBackward) -> None:
+        self._executor, self._rank, self._transport = executor, executor.rank, executor.transport
+        self._job, self._current, self._split_backward = job, current, split_backward
         self._deferred: dict[tuple[int, int], list[DeferredGradient]] = {}
-        self._contexts = contexts
-        self._incoming: dict[Message, Incoming] = {}
+        self._incoming: dict[Message, Callable[[], list[Tensor]]] = {}
         self._received: dict[tuple[int, int], ReceivedValues] = {}
         self._made: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._gradients: dict[Message, list[Tensor]] = {}
         self._backwards_left = {stage: len(job.steps) for stage in job.variants[0].replays}
         self._forwards_left = len(job.steps) * len(self._backwards_left)
-        self._states = StageModuleStates(root, self._backwards_left, self._forwards_left, job.repeated_buffers)
+        self._states = StageModuleStates(executor.root, self._backwards_left, self._forwards_left, job.repeated_buffers)
         self._has_backward = job.program.schedule.has_backward
         # The last rank goes straight on to its last backward, and waits for the others only after that.
-        is_last = rank == job.program.schedule.num_ranks - 1
+        is_last = executor.rank == job.program.schedule.num_ranks - 1
         self._idle_after = (Kind.B, Kind.I) if is_last and self._has_backward else (Kind.F,)
         self.broken: Exception | None = None
         self._broken: set[tuple[int, int]] = set()  # stages and microbatches without a forward
@@ -219,7 +207,7 @@ class _Run:
         elif action.kind in (Kind.B, Kind.I):
             arrived = {message: self._arrived(message) for message in self._job.program.needs[action]}
             start = time.perf_counter()
-            with self._contexts.around_backward():
+            with self._executor.around_backward():
                 self._backward(stage, microbatch, arrived)
             if (stage, microbatch) not in self._deferred:
                 action = action._replace(kind=Kind.B)  # nothing could be deferred: it was a full backward
@@ -227,7 +215,7 @@ class _Run:
             if (stage, microbatch) not in self._deferred:
                 return
             start = time.perf_counter()
-            with self._contexts.around_backward():
+            with self._executor.around_backward():
                 finish(self._deferred.pop((stage, microbatch)))
         else:
             start = time.perf_counter()
@@ -249,7 +237,7 @@ class _Run:
 
     def _arrived(self, message: Message) -> list[Tensor]:
         if message in self._incoming:
-            return self._incoming.pop(message).wait()
+            return self._incoming.pop(message)()
         # The other stage is on this rank too: no transfer.
         values = self.values_of(message)
         if message.direction == "backward":
@@ -274,7 +262,7 @@ class _Run:
         )
         is_split = (stage, microbatch) in job.program.split
         try:
-            with self._contexts.around_step(), self._split_backward.forward() if is_split else nullcontext():
+            with self._executor.around_step(), self._split_backward.forward() if is_split else nullcontext():
                 run = job.around(microbatch, step)
         except Exception as error:
             has_diverged = isinstance(error, StepError | ControlFlowError) or inputs.include_broken()
@@ -291,7 +279,7 @@ class _Run:
         run.scalars = run.scalars if earlier is None else run.scalars.joined(earlier.scalars)
         self.results[microbatch] = run
         inputs.leaves()  # also receives the values that the step has not read
-        self._contexts.after_forward()
+        self._executor.after_forward()
         return inputs.waited
 
     def _break(self, stage: int, microbatch: int, inputs: ReceivedValues, error: Exception) -> None:
@@ -303,12 +291,12 @@ class _Run:
         for source, target in self._job.program.portals.forward:
             if source == stage:
                 values = variant.message_values("forward", source, target)
-                made |= {value.index: value_of_broken_step(value, self._contexts.device) for value in values}
+                made |= {value.index: value_of_broken_step(value, self._executor.device) for value in values}
         self._made[stage, microbatch] = made
         self._states.leave(stage)
         self._forwards_left -= 1
         inputs.leaves()
-        self._contexts.after_forward()
+        self._executor.after_forward()
 
     def _backward(self, stage: int, microbatch: int, arrived: Mapping[Message, list[Tensor]]) -> None:
         self._backwards_left[stage] -= 1
@@ -362,7 +350,7 @@ def fill_placeholders(run: StageRun, content: Mapping[int, Tensor]) -> None:
 
     Args:
         run: A finished run.
-        content: Detached tensors by value index; values that are not in it stay absent.
+        content: Detached tensors by value index, in the shapes of the values; the other values stay absent.
     """
     filled: set[int] = set()
     for index, placeholder in run.placeholders:

@@ -63,7 +63,7 @@ class ReceivedValues(Mapping[int, Tensor]):
         return len(self._message_of)
 
     def leaves(self) -> dict[int, Tensor]:
-        """All values as autograd leaves, which have their gradients after the backward."""
+        """All values by index, as autograd leaves in their shapes, which have their gradients after the backward."""
         for index in self._message_of:
             if index not in self._leaves:
                 self._receive(self._message_of[index])

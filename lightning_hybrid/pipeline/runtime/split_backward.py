@@ -140,7 +140,7 @@ class SplitBackward:
         )
 
     def defer(self, weight: nn.Parameter, gradient: Tensor, input: Tensor) -> bool:
-        """Defer the gradient of a weight; False if it must be computed now."""
+        """Defer the gradient of a weight, in the shapes of `DeferredGradient`; False if it must be computed now."""
         if self.is_disabled or self._task != _current_task() or _has_hooks(weight):
             return False
         self._deferred.append(DeferredGradient(weight, gradient, input, input._version))
@@ -166,12 +166,14 @@ class _Linear(NotIntercepted, torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: nn.Parameter, bias: Tensor | None, later: SplitBackward) -> Tensor:
+        """Multiply an input of shape (..., in) and a weight of shape (out, in)."""
         ctx.save_for_backward(input, weight, bias)
         ctx.later = later
         return _torch_linear(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        """The gradients of input, weight and bias, in their shapes; None for a weight that is deferred."""
         input, weight, bias = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # these gradients will be differentiated (double backward)

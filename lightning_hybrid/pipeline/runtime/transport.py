@@ -7,10 +7,10 @@ on the sender: dropout draws in that order.
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,6 @@ _MAX_DIMS = 8
 _SENDS_IN_FLIGHT = 3
 
 
-class Incoming(ABC):
-    """A message whose receive was posted."""
-
-    @abstractmethod
-    def wait(self) -> list[Tensor]:
-        """Wait for the tensors of the message, in the order of its values."""
-
-
 class Transport(ABC):
     """Point-to-point transfers between the ranks of one pipeline.
 
@@ -45,11 +37,11 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, message: Message, peer: int, values: Sequence[Value], tensors: Sequence[Tensor]) -> None:
-        """Start to send the tensors of a message; they must not be written until ``finish``."""
+        """Start to send the tensors of a message, in the shapes of its values; not to be written until ``finish``."""
 
     @abstractmethod
-    def receive(self, message: Message, peer: int, values: Sequence[Value]) -> Incoming:
-        """Post a receive and return immediately."""
+    def receive(self, message: Message, peer: int, values: Sequence[Value]) -> Callable[[], list[Tensor]]:
+        """Post a receive; returns a function that waits for the tensors, which have the shapes of the values."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -60,14 +52,10 @@ class Transport(ABC):
         del pairs
 
 
-class _Posted(Incoming):
-    def __init__(self, works: list[dist.Work], tensors: list[Tensor], values: Sequence[Value]) -> None:
-        self._works, self._tensors, self._values = works, tensors, values
-
-    def wait(self) -> list[Tensor]:
-        for work in self._works:
-            work.wait()
-        return [_restore_layout(tensor, value) for tensor, value in zip(self._tensors, self._values, strict=True)]
+def _wait(works: Sequence[dist.Work], tensors: Sequence[Tensor], values: Sequence[Value]) -> list[Tensor]:
+    for work in works:
+        work.wait()
+    return [_restore_layout(tensor, value) for tensor, value in zip(tensors, values, strict=True)]
 
 
 def _restore_layout(tensor: Tensor, value: Value) -> Tensor:
@@ -78,7 +66,7 @@ def _restore_layout(tensor: Tensor, value: Value) -> Tensor:
     return tensor.to(value.device) if value.device else tensor
 
 
-@functools.lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)
 def _dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
     """The strides of a tensor without gaps whose elements lie in the order of these; None for the usual order."""
     dense = torch.empty_like(torch.empty_strided(shape, stride, device="meta"))
@@ -96,28 +84,19 @@ class HostTransport(Transport):
         transfers.generation += 1
 
     def send(self, message: Message, peer: int, values: Sequence[Value], tensors: Sequence[Tensor]) -> None:
-        """Copy the tensors of a message into shared memory."""
+        """Copy the tensors of a message, of any shapes, into shared memory."""
         for position, tensor in enumerate(tensors):
             self._transfers.send(peer, _tag(message, position), tensor)
 
-    def receive(self, message: Message, peer: int, values: Sequence[Value]) -> Incoming:
-        """Return the message that will be received."""
-        return _Expected(self._transfers, message, peer, values)
+    def receive(self, message: Message, peer: int, values: Sequence[Value]) -> Callable[[], list[Tensor]]:
+        """Return a function that receives the tensors, which have the shapes of the values."""
+        return lambda: [self._receive(peer, _tag(message, position), value) for position, value in enumerate(values)]
+
+    def _receive(self, peer: int, tag: int, value: Value) -> Tensor:
+        return _restore_layout(self._transfers.receive(peer, tag, getattr(torch, value.dtype)), value)
 
     def finish(self) -> None:
         """Do nothing: sends complete immediately."""
-
-
-class _Expected(Incoming):
-    def __init__(self, transfers: Transfers, message: Message, peer: int, values: Sequence[Value]) -> None:
-        self._transfers, self._message, self._peer, self._values = transfers, message, peer, values
-
-    def wait(self) -> list[Tensor]:
-        tensors = []
-        for position, value in enumerate(self._values):
-            tensor = self._transfers.receive(self._peer, _tag(self._message, position), getattr(torch, value.dtype))
-            tensors.append(_restore_layout(tensor, value))
-        return tensors
 
 
 class GroupTransport(Transport):
@@ -144,7 +123,7 @@ class GroupTransport(Transport):
                 work.wait()
 
     def send(self, message: Message, peer: int, values: Sequence[Value], tensors: Sequence[Tensor]) -> None:
-        """Start to send the tensors of a message."""
+        """Start to send the tensors of a message, with a header for each shape that depends on data."""
         for position, (value, tensor) in enumerate(zip(values, tensors, strict=True)):
             # A tensor that user code has moved to another device is sent from that of the group.
             tensor = tensor.detach().to(self._device).resolve_conj().resolve_neg().contiguous()
@@ -163,8 +142,8 @@ class GroupTransport(Transport):
         work, _ = self._under_way.popleft()
         work.wait()
 
-    def receive(self, message: Message, peer: int, values: Sequence[Value]) -> Incoming:
-        """Post the receives of a message; one with a header is waited for, so ``lower`` posts none ahead then."""
+    def receive(self, message: Message, peer: int, values: Sequence[Value]) -> Callable[[], list[Tensor]]:
+        """Post the receives of a message; one with a header, the shape, is awaited: ``lower`` posts none ahead then."""
         works, tensors = [], []
         for position, value in enumerate(values):
             shape: Sequence[int] = value.shape
@@ -176,7 +155,7 @@ class GroupTransport(Transport):
             tensor = torch.empty(shape, dtype=getattr(torch, value.dtype), device=self._device)
             works.append(self._post(as_sendable(tensor), peer, _tag(message, position)))
             tensors.append(tensor)
-        return _Posted(works, tensors, values)
+        return partial(_wait, works, tensors, values)
 
     def _post(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         return self._group.recv([tensor], peer, tag)

@@ -71,19 +71,19 @@ def _is_same(before: Any, now: Any) -> bool:
 
 def _state(root: nn.Module, by_content: bool) -> dict[Any, Any]:
     metrics = {inner for module in root.modules() if isinstance(module, Metric) for inner in module.modules()}
-    found: dict[Any, Any] = {}
+    state: dict[Any, Any] = {}
     for fqn, module in root.named_modules():
         for name, buffer in module._buffers.items() if module not in metrics else ():
             if buffer is not None:
-                found[fqn, name] = _fingerprint(buffer, by_content)
+                state[fqn, name] = _fingerprint(buffer, by_content)
     for path, leaf in reachable_leaves(root, metrics):
         if isinstance(leaf, Tensor):
-            found[path] = _fingerprint(leaf, by_content)
+            state[path] = _fingerprint(leaf, by_content)
         elif isinstance(leaf, numpy.ndarray):
-            found[path] = leaf.shape, leaf.dtype.str, zlib.crc32(numpy.ascontiguousarray(leaf).tobytes())
+            state[path] = leaf.shape, leaf.dtype.str, zlib.crc32(numpy.ascontiguousarray(leaf).tobytes())
         elif isinstance(leaf, float | int | str | numpy.generic):
-            found[path] = leaf.item() if isinstance(leaf, numpy.generic) else leaf
-    return found
+            state[path] = leaf.item() if isinstance(leaf, numpy.generic) else leaf
+    return state
 
 
 def _fingerprint(tensor: Tensor, by_content: bool) -> tuple[Any, ...]:

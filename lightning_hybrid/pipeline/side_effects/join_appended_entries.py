@@ -47,7 +47,7 @@ class AppendedEntries:
 
         Args:
             count: Number of the microbatches.
-            contents: By microbatch, the values of the model that numbers among the entries were read from, by index.
+            contents: By microbatch and index, the values of one element from which numbers among the entries were read.
         """
         rows: Rows = {}
         for path, entries in find_lists(self._root).items():
@@ -106,11 +106,11 @@ def merged(rows: Sequence[Rows], counts: Sequence[int]) -> Rows:
         rows: The entries of each rank.
         counts: The number of microbatches of each rank.
     """
-    found: Rows = {}
+    joined: Rows = {}
     for path in dict.fromkeys(path for row in rows for path in row):
         of_ranks = zip(rows, counts, strict=True)
-        found[path] = [entries for row, count in of_ranks for entries in row.get(path, [[] for _ in range(count)])]
-    return found
+        joined[path] = [entries for row, count in of_ranks for entries in row.get(path, [[] for _ in range(count)])]
+    return joined
 
 
 def _filled(content: Mapping[int, Tensor], leaf: Any) -> Any:

@@ -10,7 +10,6 @@ from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.batch.microbatch import batch_size_of, sizes_of
 from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 from lightning_hybrid.step.recording.check_kept_values_mergeable import why_not_mergeable
-from lightning_hybrid.step.tracing.recording import Recording
 
 # Batches may come in ever new sizes.
 _MAX_REASONS = 512
@@ -23,10 +22,10 @@ class UnsplitSteps:
         names: Names of such steps, so far.
     """
 
-    def __init__(self, choice: TraceCache, tell: Callable[[str, str], None]) -> None:
-        """Set up on a trace cache; ``tell`` is called once with the name of such a step, and the reason."""
+    def __init__(self, choice: TraceCache, warn: Callable[[str, str], None]) -> None:
+        """Set up on a trace cache; ``warn`` is called once with the name of such a step, and the reason."""
         self.names: set[str] = set()
-        self._traces, self._tell = choice, tell
+        self._traces, self._warn = choice, warn
         self._reasons: BoundedLRUDict[tuple[TraceVariant, int | None, bool], str] = BoundedLRUDict(_MAX_REASONS)
 
     def adopts(
@@ -50,22 +49,16 @@ class UnsplitSteps:
         for variant, samples in dict.fromkeys(zip(variants, sizes_of(microbatches), strict=True)):
             key = variant, samples, is_returned
             if key not in self._reasons:
+                full = self._traces.trace_of_full_batch(call, batch) if variant.recording.appended else None
                 self._reasons[key] = why_not_mergeable(
                     variant.recording,
                     samples,
-                    full=self._record_full_batch(call, batch) if variant.recording.appended else None,
+                    full=None if full is None else full.recording,
                     total=batch_size_of(batch),
                     is_returned=is_returned,
                 )
             if self._reasons[key]:
-                self._tell(call.name, self._reasons[key])
+                self._warn(call.name, self._reasons[key])
                 self.names.add(call.name)
                 return True
         return False
-
-    def _record_full_batch(self, call: Call, batch: Any) -> Recording | None:
-        try:
-            (full,) = self._traces.choose(call, [batch])
-        except Exception:  # the step may not be able to run on a full batch
-            return None
-        return full.recording

@@ -8,19 +8,15 @@ that run on the modules stay.
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.instrument_step import instrumented
 from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot, TensorSnapshot
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.recording.kept_values import skippable_modules
@@ -61,7 +57,7 @@ class SideEffectRun:
         """Run the step again, and return its output.
 
         Args:
-            contents: The values of the model that all ranks have, by index.
+            contents: The values of the model that all ranks have, by index, in their shapes.
 
         Raises:
             StepError: The step cannot run so.
@@ -74,14 +70,7 @@ class SideEffectRun:
         replay = SideEffectReplay(self._variant.recording, self._variant.assignment, self._root, self._randomness)
         replay.contents = contents
         try:
-            with (
-                instrumented([replay], self._randomness) as current,
-                self._randomness.isolated(),
-                self._randomness.microbatch(self._call.number, self._call.first),
-                self._call.context(),
-                replaced(self._root, "log", lambda *_, **__: None, reason="runs without logs"),
-                contextlib.redirect_stdout(io.StringIO()),  # the step has printed
-            ):
+            with self._call.dry_run(self._root, [replay], self._randomness) as current:
                 run = replay.run(lambda: self._call.on(self._batch), {}, self._names, current)
         except Exception as error:
             raise StepError(

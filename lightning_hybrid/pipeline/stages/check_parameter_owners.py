@@ -9,7 +9,7 @@ from lightning_hybrid.graph.step_graph import Node
 from lightning_hybrid.step.tracing.recording import StepError
 
 
-def check_placement(
+def check_parameter_owners(
     assignment: Assignment, owner_stages: Mapping[str, int], num_ranks: int, ranks_of: Callable[[str], tuple[int, ...]]
 ) -> None:
     """Refuse a step that reads a parameter on ranks that do not own it.
@@ -30,12 +30,12 @@ def check_placement(
                 continue
             earlier = _colocated_source(assignment, owner_stages, node)
             if earlier is None:
-                found, other = f"on stage {stage}", ""
+                place, other = f"on stage {stage}", ""
             else:
                 written = ", where that step writes it" if earlier in graph.buffers else ""
-                found, other = f"after {earlier!r}", f" and {earlier!r} on stage {stage}{written}"
+                place, other = f"after {earlier!r}", f" and {earlier!r} on stage {stage}{written}"
             raise StepError(
-                f"{node.line or graph.step}: {graph.step} uses {name!r} {found}, but the first training step put it on"
+                f"{node.line or graph.step}: {graph.step} uses {name!r} {place}, but the first training step put it on"
                 f" pipeline ranks {list(ranks_of(name))}{other}; use both in the same order in every step and batch,"
                 " or set pipeline_parallel_size=1"
             )

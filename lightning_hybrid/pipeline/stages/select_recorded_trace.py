@@ -1,17 +1,18 @@
 """The trace cache: selects the recorded trace of each microbatch.
 
-A batch of new shapes is recorded. For cached shapes the latest trace is selected, unless the step may diverge from it:
-its recording has ``guards`` on values that may change, or an attribute around its units has changed since. Then each
-microbatch takes a dry run (``trace_tree``) first: the user's step without the model's arithmetic, whose effects are
-rolled back. If it diverges from all traces, it is recorded there and then. Every rank of a replica runs the same Python
-and so selects the same traces; the ranks check this with the results of the step.
+A batch of new shapes is recorded, as is one after a mode or ``requires_grad`` of a module has changed. Otherwise the
+latest trace is selected, unless the step may diverge from it: its recording has ``guards`` on values that may change,
+or an attribute around its units has changed since. Then each microbatch takes a dry run (``trace_tree``) first: the
+user's step without the model's arithmetic, whose effects are rolled back. If it diverges from all traces, it is
+recorded there and then. Every rank of a replica runs the same Python and so selects the same traces; the ranks check
+this with the results of the step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,18 +22,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.patching import replaced
+from lightning_hybrid.pipeline.stages.record_in_stages import record_variant
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import copied_batch
 from lightning_hybrid.step.guards.plain_attribute_state import modules_around, plain_state
 from lightning_hybrid.step.guards.unguarded_reads import UnguardedReads
-from lightning_hybrid.step.instrument.instrument_step import instrumented
+from lightning_hybrid.step.instrument.instrument_step import InstrumentedReplay, instrumented
 from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot
 from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
 from lightning_hybrid.step.replay.trace_tree import TraceTree, UnknownTrace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 from lightning_hybrid.step.tracing.recording import StepError
 
 # When a step has so many traces, they are dropped: their number may be unbounded.
@@ -68,6 +71,22 @@ class Call:
     def on(self, batch: Any) -> Any:
         """Run the step."""
         return self.step(batch, *self.rest)
+
+    @contextlib.contextmanager
+    def dry_run(
+        self, root: nn.Module, replays: Collection[InstrumentedReplay], randomness: KeyedRandomness, index: int = 0
+    ) -> Iterator[CurrentRun]:
+        """Run the step inside by ``replays``, as if on the microbatch of this index, without its logs and prints."""
+        with (
+            instrumented(replays, randomness) as current,
+            randomness.isolated(),
+            randomness.microbatch(self.number, self.first + index),
+            torch.set_grad_enabled(self.train or torch.is_grad_enabled()),
+            self.context(),
+            replaced(root, "log", lambda *_, **__: None, reason="runs without logs"),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            yield current
 
 
 @dataclass(frozen=True)
@@ -144,6 +163,13 @@ class TraceCache:
             return [each.latest for each in by_microbatch]
         return self._dry_run(call, microbatches, by_microbatch)
 
+    def trace_of_full_batch(self, call: Call, batch: Any) -> TraceVariant | None:
+        """The trace of a full batch; None if the step cannot run on one."""
+        try:
+            return self.choose(call, [batch])[0]
+        except Exception:
+            return None
+
     def is_known(self, call: Call, microbatches: Sequence[Any]) -> bool:
         """Whether these microbatches have cached traces that need no dry run."""
         keys = dict.fromkeys((signature_of(call.name, microbatch), call.modes) for microbatch in microbatches)
@@ -172,7 +198,8 @@ class TraceCache:
         rest = unguarded_reads.track_arguments(microbatch, call.rest)
         batch = copied_batch(microbatch)
         versions = _versions(batch)
-        variant = self._plan.variant(
+        variant = record_variant(
+            self._plan,
             call.name,
             lambda: call.step(batch, *rest),
             call.context,
@@ -195,7 +222,7 @@ class TraceCache:
 
     def _dry_run(self, call: Call, microbatches: Sequence[Any], by_microbatch: Sequence[_Traces]) -> list[TraceVariant]:
         """Select traces by dry runs, one microbatch after the other; module state is restored afterwards."""
-        units = self._plan.units()
+        units = self._plan.units
         inside = {module for unit in units.values() for module in unit.modules()}
         start = ModuleSnapshot(self._root, without=inside, unhooked=inside)
         states = {traces: plain_state(traces.around) for traces in dict.fromkeys(by_microbatch)}
@@ -209,7 +236,7 @@ class TraceCache:
                 except UnknownTrace:
                     before.restore()
                     traces.pending.append(self._record(call, microbatch, index))
-                    units, names = self._plan.units(), self._plan.names()
+                    units, names = self._plan.units, self._plan.names()
                     try:
                         variant = self._find_trace(call, microbatch, index, traces, units, names, before)
                     except UnknownTrace as reason:
@@ -251,16 +278,10 @@ class TraceCache:
             if trace.recording.units.keys() == units.keys():
                 tree.add(self._root, trace.recording, trace)
         traces.pending = []
-        grad = torch.set_grad_enabled(call.train or torch.is_grad_enabled())
+        replays = traces.latest.replays.values()
         with (
             self.copy_for_dry_run(call, microbatch) as batch,
-            instrumented(traces.latest.replays.values(), randomness) as current,
-            randomness.isolated(),
-            randomness.microbatch(call.number, call.first + index),
-            grad,
-            call.context(),
-            replaced(self._root, "log", lambda *_, **__: None, reason="runs without logs"),
-            contextlib.redirect_stdout(io.StringIO()),
+            call.dry_run(self._root, replays, randomness, index) as current,
         ):
             try:
                 return tree.dry_run(self._root, lambda: call.on(batch), names, current, randomness, before)

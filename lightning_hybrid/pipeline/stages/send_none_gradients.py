@@ -55,7 +55,7 @@ class MissingGradients:
 
         Args:
             key: The stages, and the index of the value.
-            gradient: The tensor that was received for it.
+            gradient: The tensor that was received for it, of the shape of the value, as is the result.
         """
         if gradient.dtype not in _BITS or not gradient.numel() or not self._is_checked(key):
             return gradient

@@ -25,12 +25,12 @@ def sync_unit_attributes(plan: StagePlan, root: nn.Module) -> None:
         plan: The rank of each layer.
         root: The user's module.
     """
-    mine = io.BytesIO()
+    local = io.BytesIO()
     owners = _owners(plan)
     modules = dict(root.named_modules(remove_duplicate=False))
-    torch.save({fqn: _plain(modules[fqn]) for fqn, owner in owners.items() if owner == plan.rank}, mine)
+    torch.save({fqn: _plain(modules[fqn]) for fqn, owner in owners.items() if owner == plan.rank}, local)
     rows: list[Any] = [None] * plan.num_ranks
-    dist.all_gather_object(rows, mine.getvalue(), group=plan.group)
+    dist.all_gather_object(rows, local.getvalue(), group=plan.group)
     for rank, row in enumerate(rows):
         if rank == plan.rank:
             continue

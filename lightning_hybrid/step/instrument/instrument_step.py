@@ -28,7 +28,7 @@ from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 from lightning_hybrid.step.tracing.recording import Recording
 
 
-class _StageReplay(Protocol):
+class InstrumentedReplay(Protocol):
     """What is read of a ``StageReplay``: modules and functions that draw random numbers, metrics by FQN."""
 
     @property
@@ -42,7 +42,7 @@ class _StageReplay(Protocol):
 
 
 @contextlib.contextmanager
-def instrumented(replays: Collection[_StageReplay], randomness: KeyedRandomness) -> Iterator[CurrentRun]:
+def instrumented(replays: Collection[InstrumentedReplay], randomness: KeyedRandomness) -> Iterator[CurrentRun]:
     """Instrument the user's modules for replays.
 
     Args:

@@ -23,7 +23,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.collectives.rank_agreement import RanksDisagree
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.pipeline.results.log_capture import Entry, Key, keys_of
+from lightning_hybrid.pipeline.results.log_entry import Entry, Key, keys_of
 from lightning_hybrid.shared_memory.async_row_all_gather import start_all_gather
 
 

@@ -17,6 +17,7 @@ from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
 from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
 from lightning_hybrid.full_params.module_conversions import skip_absent_parameters
 from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.pipeline.stages.stage_parameters import buffer_owners, drop_remote_parameters
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.recording.choose_units import choose_units
@@ -128,7 +129,7 @@ def _drop_other_stages(run: Run, owner: RunOwner) -> Run:
     assert plan is not None
     if not (plan.is_partitioned and setting.shards_module):
         return run
-    plan.drop_remote_parameters()
+    drop_remote_parameters(plan)
     owner.state.shard(run.parts)
     global_reads, hook_reads = _connect_hooks(run, owner, plan)
     if setting.is_fitting:
@@ -144,7 +145,7 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossSta
     holders = {name: plan.ranks_of(name) for name in parameters}
     stages = None
     if plan.num_ranks > 1:
-        group, owners = setting.world.mesh.group("pp"), plan.buffer_owners
+        group, owners = setting.world.mesh.group("pp"), partial(buffer_owners, plan)
         undo.callback(skip_absent_parameters(module))
         stages = CrossStageReads(parameters, holders, group, setting.device, buffer_owners=owners)
     reads = HookReads(

@@ -31,6 +31,7 @@ from lightning_hybrid.checkpoint.single_file import (
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.patching import Replacement, temporary_hook
+from lightning_hybrid.pipeline.stages.stage_parameters import unshard_parameters
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
@@ -92,7 +93,7 @@ class FullOrShardedState:
             run.parts.unshard_parameters()
         if run.shards is not None:
             run.shards.forget()
-        run.plan.unshard_parameters()
+        unshard_parameters(run.plan)
         run.setting.averages.unshard_parameters()
         self.is_full = True
         for handle in (self._loads_shards, self._guard):

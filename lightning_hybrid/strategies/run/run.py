@@ -19,8 +19,8 @@ from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.runner_base import MicrobatchRunner
-from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
 from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
 from lightning_hybrid.strategies.run.run_setting import Setting
 from lightning_hybrid.strategies.run.zero3_fallback import Zero3Fallback
@@ -149,7 +149,7 @@ class Optimization:
     """
 
     reducers: Reducers = dataclasses.field(default_factory=dict)
-    tied: SharedParameters | None = None
+    tied: TiedParameters | None = None
     buffers: ReplicaBufferBroadcast | None = None
     offloaded: tuple[OffloadedStates, ...] = ()
     sharded_steps: tuple[ShardedStep, ...] = ()

@@ -122,7 +122,7 @@ def _record(
 
 
 def _warn_of_compiled(module: pl.LightningModule, runner: MicrobatchRunner) -> None:
-    around = compiled_wrappers(module, runner.plan.units().values())
+    around = compiled_wrappers(module, runner.plan.units.values())
     if around:
         names = ", ".join(fqn or type(module).__name__ for fqn in around)
         rank_zero_warn(

@@ -57,7 +57,7 @@ def make_runner(
         mesh.group("replica"),
         randomness,
         room=partial(_gather_budget, device, world.num_processes),
-        tell=_warn_of_unpartitioned,
+        warn=_warn_of_unpartitioned,
         around=around_unpartitioned,
     )
     common: dict[str, Any] = {
@@ -69,11 +69,11 @@ def make_runner(
     }
     if pipeline.size() == 1:
         shares, everyone = mesh.group("shares" if mesh.sharded_axes else "pp"), mesh.group("data")
-        common |= {"shares": shares, "everyone": everyone, "tell": rank_zero_warn, "inform": rank_zero_info}
+        common |= {"shares": shares, "everyone": everyone, "warn": rank_zero_warn, "inform": rank_zero_info}
         return plan, PlainRunner(module, plan, randomness, **common)
     transport = transport_of(pipeline, device)
-    tell = partial(_warn_unsplit, pipeline.size(), options.strict_layout)
-    common |= {"schedule": options.schedule, "warn_unsplit": tell}
+    warn = partial(_warn_unsplit, pipeline.size(), options.strict_layout)
+    common |= {"schedule": options.schedule, "warn_unsplit": warn}
     return plan, StepRunner(module, plan, transport, pipeline, randomness, **common)
 
 

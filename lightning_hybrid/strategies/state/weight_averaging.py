@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_hybrid.checkpoint.single_file import load_module_state
 from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.patching import replace, replaced
+from lightning_hybrid.pipeline.stages.stage_parameters import drop_absent_in_copy, unshard_parameters
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
@@ -66,7 +67,7 @@ class WeightAverages:
                 continue
             if isinstance(callback, StochasticWeightAveraging):
                 copy.to(callback._device or module.device)  # as it does when it begins to average
-            plan.drop_absent_in_copy(copy)
+            drop_absent_in_copy(module, copy)
             if parts is not None:
                 parts.shard_parameters(copy)
             self._shard_copy(callback, module, parts, gather)
@@ -125,7 +126,7 @@ class WeightAverages:
             for copy in self.copies:
                 if self._parts is not None:
                     self._parts.unshard_parameters(copy)
-                self._plan.unshard_parameters(copy)
+                unshard_parameters(self._plan, copy)
             self._plan = self._parts = None
 
     def leave(self) -> None:

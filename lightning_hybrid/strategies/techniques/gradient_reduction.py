@@ -7,8 +7,8 @@ from collections.abc import Collection
 from torch import nn
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
 from lightning_hybrid.replicate.gradient_reducer import GradientReducer
 from lightning_hybrid.replicate.joint_gradient_reducer import JointReducer
 
@@ -28,7 +28,7 @@ def connect_gradients(
     *,
     averages: bool = True,
     experts: Collection[str] = (),
-) -> tuple[Reducers, SharedParameters | None, set[int]]:
+) -> tuple[Reducers, TiedParameters | None, set[int]]:
     """Build the gradient reducers of one rank.
 
     Args:
@@ -61,4 +61,4 @@ def connect_gradients(
             shared = [(name, p) for name, p in members if name in experts]
             of_experts = GradientReducer(shared, mesh.group("ep_replicate"), divisor=data.size())
             reducers[key] = JointReducer([dense, of_experts])
-    return reducers, SharedParameters(holders, parameters, mesh.group("pp")), counted
+    return reducers, TiedParameters(holders, parameters, mesh.group("pp")), counted

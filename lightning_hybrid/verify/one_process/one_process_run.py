@@ -18,7 +18,8 @@ import torch
 from torchmetrics import Metric
 
 from lightning_hybrid.pipeline.results.count_metric_batches_once import CountedMetrics
-from lightning_hybrid.pipeline.results.log_capture import Entry, LogCapture
+from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.pipeline.results.log_entry import Entry
 from lightning_hybrid.pipeline.results.prepare_step_outputs import detached
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness

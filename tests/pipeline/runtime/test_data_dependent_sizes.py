@@ -30,8 +30,7 @@ def fit_and_note(run, name):
         original = kind.receive
 
         def receive(self, message, peer, values):
-            incoming = original(self, message, peer, values)
-            wait = incoming.wait
+            wait = original(self, message, peer, values)
 
             def waited():
                 tensors = wait()
@@ -39,8 +38,7 @@ def fit_and_note(run, name):
                 noted.extend((kind.__name__, len(tensor)) for value, tensor in pairs if value.dynamic)
                 return tensors
 
-            incoming.wait = waited
-            return incoming
+            return waited
 
         return kind, "receive", receive
 

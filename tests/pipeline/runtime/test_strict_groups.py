@@ -9,7 +9,7 @@ from harness.strict_group import Refused, as_on_gpus
 from lightning_hybrid.collectives.broadcast_from_owner import broadcast_tensor
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.pipeline.runtime.transport import GroupTransport
-from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
+from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
 from lightning_hybrid.schedule import Message
 
 
@@ -42,10 +42,8 @@ def test_the_groups_of_these_tests_refuse_what_nccl_refuses():
 def test_shared_parameters_are_summed(bound):
     here = dist.get_rank()
     with as_on_gpus(bound=bound):
-        parameters = {name: nn.Parameter(torch.full((3,), 1.0 + here)) for name in ("all", "ends")}
-        shared = SharedParameters({"all": [0, 1, 2], "ends": [0, 2]}, parameters, dist.group.WORLD)
-        shared.broadcast_from_first_owner()
-        assert parameters["all"].tolist() == [1.0] * 3
+        parameters = {name: nn.Parameter(torch.ones(3)) for name in ("all", "ends")}
+        shared = TiedParameters({"all": [0, 1, 2], "ends": [0, 2]}, parameters, dist.group.WORLD)
         for parameter in parameters.values():
             parameter.grad = torch.full((3,), 10.0**here)
         shared.sum_gradients()
@@ -72,7 +70,7 @@ def test_tensors_of_all_types_travel():
                     transport.send(Message("forward", 0, 1, 0), 1, [value], [tensor])
                     transport.finish()
                 else:
-                    (got,) = transport.receive(Message("forward", 0, 1, 0), 0, [value]).wait()
+                    (got,) = transport.receive(Message("forward", 0, 1, 0), 0, [value])()
                     assert torch.equal(got, tensor), dtype
                 shared = broadcast_tensor(value, tensor if here == 1 else None, 1, dist.group.WORLD, cpu)
                 assert torch.equal(shared, tensor), dtype
@@ -89,7 +87,7 @@ def test_what_is_on_another_device_travels_by_that_of_the_group():
             transport.send(Message("forward", 0, 1, 0), 1, [value], [torch.ones(3)])
             transport.finish()
         else:
-            (got,) = transport.receive(Message("forward", 0, 1, 0), 0, [value]).wait()
+            (got,) = transport.receive(Message("forward", 0, 1, 0), 0, [value])()
             assert got.device.type == "meta"
         shared = broadcast_tensor(value, torch.ones(3) if here == 1 else None, 1, dist.group.WORLD, cpu)
         assert shared.device.type == "meta"

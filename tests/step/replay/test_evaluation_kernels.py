@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from harness.one_process_pipeline import OneRank, keyed
+from lightning_hybrid.pipeline.stages.record_in_stages import record_variant
 from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
 from lightning_hybrid.step.instrument.instrument_step import instrumented
 from lightning_hybrid.step.replay.divergence import StepChanged
@@ -21,7 +22,7 @@ def evaluate(module, step, num_stages, context=contextlib.nullcontext):
     names = {id(p): name for name, p in module.named_parameters()}
     values = {}
     with torch.no_grad():
-        variant = plan.variant("validation_step", step, context, train=False)
+        variant = record_variant(plan, "validation_step", step, context, train=False)
         portals = variant.assignment.portals
         for stage, replay in variant.replays.items():
             received = {v: values[v] for (_, target), sent in portals.items() if target == stage for v in sent}

@@ -11,7 +11,7 @@ from lightning_utilities.core import rank_zero
 from torch import nn
 
 from harness.trainer_runs import trainer_of, weights_of
-from lightning_hybrid.pipeline.stages.shared_parameters import SharedParameters
+from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
 from lightning_hybrid.verify import free_memory as memory
 from lightning_hybrid.verify.first_step_comparison import FirstStepError
 from models.tiny import FEATURES, Tiny, loader
@@ -184,7 +184,7 @@ def test_an_objective_that_mixes_samples_is_warned_of_with_both_numbers(worlds):
 
 def fit_wrongly(module_class, size, pp, options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SharedParameters, "sum_gradients", lambda self: None)
+        patch.setattr(TiedParameters, "sum_gradients", lambda self: None)
         return fit(module_class, size, pp, options)
 
 

@@ -1,4 +1,4 @@
-"""Tied parameters: the sum of their gradients over the pipeline ranks that own them.
+"""Gradients of tied parameters, summed over the pipeline ranks that own them.
 
 A tied embedding is on the stage of the token lookup and on the stage of the logits. Each computes a partial gradient;
 every owner needs the sum before clipping and the optimizer step.
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_hybrid.collectives.sendable_tensors import on_group_device
 
 
-class SharedParameters:
-    """Synchronizes the parameters that this rank owns together with other ranks."""
+class TiedParameters:
+    """The parameters that this rank owns together with other ranks."""
 
     def __init__(
         self, holders: Mapping[str, Sequence[int]], parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup
@@ -31,20 +31,6 @@ class SharedParameters:
             if len(ranks) > 1 and self._rank in ranks:
                 sets.setdefault((ranks, parameters[name].dtype), []).append(parameters[name])
         self._sets = [(ranks, members) for (ranks, _), members in sets.items()]
-
-    def broadcast_from_first_owner(self) -> None:
-        """Send the content of the first owner to all others."""
-        for ranks, members in self._sets:
-            for parameter in members:
-                if self._rank == ranks[0]:
-                    for other in ranks[1:]:
-                        content = on_group_device(parameter.detach().contiguous(), self._group)
-                        dist.send(content, group=self._group, group_dst=other)
-                else:
-                    content = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-                    content = on_group_device(content, self._group)
-                    dist.recv(content, group=self._group, group_src=ranks[0])
-                    parameter.detach().copy_(content)
 
     def sum_gradients(self) -> None:
         """Replace each gradient by the sum over its owners, added in the order of their ranks on every one.

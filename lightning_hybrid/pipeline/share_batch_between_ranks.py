@@ -1,4 +1,4 @@
-"""Data shares of a batch: pipeline ranks that each run the user's step on some samples, where it cannot be partitioned.
+"""Shares of a batch: the ranks of a pipeline each run the user's step on some samples, where it cannot be partitioned.
 
 Their losses are weighted by their numbers of samples, so that gradients are those of the full batch where the loss is
 a mean over samples. Logged values and outputs are gathered on every one of them.
@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.collectives.rank_agreement import batches_differ, digest
-from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import LossWeighting, agree_on_weighting
-from lightning_hybrid.pipeline.results.log_capture import Entry, Key, keyed, keys_of
-from lightning_hybrid.pipeline.side_effects.join_appended_entries import Rows, merged
-from lightning_hybrid.step.batch.merge_outputs import join
+from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import LossWeighting
+from lightning_hybrid.pipeline.microbatch_results import CHANGES_MODULES, MicrobatchResults
+from lightning_hybrid.pipeline.results.log_entry import Entry, keys_of
+from lightning_hybrid.pipeline.side_effects.join_appended_entries import merged
 from lightning_hybrid.step.batch.microbatch import BatchSplitter, batch_size_of, split
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 
@@ -42,9 +42,9 @@ class BatchShare:
     microbatches: Sequence[Any]
     weights: Sequence[float]
     loss_weights: Sequence[float]
-    first: int
-    total: int
-    ranks: int
+    first: int = 0
+    total: int = 1
+    ranks: int = 1
     checksum: int = 0
 
 
@@ -54,12 +54,13 @@ class BatchSharing:
     Attributes:
         rank: The index of this rank.
         size: The number of ranks.
+        everyone: These ranks and those of other replicas.
         are_all: Whether there are no other replicas.
     """
 
     def __init__(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
         """``everyone`` adds the ranks of other replicas to ``group``: they hold shards of the same parameters."""
-        self._group, self._everyone = group, everyone
+        self._group, self.everyone = group, everyone
         self.rank, self.size = group.rank(), group.size()
         self.are_all = group.size() == everyone.size()
 
@@ -74,13 +75,12 @@ class BatchSharing:
         """
         count = self.count(batch, count, splitter)
         if not count:
-            return self.full(batch)
-        parts, weights = split(batch, self.size * count, splitter)
-        own, loss_weights = slice(self.rank * count, (self.rank + 1) * count), weighting.of(parts, weights)
+            return BatchShare([batch], [1.0], [1.0])
+        first, total = self.rank * count, self.size * count
+        parts, weights = split(batch, total, splitter)
+        here, loss_weights = slice(first, first + count), weighting.of(parts, weights)
         checksum = digest(flatten(batch)[0]) if self.size > 1 else 0
-        return BatchShare(
-            parts[own], weights[own], loss_weights[own], self.rank * count, self.size * count, self.size, checksum
-        )
+        return BatchShare(parts[here], weights[here], loss_weights[here], first, total, self.size, checksum)
 
     def count(self, batch: Any, count: int, splitter: BatchSplitter | None) -> int:
         """Microbatches of each share; 0 where there is not a sample for each rank. Arguments as for ``of``."""
@@ -89,110 +89,44 @@ class BatchSharing:
             return count
         return 0 if size is None else min(count, size // self.size)
 
-    @staticmethod
-    def full(batch: Any) -> BatchShare:
-        """All of a batch, on every rank."""
-        return BatchShare([batch], [1.0], [1.0], first=0, total=1, ranks=1)
-
     def any_rank(self, condition: bool) -> bool:
         """Whether a condition holds on any rank of any replica; collective over all of them."""
         return bool(self.max_over_ranks(int(condition)))
 
     def max_over_ranks(self, number: int) -> int:
         """The largest number of all ranks of all replicas; collective over them."""
-        rows: list[Any] = [None] * self._everyone.size()
-        dist.all_gather_object(rows, number, group=self._everyone)
+        rows: list[Any] = [None] * self.everyone.size()
+        dist.all_gather_object(rows, number, group=self.everyone)
         return max(rows)
 
-    def agree(self, mine: LossWeighting) -> LossWeighting:
-        """Agree with the ranks of all replicas on the weighting of one step; collective.
-
-        Args:
-            mine: The weighting that this rank has found.
-        """
-        return agree_on_weighting(self._everyone, mine)
-
-    def gather(self, mine: MicrobatchResults) -> MicrobatchResults:
+    def gather(self, local: MicrobatchResults) -> MicrobatchResults:
         """All-gather the results of a step that each rank has run on a share; collective.
 
         Args:
-            mine: The results of this rank.
+            local: The results of this rank.
 
         Raises:
             RanksDisagree: The ranks have different batches.
         """
         rows: list[Any] = [None] * self.size
-        entries: Any = [_picklable(entry) for entry in mine.entries]
-        outputs, appended = map_leaves(_to_cpu, mine.outputs), map_leaves(_to_cpu, mine.appended)
-        sent = replace(mine, entries=entries, outputs=outputs, appended=appended)
+        entries: Any = [_picklable(entry) for entry in local.entries]
+        outputs, appended = map_leaves(_to_cpu, local.outputs), map_leaves(_to_cpu, local.appended)
+        sent = replace(local, entries=entries, outputs=outputs, appended=appended)
         dist.all_gather_object(rows, sent, group=self._group)
-        rows[self.rank] = mine
+        rows[self.rank] = local
         if len({row.checksum for row in rows}) > 1:
             raise batches_differ([row.checksum for row in rows])
         return MicrobatchResults(
             weights=[weight for row in rows for weight in row.weights],
             loss_weights=[weight for row in rows for weight in row.loss_weights],
-            by_samples=mine.by_samples,
+            by_samples=local.by_samples,
             entries=_joined_entries(rows, self.rank),
             losses=[loss for row in rows for loss in row.losses],
             sizes=[size for row in rows for size in row.sizes],
             outputs=[output for row in rows for output in row.outputs],
             appended=merged([row.appended for row in rows], [len(row.weights) for row in rows]),
-            news=LEAVES if _branches_differ(rows) else max(row.news for row in rows),
+            news=CHANGES_MODULES if _branches_differ(rows) else max(row.news for row in rows),
         )
-
-
-BRANCHES, LEAVES = 1, 2
-
-
-@dataclass
-class MicrobatchResults:
-    """The results of a step, by microbatch.
-
-    Attributes:
-        weights: Weights of the microbatches by samples.
-        loss_weights: Weights of their losses.
-        by_samples: Logged keys that weigh by samples even where the loss does not.
-        entries: Logged entries, with a value per microbatch; NaN where one has not logged it.
-        losses: None where a microbatch has returned none.
-        sizes: Numbers of samples.
-        outputs: Return values, detached; empty if no code reads them.
-        appended: Entries appended to lists of the user's modules.
-        news: ``LEAVES`` if it has changed the modules by its batch in another way; ``BRANCHES`` if it has run other
-            lines of code than before; else 0.
-        calls: The lines of code that it has run.
-        checksum: Checksum of the full batch.
-    """
-
-    weights: list[float]
-    loss_weights: list[float]
-    by_samples: frozenset[Key]
-    entries: list[Entry]
-    losses: list[float | None]
-    sizes: list[int | None]
-    outputs: list[Any]
-    appended: Rows = field(default_factory=dict)
-    news: int = 0
-    calls: frozenset[int] = frozenset()
-    checksum: int = 0
-
-    def joined_output(self, step: str) -> Any:
-        """The output for the full batch of the step of this name."""
-        return join(self.outputs, self.weights, self.sizes, step=step) if self.outputs else None
-
-    @property
-    def loss(self) -> float | None:
-        """The loss of the full batch; None if no microbatch has one."""
-        pairs = zip(self.losses, self.loss_weights, strict=True)
-        present = [(loss, weight) for loss, weight in pairs if loss is not None]
-        return sum(loss * weight for loss, weight in present if weight) if present else None
-
-    def logs(self) -> list[tuple[Entry, float]]:
-        """Each entry with its value for the full batch, of the microbatches that have logged it."""
-        return [
-            (entry, entry.combine(self.weights if key in self.by_samples else self.loss_weights))
-            for key, entry in keyed(self.entries)
-        ]
 
 
 def _branches_differ(rows: Sequence[MicrobatchResults]) -> bool:
@@ -211,7 +145,7 @@ def _joined_entries(rows: Sequence[MicrobatchResults], rank: int) -> list[Entry]
     counts = [len(row.weights) for row in rows]
     named = [[entry if isinstance(entry, tuple) else _picklable(entry) for entry in row.entries] for row in rows]
     by_rank = [{key: index for index, key in enumerate(keys_of(name for name, *_ in entries))} for entries in named]
-    found = []
+    joined = []
     for key in dict.fromkeys(key for indices in by_rank for key in indices):
         values: list[float] = []
         sizes: list[int | None] = []
@@ -220,12 +154,12 @@ def _joined_entries(rows: Sequence[MicrobatchResults], rank: int) -> list[Entry]
             values += entry[1]
             sizes += entry[2]
         if key in by_rank[rank]:
-            found.append(rows[rank].entries[by_rank[rank][key]].with_values(values, sizes))
+            joined.append(rows[rank].entries[by_rank[rank][key]].with_values(values, sizes))
         else:
             owner = next(other for other, indices in enumerate(by_rank) if key in indices)
             name, _, _, kwargs, dtype = named[owner][by_rank[owner][key]]
-            found.append(Entry(name, None, kwargs, values, sizes, dtype))
-    return found
+            joined.append(Entry(name, None, kwargs, values, sizes, dtype))
+    return joined
 
 
 def _to_cpu(leaf: Any) -> Any:

@@ -1,0 +1,95 @@
+"""Log entries: one per key and call of ``self.log`` in a step, with a value for each microbatch; their reduction."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torchmetrics import Metric
+
+NUMBER = object()  # in place of a logged object, where a number was logged
+
+Key: TypeAlias = tuple[str, int]  # the logged name, and how often the step has logged it before
+
+
+def keys_of(names: Iterable[str]) -> Iterator[Key]:
+    """The keys of the names that one run of a step logs, in the order of its calls."""
+    times: Counter[str] = Counter()
+    for name in names:
+        yield name, times[name]
+        times[name] += 1
+
+
+@dataclass
+class Entry:
+    """One call of ``self.log`` over all microbatches.
+
+    Attributes:
+        name: The logged key.
+        metric: The Metric object logged, if it was one; its value is that of the step.
+        guesses: By microbatch, a Python number computed from a recorded size, which another rank may know exactly; NaN
+            otherwise.
+        other: The logged object, if it is no number at all; an overridden ``log`` may accept it.
+        value: Index of the logged value in the step graph, if it is one.
+        kwargs: The other arguments of the call, those of the last microbatch.
+        values: By microbatch; NaN where the value is on another rank.
+        sizes: The ``batch_size`` argument, by microbatch.
+        dtype: The dtype of the logged tensor, at least torch's default; numbers have the default, as in Lightning.
+    """
+
+    name: str
+    metric: Metric | None
+    kwargs: dict[str, Any]
+    values: list[float]
+    sizes: list[int | None]
+    dtype: torch.dtype = torch.float32
+    guesses: list[float] = dataclasses.field(default_factory=list)
+    other: Any = NUMBER
+    value: int | None = None
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it was a number, or a Metric with one."""
+        return self.other is NUMBER
+
+    @property
+    def how(self) -> str:
+        """Name of the reduction: "mean", "sum", "max", "min", or that of the user's function."""
+        how = self.kwargs.get("reduce_fx", "mean")
+        name = how if isinstance(how, str) else getattr(how, "__name__", "")
+        return "mean" if name == "avg" else name
+
+    def combine(self, weights: Sequence[float]) -> float:
+        """Reduce the values of the microbatches that have logged it by ``reduce_fx``.
+
+        Args:
+            weights: Weights of all microbatches; the values of those that have not logged it are NaN.
+        """
+        logged = [index for index, value in enumerate(self.values) if not math.isnan(value)] or range(len(self.values))
+        values = [self.values[index] for index in logged]
+        if self.how == "mean":
+            total = 1.0 if len(logged) == len(weights) else sum(weights[index] for index in logged) or 1.0
+            return sum(value * (weights[index] / total) for value, index in zip(values, logged, strict=True))
+        plain: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
+        if self.how in plain:
+            return float(plain[self.how](values))
+        return float(self.kwargs["reduce_fx"](torch.tensor(values, dtype=torch.float64)))
+
+    def with_values(self, values: list[float], sizes: list[int | None]) -> Entry:
+        """A copy of the entry with the values and sizes of other microbatches."""
+        return dataclasses.replace(self, values=values, sizes=sizes)
+
+    def total_kwargs(self) -> dict[str, Any]:
+        """Arguments of one ``log`` call for all microbatches: the batch sizes are summed."""
+        sizes = [size for size in self.sizes if size is not None]
+        return {**self.kwargs, "batch_size": sum(sizes)} if sizes else self.kwargs
+
+
+def keyed(entries: Sequence[Entry]) -> Iterator[tuple[Key, Entry]]:
+    """Entries of one step with their keys, in the order of its calls."""
+    return zip(keys_of(entry.name for entry in entries), entries, strict=True)
