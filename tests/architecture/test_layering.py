@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lightning_hybrid"
-MAX_LINES, MAX_FILES = 400, 12
+MAX_LINES, MAX_FILES, MAX_FUNCTION = 400, 12, 60
 
 # Low to high. The rooms of one floor do not import each other, except those of plain Python; nor do peers.
 FLOORS = [
@@ -133,6 +133,13 @@ def test_a_file_holds_one_idea(path):
     num_lines = len((PACKAGE / path).read_text().splitlines())
     assert num_lines <= MAX_LINES, f"{path} has {num_lines} lines; above {MAX_LINES} it holds two ideas: split it"
     assert not VAGUE_NAMES & set(path.with_suffix("").parts), f"{path} has a name that says nothing; name its idea"
+
+
+@pytest.mark.parametrize("path", sources(), ids=str)
+def test_a_function_fits_a_screen(path):
+    functions = (n for n in ast.walk(ast.parse((PACKAGE / path).read_text())) if isinstance(n, ast.FunctionDef))
+    long = {f.name: f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno - f.lineno >= MAX_FUNCTION}
+    assert not long, f"{path}: functions of more than {MAX_FUNCTION} lines: {long}; split them along their phases"
 
 
 def names_in(source, path):

@@ -23,6 +23,29 @@ RouterKind: TypeAlias = Literal["token_choice", "expert_choice"]
 Overflow: TypeAlias = Literal["drop", "pad"]
 
 
+def _check_options(
+    router: str, overflow: str, drop_by: str, capacity_factor: float | None, bias_rate: float, shared_experts: int
+) -> None:
+    for option, value, allowed in (
+        ("router", router, RouterKind),
+        ("overflow", overflow, Overflow),
+        ("drop_by", drop_by, DropBy),
+    ):
+        if value not in get_args(allowed):
+            raise ValueError(f"{option}={value!r}; use one of {', '.join(map(repr, get_args(allowed)))}")
+    if capacity_factor is not None and capacity_factor <= 0:
+        raise ValueError(f"capacity_factor={capacity_factor}; it must be positive, or None to drop nothing")
+    if overflow == "pad" and capacity_factor is None:
+        raise ValueError("overflow='pad' needs a capacity to fill; set capacity_factor, to 1.25 say")
+    if router == "expert_choice" and bias_rate:
+        raise ValueError(
+            f"bias_update_rate={bias_rate} balances what tokens choose, but router='expert_choice' is even;"
+            " leave it out"
+        )
+    if shared_experts < 0:
+        raise ValueError(f"shared_experts={shared_experts}; it must not be negative")
+
+
 class MoE(nn.Module):
     """Mixture-of-experts layer: each token is processed by a few of its MLPs.
 
@@ -85,24 +108,7 @@ class MoE(nn.Module):
         normalize: bool = True,
     ) -> None:
         super().__init__()
-        for option, value, allowed in (
-            ("router", router, RouterKind),
-            ("overflow", overflow, Overflow),
-            ("drop_by", drop_by, DropBy),
-        ):
-            if value not in get_args(allowed):
-                raise ValueError(f"{option}={value!r}; use one of {', '.join(map(repr, get_args(allowed)))}")
-        if capacity_factor is not None and capacity_factor <= 0:
-            raise ValueError(f"capacity_factor={capacity_factor}; it must be positive, or None to drop nothing")
-        if overflow == "pad" and capacity_factor is None:
-            raise ValueError("overflow='pad' needs a capacity to fill; set capacity_factor, to 1.25 say")
-        if router == "expert_choice" and bias_update_rate:
-            raise ValueError(
-                f"bias_update_rate={bias_update_rate} balances what tokens choose, but router='expert_choice' is even;"
-                " leave it out"
-            )
-        if shared_experts < 0:
-            raise ValueError(f"shared_experts={shared_experts}; it must not be negative")
+        _check_options(router, overflow, drop_by, capacity_factor, bias_update_rate, shared_experts)
         self.router: TopKRouter | ExpertChoiceRouter
         if router == "token_choice":
             self.router = TopKRouter(

@@ -32,13 +32,24 @@ class InstrumentedReplay(Protocol):
     """What is read of a ``StageReplay``: modules and functions that draw random numbers, metrics by FQN."""
 
     @property
-    def recording(self) -> Recording: ...
+    def recording(self) -> Recording:
+        """The recording that is replayed."""
+        ...
+
     @property
-    def drawing(self) -> Mapping[str, nn.Module]: ...
+    def drawing(self) -> Mapping[str, nn.Module]:
+        """Modules that draw random numbers, by FQN."""
+        ...
+
     @property
-    def drawing_functions(self) -> Sequence[type[Function]]: ...
+    def drawing_functions(self) -> Sequence[type[Function]]:
+        """The user's autograd functions that draw random numbers."""
+        ...
+
     @property
-    def sinks(self) -> Mapping[str, nn.Module]: ...
+    def sinks(self) -> Mapping[str, nn.Module]:
+        """Metrics by FQN."""
+        ...
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -71,57 +72,72 @@ def record(
         StepError: No loss, or a value that reached the glue in a way that cannot be traced.
         ControlFlowError: The step branches on a value of the model.
     """
-    unguarded_reads = UnguardedReads() if unguarded_reads is None else unguarded_reads
     tracked = frozenset(tracked_buffers)
-
-    def attempt() -> Recording:
-        state, around_units, bound = ModuleSnapshot(root), modules_around(root, units), find_bound_applies(root)
-        old = [leaf for _, leaf in reachable_leaves(root)]
-        costs, current = CostCounter(root), CurrentRun()
-        recorder: Recorder | None = None
-        try:
-            with randomness.isolated(), absent_members(root, tracked) as names:
-                owned = {fqn: _owned_members(unit, names) for fqn, unit in units.items()}
-                sinks, buffers = find_sinks(root), buffers_of(root, units)
-                dry_run = MetricDryRun(sinks)
-                recorder = Recorder(
-                    names, costs, buffers, dry_run, units, unguarded_reads, randomness, full_graph=full_graph
-                )
-                recorder.absent_number = absent_number
-                recorder.guesses = itertools.cycle(guesses) if guesses else None
-                # An evaluation step decides itself.
-                recorder.assumed_finite = set() if loss_required or guesses else None
-                current.watch = recorder
-                with contextlib.ExitStack() as stack:
-                    stack.enter_context(randomness.microbatch(*draws_as))
-                    # Glue draws the numbers of a replay: it may branch on them.
-                    stack.enter_context(randomness.modules({n: m for n, m in around_units.items() if n}))
-                    stack.enter_context(randomness.watching(True))
-                    stack.enter_context(costs.module_stack())
-                    stack.enter_context(intercepted_step(current, randomness, units, owned, sinks, bound))
-                    stack.enter_context(refuse_uninterceptable_functions(current))
-                    stack.enter_context(quiet_fake_kernels())
-                    stack.enter_context(unguarded_reads.watching(root, list(around_units.values())))
-                    stack.enter_context(costs)
-                    stack.enter_context(recorder)
-                    result = step()
-                refuse_number_in_buffer(root, state, "" if guesses else recorder.numbers_read)
-                recording = recorder.finish(root, name, result, owned, loss_required=loss_required)
-                kept = find_kept_values(root, state, old, recorder, recording)
-                return replace(recording, bound=bound, **kept._asdict())
-        finally:
-            if recorder is not None:
-                recorder.mutated.undo()
-            state.restore()
-
+    unguarded_reads = UnguardedReads() if unguarded_reads is None else unguarded_reads
+    attempt = partial(_record_once, root, step, units, name, randomness, loss_required, tracked, unguarded_reads)
     while True:
         try:
-            return attempt()
+            return attempt(draws_as, guesses, absent_number, full_graph=full_graph)
         except FullGraphNeeded:
             assert not full_graph
             full_graph = True
         except ContainerClassRegistered:
             pass  # its objects are containers in the next attempt
+
+
+def _record_once(
+    root: nn.Module,
+    step: Callable[[], Any],
+    units: Mapping[str, nn.Module],
+    name: str,
+    randomness: KeyedRandomness,
+    loss_required: bool,
+    tracked: frozenset[str],
+    unguarded_reads: UnguardedReads,
+    draws_as: tuple[int, int],
+    guesses: Sequence[bool],
+    absent_number: float | None,
+    *,
+    full_graph: bool,
+) -> Recording:
+    state, around_units, bound = ModuleSnapshot(root), modules_around(root, units), find_bound_applies(root)
+    old = [leaf for _, leaf in reachable_leaves(root)]
+    costs, current = CostCounter(root), CurrentRun()
+    recorder: Recorder | None = None
+    try:
+        with randomness.isolated(), absent_members(root, tracked) as names:
+            owned = {fqn: _owned_members(unit, names) for fqn, unit in units.items()}
+            sinks, buffers = find_sinks(root), buffers_of(root, units)
+            dry_run = MetricDryRun(sinks)
+            recorder = Recorder(
+                names, costs, buffers, dry_run, units, unguarded_reads, randomness, full_graph=full_graph
+            )
+            recorder.absent_number = absent_number
+            recorder.guesses = itertools.cycle(guesses) if guesses else None
+            # An evaluation step decides itself.
+            recorder.assumed_finite = set() if loss_required or guesses else None
+            current.watch = recorder
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(randomness.microbatch(*draws_as))
+                # Glue draws the numbers of a replay: it may branch on them.
+                stack.enter_context(randomness.modules({n: m for n, m in around_units.items() if n}))
+                stack.enter_context(randomness.watching(True))
+                stack.enter_context(costs.module_stack())
+                stack.enter_context(intercepted_step(current, randomness, units, owned, sinks, bound))
+                stack.enter_context(refuse_uninterceptable_functions(current))
+                stack.enter_context(quiet_fake_kernels())
+                stack.enter_context(unguarded_reads.watching(root, list(around_units.values())))
+                stack.enter_context(costs)
+                stack.enter_context(recorder)
+                result = step()
+            refuse_number_in_buffer(root, state, "" if guesses else recorder.numbers_read)
+            recording = recorder.finish(root, name, result, owned, loss_required=loss_required)
+            kept = find_kept_values(root, state, old, recorder, recording)
+            return replace(recording, bound=bound, **kept._asdict())
+    finally:
+        if recorder is not None:
+            recorder.mutated.undo()
+        state.restore()
 
 
 def _owned_members(unit: nn.Module, names: Mapping[int, str]) -> tuple[str, ...]:

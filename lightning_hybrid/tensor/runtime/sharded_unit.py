@@ -56,6 +56,12 @@ from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
 Tensors = Mapping[str, Tensor]
 
 
+def _check_sizes(plan: UnitPlan, ranks: Any, context: Any) -> None:
+    for planned, found, kind in ((plan.size, ranks.size, "tensor"), (plan.context, context.size, "context")):
+        if planned != found and (kind == "tensor" or plan.positions is not None):
+            raise ValueError(f"the plan is for {planned} {kind} ranks but the group has {found}; plan the unit again")
+
+
 class ShardedUnit:
     """A unit, and the state of its sharded forwards on one rank.
 
@@ -95,26 +101,19 @@ class ShardedUnit:
             around_local_draw: The same around draws for a rank's local positions.
         """
         self._ranks, self._context = as_ranks(ranks), as_ranks(context)
-        sizes = (plan.size, self._ranks.size, "tensor"), (plan.context, self._context.size, "context")
-        for planned, found, kind in sizes:
-            if planned != found and (kind == "tensor" or plan.positions is not None):
-                raise ValueError(
-                    f"the plan is for {planned} {kind} ranks but the group has {found}; plan the unit again"
-                )
+        _check_sizes(plan, self._ranks, self._context)
         self._positions = local_positions(plan)
-        by = None if self._positions is None else self._positions.by
+        by = self._positions and self._positions.by
         self._all = paired(self._ranks, self._context) if by in ("context", "both") else self._ranks
-        self.learning = False
-        self.keeps_sharded = False
+        self.learning = self.keeps_sharded = False
         self.last_region_mode: RegionMode | None = None
         self.last_sequence: ShardedSequence | None = None
         self.num_gathers = 0
         self.compiled: tuple[Callable[..., Any], dict[str, Callable[..., Any]]] | None = None
         self._unit, self._plan, self._tensors = unit, plan, tensors
-        is_of_torch = all(type(module).__module__.startswith("torch.") for module in unit.modules())
-        has_code = plan.calls and not is_of_torch
-        agree = self._on_any_rank
-        self.proved = ProvedCalls(unit, plan.calls, note=self._set_path, agree=agree) if has_code else None
+        self.proved: ProvedCalls | None = None
+        if plan.calls and not all(type(module).__module__.startswith("torch.") for module in unit.modules()):
+            self.proved = ProvedCalls(unit, plan.calls, note=self._set_path, agree=self._on_any_rank)
         self._path: TorchCallSites | None = None  # of a forward that is checked
         self._fallback_unit: ShardedUnit | None = None
         self._modules = dict(unit.named_modules())
@@ -122,16 +121,10 @@ class ShardedUnit:
         self._slots = find_slots(self._modules, plan.placements)
         self._originals = {fqn: members[name] for fqn, ((members, name), *_) in self._slots.items()}
         device = next((p.device for p in unit.parameters()), torch.device("cpu"))
-        self._around_draw = self._around_local_draw = around_draw or RankDraws(self._all.rank, device)
-        if by == "context":  # tensor ranks have the same positions
-            if around_local_draw is None and self._ranks.size > 1:
-                around_local_draw = RankDraws(self._all.size + self._context.rank, device)
-            self._around_local_draw = around_local_draw or self._around_draw
+        self._bind_draws(device, around_draw, around_local_draw)
         self._fallback: Callable[..., Any] = self._run_full
-        if plan.full_sequence_plan is not None:
-            other = ShardedUnit(
-                unit, plan.full_sequence_plan, self._ranks, tensors=tensors, around_draw=self._around_draw
-            )
+        if (full := plan.full_sequence_plan) is not None:
+            other = ShardedUnit(unit, full, self._ranks, tensors=tensors, around_draw=self._around_draw)
             self._fallback, self._fallback_unit = other.run_sharded, other
         self.vocabularies = {
             fqn: Vocabulary(plan.placements[fqn].length, self._ranks)  # type: ignore[union-attr]
@@ -142,6 +135,13 @@ class ShardedUnit:
         self._linears = ParallelLinears(
             self._modules, plan, self._positions, axes, self._region_inputs, self._around_draw
         )
+
+    def _bind_draws(self, device: torch.device, around_draw: AroundDraw | None, local: AroundDraw | None) -> None:
+        self._around_draw = self._around_local_draw = around_draw or RankDraws(self._all.rank, device)
+        if self._positions is not None and self._positions.by == "context":  # tensor ranks have the same positions
+            if local is None and self._ranks.size > 1:
+                local = RankDraws(self._all.size + self._context.rank, device)
+            self._around_local_draw = local or self._around_draw
 
     # --- one forward --------------------------------------------------------------------------------------------------
 
