@@ -139,7 +139,6 @@ class Hybrid3DStrategy(RankedStrategy):
     ) -> None:
         arguments = dict(locals())
         super().__init__(Options.of(arguments), **{name: arguments[name] for name in _OF_LIGHTNING})
-        self._recompute = self.options.recompute
         self._files = CheckpointFiles(self.options)
         self._state: FullOrShardedState | None = None
         self._lifecycle: RunLifecycle | None = None
@@ -233,12 +232,6 @@ class Hybrid3DStrategy(RankedStrategy):
         self._empty = EmptyInit.adopted(self.lightning_module, self._empty, self.root_device)
         return self._empty
 
-    def request_recomputation(self, recompute: Recompute) -> None:
-        """Set the recomputation that a callback requests; a ValueError if the option requests another."""
-        if self._recompute not in (None, recompute):
-            raise ValueError(f"recompute={self._recompute!r} and recompute={recompute!r} are both asked for; name one")
-        self._recompute = recompute
-
     def make_full(self) -> None:
         """Gather the full module on every rank; collective."""
         if self._state is not None:
@@ -263,8 +256,7 @@ class Hybrid3DStrategy(RankedStrategy):
 
     def on_train_start(self) -> None:
         """Let learning-rate searches of callbacks decide by the mean loss, equal on all ranks."""
-        assert self.lightning_module is not None
-        self.world.until_end.callback(average_lr_search_loss(self.lightning_module.trainer, self.mesh))
+        self.world.until_end.callback(average_lr_search_loss(self._active.setting.trainer, self.mesh))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Change the layout, after hooks of the user, if this batch requires another."""

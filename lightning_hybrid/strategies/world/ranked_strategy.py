@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.strategies.options.strategy_options import Options
@@ -46,6 +47,7 @@ class RankedStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._connected = frozenset(vars(self))  # names of what a Trainer, and a copy of this object, keeps
         self.options = options
+        self._recompute = options.recompute
         self._backend = options.process_group_backend
         self._world: RankWorld | None = None
 
@@ -86,6 +88,12 @@ class RankedStrategy(ParallelStrategy):
         if plugin is not None and not HybridPrecision.is_other(plugin):
             plugin = HybridPrecision.of(plugin)
         self._precision_plugin = plugin
+
+    def request_recomputation(self, recompute: Recompute) -> None:
+        """Set the recomputation that a callback requests; a ValueError if the option requests another."""
+        if self._recompute not in (None, recompute):
+            raise ValueError(f"recompute={self._recompute!r} and recompute={recompute!r} are both asked for; name one")
+        self._recompute = recompute
 
     @property
     def process_group_backend(self) -> str | None:
