@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from lightning_hybrid.namespaces.detect_lightning_namespace import PUBLIC, public_names
+from lightning_hybrid.namespaces.detect_lightning_namespace import public_names
+from lightning_hybrid.namespaces.lightning_namespaces import PUBLIC
 
 if TYPE_CHECKING:
     from lightning_hybrid.callbacks.activation_checkpointing import ActivationCheckpointing

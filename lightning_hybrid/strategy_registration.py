@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_hybrid.checkpoint.load_from_checkpoint import accept_folders
 from lightning_hybrid.namespaces.converted_objects import accept_both
-from lightning_hybrid.namespaces.detect_lightning_namespace import NAMESPACES, Namespace
+from lightning_hybrid.namespaces.lightning_namespaces import NAMESPACES, Namespace
 
 _NAMES: dict[str, dict[str, Any]] = {
     "hybrid3d": {},

@@ -25,7 +25,7 @@ from lightning_hybrid.experts.moe.moe_layer import MoE
 from lightning_hybrid.experts.moe.upcycling import UpcycledMLP
 from lightning_hybrid.patching import around_method
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.side_outputs_of_modules import give_aside, taking_asides
+from lightning_hybrid.step.tracing.emit_and_collect_side_outputs import give_aside, taking_asides
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
-from lightning_hybrid.checkpoint.owned_shards import OwnedShards, unsharded
+from lightning_hybrid.checkpoint.owned_shards_and_local_states import OwnedShards, unsharded
 
 REFERENCE = "tensor of the checkpoint"
 _NUMBER = "number of the checkpoint"

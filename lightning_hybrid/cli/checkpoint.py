@@ -36,7 +36,7 @@ def add_to(commands: Any) -> None:
 def _convert(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
     _refuse(rest)
     # Imported late, since this loads torch.
-    from lightning_hybrid.checkpoint.convert_checkpoint import to_file, to_folder
+    from lightning_hybrid.checkpoint.convert_between_folder_and_file import to_file, to_folder
 
     if parsed.target.exists():
         raise ValueError(f"{parsed.target} exists; remove it, or name another target")

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.collectives.rank_agreement import RanksDisagree, batches_differ
-from lightning_hybrid.shared_memory.async_row_all_gather import start_all_gather
+from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import RanksDisagree, batches_differ
+from lightning_hybrid.shared_memory.async_all_gather_of_numbers import start_all_gather
 
 _HEADER = 4
 _BROKEN = -1.0  # sent in place of the digest of the step

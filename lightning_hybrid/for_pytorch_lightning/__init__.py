@@ -5,8 +5,9 @@ The modules below are those of `lightning_hybrid`, loaded a second time by `name
 
 from typing import Any
 
-from lightning_hybrid.namespaces.detect_lightning_namespace import PUBLIC, public_names
+from lightning_hybrid.namespaces.detect_lightning_namespace import public_names
 from lightning_hybrid.namespaces.import_modules_twice import find_twins
+from lightning_hybrid.namespaces.lightning_namespaces import PUBLIC
 
 # Type checkers see only files; what they say of `lightning_hybrid.for_lightning` holds here too.
 ActivationCheckpointing: Any

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.collectives.sendable_tensors import as_sendable
+from lightning_hybrid.collectives.make_tensor_sendable import as_sendable
 from lightning_hybrid.full_params import op_effects as effects
 from lightning_hybrid.full_params.buffer_refresh import HookBuffers
 from lightning_hybrid.full_params.check_hook_agreement import HookAgreement

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybrid.memory.recompute_values import GatheredValue, Geometry, Operation, Use, Value, materialize
-from lightning_hybrid.step.instrument.user_activation_checkpointing import SAVES_EACH
+from lightning_hybrid.step.instrument.replay_user_activation_checkpointing import SAVES_EACH
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
 
 # They write running statistics or a state that their schema does not declare.

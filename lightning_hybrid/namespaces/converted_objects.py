@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
 
-from lightning_hybrid.namespaces.detect_lightning_namespace import NAMESPACES, PUBLIC, Namespace
+from lightning_hybrid.namespaces.lightning_namespaces import NAMESPACES, PUBLIC, Namespace
 
 _TRAINER_ARGUMENTS = ("strategy", "plugins", "callbacks")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from lightning_hybrid.namespaces.detect_lightning_namespace import LIGHTNING, PUBLIC, PYTORCH_LIGHTNING
+from lightning_hybrid.namespaces.lightning_namespaces import LIGHTNING, PUBLIC, PYTORCH_LIGHTNING
 
 _ROOT = Path(__file__).parents[1]
 _TWIN_PACKAGES = ("strategies", "precision", "callbacks")

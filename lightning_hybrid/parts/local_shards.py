@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.collectives.sendable_tensors import on_group_device
-from lightning_hybrid.parts.placement import Shard, join, padded, shard_tensor
+from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
+from lightning_hybrid.parts.parameter_shard_placement import Shard, join, padded, shard_tensor
 from lightning_hybrid.step.module_state.pickle_sharded_parameters import copy_full_parameter, copy_local_parameter
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline.loss_weights.loss_weight_finder import LossWeightFinder
+from lightning_hybrid.pipeline.loss_weights.learn_loss_weighting import LossWeightFinder
 from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import (
     agree_on_weighting,
     describe_mixing,
@@ -29,13 +29,13 @@ from lightning_hybrid.pipeline.plain_step_randomness import PlainStepRandomness
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.runner_base import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
-from lightning_hybrid.pipeline.share_batch_between_ranks import BatchShare, BatchSharing
 from lightning_hybrid.pipeline.side_effects.detect_module_changes import ModuleChanges
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
-from lightning_hybrid.pipeline.stages.record_in_stages import record_once, record_variant
-from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.pipeline.split_batch_over_ranks_and_gather_results import BatchShare, BatchSharing
+from lightning_hybrid.pipeline.stages.record_and_partition_step import record_once, record_variant
+from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
-from lightning_hybrid.pipeline.unpartitioned_steps import UnpartitionedSteps
+from lightning_hybrid.pipeline.unpartitioned_steps_with_gathered_parameters import UnpartitionedSteps
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import (
     BatchSplitter,
@@ -49,7 +49,7 @@ from lightning_hybrid.step.instrument.instrument_step import slow_attention
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.guess_branch_reads import GUESSES
-from lightning_hybrid.step.tracing.eager_around_compiled_layers import EagerSwitch, compiled_wrappers
+from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch, compiled_wrappers
 
 _MAX_SMALL = 3  # after so many batches that cannot be split, shares are given up
 

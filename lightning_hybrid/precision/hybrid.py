@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.namespaces.converted_objects import convert
-from lightning_hybrid.namespaces.detect_lightning_namespace import namespace_of
+from lightning_hybrid.namespaces.lightning_namespaces import namespace_of
 from lightning_hybrid.precision.norm import MeshNorm
 from lightning_hybrid.precision.scaler import MeshGradScaler
 

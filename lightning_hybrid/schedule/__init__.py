@@ -15,11 +15,11 @@ The room is plain Python: it imports neither torch nor Lightning. Ranks are pipe
 from lightning_hybrid.schedule.deadlock_check import check_program
 from lightning_hybrid.schedule.errors import ScheduleError
 from lightning_hybrid.schedule.generators import SCHEDULE_NAMES, forward_only, make_schedule
+from lightning_hybrid.schedule.linked_stages_and_messages import Message, Portals, chain
 from lightning_hybrid.schedule.picture import to_svg, to_text
 from lightning_hybrid.schedule.program import Channel, Compute, Instruction, Program, Receive, Send, lower, peer_of
 from lightning_hybrid.schedule.schedule_and_actions import Action, Kind, Schedule
 from lightning_hybrid.schedule.simulator import Span, Timeline, simulate
-from lightning_hybrid.schedule.stage_messages import Message, Portals, chain
 
 __all__ = [
     "SCHEDULE_NAMES",

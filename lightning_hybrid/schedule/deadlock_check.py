@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 
 from lightning_hybrid.schedule.errors import ScheduleError
+from lightning_hybrid.schedule.linked_stages_and_messages import Message, made_by, needed_by
 from lightning_hybrid.schedule.program import Compute, Program, Receive, Send, peer_of
 from lightning_hybrid.schedule.schedule_and_actions import Action
-from lightning_hybrid.schedule.stage_messages import Message, made_by, needed_by
 
 
 def check_program(program: Program) -> tuple[int, ...]:

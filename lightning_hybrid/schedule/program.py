@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
 
+from lightning_hybrid.schedule.linked_stages_and_messages import Message, Portals, made_by, needed_by
 from lightning_hybrid.schedule.schedule_and_actions import Action, Kind, Schedule
 from lightning_hybrid.schedule.simulator import Span, simulate
-from lightning_hybrid.schedule.stage_messages import Message, Portals, made_by, needed_by
 
 
 @dataclass(frozen=True)

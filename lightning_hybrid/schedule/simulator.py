@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_hybrid.schedule.errors import ScheduleError
+from lightning_hybrid.schedule.linked_stages_and_messages import Portals, needed_by
 from lightning_hybrid.schedule.schedule_and_actions import Action, Kind, Schedule
-from lightning_hybrid.schedule.stage_messages import Portals, needed_by
 
 
 class Span(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.shared_memory.async_row_all_gather import start_all_gather
+from lightning_hybrid.shared_memory.async_all_gather_of_numbers import start_all_gather
 from lightning_hybrid.zero.parameter_group import ParameterGroup
 from lightning_hybrid.zero.shard_layout import ShardRanks
 

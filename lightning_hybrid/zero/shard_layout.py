@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hybrid.parts.placement import Shard
+from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.zero.memory_mapped_states import aligned
 
 

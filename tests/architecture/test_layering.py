@@ -2,6 +2,7 @@
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ MAX_LINES, MAX_FILES, MAX_FUNCTION = 400, 12, 60
 # Low to high. The rooms of one floor do not import each other, except those of plain Python; nor do peers.
 FLOORS = [
     {"layout"},
-    {"schedule", "planner", "graph"},
+    {"schedule", "graph"},
     {"shared_memory", "patching"},
     {"mesh", "step", "step/objects"},
     {"randomness", "step/standins"},
@@ -142,6 +143,26 @@ def test_a_function_fits_a_screen(path):
     assert not long, f"{path}: functions of more than {MAX_FUNCTION} lines: {long}; split them along their phases"
 
 
+def import_graph():
+    """The files of the package by module, as parts, and which modules each imports; also for type checkers only."""
+    modules = {module_parts(path): path for path in sources()}
+    return {
+        module: {
+            next((tuple(rest[:n]) for n in (len(rest), len(rest) - 1) if tuple(rest[:n]) in modules), ())
+            for _, (top, *rest) in imports_of((PACKAGE / path).read_text(), path)
+            if top == "lightning_hybrid"
+        }
+        - {(), module}
+        for module, path in modules.items()
+    }
+
+
+def test_no_modules_import_each_other():
+    graph = import_graph()
+    assert sum(map(len, graph.values())) > len(graph)
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, with the cycle
+
+
 def names_in(source, path):
     """The words of all that a file defines: itself, classes, functions, parameters and attributes."""
     names = {path.stem}
@@ -177,7 +198,7 @@ def test_a_folder_holds_one_idea(folder):
     [
         ("layout.py", "from .schedule.actions import Action"),
         ("schedule/picture.py", "import torch"),
-        ("planner/search.py", "from torch import nn"),
+        ("graph/search.py", "from torch import nn"),
         ("graph/step_graph.py", "import torch.fx"),
         ("graph/step_graph.py", "from lightning_hybrid.step.recording.record_step import record"),
         ("graph/partition.py", "from ..step.recording import record_step"),
@@ -208,18 +229,18 @@ def test_a_wrong_import_is_found(path, source):
     ("path", "source"),
     [
         ("schedule/picture.py", "import math\nfrom .actions import Action\nfrom lightning_hybrid.layout import AXES"),
-        ("planner/search.py", "from lightning_hybrid.schedule import simulator\nfrom ..graph import step_graph"),
+        ("graph/search.py", "from lightning_hybrid.schedule import simulator\nfrom . import step_graph"),
         (
             "step/recording/recorder.py",
             "import torch\nfrom ...graph import step_graph\nfrom ...mesh import Mesh",
         ),
         (
             "pipeline/runtime/executor.py",
-            "from lightning_hybrid.step.replay.rerun_step_for_stage import replay\nfrom . import transport",
+            "from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import replay\nfrom . import transport",
         ),
         ("strategies/hybrid.py", "import lightning.pytorch\nfrom ..callbacks import timeline\nfrom .. import layout"),
         ("__init__.py", "from lightning_hybrid.strategies.hybrid import HybridStrategy\nfrom .layout import AXES"),
-        ("cli/plan.py", "from lightning_hybrid.planner import search"),
+        ("cli/plan.py", "from lightning_hybrid.schedule import simulator"),
     ],
 )
 def test_a_right_import_passes(path, source):

@@ -19,7 +19,7 @@ from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint import writing
 from lightning_hybrid.checkpoint.background_save import BackgroundSave
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError, IncompleteCheckpoint
-from lightning_hybrid.checkpoint.convert_checkpoint import to_file, to_folder
+from lightning_hybrid.checkpoint.convert_between_folder_and_file import to_file, to_folder
 from lightning_hybrid.checkpoint.reading import SavedFolder, _Index
 from lightning_hybrid.checkpoint.verify_checkpoint import covered, problems
 from lightning_hybrid.checkpoint.writing import prepare
@@ -96,7 +96,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_hybrid.checkpoint.convert_checkpoint import to_file, to_folder
+from lightning_hybrid.checkpoint.convert_between_folder_and_file import to_file, to_folder
 
 
 def own_bytes():

@@ -12,7 +12,7 @@ from torch import Tensor
 from harness.one_process_pipeline import Outcome, keyed, pipeline, reference
 from lightning_hybrid.graph.partition import PartitionError
 from lightning_hybrid.step.standins.absent_numbers import ControlFlowError
-from lightning_hybrid.step.tracing.recording import StepError
+from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 from models.sampled.architectures import Drawn, make
 
 REFUSALS = (StepError, ControlFlowError, PartitionError)

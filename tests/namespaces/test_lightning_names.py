@@ -12,7 +12,8 @@ import pytest
 from harness.worlds.not_installed import OPTIONAL
 from lightning_hybrid.namespaces import detect_lightning_namespace as namespaces
 from lightning_hybrid.namespaces import import_modules_twice as twins
-from lightning_hybrid.namespaces.detect_lightning_namespace import LIGHTNING, PYTORCH_LIGHTNING, namespace_for
+from lightning_hybrid.namespaces.detect_lightning_namespace import namespace_for
+from lightning_hybrid.namespaces.lightning_namespaces import LIGHTNING, PYTORCH_LIGHTNING
 from lightning_hybrid.step.tracing import intercept_step_operations as watch
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from torch import nn
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.local_shards import AxisSharding, LocalShards
-from lightning_hybrid.parts.placement import Shard
+from lightning_hybrid.parts.parameter_shard_placement import Shard
 
 # By name: the shape of the whole, its cut over tensor ranks, and that of what is left over the ranks of a shard.
 CUTS = {

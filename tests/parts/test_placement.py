@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_hybrid.parts.placement import (
+from lightning_hybrid.parts.parameter_shard_placement import (
     Piece,
     Replicated,
     Shard,

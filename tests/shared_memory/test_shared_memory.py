@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.memory.op_tape import Tape, restore
 from lightning_hybrid.shared_memory import peer_sockets as streams
-from lightning_hybrid.shared_memory.async_row_all_gather import start_all_gather
+from lightning_hybrid.shared_memory.async_all_gather_of_numbers import start_all_gather
 from lightning_hybrid.shared_memory.collectives import SLOT_BYTES, SharedMemory, shared_memory
 from lightning_hybrid.shared_memory.transfers import Transfers, transfers_of
 from lightning_hybrid.tensor.collectives.rank_groups import GroupRanks

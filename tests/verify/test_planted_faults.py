@@ -102,7 +102,7 @@ def zeros_received(patch):
 
 
 def counted_twice_in_the_norm(patch):
-    from lightning_hybrid.strategies.run import connect_optimizers as set_up
+    from lightning_hybrid.strategies.run import connect_reducers_and_optimizers as set_up
 
     original = set_up.connect_gradients
 
@@ -205,7 +205,7 @@ def one_shard_for_all_replicas(patch):
 
 
 def buffers_not_shared(patch):
-    from lightning_hybrid.pipeline.stages import stage_parameters
+    from lightning_hybrid.pipeline.stages import drop_and_broadcast_parameters as stage_parameters
 
     patch.setattr(stage_parameters, "broadcast_buffer", lambda *_: None)
 

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from harness.fits import Run, fit
 from lightning_hybrid.zero import parameter_group as of_groups
-from lightning_hybrid.zero.gather_and_free_parameters import ZeroSharding
+from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 from lightning_hybrid.zero.parameter_group import ParameterGroup
 
 BY_LAYER = {"zero_stage": 3, "reshard_after_forward": True}

@@ -28,7 +28,7 @@ from lightning_hybrid.experts.parallel.expert_calling_conventions import (
     small_call,
     small_rows,
 )
-from lightning_hybrid.parts.placement import Shard
+from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.module_state.snapshot import TensorSnapshot
 from lightning_hybrid.step.objects.pytree import map_leaves

@@ -24,8 +24,8 @@ from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import BatchSplitter, copied_batch, split, split_unevenly
-from lightning_hybrid.step.batch_means.counts_in_batch import Count, Mean, error_bound, find_counts
-from lightning_hybrid.step.tracing.recording import find_loss
+from lightning_hybrid.step.batch_means.find_loss_denominator_in_batch import Count, Mean, error_bound, find_counts
+from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 
 # Relative differences that rounding may cause, by dtype.
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}

@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import digest
 from lightning_hybrid.collectives.broadcast_from_owner import broadcast_tensor
 from lightning_hybrid.collectives.exchange_step_numbers import NumberExchange
-from lightning_hybrid.collectives.rank_agreement import digest
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Entry, Key, keyed
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
 from lightning_hybrid.step.batch_means.recompute_batch_scalars import BatchScalars
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.replay.rerun_step_for_stage import StageRun
+from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
 
 _EXACT_IN_FLOAT64 = frozenset({"float64", "float32", "float16", "bfloat16", "int32", "int16", "int8", "uint8"})
 

@@ -40,11 +40,11 @@ from lightning_hybrid.schedule import (
 from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
 from lightning_hybrid.step.instrument.instrument_step import instrumented
-from lightning_hybrid.step.replay.rerun_step_for_stage import ReplayWatch, StageRun
+from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import ReplayWatch, StageRun
 from lightning_hybrid.step.standins.absent_numbers import ControlFlowError
 from lightning_hybrid.step.standins.absent_tensors import fill
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
-from lightning_hybrid.step.tracing.recording import StepError
+from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 
 @dataclass(frozen=True)

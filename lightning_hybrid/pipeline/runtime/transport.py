@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.collectives.sendable_tensors import as_sendable
+from lightning_hybrid.collectives.make_tensor_sendable import as_sendable
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.schedule import Channel, Message
 from lightning_hybrid.shared_memory.transfers import Transfers, transfers_of

@@ -22,7 +22,7 @@ from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.recording.kept_values import skippable_modules
 from lightning_hybrid.step.replay.side_effect_replay import SideEffectReplay
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.recording import StepError
+from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 
 class SideEffectRun:

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.pipeline.stages.record_in_stages import record_variant
-from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.pipeline.stages.record_and_partition_step import record_variant
+from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import copied_batch
 from lightning_hybrid.step.guards.plain_attribute_state import modules_around, plain_state
-from lightning_hybrid.step.guards.unguarded_reads import UnguardedReads
+from lightning_hybrid.step.guards.track_reads_of_unguarded_state import UnguardedReads
 from lightning_hybrid.step.instrument.instrument_step import InstrumentedReplay, instrumented
 from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot
 from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
@@ -36,7 +36,7 @@ from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
 from lightning_hybrid.step.replay.trace_tree import TraceTree, UnknownTrace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
-from lightning_hybrid.step.tracing.recording import StepError
+from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 # When a step has so many traces, they are dropped: their number may be unbounded.
 _MAX_TRACES = 512

@@ -13,8 +13,8 @@ import torch
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.pipeline.stages.send_none_gradients import MissingGradients
-from lightning_hybrid.step.replay.rerun_step_for_stage import StageReplay
-from lightning_hybrid.step.tracing.recording import Recording
+from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageReplay
+from lightning_hybrid.step.tracing.recording_dataclasses import Recording
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_hybrid.graph.step_graph import SINK, Node
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
-from lightning_hybrid.step.tracing.metric_nodes import isolated_copy
+from lightning_hybrid.step.tracing.dry_run_metrics import isolated_copy
 
 
 @dataclass

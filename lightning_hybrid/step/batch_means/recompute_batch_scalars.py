@@ -18,8 +18,8 @@ from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
 from lightning_hybrid.step.batch_means.linear_means_of_loss import is_linear
 from lightning_hybrid.step.objects.pytree import Spec, flatten, unflatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.standins.sharded_tensor_base import ShardedTensorBase
-from lightning_hybrid.step.tracing.recording import Template
+from lightning_hybrid.step.standins.materialize_sharded_tensors import ShardedTensorBase
+from lightning_hybrid.step.tracing.recording_dataclasses import Template
 
 
 def scalar_nodes(graph: StepGraph) -> frozenset[int]:

@@ -22,10 +22,10 @@ from lightning_hybrid.step.instrument.intercept_autograd_functions import (
     user_functions,
 )
 from lightning_hybrid.step.instrument.intercept_units_and_metrics import intercepted_metrics, intercepted_units
-from lightning_hybrid.step.instrument.user_activation_checkpointing import patched_checkpointing
+from lightning_hybrid.step.instrument.replay_user_activation_checkpointing import patched_checkpointing
 from lightning_hybrid.step.tracing.find_stored_autograd_apply import BoundApply
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
-from lightning_hybrid.step.tracing.recording import Recording
+from lightning_hybrid.step.tracing.recording_dataclasses import Recording
 
 
 class InstrumentedReplay(Protocol):

@@ -19,7 +19,7 @@ from lightning_hybrid.step.standins.absent_arrays import TOLIST_PATCH
 from lightning_hybrid.step.tracing.find_stored_autograd_apply import APPLIED_IN_PYTHON, BoundApply
 from lightning_hybrid.step.tracing.finiteness_checks import number_check_patches
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun, user_line
-from lightning_hybrid.step.tracing.recording import StepError
+from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 # The class whose ``apply`` every call of an autograd function runs.
 _APPLY_OWNER = _SingleLevelFunction if APPLIED_IN_PYTHON else Function

@@ -18,8 +18,8 @@ from torchmetrics import Metric
 from lightning_hybrid.graph.partition import node_cost
 from lightning_hybrid.step.recording.captured_inputs_of_units import UncapturedOutput
 from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.step.tracing.backward_hooks import has_backward_hooks
-from lightning_hybrid.step.tracing.recording import Recording, StepError
+from lightning_hybrid.step.tracing.backward_hooks_in_forward import has_backward_hooks
+from lightning_hybrid.step.tracing.recording_dataclasses import Recording, StepError
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # without a forward
 

@@ -11,9 +11,9 @@ from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleSna
 from lightning_hybrid.step.recording.escaped_values import describe_tensors
 from lightning_hybrid.step.standins.absent_arrays import has_absent_content, is_absent_number, line_of_read
 from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.tracing.dry_run_metrics import find_sinks
 from lightning_hybrid.step.tracing.intercept_step_operations import StepMode
-from lightning_hybrid.step.tracing.metric_nodes import find_sinks
-from lightning_hybrid.step.tracing.recording import Recording, StepError
+from lightning_hybrid.step.tracing.recording_dataclasses import Recording, StepError
 
 # FQN of the module, its attribute, and the key if the attribute is a dict of lists.
 ListPath: TypeAlias = tuple[str, str, Any]

@@ -17,23 +17,23 @@ from torch import nn
 
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.guards.plain_attribute_state import modules_around
-from lightning_hybrid.step.guards.unguarded_reads import UnguardedReads
+from lightning_hybrid.step.guards.track_reads_of_unguarded_state import UnguardedReads
 from lightning_hybrid.step.instrument.instrument_step import intercepted_step
 from lightning_hybrid.step.instrument.intercept_autograd_functions import refuse_uninterceptable_functions
 from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot, reachable_leaves
 from lightning_hybrid.step.objects.pytree import ContainerClassRegistered
 from lightning_hybrid.step.recording.escaped_values import refuse_number_in_buffer
-from lightning_hybrid.step.recording.find_differentiated_nodes import FullGraphNeeded
+from lightning_hybrid.step.recording.find_nodes_of_autograd_grad import FullGraphNeeded
 from lightning_hybrid.step.recording.kept_values import find_kept_values
-from lightning_hybrid.step.recording.mutated_batch_tensors import buffers_of
+from lightning_hybrid.step.recording.make_mutated_tensors_absent import buffers_of
 from lightning_hybrid.step.recording.recorder import Recorder
 from lightning_hybrid.step.standins.absent_tensors import absent_members
 from lightning_hybrid.step.standins.cost_counter import CostCounter
 from lightning_hybrid.step.standins.fake_kernel_fallback import quiet_fake_kernels
+from lightning_hybrid.step.tracing.dry_run_metrics import MetricDryRun, find_sinks
 from lightning_hybrid.step.tracing.find_stored_autograd_apply import find_bound_applies
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
-from lightning_hybrid.step.tracing.metric_nodes import MetricDryRun, find_sinks
-from lightning_hybrid.step.tracing.recording import Recording
+from lightning_hybrid.step.tracing.recording_dataclasses import Recording
 
 
 def record(

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_hybrid.graph.step_graph import Node
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import count, labels_of, picked_rows
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
-from lightning_hybrid.step.replay.rerun_step_for_stage import ReplayWatch, StageReplay
+from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import ReplayWatch, StageReplay
 
 
 class DenominatorReplay(StageReplay):

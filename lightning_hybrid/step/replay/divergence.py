@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_hybrid.graph.step_graph import Node, StepGraph
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.recording import StepError, returned_values
+from lightning_hybrid.step.tracing.recording_dataclasses import StepError, returned_values
 
 _ADVICE = {
     "values of the model": "Make the decision from the batch alone, use torch.where or sums over a mask",

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
-from lightning_hybrid.step.replay.rerun_step_for_stage import ReplayWatch, StageReplay
+from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import ReplayWatch, StageReplay
 
 
 class SideEffectReplay(StageReplay):

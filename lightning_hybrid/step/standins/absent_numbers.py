@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import struct
 from math import isnan  # the original function: it is patched during a step
-from typing import Any
+from typing import Any, TypeAlias
+
+Answer: TypeAlias = bool | int | float  # to a finiteness check
 
 # Answers to finiteness checks of absent values.
 IF_FINITE = {"isnan": False, "isinf": False, "isneginf": False, "isposinf": False, "isfinite": True}
@@ -24,14 +26,14 @@ class AbsentFloat(float):
     line: str
     values: frozenset[int]
     assumed_finite: set[int] | None
-    finite_answer: bool | int | float | None
+    finite_answer: Answer | None
 
     def __new__(
         cls,
         line: str = "",
         values: frozenset[int] = frozenset(),
         assumed_finite: set[int] | None = None,
-        finite_answer: bool | int | float | None = None,
+        finite_answer: Answer | None = None,
     ) -> AbsentFloat:
         """An absent number.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import linecache
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -17,12 +17,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
-from lightning_hybrid.step.standins.absent_numbers import IF_FINITE, ControlFlowError, branch_message, source_values
+from lightning_hybrid.step.standins.absent_numbers import (
+    IF_FINITE,
+    Answer,
+    ControlFlowError,
+    branch_message,
+    source_values,
+)
 
 if TYPE_CHECKING:
     from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun, StepMode
-
-Answer: TypeAlias = bool | int | float
 
 # Results of comparing a value with itself.
 _SELF_COMPARISONS = {"eq": True, "__eq__": True, "ne": False, "__ne__": False}

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.memory.recompute_policies import Recompute
-from lightning_hybrid.strategies.execution.choose_layout_per_batch import LayoutChooser
+from lightning_hybrid.strategies.execution.change_layout_between_batches import LayoutChooser
 from lightning_hybrid.strategies.execution.first_step_check import FirstStepCheck
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
 from lightning_hybrid.strategies.logs.delay_logger_calls import drop_logger_calls
 from lightning_hybrid.strategies.logs.log_reduction import silence_sync_dist_advice
 from lightning_hybrid.strategies.run.build_run import build_run
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
-from lightning_hybrid.strategies.run.connect_optimizers import connect_optimizers
-from lightning_hybrid.strategies.run.full_or_sharded_state import FullOrShardedState
+from lightning_hybrid.strategies.run.connect_reducers_and_optimizers import connect_optimizers
 from lightning_hybrid.strategies.run.run import Optimization, Run
-from lightning_hybrid.strategies.run.run_setting import Setting
+from lightning_hybrid.strategies.run.run_objects_and_options import Setting
+from lightning_hybrid.strategies.run.shard_module_and_gather_states import FullOrShardedState
 from lightning_hybrid.strategies.run.step_contexts import StepContexts
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.start.initial_sync import synchronize_start

@@ -20,12 +20,12 @@ from lightning_hybrid.step.objects.module_walk import modules_in, parameters_of
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.logs.delay_logger_calls import flush_logger_calls
 from lightning_hybrid.strategies.logs.log_reduction import begin_logs, log_for_all, log_for_replica
-from lightning_hybrid.strategies.options.microbatch_weights import weigh_by_count
+from lightning_hybrid.strategies.options.weigh_microbatches_by_count import weigh_by_count
 from lightning_hybrid.strategies.run.build_run import RunOwner, running_layers
 from lightning_hybrid.strategies.run.run import Run
-from lightning_hybrid.strategies.run.run_setting import Setting
+from lightning_hybrid.strategies.run.run_objects_and_options import Setting
+from lightning_hybrid.strategies.user_code.find_what_hooks_may_read import old_gradients_are_read, output_is_read
 from lightning_hybrid.strategies.user_code.imitate_lightning_calls import current_hook
-from lightning_hybrid.strategies.user_code.overridden_hooks import old_gradients_are_read, output_is_read
 
 RunStep = Callable[..., StepResult]
 

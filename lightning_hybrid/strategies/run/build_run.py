@@ -17,26 +17,26 @@ from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
 from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
 from lightning_hybrid.full_params.module_conversions import skip_absent_parameters
 from lightning_hybrid.pipeline.runner import StepRunner
-from lightning_hybrid.pipeline.stages.stage_parameters import buffer_owners, drop_remote_parameters
-from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.pipeline.stages.drop_and_broadcast_parameters import buffer_owners, drop_remote_parameters
+from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.strategies.options.strategy_options import compile_options
+from lightning_hybrid.strategies.run.decide_module_partition import ModulePartition
 from lightning_hybrid.strategies.run.describe_run import describe_run
-from lightning_hybrid.strategies.run.full_or_sharded_state import FullOrShardedState
-from lightning_hybrid.strategies.run.module_partition import ModulePartition
 from lightning_hybrid.strategies.run.run import Optimization, Run
-from lightning_hybrid.strategies.run.run_setting import Setting
+from lightning_hybrid.strategies.run.run_objects_and_options import Setting
+from lightning_hybrid.strategies.run.shard_module_and_gather_states import FullOrShardedState
 from lightning_hybrid.strategies.techniques.compilation import CompiledUnits, share_compile_processes
 from lightning_hybrid.strategies.techniques.connect_adascale import has_adascale
 from lightning_hybrid.strategies.techniques.recomputation import gather_in_recomputation, recompute_plain_layers
 from lightning_hybrid.strategies.techniques.zero import shard_over_replicas
-from lightning_hybrid.strategies.user_code.dataloader_reads import wrap_loaders
-from lightning_hybrid.strategies.user_code.hook_reads import HookReads, summarize_full_parameters
+from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads, summarize_full_parameters
+from lightning_hybrid.strategies.user_code.gather_parameters_for_dataloaders import wrap_loaders
 from lightning_hybrid.strategies.user_code.user_hooks import wrap_user_hooks
-from lightning_hybrid.strategies.world.run_callbacks import FullAtTrainEnd, around_validation
+from lightning_hybrid.strategies.world.callbacks_added_by_strategy import FullAtTrainEnd, around_validation
 from lightning_hybrid.tensor.shard_state.rank_randomness import KeyedDraws
-from lightning_hybrid.zero.gather_and_free_parameters import ZeroSharding
+from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 
 
 class RunOwner(Protocol):

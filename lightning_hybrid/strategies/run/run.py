@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_hybrid.experts.parallel.sharded_experts import ShardedExperts
+from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts
 from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
 from lightning_hybrid.memory.recompute_layers import Recomputation
 from lightning_hybrid.mesh import Mesh
@@ -19,16 +19,16 @@ from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.runner_base import MicrobatchRunner
-from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
 from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
-from lightning_hybrid.strategies.run.run_setting import Setting
-from lightning_hybrid.strategies.run.zero3_fallback import Zero3Fallback
+from lightning_hybrid.strategies.run.fall_back_to_zero3 import Zero3Fallback
+from lightning_hybrid.strategies.run.run_objects_and_options import Setting
+from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
 from lightning_hybrid.strategies.techniques.compilation import CompiledUnits
-from lightning_hybrid.strategies.techniques.gradient_reduction import Reducers
-from lightning_hybrid.strategies.user_code.hook_reads import HookReads
+from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
 from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
-from lightning_hybrid.zero.gather_and_free_parameters import ZeroSharding
+from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
 from lightning_hybrid.zero.optimizer_states.sharded_step import ShardedStep
 

@@ -14,11 +14,11 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
 from lightning_hybrid.step.standins.absent_numbers import ControlFlowError
-from lightning_hybrid.step.tracing.recording import StepError
+from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 from lightning_hybrid.strategies.logs.delay_logger_calls import captured_loggers
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.user_code.imitate_lightning_calls import current_hook
-from lightning_hybrid.strategies.world.rank_communication import RankWorld
+from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
 from lightning_hybrid.strategies.world.uneven_evaluation import forbid_unmatched_collectives
 
 Context = Callable[[], AbstractContextManager[Any]]

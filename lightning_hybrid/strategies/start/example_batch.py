@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.strategies.start.iterator_pushback import PushedBackItems, is_one_shot, push_back
-from lightning_hybrid.strategies.user_code.dataloader_reads import ReadRecorder
+from lightning_hybrid.strategies.user_code.gather_parameters_for_dataloaders import ReadRecorder
 
 _NOTHING = object()
 

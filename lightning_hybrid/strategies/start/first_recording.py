@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_hybrid.graph.partition import UnfitError
 from lightning_hybrid.pipeline.runner_base import MicrobatchRunner
 from lightning_hybrid.step.batch.microbatch import BatchSplitter, check_count, why_unsplit
-from lightning_hybrid.step.tracing.eager_around_compiled_layers import compiled_wrappers
+from lightning_hybrid.step.tracing.user_compiled_modules import compiled_wrappers
 from lightning_hybrid.strategies.start.example_batch import take_example
 from lightning_hybrid.strategies.start.provisional_optimizers import record_with_optimizers
 from lightning_hybrid.strategies.user_code.imitate_lightning_calls import current_hook, step_arguments

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.collectives.sendable_tensors import as_sendable
+from lightning_hybrid.collectives.make_tensor_sendable import as_sendable
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.standins.absent_tensors import is_absent

@@ -18,13 +18,13 @@ from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.runner_base import MicrobatchRunner
 from lightning_hybrid.pipeline.runtime.transport import transport_of
-from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
-from lightning_hybrid.pipeline.unpartitioned_steps import UnpartitionedSteps
+from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+from lightning_hybrid.pipeline.unpartitioned_steps_with_gathered_parameters import UnpartitionedSteps
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.tracing.recording import StepError
+from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.strategies.world.rank_communication import RankWorld
-from lightning_hybrid.verify.free_memory import free_bytes
+from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
+from lightning_hybrid.verify.check_available_memory import free_bytes
 
 # Share of the memory free at the start of a step that gathered parameters may take.
 _FREE_MEMORY_SHARE = 0.25

@@ -20,7 +20,7 @@ from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import split
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.eager_around_compiled_layers import EagerSwitch
+from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch
 from lightning_hybrid.strategies.user_code.imitate_lightning_calls import current_hook
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.local_shards import LocalShards
-from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 

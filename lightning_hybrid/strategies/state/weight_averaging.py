@@ -20,8 +20,8 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_hybrid.checkpoint.single_file import load_module_state
 from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.patching import replace, replaced
-from lightning_hybrid.pipeline.stages.stage_parameters import drop_absent_in_copy, unshard_parameters
-from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.pipeline.stages.drop_and_broadcast_parameters import drop_absent_in_copy, unshard_parameters
+from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 _REASON = "weight averaging of a sharded module"

@@ -8,10 +8,10 @@ from lightning_hybrid.callbacks.adascale import AdaScale
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.namespaces.converted_objects import convert
-from lightning_hybrid.namespaces.detect_lightning_namespace import namespace_of
+from lightning_hybrid.namespaces.lightning_namespaces import namespace_of
 from lightning_hybrid.parts.local_shards import LocalShards
-from lightning_hybrid.strategies.techniques.gradient_reduction import Reducers
-from lightning_hybrid.zero.gather_and_free_parameters import ZeroSharding
+from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
+from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 
 
 def connect_adascale(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_hybrid.experts.parallel.expert_detection import ExpertCalls, FoundExperts, has_stacked_experts
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import TensorShardedExperts, width_placements
 from lightning_hybrid.experts.parallel.experts_summary import by_reason, describe_experts
-from lightning_hybrid.experts.parallel.sharded_experts import ShardedExperts, placements_of
+from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts, placements_of
 from lightning_hybrid.layout import LayoutError, ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import ReadGuards
@@ -23,11 +23,11 @@ from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.strategies.options.strategy_options import Options, compile_options
-from lightning_hybrid.strategies.techniques.tensor_parallel import check_is_sharded
+from lightning_hybrid.strategies.techniques.report_tensor_plans import check_is_sharded
 from lightning_hybrid.tensor.collectives.feature_collectives import enter, leave, sum_gradients
 from lightning_hybrid.tensor.collectives.rank_groups import GroupRanks
-from lightning_hybrid.tensor.collectives.sequence_collectives import SequenceSharding, gather_sequence
 from lightning_hybrid.tensor.collectives.sequence_shard_tensor import shard_sequence
+from lightning_hybrid.tensor.collectives.sequence_sharding_and_collectives import SequenceSharding, gather_sequence
 from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 
 

@@ -12,10 +12,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
-from lightning_hybrid.zero.gather_and_free_parameters import ZeroSharding
+from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 from lightning_hybrid.zero.optimizer_states.offloaded_all_parameters_step import AllParametersStep
 from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates

@@ -11,8 +11,8 @@ from lightning_hybrid.memory.recompute_layers import Recomputation
 from lightning_hybrid.memory.recompute_policies import Policy, Recompute, RecomputeError, is_selective, layer_policies
 from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers
-from lightning_hybrid.step.tracing.eager_around_compiled_layers import compiled_modules
-from lightning_hybrid.zero.gather_and_free_parameters import ZeroSharding
+from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
+from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 
 
 def recompute_layers(

@@ -14,9 +14,9 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 
 from lightning_hybrid.patching import replaced
+from lightning_hybrid.strategies.user_code.find_what_hooks_may_read import LIBRARY_PREFIXES
+from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
 from lightning_hybrid.strategies.user_code.gather_checkpoint_hook_tensors import CheckpointHooks
-from lightning_hybrid.strategies.user_code.hook_reads import HookReads
-from lightning_hybrid.strategies.user_code.overridden_hooks import LIBRARY_PREFIXES
 
 _AROUND_STEP = "optimizer_step"
 _INSIDE_HOOK = "Lightning's own code, called by a hook"

@@ -23,9 +23,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_hybrid.mesh import Mesh, is_lost_connection
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, error_notes_of
 from lightning_hybrid.shared_memory.peer_sockets import close_peer_sockets
+from lightning_hybrid.strategies.world.callbacks_added_by_strategy import RunCallback
 from lightning_hybrid.strategies.world.check_all_ranks_arrive import Rendezvous
 from lightning_hybrid.strategies.world.graceful_stop import GracefulStop
-from lightning_hybrid.strategies.world.run_callbacks import RunCallback
 from lightning_hybrid.strategies.world.slurm_requeue import SlurmRequeue
 
 # Time for the others to fail by themselves, as they do where all ranks make the same mistake.

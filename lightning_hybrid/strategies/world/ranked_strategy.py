@@ -31,8 +31,8 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.world.correct_user_samplers import split_sampler_over_replicas
-from lightning_hybrid.strategies.world.rank_communication import RankWorld
 from lightning_hybrid.strategies.world.rank_failures import check_connections
+from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
 
 
 class RankedStrategy(ParallelStrategy):

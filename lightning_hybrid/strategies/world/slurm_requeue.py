@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import replace
-from lightning_hybrid.strategies.world.run_callbacks import RunCallback
+from lightning_hybrid.strategies.world.callbacks_added_by_strategy import RunCallback
 
 _HANDLER = "_slurm_sigusr_handler_fn"
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_hybrid.step.instrument.user_activation_checkpointing import SAVES_EACH
+from lightning_hybrid.step.instrument.replay_user_activation_checkpointing import SAVES_EACH
 from lightning_hybrid.step.standins.lazy_full_tensor import LazyFullTensor
-from lightning_hybrid.step.standins.sharded_tensor_base import materialize
-from lightning_hybrid.tensor.collectives.sequence_collectives import (
+from lightning_hybrid.step.standins.materialize_sharded_tensors import materialize
+from lightning_hybrid.tensor.collectives.sequence_sharding_and_collectives import (
     AnySharding,
     enter,
     gather_sequence,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_hybrid.parts.placement import Shard
+from lightning_hybrid.parts.parameter_shard_placement import Shard
 
 
 class CannotShard(RuntimeError):

@@ -19,14 +19,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hybrid.parts.placement import Shard, shard_tensor
+from lightning_hybrid.parts.parameter_shard_placement import Shard, shard_tensor
 from lightning_hybrid.patching import Replacement
 from lightning_hybrid.tensor.collectives.feature_collectives import gather, leave
 from lightning_hybrid.tensor.collectives.rank_groups import Ranks
 from lightning_hybrid.tensor.collectives.sequence_shard_tensor import SequenceShard, save_local_shard, shard_sequence
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, PositionsPlan, UnitPlan
-from lightning_hybrid.tensor.runtime.parallel_attention import sharded_attention
-from lightning_hybrid.tensor.runtime.region_inputs import RegionInputs
+from lightning_hybrid.tensor.runtime.enter_region_inputs_once import RegionInputs
+from lightning_hybrid.tensor.runtime.parallel_multihead_attention import sharded_attention
 from lightning_hybrid.tensor.runtime.region_mode import RegionMode
 from lightning_hybrid.tensor.runtime.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import mark, tensors_in

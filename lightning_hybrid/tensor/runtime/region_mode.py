@@ -34,7 +34,7 @@ from lightning_hybrid.tensor.runtime.convert_slices_to_local import (
     local_offset,
     local_sections,
 )
-from lightning_hybrid.tensor.runtime.find_position_dim import find_positions
+from lightning_hybrid.tensor.runtime.find_positions_in_view_sizes import find_positions
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import mark, mark_all, sharded_over, tensors_in
 
 Args = tuple[Any, ...]

@@ -19,18 +19,18 @@ from torch import Tensor, nn
 
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.parts.local_shards import AxisSharding
-from lightning_hybrid.parts.placement import Shard
+from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
-from lightning_hybrid.step.standins.sharded_tensor_base import materialize_call
-from lightning_hybrid.step.tracing.eager_around_compiled_layers import compiled_modules
+from lightning_hybrid.step.standins.materialize_sharded_tensors import materialize_call
+from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
 from lightning_hybrid.tensor.collectives.rank_groups import GroupRanks, paired
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.compiled_linears import CompiledRegionInputs, compiled_forwards
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
 from lightning_hybrid.tensor.shard_state.full_parameter_reads import FullParameterReads
 from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw
-from lightning_hybrid.tensor.vocabulary.weights_outside_units import WeightsOutsideUnits
+from lightning_hybrid.tensor.vocabulary.weights_read_outside_units_mode import WeightsOutsideUnits
 
 
 class ShardedModel:

@@ -16,11 +16,15 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
-from lightning_hybrid.step.standins.sharded_tensor_base import materialize
-from lightning_hybrid.tensor.collectives import sequence_collectives as positions
+from lightning_hybrid.step.standins.materialize_sharded_tensors import materialize
+from lightning_hybrid.tensor.collectives import sequence_sharding_and_collectives as positions
 from lightning_hybrid.tensor.collectives.rank_groups import ExchangingRanks
-from lightning_hybrid.tensor.collectives.sequence_collectives import AnySharding, SequenceSharding, TwoLevelSharding
 from lightning_hybrid.tensor.collectives.sequence_shard_tensor import SequenceShard, shard_sequence
+from lightning_hybrid.tensor.collectives.sequence_sharding_and_collectives import (
+    AnySharding,
+    SequenceSharding,
+    TwoLevelSharding,
+)
 from lightning_hybrid.tensor.plan.unit_plan import PositionsPlan
 from lightning_hybrid.tensor.runtime.convert_slices_to_local import CannotShard
 

@@ -27,19 +27,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.parts.placement import Placement, Shard, shard_tensor
+from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, shard_tensor
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
 from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.step.standins.sharded_tensor_base import materialize_call
-from lightning_hybrid.step.tracing.recording import StepError
-from lightning_hybrid.step.tracing.torch_call_sites import TorchCallSites
+from lightning_hybrid.step.standins.materialize_sharded_tensors import materialize_call
+from lightning_hybrid.step.tracing.record_torch_calls_with_lines import TorchCallSites
+from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 from lightning_hybrid.tensor.collectives.feature_collectives import gather, local_shard, sum_gradients
 from lightning_hybrid.tensor.collectives.rank_groups import ExchangingRanks, Ranks, as_ranks, paired
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan, local_positions
+from lightning_hybrid.tensor.runtime.check_forward_was_proved import ProvedCalls
+from lightning_hybrid.tensor.runtime.enter_region_inputs_once import RegionInputs
 from lightning_hybrid.tensor.runtime.parallel_linears import ParallelLinears
-from lightning_hybrid.tensor.runtime.proved_calls import ProvedCalls
-from lightning_hybrid.tensor.runtime.region_inputs import RegionInputs
 from lightning_hybrid.tensor.runtime.region_mode import RegionMode
 from lightning_hybrid.tensor.runtime.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import sharded_over

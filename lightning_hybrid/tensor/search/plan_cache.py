@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_hybrid.parts.placement import Shard
+from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.tensor.plan.plan_json import from_json, to_json
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.structure_digest import digest_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.equivalence.output_differences import are_equal_within, difference_of, difference_of_sum
-from lightning_hybrid.parts.placement import Replicated
+from lightning_hybrid.parts.parameter_shard_placement import Replicated
 from lightning_hybrid.tensor.plan.unit_plan import Axis, Group, PositionsPlan, SequenceAxes, UnitPlan
 from lightning_hybrid.tensor.trial.run_unit_trials import Outcome, local_and_expected, run_unsharded
 from lightning_hybrid.tensor.trial.sharded_unit_proof import LOOSE_TOLERANCE, TOLERANCE, Proof

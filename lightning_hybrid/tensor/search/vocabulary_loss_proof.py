@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_hybrid.parts.placement import Shard, join, shard_tensor
+from lightning_hybrid.parts.parameter_shard_placement import Shard, join, shard_tensor
 from lightning_hybrid.tensor.trial.sharded_unit_proof import TOLERANCE
 from lightning_hybrid.tensor.trial.threaded_ranks import ThreadRanks, TrialFailed, on_ranks
 from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import Vocabulary

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_hybrid.step.instrument.intercept_autograd_functions import NotIntercepted
-from lightning_hybrid.tensor.vocabulary.op_rules import Rule
+from lightning_hybrid.tensor.vocabulary.aten_sharding_rules import Rule
 from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import VocabularyShard
 
 aten = torch.ops.aten

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.parts.placement import Shard, join, padded
-from lightning_hybrid.step.standins.sharded_tensor_base import ShardedTensorBase
+from lightning_hybrid.parts.parameter_shard_placement import Shard, join, padded
+from lightning_hybrid.step.standins.materialize_sharded_tensors import ShardedTensorBase
 from lightning_hybrid.tensor.collectives.rank_groups import Ranks
 
 

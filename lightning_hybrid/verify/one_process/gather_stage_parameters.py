@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hybrid.collectives.sendable_tensors import on_group_device
-from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
+from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent
 
 

@@ -18,9 +18,9 @@ import torch
 from torchmetrics import Metric
 
 from lightning_hybrid.pipeline.results.count_metric_batches_once import CountedMetrics
+from lightning_hybrid.pipeline.results.detach_and_check_returned_outputs import detached
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Entry
-from lightning_hybrid.pipeline.results.prepare_step_outputs import detached
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join
@@ -33,8 +33,8 @@ from lightning_hybrid.step.batch.microbatch import (
     split,
 )
 from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
-from lightning_hybrid.step.tracing.metric_nodes import find_sinks
-from lightning_hybrid.step.tracing.recording import find_loss
+from lightning_hybrid.step.tracing.dry_run_metrics import find_sinks
+from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.verify.one_process.data_split_options import DataSplit
 from lightning_hybrid.verify.one_process.deferred_gradients import DeferredGradients
 from lightning_hybrid.verify.one_process.microbatch_side_effects import MicrobatchSideEffects

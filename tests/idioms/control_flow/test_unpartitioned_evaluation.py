@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from harness.layouts import each_under, under
 from harness.trainer_runs import assert_same, trainer_of
 from harness.verification import COMBINED, LAYOUTS, TENSOR, check
-from lightning_hybrid.full_params.gathered_parameters_mode import GatheredParameters
+from lightning_hybrid.full_params.gather_parameters_per_op_mode import GatheredParameters
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.start import runner_factory as stage_runner
 from lightning_hybrid.verify import Layout

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from lightning_hybrid.step.batch.microbatch import split_unevenly
-from lightning_hybrid.step.batch_means.counts_in_batch import Count, Mean, find_counts, uneven_masks, weights_differ
+from lightning_hybrid.step.batch_means.find_loss_denominator_in_batch import (
+    Count,
+    Mean,
+    find_counts,
+    uneven_masks,
+    weights_differ,
+)
 
 LABELS = torch.tensor([[1, -100, -100], [2, 3, -100], [-100, 5, 6], [7, 8, -100], [9, -100, 1]])
 LOSSES = torch.linspace(0.5, 3, LABELS.numel(), dtype=torch.float64).reshape(LABELS.shape).square()

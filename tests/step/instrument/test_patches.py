@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.instrument.intercept_autograd_functions import intercepted_functions
 from lightning_hybrid.step.instrument.intercept_collectives import CompletedWork
-from lightning_hybrid.step.instrument.user_activation_checkpointing import patched_checkpointing
+from lightning_hybrid.step.instrument.replay_user_activation_checkpointing import patched_checkpointing
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 from models.autograd_functions import Reverse
 

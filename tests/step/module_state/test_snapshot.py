@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.step.module_state.computed_weights import attribute_tensors, look_up, put
+from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import attribute_tensors, look_up, put
 from lightning_hybrid.step.module_state.snapshot import ArgumentSnapshot, AttributePath, ModuleSnapshot, TensorSnapshot
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from harness.one_process_pipeline import OneRank, keyed
-from lightning_hybrid.pipeline.stages.record_in_stages import record_variant
-from lightning_hybrid.pipeline.stages.stage_plan import StagePlan
+from lightning_hybrid.pipeline.stages.record_and_partition_step import record_variant
+from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.instrument.instrument_step import instrumented
 from lightning_hybrid.step.replay.divergence import StepChanged
 from models.cases import batch_of, make

@@ -15,7 +15,7 @@ from harness.one_process_pipeline import assert_same_gradients, cut, pipeline, r
 from lightning_hybrid.step.instrument import intercept_autograd_functions
 from lightning_hybrid.step.tracing import find_stored_autograd_apply as places
 from lightning_hybrid.step.tracing.find_stored_autograd_apply import find_bound_applies
-from lightning_hybrid.step.tracing.recording import StepError
+from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 from models.autograd_functions import Reverse
 from models.cases import batch_of
 from models.hand_written import WIDTH, Layers

@@ -12,7 +12,7 @@ from torch import nn
 
 from harness.trainer_runs import trainer_of, weights_of
 from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
-from lightning_hybrid.verify import free_memory as memory
+from lightning_hybrid.verify import check_available_memory as memory
 from lightning_hybrid.verify.first_step_comparison import FirstStepError
 from models.tiny import FEATURES, Tiny, loader
 

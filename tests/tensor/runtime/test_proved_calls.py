@@ -6,7 +6,7 @@ import weakref
 import torch
 from torch import nn
 
-from lightning_hybrid.tensor.runtime.proved_calls import ProvedCalls
+from lightning_hybrid.tensor.runtime.check_forward_was_proved import ProvedCalls
 
 MADE = []
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.tensor.discovery.unit_calls import UnitCalls
+from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import UnitCalls
 from lightning_hybrid.tensor.plan.plan_json import to_json
 from lightning_hybrid.tensor.requests.unit_requests import UnitRequests
 from lightning_hybrid.tensor.requests.user_plan import Request

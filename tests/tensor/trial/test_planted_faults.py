@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.parts.placement import Replicated, Shard
-from lightning_hybrid.tensor.collectives import sequence_collectives, sequence_shard_tensor
+from lightning_hybrid.parts.parameter_shard_placement import Replicated, Shard
+from lightning_hybrid.tensor.collectives import sequence_shard_tensor
+from lightning_hybrid.tensor.collectives import sequence_sharding_and_collectives as sequence_collectives
 from lightning_hybrid.tensor.plan.unit_plan import PositionsPlan
+from lightning_hybrid.tensor.runtime import enter_region_inputs_once as entrances
 from lightning_hybrid.tensor.runtime import parallel_linears as linears
-from lightning_hybrid.tensor.runtime import region_inputs as entrances
 from lightning_hybrid.tensor.runtime.parallel_linears import ParallelLinears
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from lightning_hybrid.tensor.trial.sharded_unit_proof import proof_of

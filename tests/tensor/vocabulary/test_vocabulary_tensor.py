@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_hybrid.parts.placement import join, shard_tensor
+from lightning_hybrid.parts.parameter_shard_placement import join, shard_tensor
 from lightning_hybrid.tensor.discovery.vocabulary_uses import VocabularyUses
 from lightning_hybrid.tensor.search.choose_vocabulary_shardings import choose_vocabulary_shardings
 from lightning_hybrid.tensor.search.vocabulary_loss_proof import cross_entropy_failure

@@ -1,0 +1,244 @@
+"""Expert parallelism of one rank: runs modules whose experts are sharded, in training and evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
+from lightning_hybrid.experts.parallel.all_to_all import ExpertAllToAll
+from lightning_hybrid.experts.parallel.expert_calling_conventions import ExpertsAdapter
+from lightning_hybrid.parts.gather_on_read import GatherCallbacks, OutsideLayerGuard, ReadGuards
+from lightning_hybrid.parts.local_shards import AxisSharding, LocalShards
+from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.parts.shard_boxes import shard_of
+from lightning_hybrid.patching import replaced_forwards
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.tracing.recording_dataclasses import StepError
+
+
+def placements_of(
+    root: nn.Module, adapters: Mapping[str, ExpertsAdapter], size: int, shardings: Sequence[AxisSharding] = ()
+) -> dict[str, Shard]:
+    """Returns how the parameters of experts are sharded, by FQN in the root.
+
+    Args:
+        root: The user's module, with full parameters.
+        adapters: Adapters by FQN of the module with experts.
+        size: Number of ranks.
+        shardings: Shardings that are applied before.
+    """
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    placements = {}
+    for fqn, adapter in adapters.items():
+        module = root.get_submodule(fqn)
+        for name, placement in adapter.placements(module, size).items():
+            parameter = module.get_parameter(name)
+            fqn_of = names[id(parameter)]
+            if placement.is_owned:  # one rank has all that the other shardings leave
+                owner = placement.pieces[0].owner
+                placement = Shard.owned(shard_of(shardings, fqn_of, parameter.shape).shape[0], size, owner or 0)
+            placements[fqn_of] = placement
+    return placements
+
+
+class ContextRows(Protocol):
+    """Context ranks among the expert-parallel ranks: layers see the rows of local positions, or replicated rows."""
+
+    def sees_local_positions(self, names: Iterable[str]) -> bool:
+        """Returns whether the module with these parameters sees only this rank's positions in the current forward."""
+
+    def local_row_range(self, number: int) -> tuple[int, int]:
+        """Returns start and stop of this rank's shard of ``number`` rows."""
+
+    def shard_rows(self, rows: Tensor) -> Tensor:
+        """Returns this rank's shard of replicated rows [R, D]; the backward gathers the gradients of all ranks."""
+
+    def unshard(self, shard_rows: Tensor, number: int) -> Tensor:
+        """All-gathers ``number`` rows, of shape [number, D], from the shards of the ranks."""
+
+
+class UnequalMicrobatches(RuntimeError):
+    """Expert-parallel ranks have different numbers of microbatches."""
+
+
+class ShardedExperts:
+    """Runs the modules with sharded experts of one rank.
+
+    Attributes:
+        adapters: Adapters by FQN of the module.
+        sharding: Sharding of the parameters over the expert-parallel ranks.
+        ranks: All-to-all over the expert-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        adapters: Mapping[str, ExpertsAdapter],
+        sharding: AxisSharding,
+        *,
+        chunks: int,
+        randomness: KeyedRandomness,
+        guards: ReadGuards,
+        context: ContextRows | None = None,
+    ) -> None:
+        """Prepares the modules before their parameters are sharded.
+
+        Args:
+            root: The user's module.
+            adapters: Adapters by FQN of the module.
+            sharding: Sharding of the parameters over the expert-parallel ranks.
+            chunks: Number of chunks of each rank's experts, whose messages overlap with computation.
+            randomness: Keyed random numbers of the modules.
+            guards: Guards of the run.
+            context: The context ranks, if there are several.
+        """
+        self._context = context
+        self._outside = OutsideLayerGuard("experts", GatherCallbacks(guards, self._refuse))
+        self.adapters, self.sharding = dict(adapters), sharding
+        self.ranks = ExpertAllToAll(sharding.group, chunks=chunks)
+        self._root = root
+        self._modules: dict[str, nn.Module] = {}
+        self._parameters: dict[str, dict[str, nn.Parameter]] = {}  # sharded ones, by module and FQN
+        self._full: dict[str, dict[nn.Parameter, Tensor]] | None = None
+        for adapter in self.adapters.values():
+            adapter.again = randomness.again
+
+    @property
+    def not_gathered_by_layer(self) -> frozenset[str]:
+        """FQNs of parameters that ranks use unequally often: no layer may gather them by a collective."""
+        lists = {fqn for fqn, adapter in self.adapters.items() if adapter.may_skip}
+        return frozenset(name for name in self.sharding.placements if any(name.startswith(f"{fqn}.") for fqn in lists))
+
+    def be_ready(self) -> None:
+        """Collects the modules of this rank, once each parameter is this rank's local shard."""
+        names = {id(parameter): name for name, parameter in self._root.named_parameters()}
+        for fqn in self.adapters:
+            module = self._root.get_submodule(fqn)
+            sharded = {names[id(p)]: p for p in module.parameters() if names[id(p)] in self.sharding.placements}
+            if not any(map(is_absent, sharded.values())):
+                self._modules[fqn], self._parameters[fqn] = module, sharded
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Runs the modules with sharded experts inside; in evaluation, code outside of them sees full experts."""
+        sharded = [parameter for named in self._parameters.values() for parameter in named.values()]
+        around = self._outside.on(sharded) if self._full is None else self.full_experts()
+        with around, replaced_forwards(self._modules, partial(partial, self._run), reason="expert parallelism"):
+            yield
+
+    def _refuse(self, parameter: nn.Parameter) -> Tensor:
+        """Refuses a read of sharded experts outside of their layer: other ranks may not take part in a gather.
+
+        Raises:
+            StepError: Always.
+        """
+        named = [(name, p) for parameters in self._parameters.values() for name, p in parameters.items()]
+        name = next(name for name, p in named if p is parameter)
+        raise StepError(
+            f"the training step reads '{name}' outside of its layer, but {self.sharding.group.size()} ranks share these"
+            f" experts, and this one holds {tuple(parameter.shape)} of it; read it in a hook such as on_train_batch_end"
+            " or in validation, or set expert_parallel_size=1"
+        )
+
+    def _run(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._full is not None:
+            with _swapped_data(self._full[fqn]):
+                return forward(*args, **kwargs)
+        with self._outside.inside(self._parameters[fqn].values()):
+            return self._exchanged(fqn, forward, args, kwargs)
+
+    def _exchanged(self, fqn: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        module, adapter = self._modules[fqn], self.adapters[fqn]
+        trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
+
+        def exchange(rows: Tensor, counts: Tensor) -> Tensor:
+            """Of shape [P, D] -> [P, D']; counts [E]."""
+            trains = trained or (torch.is_grad_enabled() and rows.requires_grad)
+            return self.ranks.run(rows, counts, partial(adapter.compute, module, forward), trains=trains)
+
+        def exchange_share(rows: Tensor, counts: Tensor) -> Tensor:
+            """Exchanges a shard of rows that are replicated over context ranks: each row is computed only once."""
+            assert self._context is not None
+            number = int(counts.sum())
+            first, end = self._context.local_row_range(number)
+            ends = counts.cumsum(0)
+            local_counts = (ends.clamp(max=end) - (ends - counts).clamp(min=first)).clamp(min=0)
+            return self._context.unshard(exchange(self._context.shard_rows(rows[:number]), local_counts), number)
+
+        if self._context is None or self._context.sees_local_positions(self._parameters[fqn]):
+            return adapter.run(module, forward, args, kwargs, exchange)
+        return adapter.run(module, forward, args, kwargs, exchange_share)
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def check_equal_microbatches(self, num_microbatches: int) -> None:
+        """Checks that all ranks have equally many microbatches; collective over the expert-parallel ranks.
+
+        Raises:
+            UnequalMicrobatches: The numbers differ; raised on every rank.
+        """
+        votes = on_group_device(torch.tensor([num_microbatches, -num_microbatches]), self.sharding.group)
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.sharding.group)
+        most, fewest = votes[0].item(), -votes[1].item()
+        if most != fewest:
+            raise UnequalMicrobatches(
+                f"replicas that share experts must run their layers equally often, but have batches of {fewest} to"
+                f" {most} microbatches ({num_microbatches} here); give them batches of equal size, or set"
+                " num_microbatches=1"
+            )
+
+    @torch.no_grad()
+    def agree_on_gradients(self) -> None:
+        """Gives a parameter that one rank owns an empty gradient on the other ranks, if it has one there; collective.
+
+        So optimizers have states for the same parameters on every rank.
+        """
+        owned = [p for fqn, named in self._parameters.items() if self.adapters[fqn].may_skip for p in named.values()]
+        if not owned:
+            return
+        has = torch.tensor([parameter.grad is not None for parameter in owned], dtype=torch.int32)
+        has = on_group_device(has, self.sharding.group)
+        dist.all_reduce(has, dist.ReduceOp.MAX, group=self.sharding.group)
+        for parameter, one_has in zip(owned, has.tolist(), strict=True):
+            if one_has and parameter.grad is None and not parameter.numel():
+                parameter.grad = torch.zeros_like(parameter)
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def begin_evaluation(self, parts: LocalShards) -> None:
+        """All-gathers the experts until ``end_evaluation``: replicas may have unequally many batches; collective."""
+        with torch.no_grad():
+            self._full = {
+                fqn: {p: parts.unshard(name, p.detach(), over_tensor_ranks=False) for name, p in named.items()}
+                for fqn, named in self._parameters.items()
+            }
+
+    def full_experts(self) -> AbstractContextManager[None]:
+        """Uses full experts inside an evaluation, also in code outside of their layers."""
+        return _swapped_data({p: full for tensors in (self._full or {}).values() for p, full in tensors.items()})
+
+    def end_evaluation(self) -> None:
+        """Frees the full experts."""
+        self._full = None
+
+
+@contextlib.contextmanager
+def _swapped_data(full: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Replaces the data of parameters by the full tensors inside the context."""
+    local = {parameter: parameter.data for parameter in full}
+    for parameter, tensor in full.items():
+        parameter.data = tensor
+    try:
+        yield
+    finally:
+        for parameter, tensor in local.items():
+            parameter.data = tensor

@@ -1,0 +1,278 @@
+"""Microbatch weights of the means that a recorded step takes over labels or masks of the batch.
+
+The counts must be known before the first backward, so the step first runs on each microbatch without the model's
+arithmetic; only steps with such a mean do this, and not where all labels are from the batch and none is ignored. Where
+a sum is divided by a number computed from the batch, it runs so on the full batch too: the number of the batch need not
+be the sum of the microbatches' (``count.clamp(min=1)``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.graph.step_graph import StepGraph
+from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, TraceCache
+from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means, leads_to_loss, reached_by
+from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
+from lightning_hybrid.step.batch_means.sums_over_samples import is_sum_over_samples, matching_values
+from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot
+from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
+from lightning_hybrid.step.objects.pytree import tensors_inside
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
+from lightning_hybrid.step.replay.count_mean_denominators import DenominatorReplay
+
+_MAX_CACHED = 512
+_EQUAL = 1e-12
+_IGNORED = frozenset({-100})  # torch's default ``ignore_index``
+
+MeanWeights = Sequence[Mapping[int, Share]]
+
+
+@dataclass(frozen=True)
+class _EvenCounts:
+    """A batch whose microbatches had equal counts of labels per sample; so do others in which no label is ignored.
+
+    Attributes:
+        state: Attributes of the modules around units at that time.
+        ignored: The labels that do not count.
+    """
+
+    state: list[Any]
+    ignored: frozenset[int]
+
+
+class LossMeanWeights:
+    """Computes and caches the weights of recorded means, for the steps of one module."""
+
+    def __init__(self, root: nn.Module, plan: StagePlan, choice: TraceCache, randomness: KeyedRandomness) -> None:
+        """Set up for the user's module, its stage plan and trace cache; ``randomness`` keys random numbers of steps."""
+        self._root, self._plan, self._traces, self._randomness = root, plan, choice, randomness
+        self._terms: BoundedLRUDict[tuple[TraceVariant, ...], frozenset[int]] = BoundedLRUDict(_MAX_CACHED)
+        self._sums: BoundedLRUDict[tuple[TraceVariant, ...], frozenset[int]] = BoundedLRUDict(_MAX_CACHED)
+        self._replays: BoundedLRUDict[TraceVariant, DenominatorReplay] = BoundedLRUDict(_MAX_CACHED)
+        self._even: BoundedLRUDict[tuple[TraceVariant, ...], _EvenCounts] = BoundedLRUDict(_MAX_CACHED)
+
+    def of(
+        self,
+        call: Call,
+        variants: Sequence[TraceVariant],
+        batch: Any,
+        microbatches: Sequence[Any],
+        weights: Sequence[float],
+    ) -> MeanWeights:
+        """The weights of operations that average, by microbatch and node; empty where all weigh by samples.
+
+        Args:
+            call: The call of the step.
+            variants: The trace of each microbatch.
+            batch: The full batch.
+            microbatches: The batch, split.
+            weights: The weights by which everything else is averaged.
+        """
+        terms = self._terms_of(variants) if len(variants) > 1 else frozenset()
+        if not terms:
+            return ()
+        graph = variants[0].assignment.graph
+        key = tuple(variants)
+        even = self._even.get(key)
+        state = self._traces.attributes_around_units(variants[0])
+        if even is not None and even.state == state and not _contains_any(batch, even.ignored):
+            return ()
+        labels: list[dict[int, tuple[int, int]]] = []
+        counted = self._counted(call, list(zip(variants, microbatches, strict=True)), labels=labels)
+        if counted is None:
+            return ()
+        if _have_even_counts(terms, labels, weights) and not any(_may_change(variant, terms) for variant in variants):
+            ignored = frozenset(one for each in labels for _, one in each.values())
+            self._even[key] = _EvenCounts(state, ignored)
+        divisors = self._full_batch_divisors(
+            call, variants, batch, {n for n in terms if graph.nodes[n].averages == "divisor"}
+        )
+        # A factor that differs between microbatches belongs to no mean.
+        products = [n.index for n in graph.nodes if n.averages in ("product", "divisor") and n.index not in divisors]
+        factors = {n: {counts.get(n) for counts in counted} for n in products}
+        uneven = {n for n, each in factors.items() if len(each) > 1 or None in each}
+        self_weighted = {n for n in terms if uneven & reached_by(n, graph)}
+        shares: list[dict[int, Share]] = [{} for _ in variants]
+        for term in terms:
+            parts = [counts.get(term) for counts in counted]
+            counts = [part for part in parts if part is not None]
+            divides = graph.nodes[term].averages == "divisor"
+            if len(counts) < len(parts) or (divides and (term not in divisors or term in self_weighted)):
+                continue
+            total = divisors.get(term, sum(counts))
+            if not total or any(weight == 0 for weight in weights):
+                continue
+            made = [
+                Share(count / total / weight, total * weight) for count, weight in zip(counts, weights, strict=True)
+            ]
+            for by_node, share in zip(shares, made, strict=True):
+                if term in self_weighted:  # the step itself weighs it, unless it is a mean over no element
+                    by_node |= {} if share.factor else {term: share}
+                elif any(abs(each.factor - 1) > _EQUAL for each in made):
+                    by_node[term] = share
+        return shares
+
+    def weighs(
+        self,
+        call: Call,
+        variants: Sequence[TraceVariant],
+        batch: Any,
+        microbatches: Sequence[Any],
+        weights: Sequence[float],
+    ) -> bool:
+        """Whether losses of microbatches may weigh by another count than samples; arguments as for ``of``."""
+        shares = self.of(call, variants, batch, microbatches, weights)
+        graph = variants[0].assignment.graph
+        if any(shares):
+            return any(leads_to_loss(term, graph) for term in frozenset[int]().union(*shares))
+        even = self._even.get(tuple(variants))
+        return _contains_any(batch, _IGNORED if even is None else even.ignored)
+
+    def candidate_weights(
+        self,
+        call: Call,
+        variants: Sequence[TraceVariant],
+        batch: Any,
+        microbatches: Sequence[Any],
+        weights: Sequence[float],
+    ) -> list[list[float]]:
+        """The weights of microbatches by samples, and by each term of the loss; arguments as for ``of``."""
+        graph = variants[0].assignment.graph
+        shares = self.of(call, variants, batch, microbatches, weights)
+        terms = [term for term in frozenset[int]().union(*shares) if leads_to_loss(term, graph)]
+        return [
+            list(weights),
+            *(
+                [weight * (of[term].factor if term in of else 1.0) for weight, of in zip(weights, shares, strict=True)]
+                for term in terms
+            ),
+        ]
+
+    def are_incomparable(self, variants: Sequence[TraceVariant]) -> bool:
+        """Whether microbatches run different operations, and some average over a data-dependent count."""
+        graphs = [variant.assignment.graph for variant in dict.fromkeys(variants)]
+        differ = any(_operations(graph) != _operations(graphs[0]) for graph in graphs[1:])
+        return differ and any(data_dependent_means(graph, sizes_differ=False) for graph in graphs)
+
+    def _terms_of(self, variants: Sequence[TraceVariant]) -> frozenset[int]:
+        key = tuple(dict.fromkeys(variants))
+        if key not in self._terms:
+            graphs = [variant.assignment.graph for variant in key]
+            same_structure = all(_operations(graph) == _operations(graphs[0]) for graph in graphs[1:])
+            self._terms[key] = (
+                data_dependent_means(graphs[0], sizes_differ=len(graphs) > 1) if same_structure else frozenset()
+            )
+        return self._terms[key]
+
+    def _full_batch_divisors(
+        self, call: Call, variants: Sequence[TraceVariant], batch: Any, divisions: set[int]
+    ) -> Mapping[int, float]:
+        """The divisors of sums over samples in the full batch, by node."""
+        if not divisions:
+            return {}
+        if (full := self._traces.trace_of_full_batch(call, batch)) is None:
+            return {}
+        key = (variants[0], full)
+        if key not in self._sums:
+            self._sums[key] = _sums(variants[0].assignment.graph, full.assignment.graph, divisions)
+        if not self._sums[key]:
+            return {}
+        counted = self._counted(call, [(full, batch)])
+        return {} if counted is None else {n: count for n, count in counted[0].items() if n in self._sums[key]}
+
+    def _counted(
+        self,
+        call: Call,
+        parts: Sequence[tuple[TraceVariant, Any]],
+        *,
+        labels: list[dict[int, tuple[int, int]]] | None = None,
+    ) -> list[dict[int, float]] | None:
+        """The counts of each microbatch, by node; None if the step cannot run without the model's arithmetic."""
+        inside = {module for unit in self._plan.units.values() for module in unit.modules()}
+        start = ModuleSnapshot(self._root, without=inside, unhooked=inside)
+        names = self._plan.names()
+        counted = []
+        try:
+            for index, (variant, part) in enumerate(parts):
+                replay = self._replay(variant)
+                with (
+                    self._traces.copy_for_dry_run(call, part) as copied,
+                    call.dry_run(self._root, [replay], self._randomness, index) as current,
+                ):
+                    replay.memory = frozenset(storage_id(tensor) for tensor in tensors_inside(copied))
+                    replay.run(partial(call.on, copied), {}, names, current)
+                counted.append(replay.counts)
+                if labels is not None:
+                    labels.append(dict(replay.labels))
+        except Exception:  # an error of the step is raised where it runs
+            return None
+        finally:
+            start.restore()
+        flat = [count for counts in counted for count in counts.values()]
+        numbers = iter(torch.stack([_number(count) for count in flat]).tolist() if flat else ())
+        return [{node: next(numbers) for node in counts} for counts in counted]
+
+    def _replay(self, variant: TraceVariant) -> DenominatorReplay:
+        if variant not in self._replays:
+            self._replays[variant] = DenominatorReplay(
+                variant.recording, variant.assignment, self._root, self._randomness
+            )
+        return self._replays[variant]
+
+
+def _have_even_counts(
+    terms: frozenset[int], labels: Sequence[Mapping[int, tuple[int, int]]], weights: Sequence[float]
+) -> bool:
+    """Whether all means are over labels of the batch itself, equally many of each sample."""
+    return all(
+        all(term in each for each in labels)
+        and all(
+            abs(each[term][0] * weights[0] - labels[0][term][0] * weight) < _EQUAL * labels[0][term][0]
+            for each, weight in zip(labels, weights, strict=True)
+        )
+        for term in terms
+    )
+
+
+def _may_change(variant: TraceVariant, terms: frozenset[int]) -> bool:
+    """Whether the step may have other counts with a batch of the same shapes."""
+    graph = variant.assignment.graph
+    dynamic = any(graph.values[value].dynamic for term in terms for value in graph.nodes[term].inputs)
+    return dynamic or bool(variant.recording.unguarded_state)
+
+
+def _contains_any(batch: Any, numbers: Collection[int]) -> bool:
+    """Whether any of these numbers is in the integer tensors of a batch."""
+    matches = [
+        (tensor == number).any()
+        for tensor in tensors_inside(batch)
+        if not (tensor.is_floating_point() or tensor.is_complex())
+        for number in numbers
+    ]
+    return bool(torch.stack(matches).any()) if matches else False
+
+
+def _number(count: Tensor | float) -> Tensor:
+    return torch.as_tensor(count).detach().double().cpu().reshape(())
+
+
+def _operations(graph: StepGraph) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    return [(node.name, node.inputs, node.outputs) for node in graph.nodes]
+
+
+def _sums(part: StepGraph, full: StepGraph, divisions: set[int]) -> frozenset[int]:
+    """The nodes among ``divisions`` that divide a sum over the samples."""
+    if [node.name for node in part.nodes] != [node.name for node in full.nodes]:
+        return frozenset()
+    pairs = matching_values(part, full)
+    return frozenset(node for node in divisions if is_sum_over_samples(full.nodes[node].inputs[0], part, full, pairs))

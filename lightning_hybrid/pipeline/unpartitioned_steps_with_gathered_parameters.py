@@ -1,0 +1,181 @@
+"""Unpartitioned evaluation steps, which run on every rank: text generation, or a branch on a value of the model.
+
+Every rank of a replica runs such a step unpartitioned, on the full batch, as a single process does. Parameters of other
+ranks are gathered when they are read (``full_params``). That costs the time of one process and the messages, but no
+memory beyond what is gathered, and the step may do anything.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import digest
+from lightning_hybrid.collectives.broadcast_from_owner import broadcast_buffer
+from lightning_hybrid.collectives.exchange_step_numbers import NumberExchange
+from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
+from lightning_hybrid.full_params.gather_parameters_per_op_mode import GatheredParameters
+from lightning_hybrid.parts.local_shards import LocalShards
+from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.pipeline.results.log_entry import Entry
+from lightning_hybrid.pipeline.stages.drop_and_broadcast_parameters import buffer_owners
+from lightning_hybrid.pipeline.stages.select_recorded_trace import Call
+from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+from lightning_hybrid.pipeline.stages.unit_attribute_sync import sync_unit_attributes
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.instrument.instrument_step import draw_as_stages, slow_attention
+from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch
+
+
+class UnpartitionedSteps:
+    """Runs steps of one module unpartitioned, with parameters gathered on read.
+
+    Attributes:
+        names: Names of the steps that cannot be partitioned, so far.
+        has_stale_copies: Whether a step has run in stages since the ranks had the same buffers, metrics and attributes.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        plan: StagePlan,
+        parts: Callable[[], LocalShards | None],
+        replica: dist.ProcessGroup,
+        randomness: KeyedRandomness,
+        *,
+        room: Callable[[], int],
+        warn: Callable[[str, Exception], None],
+        around: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Set up for one module.
+
+        Args:
+            root: The user's module.
+            plan: The ranks of the pipeline that own each parameter.
+            parts: Returns the local shards of the parameters; None if this rank has them in full.
+            replica: All ranks that receive the same batch.
+            randomness: Keys the random numbers of steps.
+            room: Returns how many bytes gathered parameters may take in a step on this rank.
+            warn: Called once with the name of a step that cannot be partitioned, and the reason.
+            around: Entered around each step, innermost but for the logs.
+        """
+        self.names: set[str] = set()
+        self.has_stale_copies = True
+        self._root, self._plan, self._parts, self._replica = root, plan, parts, replica
+        self._randomness, self._room, self._warn, self._around = randomness, room, warn, around
+        self._agreement = HookAgreement(replica, randomness.device)
+
+    def add_step(self, name: str, reason: Exception) -> None:
+        """Let every rank run a step unpartitioned from now on."""
+        self.names.add(name)
+        self._warn(name, reason)
+
+    def gathering_mode(self, agree_on: Callable[[str], None], room: int) -> GatheredParameters:
+        """The mode that gathers parameters when a step reads them."""
+        parameters = dict(self._root.named_parameters())
+        device, holders = self._randomness.device, self._plan.ranks_of
+        return GatheredParameters(
+            parameters, holders, self._plan.group, self._parts(), device, agree_on=agree_on, room=room
+        )
+
+    def is_gathered_on_read(self, name: str) -> bool:
+        """Whether some rank of the replica does not hold the full parameter."""
+        return "tp" in self._sharded_axes(name) or len(self._plan.ranks_of(name)) < self._plan.group.size()
+
+    def is_sharded_over_replicas(self, name: str) -> bool:
+        """Whether a parameter is sharded over replicas; their shards are not gathered here."""
+        return not self._sharded_axes(name) <= {"tp", "cp"}
+
+    def _sharded_axes(self, name: str) -> set[str]:
+        """The mesh axes over which a parameter is sharded."""
+        parts = self._parts()
+        return set() if parts is None else {cut.axis for cut in parts.shardings if name in cut.placements}
+
+    def gather_when_read(self, where: str) -> GatheredParameters:
+        """The mode that gathers parameters which code outside of steps reads; collective over the replica.
+
+        Args:
+            where: Description of the code, for messages.
+
+        Raises:
+            RanksDisagree: Some ranks do not run it.
+        """
+        agree_on = partial(self._agreement.agree_on, where)
+        agree_on("reads the module")
+        had_stale_copies = self.has_stale_copies
+        self._refresh()
+        self.has_stale_copies = had_stale_copies  # metrics of steps have not been shared
+        return self.gathering_mode(agree_on, self._common_room())
+
+    def _common_room(self) -> int:
+        room = torch.tensor(self._room(), dtype=torch.int64, device=self._randomness.device)
+        dist.all_reduce(room, dist.ReduceOp.MIN, group=self._replica)
+        return int(room)
+
+    def run(self, call: Call, batch: Any) -> tuple[Any, list[tuple[Entry, float]]]:
+        """Run a step on a batch; collective over the replica.
+
+        Args:
+            call: The call of the step.
+            batch: The full batch.
+
+        Returns:
+            The output, and the logged entries with the values of the first rank.
+
+        Raises:
+            RanksDisagree: The ranks run different operations.
+        """
+        logs, agree_on = LogCapture(1), partial(self._agreement.agree_on, call.name)
+        room = self._common_room()
+        self._refresh()
+        uncompiled = EagerSwitch()
+        uncompiled.on()
+        try:
+            with (
+                self._randomness.isolated(),
+                draw_as_stages(self._root, self._randomness, call.number, call.first),
+                call.context(),
+                self._around(),
+                logs.microbatch(self._root, 0),
+                slow_attention(),
+                self.gathering_mode(agree_on, room),
+            ):
+                output = call.on(batch)
+        finally:
+            uncompiled.off()
+        agree_on("ends the step")
+        return output, self._shared(logs, batch)
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        """Broadcast the buffers and attributes of layers that partitioned steps have written on one rank."""
+        if not self.has_stale_copies:
+            return
+        if (parts := self._parts()) is not None:
+            cut = {name for axis in parts.shardings for name in axis.buffers}
+            for name, buffer in self._root.named_buffers():
+                if name in cut:
+                    buffer.copy_(parts.full_tensor_of(name, buffer))
+        if self._plan.num_ranks > 1:
+            for buffer, owner in buffer_owners(self._plan):
+                broadcast_buffer(buffer, owner, self._plan.group, self._randomness.device)
+            sync_unit_attributes(self._plan, self._root)
+        self.has_stale_copies = False
+
+    def _shared(self, logs: LogCapture, batch: Any) -> list[tuple[Entry, float]]:
+        """The logged entries, with the first rank's numbers in case kernels of another rank have rounded otherwise."""
+        entries = logs.entries()
+        keys = zlib.crc32("|".join(entry.name for entry in entries).encode())
+        values = [entry.values[0] for entry in entries]
+        exchange = NumberExchange(
+            values, self._replica, names=keys, batch=digest(flatten(batch)[0]), device=self._randomness.device
+        )
+        return list(zip(entries, exchange.finish(), strict=True))

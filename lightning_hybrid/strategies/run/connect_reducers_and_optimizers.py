@@ -1,0 +1,144 @@
+"""The gradients and optimizers of a run: reducers, and steps that read, shard or offload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+from lightning_hybrid.precision.hybrid import HybridPrecision
+from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
+from lightning_hybrid.strategies.run.build_run import RunOwner
+from lightning_hybrid.strategies.run.run import Optimization, Run
+from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers, connect_gradients
+from lightning_hybrid.strategies.techniques.connect_adascale import check_adascale, connect_adascale, has_adascale
+from lightning_hybrid.strategies.techniques.offload_optimizer_states import offload_states, parameters_by_layer
+from lightning_hybrid.strategies.techniques.use_fused_adam_on_cpu import fuse_steps
+from lightning_hybrid.strategies.techniques.zero_manual_optimization import shard_optimizer_states, step_manual_shards
+from lightning_hybrid.strategies.user_code.give_optimizer_steps_full_parameters import (
+    search_by_mean_loss,
+    step_local_shards,
+    watch_step,
+)
+from lightning_hybrid.strategies.world.callbacks_added_by_strategy import around_validation
+from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
+
+
+def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> Optimization:
+    """Let optimizers, which hold the user's own Parameter objects, step local shards with reduced gradients."""
+    setting, undo = run.setting, run.until_end
+    _check_optimizers(optimizers, run.plan)
+    reducers, tied, counted = connect_gradients(
+        setting.module,
+        run.plan,
+        run.mesh,
+        averages=run.zero is None or setting.is_manual,
+        experts=frozenset() if run.experts is None else run.experts.sharding.placements.keys(),
+    )
+    for reducer in reducers.values():
+        undo.callback(reducer.close)
+    counted_parameters = [p for p in setting.module.parameters() if id(p) in counted]
+    if run.parts is not None:
+        counted = {id(p) for p in counted_parameters if run.parts.is_first_owner(p)}
+    _connect_precision(run, counted)
+    watched = _watch_steps(run, owner, optimizers)
+    offloaded = _offload(run, optimizers, watched)
+    shard = run.mesh.group("dp_shard")
+    sharded_steps = shard_optimizer_states(optimizers if setting.shards_manual_steps else [], shard, undo)
+    if setting.is_manual:
+        watched += _shard_manual_steps(run, optimizers)
+    if has_adascale(setting.trainer):
+        _connect_adascale(run, reducers, counted_parameters, counted)
+    return Optimization(
+        reducers=reducers,
+        tied=tied,
+        buffers=_broadcast_buffers(run),
+        offloaded=tuple(offloaded),
+        sharded_steps=tuple(sharded_steps),
+        watched=tuple(watched),
+    )
+
+
+def _connect_precision(run: Run, counted: set[int]) -> None:
+    """Let gradients be clipped by their norm over all ranks."""
+    setting = run.setting
+    if setting.shards_module or isinstance(setting.precision, HybridPrecision):
+        # With manual optimization replicas have full gradients.
+        axes = ("pp", "cp", "tp") if setting.is_manual else ("pp", "cp", "parts")
+        slices = None if run.parts is None else run.parts.first_owned_slices
+        clipping = run.guards.off if setting.is_manual and run.guards is not None else nullcontext
+        precision = setting.mesh_precision
+        precision.connect_mesh(run.mesh, lambda: counted, axes=axes, parts=slices, around_clipping=clipping)
+
+
+def _watch_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Let optimizers that need full parameters step those; fuse the steps of the others; return the former."""
+    setting, undo = run.setting, run.until_end
+    watched = {} if run.hook_reads is None or setting.is_manual else run.hook_reads.of_optimizers(optimizers)
+    fuse_steps([optimizer for optimizer in optimizers if optimizer not in watched], undo)
+    for optimizer, reads in watched.items():
+        undo.callback(watch_step(optimizer, reads, lambda: not owner.state.is_full))
+    mesh = setting.world.mesh
+    for optimizer in optimizers if mesh.size("data") > 1 else ():
+        if isinstance(optimizer, LBFGS):
+            undo.callback(search_by_mean_loss(optimizer, partial(mesh.all_reduce, axis="data", op="mean")))
+    return list(watched)
+
+
+def _offload(run: Run, optimizers: Sequence[Optimizer], watched: Sequence[Optimizer]) -> list[OffloadedStates]:
+    setting = run.setting
+    if not setting.options.offloaded:
+        return []
+    layers = parameters_by_layer(setting.module, run.plan)
+    shared = run.mesh.group("dp_shard") if setting.shards_manual_steps else None
+    offload, device = setting.options.offloaded, setting.device
+    return offload_states(optimizers, layers, offload, device, watched, run.until_end, run.zero, shared)
+
+
+def _shard_manual_steps(run: Run, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Let optimizers that the module calls itself step full or sharded parameters."""
+    setting, undo = run.setting, run.until_end
+    if run.guards is not None:
+        for optimizer in optimizers:
+            undo.callback(step_local_shards(optimizer, run.guards))
+    if run.zero is None:
+        return []
+    return step_manual_shards(optimizers, setting.module, run.zero_shardings, undo)
+
+
+def _connect_adascale(
+    run: Run, reducers: Reducers, counted_parameters: Sequence[nn.Parameter], counted: set[int]
+) -> None:
+    setting, parts = run.setting, run.parts
+    mesh = setting.world.mesh
+    check_adascale(setting.layout, parts)
+    before = {id(p) for p in counted_parameters if parts is None or parts.is_first_owner(p, within_replica=True)}
+    if not run.is_pipelined and mesh.rank_in("pp"):  # all of them run full batches
+        before = set()
+    is_copy = run.zero is not None and run.mesh.rank_in("dp_replicate")
+    if (runner := run.plain_runner) is not None:
+        runner.run_full_batches()  # the gradients of shares are not those of batches
+    connect_adascale(setting.trainer, mesh, (before, set() if is_copy else counted), reducers, run.zero)
+
+
+def _broadcast_buffers(run: Run) -> ReplicaBufferBroadcast | None:
+    setting = run.setting
+    if run.mesh.size("data") == 1:
+        return None
+    buffers = ReplicaBufferBroadcast(setting.module, run.mesh.group("data"), setting.device)
+    run.until_end.callback(around_validation(setting.trainer, buffers.share, lambda: None))
+    return buffers
+
+
+def _check_optimizers(optimizers: Sequence[Optimizer], plan: StagePlan | None) -> None:
+    """Refuse optimizers that need parameters of several stages at once."""
+    has_stages = plan is not None and plan.num_ranks > 1
+    if has_stages and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "LBFGS needs all parameters in one vector, but each rank holds its own stages, and configure_optimizers"
+            " does not name it; build it there, or set pipeline_parallel_size=1"
+        )

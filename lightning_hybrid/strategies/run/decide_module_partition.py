@@ -1,0 +1,227 @@
+"""The partition of a module over ranks: stages if its step can be recorded, else shards; and sharded layers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_hybrid.graph.partition import UnfitError
+from lightning_hybrid.layout import LayoutError
+from lightning_hybrid.memory.recompute_layers import Recomputation
+from lightning_hybrid.memory.recompute_policies import Recompute
+from lightning_hybrid.parts.local_shards import AxisSharding, LocalShards
+from lightning_hybrid.pipeline.results.metric_sync import MetricSync
+from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.batch.microbatch import BatchError
+from lightning_hybrid.strategies.run.fall_back_to_zero3 import Zero3Fallback
+from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.start.first_recording import record_first_step
+from lightning_hybrid.strategies.start.runner_factory import make_runner
+from lightning_hybrid.strategies.start.warn_of_mixed_samples import warn_of_mixed_samples
+from lightning_hybrid.strategies.techniques.expert_parallel import ExpertPlanner
+from lightning_hybrid.strategies.techniques.plan_tensor_parallelism import TensorPlanner, plan_folder
+from lightning_hybrid.strategies.techniques.recomputation import recompute_layers, recompute_plain_layers
+from lightning_hybrid.strategies.techniques.report_tensor_plans import warn_across_nodes
+from lightning_hybrid.strategies.techniques.zero import LayerReads, zero_shardings
+from lightning_hybrid.strategies.user_code.unsupported_modules import why_no_stages
+from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
+
+
+class ModulePartition:
+    """Decides which stages and shards of the module each rank holds; records the first step for that.
+
+    Attributes:
+        run: Of this rank, with what is decided so far.
+        may_retry: Whether a training batch may still show that the step can be partitioned after all.
+        tensor_planner: Plans layers over tensor and context ranks, if there are several.
+        expert_planner: Finds the experts, and runs modules with them.
+        layer_reads: Which parameters of a layer code outside of it reads.
+        has_step: Whether the module has a step of this kind that could be recorded.
+    """
+
+    def __init__(self, run: Run, randomness: KeyedRandomness, *, may_retry: bool) -> None:
+        self.run, self.may_retry = run, may_retry
+        self.tensor_planner: TensorPlanner | None = None
+        self.expert_planner: ExpertPlanner | None = None
+        self.layer_reads = LayerReads()
+        self.has_step = True
+        self._setting, self._randomness = run.setting, randomness
+
+    def _set(self, **decided: Any) -> None:
+        self.run = dataclasses.replace(self.run, **decided)
+
+    def decide(self, arguments: Sequence[Any] | None, refusal: str) -> Run:
+        """Partition the module into stages if its step can be recorded, else into shards.
+
+        Args:
+            arguments: Of the training step that comes next, if the run has begun.
+            refusal: Why the step cannot be partitioned, where that is known on all ranks.
+        """
+        setting, options = self._setting, self._setting.options
+        self._plan_on_mesh()
+        recorded, error, refusal = self._try_to_record(arguments, refusal)
+        if setting.is_fitting and self.run.is_pipelined and (reason := refusal or setting.world.first_reason(error)):
+            self._fall_back(["pp"], reason, error)
+            recorded = self._record_step(arguments) if self._has_planners else ()
+        runner = self.run.runner
+        is_tried = setting.is_fitting and setting.checks_objective and options.batch_splitter is None
+        if is_tried and isinstance(runner, StepRunner) and recorded:
+            with setting.contexts.advice():
+                context = self._context("training_step")
+                warn_of_mixed_samples(setting.trainer, setting.module, runner, recorded, context)
+        self.has_step = recorded is not None
+        try:
+            self._plan_layers(recorded=self.has_step)
+        except LayoutError as error:  # on every rank
+            if options.tensor_parallel_plan is not None or setting.layout.expert_parallel_size > 1:
+                raise
+            self.may_retry &= arguments is None  # what the start hooks set may let layers be recorded
+            self._fall_back(["pp", "cp", "tp"], str(error), error)
+            self._plan_layers(recorded=True)
+        plan, metrics = self.run.plan, self.run.metrics
+        assert plan is not None and metrics is not None
+        if not self.run.is_pipelined and not plan.is_partitioned:
+            plan.partition_by_size()
+        if self.has_step and setting.recompute is not None:
+            self._set(recomputation=self._recomputation(setting.recompute, plan))
+        self.run.until_end.callback(metrics.close)
+        return self.run
+
+    def _try_to_record(
+        self, arguments: Sequence[Any] | None, refusal: str
+    ) -> tuple[Sequence[Any] | None, Exception | None, str]:
+        """Record the step; return its arguments, or the error, and why it cannot be in stages at all."""
+        setting, is_pipelined = self._setting, self.run.is_pipelined
+        can_fall_back = setting.is_fitting and is_pipelined
+        if can_fall_back and (reason := why_no_stages(setting.module)):
+            self.may_retry, refusal = False, f"StepError: {reason}"
+        if refusal or not (is_pipelined or self._has_planners):
+            return (), None, refusal
+        try:
+            return self._record_step(arguments), None, refusal
+        except Exception as error:
+            is_wrong_cut = isinstance(error, UnfitError) and setting.options.pipeline_cuts
+            if isinstance(error, BatchError) or is_wrong_cut or not can_fall_back:
+                raise
+            return (), error, refusal
+
+    def _fall_back(self, axes: Sequence[str], reason: str, error: Exception | None) -> None:
+        """Let the ranks along some axes hold shards, and run the step unpartitioned, if possible on shares of a batch.
+
+        Raises:
+            LayoutError: ``strict_layout=True``.
+        """
+        setting = self._setting
+        strict = setting.options.strict_layout
+        fallback = Zero3Fallback(setting.module, setting.world.mesh, axes, reason, strict=strict)
+        self._set(zero3_fallback=fallback, mesh=fallback.mesh)
+        if not self.may_retry:
+            fallback.announce(error)
+        self._plan_on_mesh()
+
+    @property
+    def _has_planners(self) -> bool:
+        return self.tensor_planner is not None or self.expert_planner is not None
+
+    def _context(self, name: str) -> Any:
+        return self._setting.contexts.of(name, delays_loggers=True)
+
+    def _record_step(self, arguments: Sequence[Any] | None) -> Sequence[Any] | None:
+        setting, runner = self._setting, self.run.runner
+        assert runner is not None
+        with setting.contexts.advice():
+            return record_first_step(
+                setting.trainer,
+                setting.module,
+                runner,
+                example=setting.options.example_batch,
+                arguments=arguments,
+                num_microbatches=setting.options.microbatches,
+                splitter=setting.options.batch_splitter,
+                context=self._context,
+            )
+
+    def _plan_on_mesh(self) -> None:
+        """Make the runner, and the planners that observe layers while the first step is recorded."""
+        setting, mesh = self._setting, self.run.mesh
+        module, options, world = setting.module, setting.options, setting.world
+        if self.run.metrics is not None:
+            self.run.metrics.close()
+        metrics = MetricSync(
+            module,
+            mesh.group("pp"),
+            world.mesh.group("data"),
+            mesh.group("data"),
+            share_rank=mesh.rank_in("shares") if mesh.sharded_axes else 0,
+            meet=world.rendezvous,
+            launcher_world=world.as_launcher,
+        )
+        plan, runner = make_runner(
+            module,
+            mesh,
+            world,
+            options,
+            self._randomness,
+            metrics,
+            parts=lambda: self.run.parts,
+            around_unpartitioned=lambda: (
+                contextlib.nullcontext() if self.run.experts is None else self.run.experts.full_experts()
+            ),
+        )
+        self._set(metrics=metrics, plan=plan, runner=runner)
+        self.tensor_planner = self.expert_planner = None
+        if mesh.size("tp") * mesh.size("cp") > 1:
+            warn_across_nodes(setting.layout.tensor_parallel_size, world.num_processes, world.num_nodes)
+            self.tensor_planner = TensorPlanner(
+                module,
+                world.mesh,
+                sequence_parallel=options.sequence_parallel,
+                plan=options.tensor_parallel_plan,
+                folder=plan_folder(setting.trainer) if world.mesh.rank == 0 else None,  # the first plans for all
+            )
+            runner.unit_observers.append(self.tensor_planner.watching)
+        if options.zero_stage and self.run.is_pipelined:
+            runner.unit_observers.append(self.layer_reads.watching)
+        # Tensor ranks may hold shards instead.
+        has_ranks = setting.layout.expert_parallel_size > 1 or mesh.size("tp") > 1
+        if has_ranks and ExpertPlanner.is_needed(module, setting.layout) and setting.is_fitting:
+            self.expert_planner = ExpertPlanner(module, world.mesh, options, self._randomness, runner.guards)
+            runner.unit_observers.append(self.expert_planner.watching)
+
+    def _plan_layers(self, *, recorded: bool) -> None:
+        """Decide which shard of each parameter this rank holds; nothing has changed if that is refused.
+
+        Raises:
+            LayoutError: Ranks have nothing to shard; on every rank.
+        """
+        if not recorded:
+            return
+        setting, experts = self._setting, self.expert_planner
+        shardings: list[AxisSharding] = []
+        shards: ShardedModel | None = None
+        if self.tensor_planner is not None:
+            shards = self.tensor_planner.plan(experts is not None)
+            shardings += shards.shardings
+        if experts is not None:
+            shardings += experts.plan(shardings, shards)
+        over_replicas: list[AxisSharding] = []
+        if self.run.zero_stage and setting.is_fitting:
+            over_replicas = zero_shardings(setting.module, self.run.mesh, shardings)
+            shardings += over_replicas
+        self._set(
+            shards=shards,
+            experts=None if experts is None else experts.shared,
+            zero_shardings=tuple(over_replicas),
+            parts=LocalShards(setting.module, shardings) if shardings else None,
+        )
+
+    def _recomputation(self, recompute: Recompute, plan: StagePlan) -> Recomputation:
+        module, is_compiled = self._setting.module, self._setting.options.compile is not None
+        if not self.run.is_pipelined:
+            return recompute_plain_layers(module, recompute, compiled=is_compiled)
+        assert plan.first is not None
+        return recompute_layers(module, recompute, plan.first, plan.stages, compiled=is_compiled)

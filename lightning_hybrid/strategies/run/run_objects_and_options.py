@@ -1,0 +1,108 @@
+"""The setting of a run: the user's objects, the ranks and the options, which stay when the layout changes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.memory.recompute_policies import Recompute
+from lightning_hybrid.precision.hybrid import HybridPrecision
+from lightning_hybrid.replicate.synced_batch_norm import SyncedBatchNorm
+from lightning_hybrid.strategies.options.strategy_options import Options
+from lightning_hybrid.strategies.run.step_contexts import StepContexts
+from lightning_hybrid.strategies.start.empty_init import EmptyInit
+from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
+from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
+
+
+def shards_module(layout: ParallelLayout, *, shards_manual_steps: bool = False) -> bool:
+    """Return whether a rank holds a shard of the module only."""
+    over_replicas = (layout.data_shard_size > 1 and not shards_manual_steps) or layout.expert_parallel_size > 1
+    return layout.pipeline_parallel_size > 1 or layout.shards_layers or over_replicas
+
+
+def needs_runner(options: Options, layout: ParallelLayout, *, shards_manual_steps: bool = False) -> bool:
+    """Return whether a runner of this package runs the steps; the user's step runs unchanged otherwise."""
+    in_microbatches = (options.microbatches or 1) > 1 or options.microbatch_weight is not None
+    return in_microbatches or shards_module(layout, shards_manual_steps=shards_manual_steps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The user's objects, the ranks and the options of a run; a change of the layout leaves them as they are.
+
+    Attributes:
+        trainer: Of the run.
+        module: The user's.
+        world: The ranks.
+        options: The arguments of the strategy.
+        precision: The plugin of the strategy.
+        contexts: Entered around steps of the user.
+        recompute: Activation checkpointing, by an option or a callback.
+        shards_manual_steps: Whether replicas shard the steps of optimizers that the module calls, and nothing else.
+        norms: BatchNorm over the replicas, if the Trainer asks for it.
+        averages: Copies of the module that callbacks keep.
+        empty: The initial values of a module that was built without storage.
+        seed: Keys random numbers.
+    """
+
+    trainer: pl.Trainer
+    module: pl.LightningModule
+    world: RankWorld
+    options: Options
+    precision: Precision
+    contexts: StepContexts
+    recompute: Recompute | None
+    shards_manual_steps: bool
+    norms: SyncedBatchNorm | None
+    averages: WeightAverages
+    empty: EmptyInit | None
+    seed: int
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The parallel sizes."""
+        return self.world.layout
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.world.device
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether the run trains."""
+        return self.trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether the module calls backward and optimizers itself (manual optimization)."""
+        return not self.module.automatic_optimization
+
+    @property
+    def needs_runner(self) -> bool:
+        """Whether a runner of this package runs the steps."""
+        return needs_runner(self.options, self.layout, shards_manual_steps=self.shards_manual_steps)
+
+    @property
+    def shards_module(self) -> bool:
+        """Whether a rank holds a shard of the module only."""
+        return shards_module(self.layout, shards_manual_steps=self.shards_manual_steps)
+
+    @property
+    def mesh_precision(self) -> HybridPrecision:
+        """The precision plugin over several ranks; a TypeError if the user's has behaviour of its own."""
+        plugin = self.precision
+        return plugin if isinstance(plugin, HybridPrecision) else HybridPrecision.of(plugin)
+
+    @property
+    def checks_objective(self) -> bool:
+        """Whether to compare the first batch with its microbatches: unless weights or another check make that vain."""
+        options = self.options
+        is_compiled = options.compile is not None  # layers would be compiled for that alone
+        return options.microbatch_weight is None and not is_compiled and not options.verify_first_step

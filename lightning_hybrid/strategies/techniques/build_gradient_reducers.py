@@ -1,0 +1,64 @@
+"""Gradient reduction: averages over replicas, sums over stages, and norms that count each parameter once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
+from lightning_hybrid.replicate.gradient_reducer import GradientReducer
+from lightning_hybrid.replicate.joint_gradient_reducer import JointReducer
+
+Reducers = dict[int | None, GradientReducer | JointReducer]
+
+
+def stage_of_gradient(plan: StagePlan, name: str) -> int | None:
+    """Return the stage after whose last backward a local parameter's gradient is complete; None: after all."""
+    stages = [stage for stage in plan.stages_of(name) if stage in plan.stages]
+    return stages[0] if len(plan.ranks_of(name)) == 1 and len(stages) == 1 else None
+
+
+def connect_gradients(
+    module: nn.Module,
+    plan: StagePlan | None,
+    mesh: Mesh,
+    *,
+    averages: bool = True,
+    experts: Collection[str] = (),
+) -> tuple[Reducers, TiedParameters | None, set[int]]:
+    """Build the gradient reducers of one rank.
+
+    Args:
+        module: The user's module.
+        plan: The stage plan; None without stages.
+        mesh: The ranks.
+        averages: Whether to build reducers; ZeRO averages over replicas otherwise.
+        experts: FQNs of parameters of which other replicas hold other shards.
+
+    Returns:
+        A bucketed reducer by stage (None: of gradients that are complete only after all stages), the parameters that
+            several pipeline ranks hold, and the ids of the parameters that this rank counts in a norm.
+    """
+    parameters = dict(module.named_parameters())
+    data = mesh.group("data")
+    if plan is None or not plan.is_partitioned:
+        everything = {id(parameter) for parameter in parameters.values()}
+        return {None: GradientReducer(list(parameters.items()), data)}, None, everything
+    holders = {name: plan.ranks_of(name) for name in parameters}
+    counted = {id(parameters[name]) for name, ranks in holders.items() if ranks[0] == plan.rank}
+    by_stage: dict[int | None, list[tuple[str, nn.Parameter]]] = {None: []}
+    for name, ranks in holders.items():
+        if plan.rank in ranks:
+            by_stage.setdefault(stage_of_gradient(plan, name), []).append((name, parameters[name]))
+    reducers: Reducers = {}
+    for key, members in by_stage.items() if averages else ():
+        dense = GradientReducer([(name, p) for name, p in members if name not in experts], data)
+        reducers[key] = dense
+        if experts:
+            shared = [(name, p) for name, p in members if name in experts]
+            of_experts = GradientReducer(shared, mesh.group("ep_replicate"), divisor=data.size())
+            reducers[key] = JointReducer([dense, of_experts])
+    return reducers, TiedParameters(holders, parameters, mesh.group("pp")), counted

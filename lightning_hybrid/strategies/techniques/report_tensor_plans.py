@@ -1,0 +1,94 @@
+"""Checks, warnings and descriptions of the tensor plans of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_hybrid.layout import LayoutError
+from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, UnitPlan
+
+
+def check_sequence_sharding(plans: Mapping[str, UnitPlan], size: int, context: int) -> None:
+    """Refuse plans of which none shards a sequence, with the reasons; a ValueError."""
+    if any(plan.positions is not None for plan in plans.values()):
+        return
+    reasons = "; ".join(
+        f"{fqn}: {plan.full_sequence_reason}" for fqn, plan in plans.items() if plan.full_sequence_reason
+    )
+    beside, divisor = "", ""
+    if size > 1:
+        beside = f" beside tensor_parallel_size={size}"
+        divisor = f", or sizes whose product, now {size}*{context} = {size * context}, divides the numbers of heads"
+    raise LayoutError(
+        f"context_parallel_size={context}{beside} shards the positions of no layer over its ranks, so {context} ranks"
+        f" would do the same ({reasons or 'no layer takes a sequence'}); set context_parallel_size=1{divisor}"
+    )
+
+
+def check_is_sharded(plans: Mapping[str, UnitPlan], size: int) -> None:
+    """Check that some unit is sharded over ``size`` tensor ranks.
+
+    Raises:
+        LayoutError: None is; the message has the sizes that prevent it, and the modules that have them.
+    """
+    if any(plan.num_sharded > len(plan.vocabulary) for plan in plans.values()):
+        return
+    if any(plan.vocabulary for plan in plans.values()) and not any(plan.uneven for plan in plans.values()):
+        return  # there is nothing but embeddings and heads that could be cut
+    uneven: dict[tuple[int, str], list[str]] = {}
+    others: dict[str, list[str]] = {}
+    for fqn, plan in plans.items():
+        for name, count in plan.uneven.items():
+            uneven.setdefault(count, []).append(f"{fqn}.{name}" if name else fqn)
+        for name, reason in plan.replicated_reasons.items():
+            if reason not in ("no weight of a linear", "added to the sum over ranks") and NOT_A_MULTIPLE not in reason:
+                others.setdefault(reason, []).append(f"{fqn}.{name}")
+    listed = [f"{count} {what} of {_first_and(n)} are {NOT_A_MULTIPLE} {size}" for (count, what), n in uneven.items()]
+    listed += [f"{_first_and(names)}: {reason}" for reason, names in others.items()]
+    advice = ""
+    if uneven:
+        common = math.gcd(*(count for count, _ in uneven))
+        sizes = [str(divisor) for divisor in range(2, common + 1) if common % divisor == 0][:8]
+        which = f" (such as {' or '.join(sizes)})" if sizes else ""
+        advice = f"a size that divides the numbers of heads and the widths of the layers{which}, or "
+    raise LayoutError(
+        f"tensor_parallel_size={size} shards no layer of the module, so {size} ranks would do the same"
+        f" ({'; '.join(listed) or 'it has no layers that multiply by a weight'}); set {advice}tensor_parallel_size=1"
+    )
+
+
+def _first_and(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def warn_across_nodes(size: int, ranks_per_node: int, num_nodes: int) -> None:
+    """Warn if neighbouring tensor ranks, which communicate several times in each layer, are on several nodes."""
+    if num_nodes == 1 or ranks_per_node % size == 0:
+        return
+    start = next(first for first in range(0, ranks_per_node * num_nodes, size) if _spans(first, size, ranks_per_node))
+    rank_zero_warn(
+        f"tensor_parallel_size={size} does not divide the {ranks_per_node} ranks of a node, so tensor ranks such as"
+        f" {start} to {start + size - 1} are on several of the {num_nodes} nodes, and each layer waits for the network"
+        f" between them; set tensor_parallel_size to a divisor of {ranks_per_node}, or devices to a multiple of {size}"
+    )
+
+
+def _spans(first: int, size: int, ranks_per_node: int) -> bool:
+    return first // ranks_per_node != (first + size - 1) // ranks_per_node
+
+
+def describe_tensor_plans(plans: Mapping[str, UnitPlan], summary: str = "") -> str:
+    """Return lines that describe the plans; units with equal plans share them."""
+    by_text: dict[tuple[str, ...], list[str]] = {}
+    for fqn, plan in plans.items():
+        by_text.setdefault(tuple(plan.lines()), []).append(fqn)
+    lines = []
+    for text, fqns in by_text.items():
+        lines.append(fqns[0] if len(fqns) == 1 else f"{fqns[0]} .. {fqns[-1]} ({len(fqns)})")
+        lines += [f"    {line}" for line in text]
+    if summary:
+        lines.append(summary)
+    return "\n".join(lines)

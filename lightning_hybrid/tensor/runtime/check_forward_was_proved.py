@@ -1,0 +1,235 @@
+"""A check that the forwards of a sharded unit do in a run what its plan was proved for.
+
+A plan holds for the code that ran in trials. So before the first forward with other plain arguments, shapes, attributes
+or modules than before, the unit is run on trial, without side effects: the lines of code that call torch must be among
+those of the trials, and its results those of the full unit. Units that read values of tensors are not sharded
+at all. A branch on anything else, such as a global variable, is not detected.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_hybrid.equivalence.output_differences import difference_of
+from lightning_hybrid.step.guards.plain_attribute_state import plain_state
+from lightning_hybrid.step.module_state.snapshot import (
+    PLAIN,
+    AttributePath,
+    ModuleSnapshot,
+    TensorSnapshot,
+    can_restore,
+    is_state,
+    reachable_leaves,
+)
+from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
+from lightning_hybrid.step.objects.deep_copy import copied
+from lightning_hybrid.step.objects.pytree import flatten, flatten_call
+from lightning_hybrid.step.standins.materialize_sharded_tensors import ShardedTensorBase, materialize, materialize_call
+from lightning_hybrid.step.tracing.record_torch_calls_with_lines import (
+    TorchCall,
+    TorchCallSites,
+    is_user_frame,
+    user_call_sites,
+)
+
+_VALUE_READS = frozenset(
+    {"__bool__", "__int__", "__float__", "__index__", "__array__", "item", "tolist", "numpy", "equal", "allclose"}
+)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)
+_MOST_KEYS = 512
+_MOST_COMPARED = 64  # keys of one unit whose results are compared; an attribute may differ in each batch
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
+Forward = Callable[..., Any]
+
+
+def value_read_in(calls: Iterable[TorchCall]) -> str:
+    """The first line at which user code reads values of tensors, on which it may branch; "" if there is none.
+
+    Args:
+        calls: The calls that a ``TorchCallSites`` has recorded.
+    """
+    for function, frames in calls:
+        if frames and is_user_frame(frames[0]) and getattr(function, "__name__", "") in _VALUE_READS:
+            return f"{frames[0][0].co_filename}:{frames[0][1]}"
+    return ""
+
+
+class _Trial(NamedTuple):
+    """The outcome of one forward on trial.
+
+    Attributes:
+        results: The leaves of its result.
+        kept: The shapes of tensors that modules hold after it, by path.
+        drew: Whether random numbers were drawn.
+    """
+
+    results: list[Any]
+    kept: dict[AttributePath, tuple[int, ...]]
+    drew: bool
+
+
+class ProvedCalls:
+    """The checks of the forwards of one unit, one for each combination of arguments, attributes and modules.
+
+    Attributes:
+        isolated: A context around trials that keeps their random draws from advancing the run's random state.
+    """
+
+    def __init__(
+        self,
+        unit: nn.Module,
+        calls: frozenset[int],
+        *,
+        note: Callable[[TorchCallSites | None], None],
+        agree: Callable[[bool], bool],
+    ) -> None:
+        """Begins without results.
+
+        Args:
+            unit: The user's module.
+            calls: The lines that called torch in trials, as from ``user_call_sites``.
+            note: Sets the path on which the next sharded forwards record their calls; None ends that.
+            agree: Whether any rank that holds a shard of the unit votes so; collective over these ranks.
+        """
+        self._unit, self._calls, self._set_path, self._agree = unit, calls, note, agree
+        self._checked: BoundedLRUDict[Hashable, str] = BoundedLRUDict(_MOST_KEYS)
+        self._num_compared = 0
+        self.isolated: Callable[[], AbstractContextManager[Any]] = partial(torch.random.fork_rng, devices=())
+
+    def first_deviation(self, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Where a forward does something that was not proved, in words; "" if it does not.
+
+        Args:
+            sharded: The unit's sharded forward.
+            full: Its forward on full parameters.
+            args: Arguments of the call.
+            kwargs: Keyword arguments of the call.
+        """
+        key = self._key(args, kwargs)
+        if key not in self._checked:
+            self._checked[key] = self._check(sharded, full, args, kwargs)
+        return self._checked[key]
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """The values that a forward may branch on: plain arguments and attributes, shapes, modules, torch's modes."""
+        named = list(self._unit.named_modules())
+        modules = [module for _, module in named]
+        inputs = len(args), *kwargs, *[_signature_of(leaf) for leaf in flatten_call(args, kwargs)[0]]
+        attributes = [
+            _attribute_key(value)
+            for module in modules
+            for name, value in module.__dict__.items()
+            if type(value) not in PLAIN and is_state(name)
+        ]
+        # Every rank must find the same keys new: nothing here is distinguished by its address.
+        kinds = tuple([(fqn, type(module).__qualname__) for fqn, module in named])
+        switches = torch.is_grad_enabled(), torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu")
+        return inputs, switches, kinds, tuple(filter(None, attributes)), tuple(plain_state(modules))
+
+    def _check(self, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        path, failure, found = TorchCallSites(), "", None
+        self._set_path(path)
+        try:
+            found = self._trial(sharded, args, kwargs)
+        except Exception as error:  # an error of the user's code is raised again when it runs full
+            failure = f"{type(error).__name__}: {error}"
+        finally:
+            self._set_path(None)
+        new = (line for call, line in user_call_sites(path.calls).items() if call not in self._calls)
+        where = next(new, "") or value_read_in(path.calls) or failure
+        if self._agree(bool(where)):
+            return where or "a line that only another rank has reached"
+        assert found is not None
+        if self._num_compared >= _MOST_COMPARED:
+            return ""
+        self._num_compared += 1
+        where = self._difference(found, sharded, full, args, kwargs)
+        return where or "its results" if self._agree(bool(where)) else ""
+
+    def _difference(
+        self, found: _Trial, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str:
+        """How the results of the sharded unit differ from those of the full one."""
+        modes = [(module, module.training) for module in self._unit.modules() if module.training and found.drew]
+        for module, _ in modes:  # ranks draw different numbers in sharded regions
+            module.training = False
+        try:
+            if found.drew:
+                try:
+                    found = self._trial(sharded, args, kwargs)
+                except Exception as error:
+                    return f"{type(error).__name__}: {error}"
+            try:
+                wanted = self._trial(full, *materialize_call(args, kwargs))
+            except Exception:  # such as for a cache that holds this rank's shards
+                return ""
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        if len(found.results) != len(wanted.results):
+            return f"{len(wanted.results)} results, not {len(found.results)}"
+        if found.kept != wanted.kept:
+            return "tensors in its attributes"
+        pairs = zip(found.results, wanted.results, strict=True)
+        return next((f"its results: {text}" for text in (_differ(*pair) for pair in pairs) if text), "")
+
+    def _trial(self, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Trial:
+        """Runs a forward, and restores the state of the unit."""
+        state = ModuleSnapshot(self._unit)
+        tensors = [leaf for _, leaf in reachable_leaves(self._unit, plain=False) if isinstance(leaf, Tensor)]
+        contents = [TensorSnapshot(leaf) for leaf in tensors if can_restore(leaf)]
+        on_device = any(p.device.type != "cpu" for p in self._unit.parameters())  # whose generator is not checked
+        try:
+            # The user's saved-tensor hooks do not run. Detached: a node that holds its own result is never freed.
+            with self.isolated(), saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved):
+                drawn = torch.get_rng_state()
+                args, kwargs = copied((args, kwargs), _copy_of, modules=False)
+                leaves = [materialize(leaf) for leaf in flatten(run(*args, **kwargs))[0]]
+                leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                state_after = reachable_leaves(self._unit, plain=False)
+                kept = {path: tuple(materialize(leaf).shape) for path, leaf in state_after if isinstance(leaf, Tensor)}
+                drew = not torch.equal(drawn, torch.get_rng_state()) or on_device
+            return _Trial(leaves, kept, drew)
+        finally:
+            state.restore()
+            for content in contents:
+                content.restore()
+
+
+def _signature_of(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    return leaf if type(leaf) in PLAIN else type(leaf)
+
+
+def _attribute_key(value: Any) -> Any:
+    if isinstance(value, numpy.ndarray):
+        return zlib.crc32(numpy.ascontiguousarray(value).tobytes())
+    return f"{value.__module__}.{value.__qualname__}" if isinstance(value, _FUNCTIONS) else None
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, ShardedTensorBase | nn.Parameter):
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _differ(found: Any, wanted: Any) -> str:
+    if isinstance(wanted, Tensor) and isinstance(found, Tensor) and found.shape == wanted.shape:
+        if not wanted.is_floating_point() or not bool(wanted.isfinite().all()):
+            return ""
+        found = found.to(wanted.dtype)
+    elif type(wanted) in PLAIN and found != wanted:
+        return f"{wanted!r}, not {found!r}"
+    dtype = wanted.dtype if isinstance(wanted, Tensor) else torch.float64
+    return difference_of(found, wanted, _TOLERANCES.get(dtype, 5e-2)) or ""
