@@ -129,7 +129,7 @@ def test_imports_point_down(path):
 
 
 @pytest.mark.parametrize("path", sources(), ids=str)
-def test_a_file_holds_one_idea(path):
+def test_file_sizes_and_names(path):
     num_lines = len((PACKAGE / path).read_text().splitlines())
     assert num_lines <= MAX_LINES, f"{path} has {num_lines} lines; above {MAX_LINES} it holds two ideas: split it"
     assert not VAGUE_NAMES & set(path.with_suffix("").parts), f"{path} has a name that says nothing; name its idea"
@@ -154,13 +154,13 @@ def test_names_are_those_of_the_field(path):
     assert not [name for name, words in found.items() if words & COINAGES], f"{path}: use the field's word"
 
 
-def test_a_coinage_is_found():
+def test_coinages_are_found():
     source = "class WholeAgain:\n    def run(self, is_held):\n        self._ways = is_held"
     assert sum(bool(words & COINAGES) for words in names_in(source, Path("zero/lent_parts.py")).values()) == 4
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in sources()}), ids=str)
-def test_a_folder_holds_one_idea(folder):
+def test_folder_sizes(folder):
     count = len([path for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"])
     assert count <= MAX_FILES, f"{folder} has {count} files; above {MAX_FILES} it holds two ideas: split it"
 
@@ -193,7 +193,7 @@ def test_a_folder_holds_one_idea(folder):
         ("misplaced.py", ""),
     ],
 )
-def test_a_wrong_import_is_found(path, source):
+def test_wrong_imports_are_found(path, source):
     assert len(list(violations(source, Path(path)))) == 1
 
 
@@ -215,11 +215,11 @@ def test_a_wrong_import_is_found(path, source):
         ("cli/plan.py", "from lightning_hybrid.planner import search"),
     ],
 )
-def test_a_right_import_passes(path, source):
+def test_right_imports_pass(path, source):
     assert not list(violations(source, Path(path)))
 
 
-def test_each_room_is_in_the_docs():
+def test_docs_name_every_room():
     text = (ROOT / "docs" / "architecture.md").read_text()
     rooms = {path.parent for path in sources() if path.name == "__init__.py"} - {Path(), Path("step")}
     rooms -= {Path("for_pytorch_lightning")}
@@ -239,7 +239,7 @@ def rooms_with_lines():
 
 
 @pytest.mark.parametrize("room", sorted(room for room, lines in rooms_with_lines().items() if lines > MIN_TESTED_LINES))
-def test_each_room_has_tests_of_its_name(room):
+def test_every_room_has_tests(room):
     tests = ROOT / "tests" / room
     files = [*tests.glob("test_*.py"), *tests.glob("*/test_*.py"), *tests.parent.glob(f"test_{tests.name}.py")]
     assert files, f"no test file in tests/{room}, and no {tests.parent.relative_to(ROOT)}/test_{tests.name}.py"
