@@ -142,7 +142,7 @@ def test_two_data_parallel_ranks(accumulate, monkeypatch):
 
 
 @pytest.mark.world(2)
-def test_stages_of_a_pipeline_sum_their_squares():
+def test_stages_sum_their_squared_norms():
     """Each rank holds both layers but counts one; the gains are those of the whole."""
     gains, weights = fairscale_run_alone(2)
     model = Module(batches(2))
@@ -163,7 +163,7 @@ def fairscale_run_alone(accumulate):
         dist.get_world_size, dist.get_rank = size, rank
 
 
-def test_a_checkpoint_goes_on_with_the_averages(tmp_path):
+def test_resume_keeps_moving_averages(tmp_path):
     whole, first, second = (Module(batches(2)) for _ in range(3))
     trainer_of(AdaScale(smoothing=0.9), 2, max_epochs=2).fit(whole)
     trainer = trainer_of(AdaScale(smoothing=0.9), 2)
@@ -174,7 +174,7 @@ def test_a_checkpoint_goes_on_with_the_averages(tmp_path):
     assert all(torch.equal(p, q) for p, q in zip(second.parameters(), whole.parameters(), strict=True))
 
 
-def test_gains_are_the_same_with_a_loss_scale_and_overflows_count_for_nothing():
+def test_gains_under_loss_scaling_skip_overflows():
     from lightning_hybrid.precision import HybridPrecision
 
     plain, scaled = Module(batches(2)), Module(batches(2))
@@ -193,7 +193,7 @@ def test_gains_are_the_same_with_a_loss_scale_and_overflows_count_for_nothing():
     assert overflowing.gains[2] == overflowing.gains[1] != overflowing.gains[3]
 
 
-def test_wrong_uses_are_refused():
+def test_invalid_uses_are_refused():
     with pytest.raises(ValueError, match=r"scale=0.5 is below 1"):
         AdaScale(scale=0.5)
     with pytest.raises(ValueError, match=r"smoothing=1 must be"):

@@ -37,7 +37,7 @@ def test_metrics_of_two_reports():
         LoadBalance(4).update(report([1.0, 1.0, 1.0]))
 
 
-def test_nothing_routed_counts_as_even():
+def test_zero_routed_tokens_count_as_balanced():
     metric = LoadBalance(4)
     metric.update(report([0.0] * 4))
     assert float(metric.compute()) == 1.0
@@ -75,7 +75,7 @@ class Mixed(Lit):
         return y.square().mean() + said.loss + scores.square().mean()
 
 
-def test_a_monitor_sees_each_layer_in_training_alone(tmp_path):
+def test_monitor_reports_each_layer_in_training_only(tmp_path):
     module = make("Layers")
     with pytest.raises(ValueError, match="finds no experts in Layers"):
         fit(module, ExpertLoadMonitor())
@@ -112,6 +112,6 @@ def fit(module, monitor):
         ({"every_n_steps": 1.5}, TypeError, "every_n_steps=1.5 must be an int"),
     ],
 )
-def test_arguments_are_checked(options, error, message):
+def test_arguments_are_validated(options, error, message):
     with pytest.raises(error, match=message):
         ExpertLoadMonitor(**options)

@@ -78,7 +78,7 @@ def sums(numbers, count, over):
         pytest.param("GPT2", 2, 2, {"zero_stage": 3, "reshard_after_forward": True}, marks=pytest.mark.slow),
     ],
 )
-def test_stages_replicas_and_recomputation_change_no_number(worlds, case, pp, dp, options):
+def test_upcycled_fit_matches_one_process(worlds, case, pp, dp, options):
     [expected] = worlds.run(1, fit, case, dp, 1, None)
     strategy = {"pipeline_parallel_size": pp, "num_microbatches": COUNT, **options}
     size = pp * dp * options.get("tensor_parallel_size", 1)
@@ -100,7 +100,7 @@ def test_stages_replicas_and_recomputation_change_no_number(worlds, case, pp, dp
         torch.testing.assert_close(rank.state, expected.state, rtol=1e-8, atol=1e-10)
 
 
-def test_under_another_strategy_the_numbers_are_the_same(worlds):
+def test_upcycling_under_other_strategies(worlds):
     [expected] = worlds.run(1, fit, "Llama", 2, 1, None)
     ranks = worlds.run(2, fit, "Llama", 2, 2, "ddp")
     for rank in ranks:
