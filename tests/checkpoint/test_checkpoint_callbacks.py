@@ -47,7 +47,7 @@ def best_and_last(run):
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, id="pp2"), pytest.param(4, id="dp2 x pp2", marks=pytest.mark.slow)])
-def test_the_best_and_the_last_are_saved_and_resumed_to_the_bit(worlds, tmp_path, size):
+def test_best_and_last_resume_bitwise(worlds, tmp_path, size):
     for whole, kept, resumed, best in worlds.run(size, on_rank, best_and_last, size, 2, str(tmp_path)):
         assert (kept, best) == (["last.ckpt", "step=8.ckpt"], "step=16.ckpt")
         names = [name for name in whole if name.startswith(("parameter", "metric"))]
@@ -86,7 +86,7 @@ def averaged(run, save, tp=1):
         pytest.param((4, 1, 2, 3), (4, 2, 2, 0), id="zero x tp2 by pp2 x tp2", marks=pytest.mark.slow),
     ],
 )
-def test_averages_go_on_under_another_layout(worlds, tmp_path, saving, loading):
+def test_averages_resume_under_another_layout(worlds, tmp_path, saving, loading):
     folder, file, plain = str(tmp_path), str(tmp_path / "one"), (1, 1, 1, 0)
     worlds.run(saving[0], on_rank_in, averaged, *saving, folder, True)
     worlds.run(1, on_rank_in, averaged, *plain, file, True)
@@ -150,7 +150,7 @@ def trains_on(run):
     return callback.seen, callback.begun
 
 
-def test_training_goes_on_while_one_save_is_written(worlds, tmp_path):
+def test_training_continues_during_an_async_save(worlds, tmp_path):
     for seen, begun in worlds.run(2, on_rank, trains_on, 2, 2, str(tmp_path)):
         assert [(count, entries) for step, count, entries in seen if step <= 5] == [(0, [])] * 5
         assert seen[5][1] >= 1 and "manifest.json" in seen[5][2]  # the second one waited for the first
@@ -175,7 +175,7 @@ def keeps_last(run):
     return begun
 
 
-def test_ckpt_path_last_never_finds_an_empty_folder(worlds, tmp_path):
+def test_ckpt_path_last_skips_incomplete_folders(worlds, tmp_path):
     """The first one is waited for, so a kill leaves none; the later ones are written while it is still there."""
     for begun in worlds.run(2, on_rank, keeps_last, 2, 2, str(tmp_path)):
         assert [is_there for name, is_there in begun if name == "last.ckpt"] == [True, True]
@@ -187,7 +187,7 @@ def links(run):
     return str(error.value)
 
 
-def test_a_link_to_what_is_still_written_is_refused(worlds, tmp_path):
+def test_link_to_an_unfinished_save_is_refused(worlds, tmp_path):
     assert all("set save_last=True" in said for said in worlds.run(2, on_rank, links, 2, 2, str(tmp_path)))
 
 
@@ -220,7 +220,7 @@ def first_rank_cannot_pickle(run):
     return "".join([str(error.value), *getattr(error.value, "__notes__", [])])
 
 
-def test_every_rank_learns_that_one_could_not_write(worlds, tmp_path):
+def test_write_error_of_one_rank_reaches_all(worlds, tmp_path):
     for said in worlds.run(2, on_rank, one_rank_cannot_write, 2, 2, str(tmp_path)):
         assert "full.ckpt could not be written: rank 1: AttributeError" in said
     for said in worlds.run(2, on_rank, first_rank_cannot_pickle, 2, 2, str(tmp_path)):
@@ -268,7 +268,7 @@ def saved_and_misused(run):
     return dict(module.state_dict()), str(another.value)
 
 
-def test_loaded_without_a_trainer_and_refused_by_another_model(worlds, tmp_path):
+def test_load_without_trainer_and_into_another_model(worlds, tmp_path):
     for state, said in worlds.run(2, on_rank, saved_and_misused, 2, 2, str(tmp_path)):
         saved = SavedFolder(tmp_path / "half.ckpt").checkpoint()["state_dict"]
         compare({n: v for n, v in state.items()}, saved, rtol=0, atol=0)
@@ -300,7 +300,7 @@ def built_empty(run):
     return dict(module.state_dict()), dict(empty.state_dict()), keys
 
 
-def test_a_model_built_empty_is_read_by_the_first_rank(worlds, tmp_path):
+def test_empty_model_is_read_by_rank_0(worlds, tmp_path):
     for rank, (expected, got, keys) in enumerate(worlds.run(2, on_rank, built_empty, 2, 2, str(tmp_path))):
         compare(got, expected, rtol=0, atol=0)
         kinds = [key.partition("/")[0] for key in keys]
@@ -317,7 +317,7 @@ def searched(run):
 
 
 @pytest.mark.slow
-def test_a_search_for_a_learning_rate_in_between(worlds, tmp_path):
+def test_lr_finder_during_training(worlds, tmp_path):
     [expected] = worlds.run(1, on_rank, searched, 1, 1, str(tmp_path / "one"))
     for result in worlds.run(2, on_rank, searched, 2, 2, str(tmp_path / "two")):
         compare(result, expected)

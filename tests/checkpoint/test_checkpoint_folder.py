@@ -63,7 +63,7 @@ def save(path, step):
     return prepare(checkpoint(step), path, None, {"layout": {}, "versions": {}, "step": step, "epoch": 0})
 
 
-def test_a_file_and_a_folder_are_made_of_each_other(saved, tmp_path, capsys):
+def test_file_and_folder_convert_into_each_other(saved, tmp_path, capsys):
     back = tmp_path / "back.ckpt"
     assert command_line(["checkpoint", "convert", str(saved), str(back)]) == 0
     got, expected = torch.load(back), torch.load(tmp_path / "plain.ckpt")
@@ -80,7 +80,7 @@ def test_a_file_and_a_folder_are_made_of_each_other(saved, tmp_path, capsys):
     assert "head.weight" not in shown  # saved once
 
 
-def test_large_tensors_go_by_the_disk(tmp_path):
+def test_large_tensors_convert_on_disk(tmp_path):
     whole = {"state_dict": {"w": torch.randn(700, 1000), "half": torch.randn(700_000).bfloat16()}}
     torch.save(whole, tmp_path / "plain.ckpt")
     to_folder(tmp_path / "plain.ckpt", tmp_path / "saved.ckpt")
@@ -129,7 +129,7 @@ print(convert("large", 30))
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is counted by Linux's /proc")
-def test_converting_holds_few_tensors_at_a_time(tmp_path):
+def test_conversion_memory_is_bounded(tmp_path):
     # Of a process of its own, whose allocator gives back what is freed.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", CONVERTS]
@@ -142,7 +142,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("last_words", ["write_file", "finish", "_publish"])
-def test_a_save_that_is_killed_leaves_the_one_before(saved, monkeypatch, last_words):
+def test_killed_save_leaves_the_previous_checkpoint(saved, monkeypatch, last_words):
     def dies(*_):
         raise Killed
 
@@ -175,7 +175,7 @@ for step in itertools.count(1):
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_leaves_a_complete_one(tmp_path):
+def test_killed_process_leaves_a_complete_checkpoint(tmp_path):
     path, last = tmp_path / "model.ckpt", 0
     for number in range(3):
         command = [sys.executable, "-c", _SAVES_FOR_EVER, str(path)]
@@ -192,18 +192,18 @@ def test_a_process_that_is_killed_leaves_a_complete_one(tmp_path):
     assert last >= 3
 
 
-def test_options_that_need_each_other():
+def test_dependent_options():
     with pytest.raises(ValueError, match="async_checkpoint=True writes distributed checkpoints"):
         Hybrid3DStrategy(async_checkpoint=True)
 
 
-def test_without_a_swap_of_two_names(saved, monkeypatch):
+def test_save_without_atomic_exchange(saved, monkeypatch):
     monkeypatch.setattr(folder, "_exchange", lambda *_: False)
     writing.write(save(saved, 6), None)
     assert step_of(saved) == 6 and {p.name for p in saved.parent.iterdir()} == {"plain.ckpt", "saved.ckpt"}
 
 
-def test_a_folder_takes_the_place_of_a_file(saved):
+def test_folder_replaces_a_file(saved):
     writing.write(save(saved.with_name("plain.ckpt"), 7), None)
     assert step_of(saved.with_name("plain.ckpt")) == 7
 
@@ -224,7 +224,7 @@ def flip(path):
         (lambda path: [entry.unlink() for entry in path.iterdir()], "is empty: a save to it began"),
     ],
 )
-def test_what_is_not_complete_is_refused(saved, harm, said, capsys):
+def test_incomplete_folders_are_refused(saved, harm, said, capsys):
     harm(saved)
     with pytest.raises(CheckpointError, match=said):
         SavedFolder(saved)
@@ -240,7 +240,7 @@ def test_verify_reads_every_byte(saved, capsys):
     assert "__0_0.distcp has other content" in capsys.readouterr().out
 
 
-def test_folders_of_others_are_named(tmp_path):
+def test_foreign_folders_are_identified(tmp_path):
     torch.distributed.checkpoint.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with pytest.raises(CheckpointError, match=r"no checkpoint of lightning_hybrid.*torch.distributed.checkpoint"):
         SavedFolder(tmp_path / "dcp")
@@ -267,7 +267,7 @@ class Member:
         return getattr, (self.owner, self.name)
 
 
-def test_members_of_the_one_enum_of_an_index_are_read_however_they_are_written():
+def test_index_enum_spellings_are_read():
     def read(value):
         return _Index(io.BytesIO(pickle.dumps(value)), "folder").load()
 
@@ -278,7 +278,7 @@ def test_members_of_the_one_enum_of_an_index_are_read_however_they_are_written()
             read(Member(owner, name))
 
 
-def test_nothing_is_run_that_a_folder_asks_for(saved, capsys):
+def test_loading_runs_no_code_from_the_folder(saved, capsys):
     (saved / ".metadata").write_bytes(pickle.dumps(Runs()).ljust((saved / ".metadata").stat().st_size, b"."))
     with pytest.raises(CheckpointError, match=r"names builtins\.print"):
         SavedFolder(saved)
@@ -301,11 +301,11 @@ def test_nothing_is_run_that_a_folder_asks_for(saved, capsys):
         ([((0, 0), (2, 4)), ((2, 0), (2, 4))], "outside"),
     ],
 )
-def test_every_element_lies_in_one_box(boxes, said):
+def test_every_element_is_in_exactly_one_box(boxes, said):
     assert said in covered((3, 4), boxes) and bool(said) == bool(covered((3, 4), boxes))
 
 
-def test_an_error_of_the_thread_is_told_and_leaves_the_one_before(saved, monkeypatch):
+def test_writer_thread_error_is_raised_and_keeps_the_previous_checkpoint(saved, monkeypatch):
     background = BackgroundSave()
 
     def full(*_):

@@ -50,7 +50,7 @@ def refusals_of(path):
     return str(refused.value)
 
 
-def test_what_a_killed_first_save_leaves_is_refused_with_what_to_give_instead(worlds, tmp_path):
+def test_killed_first_save_is_refused_with_an_alternative(worlds, tmp_path):
     """An empty folder that took the name, and beside it what was written; the latter alone says it too."""
     (tmp_path / "step=2.ckpt.incomplete").mkdir()
     (tmp_path / "step=2.ckpt.incomplete" / "__0_0.distcp").write_bytes(b"half")
@@ -94,7 +94,7 @@ def assert_same_checkpoint(got, expected, tolerance):
         pytest.param("Tied", ON_DISK, id="states on disk", marks=pytest.mark.slow),
     ],
 )
-def test_a_folder_holds_what_the_file_holds_to_the_bit(worlds, tmp_path, case, layout):
+def test_folder_equals_the_single_file_bitwise(worlds, tmp_path, case, layout):
     file, folder = str(tmp_path / "file.ckpt"), str(tmp_path / "folder.ckpt")
     worlds.run(layout.world_size, save_halfway, case, layout, file)
     worlds.run(layout.world_size, save_halfway, case, folders(layout), folder)
@@ -116,7 +116,7 @@ def test_a_folder_holds_what_the_file_holds_to_the_bit(worlds, tmp_path, case, l
     ],
 )
 @pytest.mark.parametrize("case", ["Tied", *(pytest.param(c, marks=pytest.mark.slow) for c in ("GPT2", "OwnOptimizer"))])
-def test_resumed_under_every_layout(worlds, tmp_path, case, saving, loading):
+def test_resume_under_every_layout(worlds, tmp_path, case, saving, loading):
     path = str(tmp_path / "half.ckpt")
     [(expected, steps)] = worlds.run(1, train, case, PLAIN, 2)
     worlds.run(saving.world_size, save_halfway, case, folders(saving), path)
@@ -184,7 +184,7 @@ def drawn(size, sizes, path, seed, *, save=False, resume=False):
         pytest.param(2, {"tensor_parallel_size": 2}, id="tp2", marks=pytest.mark.slow),
     ],
 )
-def test_a_resumed_run_draws_and_scales_to_the_bit(worlds, tmp_path, size, sizes):
+def test_resumed_draws_and_loss_scale_are_bitwise_equal(worlds, tmp_path, size, sizes):
     """The seed of the process that resumes is another one."""
     path = str(tmp_path / "half.ckpt")
     expected = worlds.run(size, drawn, size, sizes, path, 11, save=True)

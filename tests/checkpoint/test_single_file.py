@@ -65,7 +65,7 @@ def each_written():
 
 
 @pytest.mark.parametrize(("case", "layout"), list(each_written()))
-def test_the_file_is_the_one_that_plain_lightning_writes(worlds, tmp_path, case, layout):
+def test_file_equals_the_one_of_plain_lightning(worlds, tmp_path, case, layout):
     plain, ours = str(tmp_path / "plain.ckpt"), str(tmp_path / "ours.ckpt")
     [(expected, _, _)] = worlds.run(1, train_and_save, case, PLAIN, plain)
     for state, still, message in worlds.run(layout.world_size, train_and_save, case, layout, ours):
@@ -92,7 +92,7 @@ def test_the_file_is_the_one_that_plain_lightning_writes(worlds, tmp_path, case,
     ],
 )
 @pytest.mark.parametrize("case", ["GPT2", pytest.param("OwnOptimizer", marks=pytest.mark.slow)])
-def test_resumed_under_every_layout(worlds, tmp_path, case, layouts):
+def test_resume_under_every_layout(worlds, tmp_path, case, layouts):
     """Saved by two stages; each layout goes on to where an uninterrupted run ends."""
     path = str(tmp_path / "half.ckpt")
     [(expected, steps)] = worlds.run(1, train, case, PLAIN, 2)
@@ -103,7 +103,7 @@ def test_resumed_under_every_layout(worlds, tmp_path, case, layouts):
             assert_same_state(state, expected)
 
 
-def test_rows_in_unequal_shards(worlds, tmp_path):
+def test_unequal_row_shards(worlds, tmp_path):
     path = str(tmp_path / "half.ckpt")
     [(expected, _)] = worlds.run(1, train, "Decoder", PLAIN, 2)
     worlds.run(2, train_and_save, "Decoder", TP2, path)
@@ -112,7 +112,7 @@ def test_rows_in_unequal_shards(worlds, tmp_path):
             assert_same_state(state, expected)
 
 
-def test_a_plain_file_is_resumed_by_stages(worlds, tmp_path):
+def test_stages_resume_a_plain_file(worlds, tmp_path):
     path = str(tmp_path / "plain.ckpt")
     [(expected, _)] = worlds.run(1, train, "Tied", PLAIN, 3)
     worlds.run(1, train, "Tied", PLAIN, 1, None, path)
@@ -121,7 +121,7 @@ def test_a_plain_file_is_resumed_by_stages(worlds, tmp_path):
         assert_same_state(state, expected)
 
 
-def test_saved_after_fit(worlds, tmp_path):
+def test_save_after_fit(worlds, tmp_path):
     path = str(tmp_path / "after.ckpt")
     states = worlds.run(4, train, "Tied", DP2PP2, 1, None, path)
     assert_same_state(load(path)["state_dict"], states[0][0], tolerance=0)
@@ -159,7 +159,7 @@ def save_and_infer(path):
         return loss, fresh.loss(batch_of("tokens", range(4)))
 
 
-def test_the_module_is_full_after_fit_on_every_rank(worlds, tmp_path):
+def test_module_is_full_after_fit_on_every_rank(worlds, tmp_path):
     results = worlds.run(2, save_and_infer, str(tmp_path))
     assert len({float(loss) for pair in results for loss in pair}) == 1
     a, b = (torch.load(Path(tmp_path) / f"{rank}.pt") for rank in range(2))
@@ -183,7 +183,7 @@ def fit_twice_plainly(case):
     return dict(module.state_dict())
 
 
-def test_a_module_is_fitted_twice(worlds):
+def test_module_is_fitted_twice(worlds):
     [expected] = worlds.run(1, fit_twice_plainly, "Tied")
     for state in worlds.run(2, fit_twice, "Tied"):
         assert_same_state(state, expected)
