@@ -62,7 +62,7 @@ class Breaking(Experts):
                 self.layers[3].router.weight.fill_(float("nan"))
 
 
-def test_logits_that_are_not_finite_name_their_layer_and_step(worlds):
+def test_non_finite_logits_name_layer_and_step(worlds):
     with pytest.raises(RankError) as caught:
         worlds.run(2, fit, Run(Breaking, dp=2))  # on both ranks, so that none is only told of it
     assert "layers.3" in str(caught.value)

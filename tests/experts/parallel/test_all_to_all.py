@@ -80,7 +80,7 @@ def run_shared(name, chunks):
 
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("name", list(CHOICES))
-def test_the_same_as_in_one_process(worlds, name, chunks):
+def test_matches_one_process(worlds, name, chunks):
     ranks = worlds.run(2, run_shared, name, chunks)
     module = Experts()
     for rank, (out, of_hidden, of_weights, _) in enumerate(ranks):

@@ -79,7 +79,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize("size", [2, 4])
-def test_recognised_and_proved(case, size):
+def test_experts_are_recognised_and_proved(case, size):
     build, call, kind = CASES[case]
     root = Around(build())
     found = found_in(root, lambda: call(root), size)
@@ -87,7 +87,7 @@ def test_recognised_and_proved(case, size):
     assert not found.replicated
 
 
-def test_what_is_no_expert_is_not_taken_for_one():
+def test_non_experts_are_not_recognised():
     root = Around(Chained())
     found = found_in(root, lambda: root(rows_of(9, WIDTH)))
     assert not found.adapters
@@ -97,7 +97,7 @@ def test_what_is_no_expert_is_not_taken_for_one():
 
 
 @pytest.mark.parametrize("fault", ["wrong part", "weights twice", "too many"])
-def test_a_planted_fault_fails_the_proof(monkeypatch, fault):
+def test_planted_faults_fail_the_proof(monkeypatch, fault):
     root = make(Mixtral)
     [(fqn, adapter), *_] = found_in(root, lambda: root.loss(batch_of("tokens", range(4)))).adapters.items()
     module = root.get_submodule(fqn)
@@ -128,7 +128,7 @@ def mixtures():
 
 
 @pytest.mark.slow
-def test_mixtures_of_transformers():
+def test_transformers_mixtures():
     shared, others = [], []
     for name in mixtures():
         try:

@@ -82,7 +82,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("case", "size"), [(case, size) for case in CASES for size in (1, 2)])
-def test_found_and_proved(case, size):
+def test_sharding_is_found_and_proved(case, size):
     """With and without ranks that share the experts."""
     build, call, placements, summed = CASES[case]
     root = Around(build())
@@ -108,7 +108,7 @@ def test_in_transformers():
     ],
     ids=["mixes features", "uneven"],
 )
-def test_what_cannot_be_cut_stays_full(build, size, reason):
+def test_indivisible_experts_stay_full(build, size, reason):
     root = Around(build())
     found = found_in(root, lambda: rows(root), size)
     assert not found.widths
@@ -124,7 +124,7 @@ class OneOfTwo:
         self.sum_gradients = list
 
 
-def test_the_module_is_as_before_and_later_ranks_leave_biases_out():
+def test_module_is_unchanged_and_later_ranks_omit_biases():
     module = GroupedExperts(4, WIDTH, 8, bias=True)
     root = Around(module)
     width = found_in(root, lambda: rows(root)).widths["inner"]
@@ -143,7 +143,7 @@ def test_the_module_is_as_before_and_later_ranks_leave_biases_out():
     torch.testing.assert_close(outs[0] + outs[1], whole)
 
 
-def test_a_planted_fault_fails_the_proof():
+def test_planted_faults_fail_the_proof():
     module = GroupedExperts(4, WIDTH, 8)
     call = (rows_of(9, WIDTH), torch.tensor([4, 0, 3, 2])), {}
     root = Around(module)
