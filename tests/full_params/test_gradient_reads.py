@@ -268,7 +268,7 @@ def test_sharded_replicas_read_and_edit_the_full_model(worlds, size, pp, tp, cas
 
 
 @pytest.mark.parametrize("case", ["ClipsBeforeStep", "TiedWeights", "callback"])
-def test_gradients_are_read_where_an_accumulation_ends(worlds, case):
+def test_gradients_are_read_at_the_end_of_accumulation(worlds, case):
     assert_parity(worlds, 2, 2, 1, case, accumulate_grad_batches=2)
 
 
@@ -350,14 +350,14 @@ def run_refused(name, pp=2, strategy=None):
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
-def test_reads_that_cannot_be_global_are_refused_on_every_rank_before_the_step(worlds, case):
+def test_reads_that_cannot_be_global_are_refused_on_every_rank(worlds, case):
     for message in worlds.run(2, run_refused, case.__name__):
         assert all(word in message for word in REFUSED[case]), message
 
 
 @pytest.mark.parametrize("case", [ReadsOnFirstRank, ReadsOnSecondRank], ids=lambda case: case.__name__)
 @pytest.mark.parametrize("strategy", [{"zero_stage": 3}, {"tensor_parallel_size": 2}], ids=["zero3", "tp2"])
-def test_reads_of_some_ranks_of_sharded_layers_are_refused(worlds, case, strategy):
+def test_reads_by_some_ranks_of_sharded_layers_are_refused(worlds, case, strategy):
     for message in worlds.run(2, run_refused, case.__name__, 1, strategy, timeout=60):
         assert all(word in message for word in REFUSED[case][:3]), message
 
@@ -391,7 +391,7 @@ def count_meetings():
     return num_checks
 
 
-def test_hooks_that_read_nothing_stop_being_compared_and_a_late_reader_gives_up(worlds):
+def test_hooks_without_reads_stop_being_compared_and_late_reads_fail(worlds):
     (first, num_first), (second, num_second) = worlds.run(2, run_late, 2.0)
     assert "ReadsLateOnFirstRank.on_before_optimizer_step" in first and "within 2 s" in first
     assert "ReadsLateOnFirstRank" in second and "rank 0" in second
