@@ -149,7 +149,7 @@ def test_one_device(worlds, name):
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs(1)) for name in DRAWN])
-def test_draws_on_the_device_are_keyed(worlds, name):
+def test_device_draws_are_keyed(worlds, name):
     check(worlds, DRAWN[name], reference=fit_plain)
 
 
@@ -194,7 +194,7 @@ def fit_twice(folder, strategy):
         pytest.param(2, {"data_parallel_size": 2, "zero_stage": 3, "offload": "cpu"}, marks=needs(2), id="zero3"),
     ],
 )
-def test_a_run_goes_on_from_its_checkpoint(worlds, tmp_path, size, strategy):
+def test_resume_from_checkpoint(worlds, tmp_path, size, strategy):
     for whole, _, resumed in worlds.run(size, fit_twice, str(tmp_path), strategy, timeout=300):
         for name, value in whole.items():
             torch.testing.assert_close(resumed[name], value, rtol=1e-8, atol=1e-10)
