@@ -22,7 +22,7 @@ def largest(costs, starts):
     return max(sum(costs[a:b]) for a, b in zip(starts, [*starts[1:], len(costs)], strict=True))
 
 
-def test_our_largest_part_is_never_larger_than_fairscales():
+def test_largest_part_is_at_most_that_of_fairscale():
     solve = block_partition()
     draw = random.Random(0)
     equal = smaller = 0
