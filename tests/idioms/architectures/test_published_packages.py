@@ -198,7 +198,7 @@ MODULES = [PlainCounts, OwnMean, Moves, HandsOn, NoParameters, OfSeveral]
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("options", [PP, {**PP, "num_microbatches": 2}, TP], ids=str)
-def test_as_plain_lightning(worlds, module, options):
+def test_matches_plain_lightning(worlds, module, options):
     [(expected, metrics, _)] = worlds.run(1, run, module, None)
     for found, logged, is_sharded in worlds.run(2, run, module, options):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -206,7 +206,7 @@ def test_as_plain_lightning(worlds, module, options):
         assert not (is_sharded and options is not TP)
 
 
-def test_replicas_share_buffers_with_strides(worlds):
+def test_strided_buffers_of_replicas(worlds):
     """They are the first one's before each step; each replica writes its own in the last one."""
     (first, *_), (second, *_) = worlds.run(2, run, Columns, {"data_parallel_size": 2})
     torch.testing.assert_close(first[1:], second[1:])
@@ -216,5 +216,5 @@ def test_replicas_share_buffers_with_strides(worlds):
 @pytest.mark.parametrize(
     ("samples", "stages", "count"), [(8, 2, 4), (4, 2, 2), (3, 2, 3), (64, 2, 8), (7, 2, 3), (1, 2, 1)]
 )
-def test_microbatches_have_two_samples_where_there_are_enough(samples, stages, count):
+def test_microbatches_have_two_samples_if_possible(samples, stages, count):
     assert choose_count(torch.zeros(samples, 2), None, stages, None) == count

@@ -47,7 +47,7 @@ def test_many(trials):
     assert len(missed(many)) <= 2, missed(many)
 
 
-def test_what_was_a_multiple_stays_one():
+def test_shrunk_sizes_keep_ratios():
     config = {
         "model_type": "any", "hidden_size": 4096, "num_attention_heads": 32, "head_dim": 128, "num_hidden_layers": 32,
         "intermediate_size": 11008, "vocab_size": 32000, "layer_types": ["a"] * 31 + ["b"], "dropout": 0.1,

@@ -147,6 +147,6 @@ def test_same_numbers(worlds, module, data, precision, layout):
     assert report.steps == 2
 
 
-def test_hooks_that_stash_what_is_inside_a_unit_are_there_from_the_second_batch_on(worlds):
+def test_values_stashed_by_hooks_inside_units_from_the_second_batch_on(worlds):
     report = check(worlds, BalancedMixture, PP2, make_data=language_data, precision="32-true")
     assert report.outcome == "same" and "sharded instead of pipelined" not in str(report), str(report)

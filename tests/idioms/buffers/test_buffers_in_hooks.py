@@ -154,7 +154,7 @@ CASES = [Losses, MeanTeacher, Statistics, Centre, PlainNorm, PlainNormOfInputs, 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_buffers_are_those_of_one_process(worlds, case, tmp_path):
+def test_buffers_match_one_process(worlds, case, tmp_path):
     [expected] = worlds.run(1, state_after, 1, 1, case, tmp_path, {})
     for state in worlds.run(2, state_after, 2, 2, case, tmp_path, {"num_microbatches": 1}):
         assert_same(state, expected)
@@ -192,7 +192,7 @@ def weights_and_kept(size, pp, options):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_step_that_drops_features_may_store_values(worlds, count):
+def test_step_with_feature_dropout_may_store_values(worlds, count):
     [expected] = worlds.run(1, weights_and_kept, 1, 1, {"num_microbatches": count})
     for state in worlds.run(2, weights_and_kept, 2, 2, {"num_microbatches": count}):
         assert_same(state, expected)

@@ -173,24 +173,24 @@ class Packed(Regression):
 
 
 @under([Layout("zero 1", devices=2, strategy={"zero_stage": 1})])
-def test_sizes_that_data_decide_where_no_other_stage_waits_for_them(worlds, layout):
+def test_data_dependent_sizes_used_on_one_stage(worlds, layout):
     report = check(worlds, Packed, layout, num_microbatches=1)
     assert report.outcome == "same", str(report)
 
 
 @each_under("module", [Quantised, Centred, Rebound, Aliased, InPart, BoundAnew], [STAGES, COMBINED])
-def test_one_content_for_all_who_read_and_write(worlds, module, layout):
+def test_readers_and_writers_share_one_buffer(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 
 
 @each_under("module", [Hooked], [STAGES, COMBINED])
-def test_a_hook_sees_the_gradient_of_a_value_once(worlds, module, layout):
+def test_hook_sees_a_gradient_once(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 
 
-def test_a_write_that_stages_would_lose_is_no_pipeline(worlds):
+def test_write_that_stages_would_lose_is_not_pipelined(worlds):
     report = check(worlds, WritesThroughData, STAGES)
     assert report.outcome == "same" and "sharded instead of pipelined" in str(report), str(report)
 
@@ -238,6 +238,6 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize("module", NUMBERS, ids=lambda module: module.__name__)
-def test_numbers_of_the_model_are_the_same_on_all_ranks(worlds, module):
+def test_model_values_are_equal_on_all_ranks(worlds, module):
     report = check(worlds, module, LAYOUTS[0], steps=4)
     assert report.outcome == "same", str(report)

@@ -239,12 +239,12 @@ def test_steps_that_change_under_every_layout(worlds, module, layout):
     assert report.outcome == "same", str(report)
 
 
-def test_the_batch_names_the_task(worlds):
+def test_batch_selects_the_task(worlds):
     report = check(worlds, LooksAtTask, STAGES, make_data=task_data)
     assert report.outcome == "same", str(report)
 
 
-def test_validation_loaders_are_told_apart(worlds):
+def test_validation_loader_indices(worlds):
     report = check(worlds, ValidatesByLoader, BOTH, make_data=two_loaders)
     assert report.outcome == "same", str(report)
 
@@ -293,6 +293,6 @@ class DecidesByRank(Regression):
         return loss * 2 if batch_idx and self.trainer.is_global_zero else loss
 
 
-def test_ranks_that_decide_differently_are_told_before_anything_changes(worlds):
+def test_diverging_ranks_are_reported_before_any_change(worlds):
     report = check(worlds, DecidesByRank, STAGES)
     assert "what the step does differs between the ranks of one replica" in report.message, str(report)

@@ -231,7 +231,7 @@ ASKED += [("pp2", raise_on_infinite_number, "late"), ("pp2", warn_on_nan, "early
 
 
 @pytest.mark.parametrize(("name", "ask", "place"), ASKED)
-def test_a_batch_with_nan_is_run_again_in_shards_where_the_step_decides_itself(worlds, name, ask, place):
+def test_nan_batch_is_rerun_sharded(worlds, name, ask, place):
     size, options = BROKEN[name]
     for result in worlds.run(size, run_breaking, size, dict(options), ask, place, timeout=30):
         if ask is warn_on_nan:
@@ -242,7 +242,7 @@ def test_a_batch_with_nan_is_run_again_in_shards_where_the_step_decides_itself(w
 
 
 @pytest.mark.parametrize(("name", "ask", "place"), ASKED)
-def test_a_batch_with_nan_ends_a_strict_layout_on_every_rank_before_parameters_change(worlds, name, ask, place):
+def test_nan_batch_fails_a_strict_layout_on_every_rank(worlds, name, ask, place):
     size, options = BROKEN[name]
     options = options | {"strict_layout": True}
     results = worlds.run(size, run_breaking, size, dict(options), ask, place, timeout=30)
@@ -278,7 +278,7 @@ def run_validating(size, options):
 
 
 @pytest.mark.parametrize("name", ["pp2", "tp2", "m2"])
-def test_in_evaluation_the_step_decides(worlds, name):
+def test_evaluation_branches_on_finiteness(worlds, name):
     size, options = BROKEN[name]
     [expected] = worlds.run(1, run_validating, 1, {})
     assert expected.keys() == {"val", "skipped"}
@@ -312,7 +312,7 @@ def run_deciding(size, options, on_number):
 @pytest.mark.parametrize(
     ("name", "on_number"), [("pp2", False), ("pp2", True), ("tp2", False), ("zero3", True), ("m2", False)]
 )
-def test_a_step_decides_by_values_of_the_model(worlds, name, on_number):
+def test_branch_on_model_values(worlds, name, on_number):
     size, options = BROKEN[name]
     [expected] = worlds.run(1, run_deciding, 1, {}, on_number)
     found = worlds.run(size, run_deciding, size, options, on_number)
@@ -330,5 +330,5 @@ def refuse_deciding(size, options):
     return True
 
 
-def test_a_strict_layout_refuses_it(worlds):
+def test_strict_layout_refuses_branches(worlds):
     assert all(worlds.run(2, refuse_deciding, 2, {"strict_layout": True}))

@@ -139,16 +139,16 @@ def named(value):
 
 
 @pytest.mark.parametrize(("module", "layout"), CASES, ids=named)
-def test_pipelined_with_the_module_as_one_unit(worlds, module, layout):
+def test_opaque_module_is_one_unit(worlds, module, layout):
     report = check_there_and_back(worlds, module, layout)
     assert report.outcome == "same" and SHARDED not in str(report), str(report)
 
 
-def test_one_with_state_is_no_unit(worlds):
+def test_opaque_module_with_state_is_no_unit(worlds):
     report = check(worlds, Observed, PP2, steps=2, num_microbatches=1)
     assert report.outcome == "same" and SHARDED in str(report), str(report)
 
 
-def test_a_number_that_it_returns_is_not_hidden(worlds):
+def test_returned_number_is_not_hidden(worlds):
     report = check(worlds, Tells, PP2, steps=2)
     assert report.outcome == "same" and SHARDED in str(report), str(report)

@@ -316,7 +316,7 @@ def test_stages(worlds, module, make_data, layout):
 
 
 @under([PP2, TENSOR])
-def test_what_training_has_left_and_what_validation_leaves(worlds, layout):
+def test_state_written_by_training_and_by_validation(worlds, layout):
     same(worlds, Remembering, None, layout, **REMEMBERED)
 
 
@@ -355,7 +355,7 @@ def evaluated(size):
     return metrics, predictions, model.seen, told, model.absent
 
 
-def test_a_run_that_only_evaluates(worlds):
+def test_evaluation_without_training(worlds):
     expected, predicted, _, _, absent = evaluated(1)
     assert not absent
     ranks = worlds.run(2, evaluated, 2)
@@ -396,7 +396,7 @@ def sent(share):
 
 
 @pytest.mark.parametrize(("share", "times"), [(0.25, 1), (0.0, 2)])
-def test_parameters_stay_gathered_for_a_step_where_there_is_room(worlds, share, times):
+def test_parameters_stay_gathered_if_memory_allows(worlds, share, times):
     ranks = worlds.run(2, sent, share)
     assert ranks[0][0] == ranks[1][0] and ranks[0][2] == ranks[1][2]
     for names, absent, _, count in ranks:
@@ -470,10 +470,10 @@ def test_fewer_layers_than_stages(worlds):
 
 
 @each_under("module, make_data", [MODULES[0], (Writer, texts)], [TENSOR, ZERO])
-def test_other_ranks_with_shards(worlds, module, make_data, layout):
+def test_tensor_parallel_and_zero(worlds, module, make_data, layout):
     same(worlds, module, make_data, layout)
 
 
 @under([EXPERTS])
-def test_experts_of_replicas(worlds, layout):
+def test_expert_parallel(worlds, layout):
     same(worlds, Routed, few_texts, layout, precision="32-true")

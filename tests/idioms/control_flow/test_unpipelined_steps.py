@@ -300,7 +300,7 @@ ALONE = [(ContrastsLater, 1), (ContrastsByEpoch, 3), (RampsUp, 1), (Flags, 1), (
 
 
 @pytest.mark.parametrize(("module", "epochs"), ALONE, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_trains_to_the_weights_of_plain_lightning(worlds, module, epochs):
+def test_weights_match_plain_lightning(worlds, module, epochs):
     """What shares would make another number of, from the first batch on or later."""
     [expected] = worlds.run(1, trained, module, 1, None, epochs)
     for found in worlds.run(2, trained, module, 2, {"num_microbatches": 1}, epochs):
@@ -308,7 +308,7 @@ def test_trains_to_the_weights_of_plain_lightning(worlds, module, epochs):
 
 
 @pytest.mark.parametrize(("layout", "options"), LATER, ids=lambda value: getattr(value, "name", None) or str(value))
-def test_a_step_that_stores_something_only_later_runs_again_unsplit(worlds, layout, options):
+def test_step_that_stores_only_later_is_rerun_unsplit(worlds, layout, options):
     report = check(worlds, KeepsLater, layout, make_data=longer_data, steps=5, **options)
     assert report.outcome == "same" and "sharded instead of pipelined" in str(report), str(report)
 
@@ -369,7 +369,7 @@ MIXED = {
 
 
 @pytest.mark.parametrize("case", MIXED)
-def test_the_first_batch_shows_whether_an_objective_mixes_samples(worlds, case):
+def test_first_batch_detects_objectives_that_mix_samples(worlds, case):
     module, options, in_shares, text = MIXED[case]
     first, second = worlds.run(2, warned, module, options)
     assert first[0] == second[0] == in_shares and second[1] == []
@@ -407,7 +407,7 @@ LEAVES = {
 
 
 @pytest.mark.parametrize("case", LEAVES)
-def test_what_a_step_leaves_behind(case):
+def test_side_effects_of_steps(case):
     step, leaves = LEAVES[case]
     module = Keeps()
     module.outputs.append(torch.zeros(1))
@@ -436,6 +436,6 @@ class WithBalance(Straight):
 
 
 @pytest.mark.parametrize(("module", "count"), [(Series, 1), (WithBalance, 0)])
-def test_stages_that_weigh_means_warn_of_what_is_none(worlds, module, count):
+def test_stages_warn_if_the_loss_is_no_mean(worlds, module, count):
     first, second = worlds.run(2, warned, module, PP)
     assert len(first[1]) == count and second[1] == [], first[1]

@@ -264,7 +264,7 @@ class Never(Attribute):
 
 
 @pytest.mark.parametrize(("module", "told"), [(Attribute, ["a", "b"]), (Never, [])])
-def test_each_layer_is_told_of_once(worlds, module, told):
+def test_each_layer_is_reported_once(worlds, module, told):
     first, second = worlds.run(2, warned, module, 2, {"tensor_parallel_size": 2})
     assert second == [] and [text.partition(" ")[0] for text in first] == told, first
     assert all("test_unproved_branches.py" in text for text in first)

@@ -259,7 +259,7 @@ class Followed(Regression):
 
 # What hooks make of outputs is of each replica's own samples, as under DDP.
 @pytest.mark.parametrize(("module", "layout"), [(ReadsOutputs, STAGES), (StacksOutputs, STAGES), (Followed, BOTH)])
-def test_what_steps_hand_to_hooks(worlds, module, layout):
+def test_step_outputs_reach_hooks(worlds, module, layout):
     report = check(worlds, module, layout, epochs=3, steps=2)
     assert report.outcome == "same", str(report)
 

@@ -368,14 +368,14 @@ def test_same_numbers(worlds, module, layout):
 
 
 @under([PP2, BOTH])
-def test_a_derivative_through_the_whole_model_is_no_pipeline(worlds, layout):
+def test_derivative_through_the_full_model_is_not_pipelined(worlds, layout):
     options = {"steps": 2, "trainer": {"inference_mode": False}}
     assert check(worlds, Forces, DP2, **options).outcome == "same"
     report = check(worlds, Forces, layout, **options)
     assert report.outcome == "same" and "sharded instead of pipelined" in str(report), str(report)
 
 
-def test_synchronised_batch_norm_has_no_reference(worlds):
+def test_sync_batch_norm_has_no_reference(worlds):
     """What it does is tested by itself: in one process replicas run one after the other."""
     report = check(worlds, BatchNormEverywhere, DP2, steps=2, trainer={"sync_batchnorm": True})
     assert report.outcome == "failed" and "2 replicas at once" in report.message, str(report)

@@ -93,13 +93,13 @@ CHECKPOINTING = [ChecksPairs, ChecksReentrantly, ChecksAll, ChecksSegments, Chec
 
 
 @each_under("module", CHECKPOINTING, [STAGES, BOTH])
-def test_checkpointing_by_hand(worlds, module, layout):
+def test_manual_checkpointing(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 
 
 @pytest.mark.parametrize("module", [ChecksPairs, ChecksReentrantly], ids=lambda module: module.__name__)
-def test_checkpointing_by_hand_over_several_stages_of_a_rank(worlds, module):
+def test_manual_checkpointing_with_several_stages_per_rank(worlds, module):
     report = check(worlds, module, LAYOUTS[3])
     assert report.outcome == "same", str(report)
 
@@ -260,7 +260,7 @@ class SavesOnDisk(Regression):
 
 
 @each_under("module", [NamesDevice, UnderMode, Autocasts, SavesOnDisk], [STAGES, BOTH])
-def test_modes_around_parts_of_a_step(worlds, module, layout):
+def test_modes_inside_a_step(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 

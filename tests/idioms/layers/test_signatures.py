@@ -52,6 +52,6 @@ class Asks(Regressor):
 
 
 @under([PP2, TENSOR, *REST], also=REST)
-def test_a_layer_has_the_signature_of_its_forward(worlds, layout):
+def test_layer_keeps_the_signature_of_forward(worlds, layout):
     report = check(worlds, Asks, layout)
     assert report.outcome == "same", str(report)

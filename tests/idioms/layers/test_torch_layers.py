@@ -302,6 +302,6 @@ class Scripted(Regressor):
 
 
 @under([LAYOUTS[0], TENSOR], slow=[*LAYOUTS[1:], COMBINED])
-def test_functions_of_torch_jit(worlds, layout):
+def test_torch_jit_functions(worlds, layout):
     report = check(worlds, Scripted, layout)
     assert report.outcome == "same", str(report)

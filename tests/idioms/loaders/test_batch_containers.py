@@ -330,6 +330,6 @@ def test_containers_are_split(worlds, module, collate, layout):
 
 
 @under(LAYOUTS)
-def test_a_step_that_writes_into_its_batch(worlds, layout):
+def test_step_that_writes_into_its_batch(worlds, layout):
     report = check(worlds, WritesIntoIts, layout, make_data=Loaders(as_pair))
     assert report.outcome == "same", str(report)

@@ -53,13 +53,13 @@ def weighted():
 
 
 @by_layout
-def test_an_order_of_the_users(worlds, layout):
+def test_user_sampler_order(worlds, layout):
     report = check(worlds, Weighs, layout, make_data=in_order)
     assert report.outcome == "same", str(report)
 
 
 @one_replica
-def test_a_sampler_with_a_generator(worlds, layout):
+def test_sampler_with_a_generator(worlds, layout):
     report = check(worlds, Weighs, layout, make_data=weighted)
     assert report.outcome == "same", str(report)
 
@@ -142,7 +142,7 @@ def test_kinds_of_loaders(worlds, make_data, layout):
 
 
 @one_replica
-def test_a_batch_sampler(worlds, layout):
+def test_batch_sampler(worlds, layout):
     report = check(worlds, Plain, layout, make_data=batch_sampler)
     assert report.outcome == "same", str(report)
 
@@ -170,7 +170,7 @@ class OwnBatchSampler(BatchSampler):
 
 
 @pytest.mark.parametrize("kind", [BatchSampler, OwnBatchSampler])
-def test_with_replicas_a_batch_sampler_still_makes_batches(worlds, kind):
+def test_batch_sampler_over_replicas(worlds, kind):
     assert worlds.run(2, shapes_seen, kind) == [[(0, 4, FEATURES), (1, 4, FEATURES), (2, 4, FEATURES)]] * 2
 
 

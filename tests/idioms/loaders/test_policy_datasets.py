@@ -136,7 +136,7 @@ def trained(size, pp, make_module, options):
     ],
     ids=["pp2", "pp2, no DataLoader", "tp2", "m2", "dp2", "zero3", "zero3 by layer", "pp2 x zero3", "pp2, by layer"],
 )
-def test_a_policy_is_asked_while_a_batch_is_fetched(worlds, make_module, size, pp, options):
+def test_policy_runs_while_a_batch_is_fetched(worlds, make_module, size, pp, options):
     [expected] = worlds.run(1, trained, 1, 1, make_module, {})
     for found in worlds.run(size, trained, size, pp, make_module, options):
         assert_same(found, expected)
@@ -147,7 +147,7 @@ ZERO = {"zero_stage": 3}
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("options", [ZERO, {**ZERO, "reshard_after_forward": True}], ids=["by step", "by layer"])
-def test_one_replica_asks_where_another_does_not(worlds, options, accumulated):
+def test_policy_runs_on_one_replica_only(worlds, options, accumulated):
     expected = worlds.run(2, explored, {}, accumulated)
     for found, wanted in zip(worlds.run(2, explored, options, accumulated), expected, strict=True):
         assert_same(found, wanted)
@@ -201,7 +201,7 @@ def refused(size, pp, make_module, options):
     ],
     ids=["zero3", "zero3, worker", "stages, worker", "tensor ranks, worker", "kept"],
 )
-def test_what_cannot_be_gathered_is_refused(worlds, make_module, pp, options, said):
+def test_ungatherable_policies_are_refused(worlds, make_module, pp, options, said):
     messages = worlds.run(2, refused, 2, pp, make_module, options)
     assert any(said in message for message in messages), messages
     if make_module is not HandsOutKept:

@@ -141,13 +141,13 @@ UNSPLIT = [
 
 
 @each_under("module,collate", UNSPLIT, BY_LAYOUT, slow=[TENSOR])
-def test_batches_that_cannot_be_split_run_unsplit(worlds, module, collate, layout):
+def test_unsplittable_batches_run_unsplit(worlds, module, collate, layout):
     report = check(worlds, module, layout, make_data=Loaders(collate), **WHOLE)
     assert report.outcome == "same", str(report)
 
 
 @pytest.mark.parametrize(("module", "collate"), UNSPLIT, ids=lambda value: value.__name__)
-def test_a_number_of_microbatches_for_them_is_one(worlds, module, collate):
+def test_num_microbatches_is_1(worlds, module, collate):
     report = check(worlds, module, LAYOUTS[2], make_data=Loaders(collate))
     assert report.outcome == "same", str(report)
 
@@ -175,7 +175,7 @@ def one_predicted(pp):
     return trainer.predict(PredictsOne().double(), samples)
 
 
-def test_one_sample_needs_no_splitting(worlds):
+def test_single_samples(worlds):
     [expected] = worlds.run(1, one_predicted, 1)
     for predicted in worlds.run(2, one_predicted, 2):
         assert len(predicted) == 2 and all(map(torch.equal, predicted, expected))
@@ -197,7 +197,7 @@ def epoch_loss(pp):
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_means_over_an_epoch_are_the_same_on_all_ranks_whatever_sizes_they_guess(worlds, pp):
+def test_epoch_means_are_equal_on_all_ranks(worlds, pp):
     assert len(set(worlds.run(2 * pp, epoch_loss, pp))) == 1
 
 
@@ -212,7 +212,7 @@ def split_graph(graph, count):
     return pieces
 
 
-def test_a_splitter_of_the_users(worlds):
+def test_user_splitter(worlds):
     layout = Layout("split", 4, {"pipeline_parallel_size": 2, "num_microbatches": 2, "batch_splitter": split_graph})
     report = check(worlds, OnGraphs, layout, make_data=Loaders(as_graph))
     assert report.outcome == "same", str(report)

@@ -132,7 +132,7 @@ def data(name, masks_differ=False):
 
 
 @pytest.mark.parametrize("options", [{}, {"zero_stage": 3}], ids=str)
-def test_replicas_whose_batches_have_other_masks(worlds, options):
+def test_replicas_with_different_masks(worlds, options):
     whole = worlds.run(2, trained, Language, "one replica full", {"data_parallel_size": 2})
     parts = worlds.run(2, trained, Language, "one replica full", {**options, "num_microbatches": 2})
     for (expected, metrics, _), (found, logged, _) in zip(whole, parts, strict=True):
@@ -174,7 +174,7 @@ CASES = [
     CASES,
     ids=lambda value: getattr(value, "__name__", value if isinstance(value, str) else None),
 )
-def test_as_plain_lightning_on_whole_batches(worlds, module, name, options, differ):
+def test_unsplit_batches_match_plain_lightning(worlds, module, name, options, differ):
     [(expected, metrics, _)] = worlds.run(1, trained, module, name, None, differ)
     for found, logged, is_shared in worlds.run(2, trained, module, name, options, differ):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
@@ -182,7 +182,7 @@ def test_as_plain_lightning_on_whole_batches(worlds, module, name, options, diff
         assert is_shared == (module is Branching)
 
 
-def test_a_count_must_give_the_loss_of_the_batch():
+def test_count_must_reproduce_the_batch_loss():
     batch = words(*UNEVEN[0])
     parts = [tuple(column[begin:end] for column in batch) for begin, end in ((0, 3), (3, 8))]
     shares, counts = [3 / 8, 5 / 8], [float((part[1] != -100).sum()) for part in parts]

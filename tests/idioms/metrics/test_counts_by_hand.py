@@ -188,7 +188,7 @@ COVERED = {
 
 
 @each("keeps, count", CASES, covered_by=COVERED)
-def test_counts_are_those_of_one_process(worlds, keeps, count):
+def test_counts_match_one_process(worlds, keeps, count):
     [expected] = worlds.run(1, counted, 1, 1, keeps, count, {})
     alone = worlds.run(1, counted, 1, 1, keeps, count, {"num_microbatches": 2})
     staged = worlds.run(2, counted, 2, 2, keeps, count, {"num_microbatches": 2})

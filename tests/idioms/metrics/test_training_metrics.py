@@ -132,7 +132,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_equal_to_plain_lightning(worlds, name):
+def test_matches_plain_lightning(worlds, name):
     module, options = OPTIONS[name]
     ranks = worlds.run(2, run, module, 2, options)
     [expected] = worlds.run(1, run, module, 1, None)

@@ -126,6 +126,6 @@ def run_differing(size, options):
     return trainer.global_step, trainer.strategy.run.batch_shares
 
 
-def test_a_step_that_differs_each_time_is_no_pipeline(worlds):
+def test_always_differing_step_is_not_pipelined(worlds):
     assert worlds.run(1, run_differing, 1, {"num_microbatches": 2}) == [(3, 1)]
     assert worlds.run(2, run_differing, 2, {}) == [(3, 2)] * 2

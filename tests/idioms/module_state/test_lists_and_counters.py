@@ -104,7 +104,7 @@ def test_same_numbers(worlds, module, layout):
 
 
 @one_replica
-def test_attributes_bound_anew_have_the_full_batch(worlds, layout):
+def test_rebound_attributes_have_the_full_batch(worlds, layout):
     # The reference runs the batch whole: its attribute is what one process would have.
     report = check(worlds, Last, layout, num_microbatches=1)
     assert report.outcome == "same", str(report)

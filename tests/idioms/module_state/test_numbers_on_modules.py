@@ -198,7 +198,7 @@ def each_cut():
 
 
 @pytest.mark.parametrize(("make", "cut"), list(each_cut()))
-def test_every_rank_stores_what_one_process_stores(worlds, make, cut):
+def test_every_rank_stores_the_values_of_one_process(worlds, make, cut):
     if make not in _alone:
         [_alone[make]] = worlds.run(1, run, make, 1, {})
     layout, num_microbatches = _CUTS[cut]
@@ -207,7 +207,7 @@ def test_every_rank_stores_what_one_process_stores(worlds, make, cut):
             assert_alike(ours, theirs)
 
 
-def test_ranks_of_a_pipeline_store_the_numbers_of_their_replica(worlds):
+def test_stages_store_the_values_of_their_replica(worlds):
     ranks = worlds.run(4, run, Appends, 4, {**BOTH.strategy, "num_microbatches": 2})
     kept = [rank[0] for rank in ranks]
     for ours in kept:
@@ -272,7 +272,7 @@ _AT_ONCE = {
 
 
 @pytest.mark.parametrize("make", _AT_ONCE, ids=lambda make: make.__name__)
-def test_what_microbatches_cannot_tell_is_named_where_the_layout_is_strict(worlds, make):
+def test_strict_layout_names_values_that_microbatches_lack(worlds, make):
     strict = Layout("strict", devices=2, strategy={**PP2.strategy, "strict_layout": True})
     report = check(worlds, make, strict, num_microbatches=2)
     assert report.outcome == "refused" and _AT_ONCE[make] in report.message, str(report)
@@ -288,7 +288,7 @@ def fit_warned(size, make):
 
 
 @pytest.mark.parametrize(("make", "count"), [(KeepsLargest, 1), (AppendsLosses, 2)])
-def test_a_step_that_appends_to_lists_alone_has_microbatches(worlds, make, count):
+def test_step_that_only_appends_to_lists_has_microbatches(worlds, make, count):
     for rank, (told, microbatches) in enumerate(worlds.run(2, fit_warned, 2, make)):
         assert microbatches == count
         assert len(told) == (count == 1 and rank == 0), told
@@ -304,13 +304,13 @@ def fit_remembering(size, make):
 
 
 @pytest.mark.parametrize("make", [KeepsAMemory, BuildsLazily])
-def test_each_part_of_the_batch_stores_a_memory_of_its_samples(worlds, make):
+def test_each_microbatch_stores_a_memory_of_its_samples(worlds, make):
     [expected] = worlds.run(1, fit_remembering, 1, make)
     for found in worlds.run(2, fit_remembering, 2, make):
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-9, atol=1e-12)
 
 
-def test_a_number_stored_later_than_it_was_recorded(worlds):
+def test_value_stored_later_than_recorded(worlds):
     report = check(worlds, KeepsFromTheSecondBatchOn, PP2)
     assert report.outcome == "same", str(report)

@@ -98,19 +98,19 @@ class DecidesByAttribute(Logs):
 
 @pytest.mark.parametrize("module", [Logs, Multiplies, Decides, DecidesByAttribute])
 @pytest.mark.parametrize("count", [1, 2])
-def test_numbers_that_layers_return(worlds, module, count):
+def test_numbers_returned_by_layers(worlds, module, count):
     report = check(worlds, module, STAGES, steps=3, num_microbatches=count)
     assert report.outcome == "same", str(report)
     assert ("sharded instead of" in str(report)) == (module in (Decides, DecidesByAttribute)), str(report)
 
 
 @all_layouts
-def test_numbers_that_are_read_take_part(worlds, layout):
+def test_numbers_are_read_and_used(worlds, layout):
     report = check(worlds, Scaled, layout, steps=2)
     assert report.outcome == "same", str(report)
 
 
-def test_a_memory_of_later_stages(worlds):
+def test_memory_of_later_stages(worlds):
     for count in (1, 2):  # two microbatches would need it earlier, so that there is one
         report = check(worlds, FeedsBack, STAGES, steps=2, num_microbatches=count)
         assert report.outcome == "same", str(report)

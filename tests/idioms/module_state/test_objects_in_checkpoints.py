@@ -98,7 +98,7 @@ def numbers(path):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_objects_in_a_checkpoint_are_full(worlds, tmp_path, name):
+def test_checkpointed_objects_are_full(worlds, tmp_path, name):
     worlds.run(1, saved, {}, str(tmp_path / "one.ckpt"))
     worlds.run(2, saved, LAYOUTS[name], str(tmp_path / "two.ckpt"))
     errors, counts = numbers(tmp_path / "two.ckpt")

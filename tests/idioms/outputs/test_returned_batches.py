@@ -78,7 +78,7 @@ def found(collate, options):
     ],
     ids=str,
 )
-def test_the_batch_holds_what_the_step_has_put_there(worlds, collate, options):
+def test_returned_batch_contains_what_the_step_wrote(worlds, collate, options):
     [expected] = worlds.run(1, found, collate, {})
     for seen in worlds.run(2, found, collate, options):
         torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-6)

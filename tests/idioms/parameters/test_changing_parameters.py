@@ -147,7 +147,7 @@ ANY = [
 
 
 @each_under("module", ANY, [STAGES, BOTH])
-def test_which_parameters_there_are(worlds, module, layout):
+def test_changing_parameter_sets(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 
@@ -193,6 +193,6 @@ class FreezesHead(Callback):
 
 
 @each_under("module", [Finetuned, TogglesByHand, FreezesByCallback], [*LAYOUTS, COMBINED], slow=[TENSOR])
-def test_parameters_are_frozen_and_unfrozen(worlds, module, layout):
+def test_freezing_and_unfreezing(worlds, module, layout):
     report = check(worlds, module, layout, epochs=3, steps=2)
     assert report.outcome == "same", str(report)

@@ -110,13 +110,13 @@ class Diary(Critic):
 
 
 @each_under("module", [Vocoder, Critic], [*LAYOUTS, COMBINED])
-def test_hooks_of_torch_compute_the_weights(worlds, module, layout):
+def test_weight_and_spectral_norm_hooks(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
     assert report.outcome == "same", str(report)
 
 
 @each_under("module", [NewVocoder, NewCritic], [BOTH, INTERLEAVED, COMBINED], replicated=[])
-def test_parametrisations_compute_the_weights(worlds, module, layout):
+def test_parametrizations(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
     assert report.outcome == "same", str(report)
 
@@ -183,7 +183,7 @@ class Rebinds(Regressor):
 
 @under([STAGES, INTERLEAVED])
 @pytest.mark.parametrize("module", [Diary, Generates, SeesNoGrad, Rebinds], ids=lambda module: module.__name__)
-def test_what_a_step_leaves_on_its_modules(worlds, module, layout):
+def test_side_effects_on_modules(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
     assert report.outcome == "same", str(report)
 

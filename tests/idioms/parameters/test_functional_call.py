@@ -135,7 +135,7 @@ class GivesCopies(Averaged):
         self.log("val_loss", F.mse_loss(functional_call(self.net, self.averages, (x,)), y))
 
 
-def test_weights_that_are_given_only_later(worlds):
+def test_weights_passed_to_later_calls(worlds):
     report = check(worlds, GivesCopies, TENSOR2)
     assert report.outcome == "same", str(report)
 
@@ -152,6 +152,6 @@ class Tangents(Produced):
 
 
 @pytest.mark.parametrize("module", [MapsLayer, Tangents])
-def test_transforms_between_layers_run_in_shards(worlds, module):
+def test_transforms_across_layers_run_sharded(worlds, module):
     report = check(worlds, module, PP2)
     assert report.outcome == "same" and "sharded instead of pipelined" in str(report), str(report)

@@ -51,7 +51,7 @@ class ReturnsNone(Regression):
 
 
 @each_under("module", [ReturnsList, ReturnsTwoLists, ReturnsDict, ReturnsDictOfScheduler], [STAGES, BOTH])
-def test_forms_of_configure_optimizers(worlds, module, layout):
+def test_configure_optimizers_return_types(worlds, module, layout):
     report = check(worlds, module, layout, epochs=2, steps=2)
     assert report.outcome == "same", str(report)
 
@@ -114,7 +114,7 @@ class TwoDicts(Manual):
         )
 
 
-def test_two_optimizers_by_hand(worlds):
+def test_two_manual_optimizers(worlds):
     for layout in (REPLICAS, STAGES, BOTH):
         report = check(worlds, TwoDicts, layout, num_microbatches=1)
         assert report.outcome == "same", str(report)
@@ -165,7 +165,7 @@ class NamedParameters(Regression):
 
 
 @each_under("module", [BuiltInInit, GroupsByName, GroupsById, RatePerLayer, NamedParameters], [STAGES, BOTH])
-def test_groups_hold_the_parameters_of_the_module(worlds, module, layout):
+def test_groups_contain_the_module_parameters(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
     assert not any("did not move" in note for note in report.notes)
@@ -225,7 +225,7 @@ NOT_ELEMENTWISE = [WithSharpnessAware, WithAdafactor, WithMuon, WithLamb, WithSc
 
 
 @each_under("module", NOT_ELEMENTWISE, [STAGES, BOTH])
-def test_statistics_of_optimizers_are_global(worlds, module, layout):
+def test_optimizer_statistics_are_global(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 
@@ -238,7 +238,7 @@ class WithLookahead(Regression):
 
 
 @under([STAGES, TENSOR, LAYOUTS[4]], slow=[REPLICAS, COMBINED])
-def test_what_an_optimizer_copies_at_its_birth_is_where_the_parameters_are(worlds, layout):
+def test_lookahead_copies_are_on_the_parameter_device(worlds, layout):
     report = check(worlds, WithLookahead, layout, steps=4)
     assert report.outcome == "same", str(report)
 
@@ -291,7 +291,7 @@ class AsksForBatches(Regression):
 
 
 @each_under("module", [OneCycle, OneCycleAndRates, WarmsUp, AsksForBatches], [STAGES, BOTH])
-def test_schedulers_know_the_length_of_the_run(worlds, module, layout):
+def test_schedulers_get_the_run_length(worlds, module, layout):
     report = check(worlds, module, layout, epochs=2, steps=2)
     assert report.outcome == "same", str(report)
 
@@ -301,13 +301,13 @@ def test_max_steps_ends_every_rank(worlds):
     assert report.outcome == "same" and report.steps == 3, str(report)
 
 
-def test_accumulating(worlds):
+def test_accumulation(worlds):
     report = check(worlds, WithLamb, BOTH, steps=4, trainer={"accumulate_grad_batches": 2})
     assert report.outcome == "same", str(report)
 
 
 @under([*LAYOUTS, COMBINED], slow=[TENSOR])
-def test_tied_weights_count_once_in_an_optimizer(worlds, layout):
+def test_tied_weights_count_once(worlds, layout):
     report = check(worlds, TiedLamb, layout)
     assert report.outcome == "same", str(report)
 

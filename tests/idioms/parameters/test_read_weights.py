@@ -91,7 +91,7 @@ class LooksUpThenScores(Wide):
 
 @pytest.mark.parametrize("layout", [TP2, TENSOR], ids=lambda layout: layout.name)
 @pytest.mark.parametrize("module", [ValidatesNorms, PenalizesLater, ClampsLater, NormalisesLater, LooksUpThenScores])
-def test_what_a_later_step_reads(worlds, module, layout):
+def test_later_steps_read_full_weights(worlds, module, layout):
     report = check(worlds, module, layout, make_data=regression_data, steps=3)
     assert report.outcome == "same", str(report)
 
@@ -150,7 +150,7 @@ def test_validation_reads_experts(worlds):
     assert report.outcome == "same", str(report)
 
 
-def test_a_training_step_reads_experts(worlds):
+def test_training_step_reads_experts(worlds):
     """It would see those of its own rank alone."""
     report = check(worlds, ExpertsPenalized, EP2, make_data=regression_data, steps=3)
     assert report.outcome == "refused" and "'layers.0.experts.0.0.weight'" in report.message, str(report)
