@@ -45,7 +45,7 @@ def bytes_and_gradients(model, x, recompute):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_twelve_layers_save_a_fraction(dropout):
+def test_twelve_layers_save_less(dropout):
     """The bounds: selective 40 %, full 25 %. States of generators, a few kB for each dropout, are beside them."""
     model = nn.Sequential(*(Block(dropout=dropout) for _ in range(12)))
     x = torch.randn(4, 64, 32, requires_grad=True)
@@ -127,7 +127,7 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize("share", ["selective", 0.01])
 @pytest.mark.parametrize("kind", [Written, Odd])
-def test_odd_layers(kind, share):
+def test_unusual_layers(kind, share):
     """As many calls wait for their backward as a schedule lets wait; buffers are written once for each."""
     results = {}
     for recompute in ("keep", share):
@@ -193,7 +193,7 @@ def test_derivatives_inside_a_layer(recompute):
 
 
 @pytest.mark.parametrize("recompute", ["selective", 0.01, "full"])
-def test_what_is_changed_after_the_layer_is_refused(recompute):
+def test_changes_after_the_layer_are_refused(recompute):
     """Its second run would read what was written."""
     layer = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
     x = torch.randn(4, 6, requires_grad=True) * 1
@@ -225,7 +225,7 @@ def test_nothing_is_left_behind():
         gc.enable()
 
 
-def test_the_choice():
+def test_choice_of_saved_operations():
     """A linear, its activation, a dear and a cheap product that read it."""
     steps = [
         Step(work=100, reads=(), nbytes=40, is_saved=True),
