@@ -81,7 +81,7 @@ def fit(top, objects_of, precision=None, *, as_plugin=False, late=False):
     ],
     ids=["own", "own-16-plugin", "others-16-plugin", "others-late"],
 )
-def test_stages_under_pytorch_lightning_are_bitwise_those_under_lightning(worlds, objects_of, options):
+def test_stages_are_bitwise_equal_under_both_namespaces(worlds, objects_of, options):
     alike = {name: value for name, value in options.items() if name in ("precision", "as_plugin")}
     expected = worlds.run(2, fit, "lightning", "lightning", **alike)[0]
     assert {"loss", "val", "adascale_gain"} <= set(expected)
@@ -121,7 +121,7 @@ def moved(top, other):
 
 
 @pytest.mark.world(1)
-def test_a_trainer_takes_our_objects_of_the_other_namespace():
+def test_trainer_accepts_objects_of_the_other_namespace():
     ignore_warnings()
     moved("pytorch_lightning", "lightning")
     moved("lightning", "pytorch_lightning")
@@ -186,7 +186,7 @@ def run_cli(top, config):
     return weights_of(cli.model)
 
 
-def test_class_paths_under_both_command_lines(worlds, tmp_path):
+def test_class_paths_of_both_command_lines(worlds, tmp_path):
     config = tmp_path / "layout.yaml"
     config.write_text(CONFIG.replace("FOLDER", str(tmp_path)))
     expected = worlds.run(2, run_cli, "lightning", str(config))[0]
