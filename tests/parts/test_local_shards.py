@@ -34,7 +34,7 @@ def held_parts():
 
 
 @pytest.mark.world(4)
-def test_what_two_axes_cut_is_joined_once():
+def test_shards_of_two_axes_are_joined_once():
     torch.manual_seed(1)
     root, parts, (outer, _) = held_parts()
     wholes = {name: parameter.detach().clone() for name, parameter in root.items()}
