@@ -75,7 +75,7 @@ def test_parity(worlds, run):
     ],
     ids=lambda value: value if isinstance(value, str) else value["schedule"],
 )
-def test_dropout_is_that_of_one_process(worlds, case, strategy):
+def test_dropout_matches_one_process(worlds, case, strategy):
     run = Run(case, pp=2, dp=2, strategy=strategy)
     _, expected = check(worlds, run, fit_whole)
     [other] = worlds.run(1, fit_whole, dataclasses.replace(run, change=without_dropout))
@@ -234,7 +234,7 @@ class KeepsOutputs(Callback):
         self.noted = pl_module.stacked.clone()
 
 
-def test_outputs_stored_on_self(worlds):
+def test_values_stored_on_self(worlds):
     run = Run("Layers", pp=2, validate=True, change=keep_outputs, callback=KeepsOutputs)
     ranks, expected = check(worlds, run)
     assert expected.extra.shape == (8, 4)
@@ -347,7 +347,7 @@ def many_layers(module):
     module.layers.extend(mlp(16).double() for _ in range(28))
 
 
-def test_foreign_parameters_are_absent(worlds):
+def test_parameters_of_other_stages_are_absent(worlds):
     run = Run("Layers", pp=4, change=many_layers, callback=CountsBytes)
     ranks = worlds.run(4, fit, run)
     notes = [rank.extra for rank in ranks]

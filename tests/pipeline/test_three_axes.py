@@ -36,7 +36,7 @@ def assert_cut(cut):
 
 
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.__name__)
-def test_parity_and_nothing_gathered(worlds, case):
+def test_parity_without_full_tensors(worlds, case):
     run = Run(case, **EIGHT)
     [expected] = worlds.run(1, fit_reference, run)
     ranks = worlds.run(8, fit, run, timeout=180)
@@ -50,7 +50,7 @@ def images():
 
 
 @pytest.mark.slow
-def test_statistics_of_replicas_and_convolutions_in_pairs(worlds):
+def test_batch_statistics_and_paired_convolutions(worlds):
     """Each microbatch of each replica has statistics of its own, and the reference is run in these parts."""
 
     def run(n, function, /, *args, timeout):
@@ -67,7 +67,7 @@ def test_statistics_of_replicas_and_convolutions_in_pairs(worlds):
 
 
 @pytest.mark.slow
-def test_clipping_counts_each_element_of_each_rank_once(worlds):
+def test_clipping_counts_each_element_once(worlds):
     run = Run("Llama", **EIGHT, trainer={"gradient_clip_val": 0.05})
     [expected] = worlds.run(1, fit_reference, run)
     assert_parity(worlds.run(8, fit, run, timeout=180), expected, run)
@@ -76,7 +76,7 @@ def test_clipping_counts_each_element_of_each_rank_once(worlds):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_eight_ranks_is_read_by_any_number(worlds, tmp_path):
+def test_eight_rank_checkpoint_loads_on_any_number(worlds, tmp_path):
     path = str(tmp_path / "half.ckpt")
     eight = checkpoint.Layout(2, 2, tp=2)
     [(expected, steps)] = worlds.run(1, checkpoint.train, "GPT2", checkpoint.PLAIN, 2)

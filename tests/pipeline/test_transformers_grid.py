@@ -47,7 +47,7 @@ def test_parity(worlds, model, schedule, sizes):
 
 
 @pytest.mark.parametrize("model", [pytest.param(name, marks=[pytest.mark.slow] * (name != "Bert")) for name in MODELS])
-def test_replicas_alone(worlds, model):
+def test_replicas_only(worlds, model):
     check(worlds, Run(model, dp=2, microbatches=1))
 
 

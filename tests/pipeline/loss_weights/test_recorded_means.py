@@ -245,7 +245,7 @@ def fit_counting(pp):
     return module.seen, counted
 
 
-def test_nothing_is_counted_where_no_label_is_ignored(worlds):
+def test_no_weights_without_ignored_labels(worlds):
     [(expected, _)] = worlds.run(1, fit_counting, 1)
     ranks = worlds.run(2, fit_counting, 2)
     assert [counted for _, counted in ranks] == [[0, 2]] * 2
@@ -262,13 +262,13 @@ MODELS = [Causal, CausalByHand, Masked, SequenceToSequence]
 
 @pytest.mark.parametrize("count", [4, 3])
 @pytest.mark.parametrize("module_class", FORMS + MODELS)
-def test_means_over_what_counts_are_those_of_the_batch(worlds, module_class, count):
+def test_weighted_means_match_the_full_batch(worlds, module_class, count):
     [expected] = worlds.run(1, fit, module_class, 1, 1)
     assert_steps_agree(expected, worlds.run(2, fit, module_class, 2, count), tolerance_of(module_class))
 
 
 @pytest.mark.parametrize("module_class", [Ignoring, MaskedSum, SeveralTerms, *MODELS])
-def test_means_of_validation_are_those_of_the_batches(worlds, module_class):
+def test_validation_means_match_the_full_batch(worlds, module_class):
     [expected] = worlds.run(1, fit, module_class, 1, 1, True)
     for logged in worlds.run(2, fit, module_class, 2, 4, True):
         assert logged == pytest.approx(expected, rel=tolerance_of(module_class))
@@ -287,7 +287,7 @@ def by_sample(microbatch):
     return len(microbatch["mask"])
 
 
-def test_the_table_names_the_means(worlds):
+def test_start_table_names_the_means(worlds):
     [line], _ = worlds.run(2, lines_at_start, SeveralTerms, {})
     assert "cross_entropy (test_recorded_means.py:" in line and "div (test_recorded_means.py:" in line
     assert worlds.run(2, lines_at_start, TimesItsCount, {"microbatch_weight": by_sample}) == [[], []]
@@ -305,7 +305,7 @@ def fit_verified(module_class):
 
 
 @pytest.mark.parametrize("module_class", [Ignoring, SequenceToSequence])
-def test_the_check_of_the_first_step_knows_the_mean_of_the_batch(worlds, module_class):
+def test_first_step_check_uses_the_batch_mean(worlds, module_class):
     assert worlds.run(2, fit_verified, module_class) == [None, None]
 
 
@@ -321,7 +321,7 @@ VERIFIED = [
 
 
 @pytest.mark.parametrize(("module_class", "layout"), VERIFIED, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_verify_compares_with_the_mean_of_the_batch(worlds, module_class, layout):
+def test_verify_uses_the_batch_mean(worlds, module_class, layout):
     """Over replicas it is the mean of theirs, as under DDP."""
     report = check(worlds, module_class, layout, make_data=loaders, steps=3)
     assert report.outcome == "same", str(report)

@@ -147,20 +147,20 @@ def validate(size):
     return module.rows, module.outputs
 
 
-def test_rows_stored_one_by_one_are_those_of_one_process(worlds):
+def test_rows_stored_one_by_one_match_one_process(worlds):
     [expected] = worlds.run(1, validate, 1)
     for kept in worlds.run(2, validate, 2):
         assert_alike(kept, expected)
 
 
 @pytest.mark.parametrize("make", PREDICTIONS, ids=lambda make: make.__name__)
-def test_predictions_are_those_of_one_process(worlds, make):
+def test_predictions_match_one_process(worlds, make):
     [expected] = worlds.run(1, predict, make, 1)
     for predicted in worlds.run(2, predict, make, 2):
         assert_alike(predicted, expected)
 
 
-def test_hooks_see_what_one_process_returns(worlds):
+def test_hooks_see_the_outputs_of_one_process(worlds):
     [expected] = worlds.run(1, train, 1)
     for returned in worlds.run(2, train, 2):
         assert len(returned) == 4

@@ -61,7 +61,7 @@ def assert_same(one, other, *, tolerance=0.0):
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4), (2, 1, 3, 4), (0, 4)], ids=str)
-def test_weights_of_linears_wait_and_all_else_does_not(shape):
+def test_only_linear_weight_gradients_are_deferred(shape):
     split, whole = made(), made()
     for microbatch in range(3):
         x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
@@ -115,7 +115,7 @@ def test_weights_used_twice_shared_and_frozen(cls, options, left):
         assert_same(split, whole, tolerance=1e-14 if cls is TiedLookup else 0.0)  # two ways to one weight
 
 
-def test_a_weight_whose_gradient_is_sparse_gets_a_dense_one():
+def test_sparse_weight_gradient_becomes_dense():
     split, whole = made(TiedLookup, sparse=True), made(TiedLookup)
     x = torch.randn(3, 4, dtype=torch.float64)
     assert run(split, x)[0] == ["look.weight"]
@@ -220,7 +220,7 @@ def checkpointed_reentrant(module, x):
     ids=lambda step: step.__name__,
 )
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own jvp uses it
-def test_gradients_in_and_around_the_step_are_torchs_own(step):
+def test_gradients_in_and_around_the_step_match_torch(step):
     split, whole = made(), made()
     for _ in range(2):
         x = torch.randn(3, 4, dtype=torch.float64)
@@ -229,7 +229,7 @@ def test_gradients_in_and_around_the_step_are_torchs_own(step):
         assert_same(split, whole, tolerance=1e-14 if step is functional_gradient else 0.0)
 
 
-def test_hooks_of_a_weight_see_its_gradient_in_the_backward():
+def test_weight_hooks_fire_in_the_backward():
     split, whole = made(), made()
     seen = {split: [], whole: []}
     for module in (split, whole):
@@ -243,7 +243,7 @@ def test_hooks_of_a_weight_see_its_gradient_in_the_backward():
     assert torch.equal(*seen[split], *seen[whole])
 
 
-def test_a_hook_that_is_idle_keeps_nothing_from_waiting():
+def test_inactive_hook_does_not_prevent_deferral():
     class Hook:
         is_idle = True
 
@@ -255,7 +255,7 @@ def test_a_hook_that_is_idle_keeps_nothing_from_waiting():
     assert "b.weight" in run(module, torch.randn(3, 4, dtype=torch.float64))[0]
 
 
-def test_autocast_small_linears_and_glue_are_left_alone(monkeypatch):
+def test_autocast_small_linears_and_glue_are_unchanged(monkeypatch):
     module, x = made().float(), torch.randn(3, 4)
 
     def autocast(module, x):
@@ -272,7 +272,7 @@ def test_autocast_small_linears_and_glue_are_left_alone(monkeypatch):
     assert later.backward([loss], [torch.ones(())]) == []
 
 
-def test_somebody_elses_linear_stays(monkeypatch):
+def test_foreign_linear_is_kept(monkeypatch):
     calls = []
     monkeypatch.setattr(F, "linear", lambda *args: calls.append(1) or torch._C._nn.linear(*args))
     later = SplitBackward()
@@ -281,7 +281,7 @@ def test_somebody_elses_linear_stays(monkeypatch):
     assert len(calls) == 3 and later.backward([loss], [torch.ones((), dtype=torch.float64)]) == []
 
 
-def test_a_compiled_module_is_compiled_once():
+def test_compiled_module_is_compiled_once():
     """What is put in the place of torch's function is the same object each time."""
     module, x = made(), torch.randn(3, 4, dtype=torch.float64)
     count = 0
@@ -298,7 +298,7 @@ def test_a_compiled_module_is_compiled_once():
     assert count == 1
 
 
-def test_an_error_in_a_backward_leaves_nothing_behind():
+def test_backward_error_leaves_nothing_behind():
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -319,7 +319,7 @@ def test_an_error_in_a_backward_leaves_nothing_behind():
         assert len(later.backward([good], [torch.ones((), dtype=torch.float64)])) == 3
 
 
-def test_an_input_that_is_written_before_its_weight_has_a_gradient_is_an_error():
+def test_input_written_before_its_weight_gradient_is_an_error():
     module, later, x = made(), SplitBackward(), torch.randn(3, 4, dtype=torch.float64)
     with later.instrumented(IN_A_UNIT), later.forward():
         loss = module(x).sum()

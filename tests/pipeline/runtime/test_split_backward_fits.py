@@ -76,7 +76,7 @@ def test_parity(worlds, run):
     assert len(stages) == run.pp
 
 
-def test_the_same_bits_as_1f1b(worlds):
+def test_bitwise_equal_to_1f1b(worlds):
     run = Run("Llama", pp=2, microbatches=4, num_batches=3)
     whole = worlds.run(2, fit, run)
     split = worlds.run(2, fit, dataclasses.replace(run, strategy=ZERO_BUBBLE, callback=LinearsOfAnySize))

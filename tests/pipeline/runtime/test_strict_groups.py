@@ -25,7 +25,7 @@ def refuses(run):
 
 
 @pytest.mark.world(2)
-def test_the_groups_of_these_tests_refuse_what_nccl_refuses():
+def test_strict_groups_refuse_what_nccl_refuses():
     here = dist.get_rank()
     with as_on_gpus():
         group = dist.group.WORLD
@@ -62,7 +62,7 @@ def value_like(tensor, **others):
 
 
 @pytest.mark.world(2)
-def test_tensors_of_all_types_travel():
+def test_all_dtypes_are_sent():
     here, cpu = dist.get_rank(), torch.device("cpu")
     with as_on_gpus():
         transport = GroupTransport(dist.group.WORLD, cpu)
@@ -81,7 +81,7 @@ def test_tensors_of_all_types_travel():
                 assert torch.equal(shared, tensor), dtype
 
 
-def test_what_is_at_rest_on_the_host_is_sent_from_the_device_of_the_group():
+def test_offloaded_tensors_are_sent_from_the_group_device():
     group, tensor = SimpleNamespace(_device_types=[torch.device("meta")]), torch.ones(2)
     assert on_group_device(tensor, group).device.type == "meta"
     group._device_types.append(torch.device("cpu"))
@@ -89,7 +89,7 @@ def test_what_is_at_rest_on_the_host_is_sent_from_the_device_of_the_group():
 
 
 @pytest.mark.world(2)
-def test_what_is_on_another_device_travels_by_that_of_the_group():
+def test_tensors_of_other_devices_are_sent_through_the_group_device():
     # "meta" is the other device, since there is no third one here: what arrives is taken to it.
     here, cpu = dist.get_rank(), torch.device("cpu")
     value = value_like(torch.ones(3), device="meta")

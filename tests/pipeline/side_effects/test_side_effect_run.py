@@ -45,7 +45,7 @@ class Contrasts(Keeps):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_pointer_in_a_buffer_decides_where_a_step_writes(worlds, count):
+def test_buffer_pointer_selects_the_written_slot(worlds, count):
     [expected] = worlds.run(1, run, Contrasts, 1, {}, 5)
     options = {"pipeline_parallel_size": 2, "num_microbatches": count}
     for rank in worlds.run(2, run, Contrasts, 2, options, 5):

@@ -52,13 +52,13 @@ class AttendsSometimes(Attends):
 
 @pytest.mark.parametrize("module", [Attends, AttendsSometimes])
 @pytest.mark.parametrize("layout", [*LAYOUTS, COMBINED], ids=lambda layout: layout.name)
-def test_the_optimizer_leaves_them_alone(worlds, module, layout):
+def test_optimizer_skips_parameters_without_gradient(worlds, module, layout):
     report = check(worlds, module, layout, steps=4)
     assert report.outcome == "same", str(report)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_no_gradient_is_told_from_any_number(dtype):
+def test_missing_gradient_differs_from_any_number(dtype):
     sender, receiver, key, other = MissingGradients(), MissingGradients(), (1, 0, 3), (1, 0, 4)
     leaf = torch.ones(3, dtype=dtype, requires_grad=True)
     assert receiver.received(key, sender.sent(key, leaf)) is None
