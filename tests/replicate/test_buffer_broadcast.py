@@ -62,7 +62,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("run", list(RUNS.values()), ids=list(RUNS))
-def test_as_under_ddp(worlds, run):
+def test_matches_ddp(worlds, run):
     expected = worlds.run(2, under_ddp, run)
     last = [held for when, held in expected[0].extra if when == "step"][-1]
     others = [held for when, held in expected[1].extra if when == "step"][-1]

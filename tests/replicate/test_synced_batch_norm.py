@@ -44,7 +44,7 @@ def sync(kind, rows):
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_as_one_process(worlds, kind, rows):
+def test_matches_one_process(worlds, kind, rows):
     for pairs in worlds.run(2, sync, kind, ROWS[rows]):
         assert len(pairs) >= 3
         for ours, expected in pairs:
@@ -60,7 +60,7 @@ def in_half(dtype):
     return y.dtype, x.grad.dtype, norm.weight.grad.dtype, float(y.float().std()), norm.running_mean.dtype
 
 
-def test_half_precision_has_statistics_in_single(worlds):
+def test_half_precision_has_float32_statistics(worlds):
     for *dtypes, deviation, buffer in worlds.run(2, in_half, torch.bfloat16):
         assert {*dtypes, buffer} == {torch.bfloat16}
         assert abs(deviation - 1) < 0.02
@@ -74,5 +74,5 @@ def evaluates():
     return torch.batch_norm is norm.__class__ or "SyncedBatchNorm" in repr(torch.batch_norm)
 
 
-def test_evaluation_asks_nobody_and_nothing_is_left_behind(worlds):
+def test_evaluation_does_not_communicate_or_keep_state(worlds):
     assert worlds.run(2, evaluates) == [False, False]
