@@ -115,7 +115,7 @@ def pool():
 
 @pytest.mark.parametrize("kind", ["chain", "skips", "all pairs"])
 @pytest.mark.parametrize("p", [2, 3, 4])
-def test_every_program_runs_between_racing_threads(kind, p, pool):
+def test_every_program_runs_on_racing_threads(kind, p, pool):
     for v in (1, 2):
         portals = portals_of(kind, p * v)
         for m in (2, 5):
@@ -126,7 +126,7 @@ def test_every_program_runs_between_racing_threads(kind, p, pool):
                 assert run(lower(schedule, portals), pool, seed) == run_alone(schedule, portals)
 
 
-def test_a_split_backward_sends_its_gradients_before_it_makes_those_of_weights(pool):
+def test_split_backward_sends_input_gradients_first(pool):
     schedule = zero_bubble(3, 5)
     kinds = {action.kind for row in schedule.actions for action in row}
     assert {Kind.I, Kind.W} <= kinds, "nothing is split otherwise"
@@ -134,7 +134,7 @@ def test_a_split_backward_sends_its_gradients_before_it_makes_those_of_weights(p
     assert run(lower(schedule, chain(3)), pool, 1) == run_alone(schedule, chain(3))
 
 
-def test_the_channel_is_strict(pool):
+def test_channel_is_strict(pool):
     program = lower(one_f_one_b(2, 2), chain(2))
     first, second = program.instructions
     late = (second[0], *second[2:5], second[1], *second[5:])  # the second receive is posted after a send
