@@ -21,5 +21,5 @@ def tensors_still_held():
     return held
 
 
-def test_gloo_holds_no_tensor_after_the_wait(worlds):
+def test_gloo_releases_tensors_after_wait(worlds):
     assert worlds.run(2, tensors_still_held) == [0, 0]

@@ -40,7 +40,7 @@ def test_two_ranks_sum_as_gloo_does():
 
 
 @pytest.mark.world(3)
-def test_three_ranks_sum_in_one_order():
+def test_three_ranks_sum_in_a_fixed_order():
     rows = [numbers(rank, 1000, torch.bfloat16).view(10, 100) for rank in range(3)]
     mine = rows[dist.get_rank()].clone()
     memory().all_reduce(mine)
@@ -49,20 +49,20 @@ def test_three_ranks_sum_in_one_order():
 
 @pytest.mark.world(3)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_all_ranks_have_is_gathered(dtype):
+def test_all_gather(dtype):
     rows = [numbers(rank, 12, dtype).view(3, 4) for rank in range(3)]
     gathered = memory().all_gather(rows[dist.get_rank()])
     assert all(map(torch.equal, gathered, rows))
 
 
 @pytest.mark.world(2)
-def test_more_than_a_slot_is_gathered_in_rounds():
+def test_gather_larger_than_a_slot_takes_rounds():
     gathered = memory().all_gather(numbers(dist.get_rank(), LONG))
     assert all(map(torch.equal, gathered, [numbers(0, LONG), numbers(1, LONG)]))
 
 
 @pytest.mark.world(3)
-def test_parts_of_any_lengths_are_exchanged():
+def test_exchange_of_uneven_lengths():
     """Some pairs have nothing for each other, others more than fits into a round."""
     here, lengths = dist.get_rank(), [[0, 5, SLOT_BYTES], [1, 0, 0], [3, SLOT_BYTES // 2, 2]]
     given = [numbers(10 * here + peer, lengths[here][peer]) for peer in range(3)]
@@ -74,7 +74,7 @@ def test_parts_of_any_lengths_are_exchanged():
 
 
 @pytest.mark.world(2)
-def test_a_slot_is_not_written_while_it_is_read():
+def test_slot_is_not_overwritten_while_read():
     """One rank is always late with what it does with the numbers."""
     ours = memory()
     for step in range(200):
@@ -86,21 +86,21 @@ def test_a_slot_is_not_written_while_it_is_read():
 
 
 @pytest.mark.world(2)
-def test_a_group_has_one_memory():
+def test_group_has_one_memory():
     assert memory() is memory()
     streams.close_peer_sockets(dist.group.WORLD)
     assert shared_memory(dist.group.WORLD) is not None
 
 
 @pytest.mark.world(2)
-def test_ranks_of_two_hosts_share_none():
+def test_ranks_of_two_hosts_share_no_memory():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "_host", lambda: f"host {dist.get_rank()}")
         assert shared_memory(dist.group.WORLD) is None
 
 
 @pytest.mark.world(2)
-def test_all_ranks_go_without_if_one_cannot():
+def test_all_ranks_fall_back_if_one_cannot():
     def fail(name):
         raise OSError("no such system call")
 
@@ -119,7 +119,7 @@ def peer_is_gone():
 
 
 @pytest.mark.world(2)
-def test_a_rank_that_closes_is_noticed():
+def test_closed_rank_is_detected():
     ours = memory()
     ours.all_reduce(torch.ones(1))
     if dist.get_rank() == 1:
@@ -132,7 +132,7 @@ def test_a_rank_that_closes_is_noticed():
 
 
 @pytest.mark.world(2)
-def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout():
+def test_missing_rank_times_out():
     group = dist.new_group(timeout=datetime.timedelta(seconds=0.3))
     ours = shared_memory(group)
     if dist.get_rank() == 0:
@@ -156,7 +156,7 @@ def places_of(ours):
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64])
-def test_tensors_of_any_kind_and_shape_arrive(dtype):
+def test_tensors_of_any_dtype_and_shape(dtype):
     ours = transfers()
     shapes = [(), (0,), (3,), (2, 3), (2, 0, 4), (1, 2, 1, 2, 1, 2)]
     tensors = [
@@ -172,7 +172,7 @@ def test_tensors_of_any_kind_and_shape_arrive(dtype):
 
 
 @pytest.mark.world(2)
-def test_views_arrive_as_they_look():
+def test_views():
     ours, base = transfers(), torch.arange(12.0).view(3, 4)
     views = [base.t(), base[:, 1:3], base.expand(2, 3, 4), torch.view_as_complex(base.view(6, 2)).conj()]
     for view in views:
@@ -183,7 +183,7 @@ def test_views_arrive_as_they_look():
 
 
 @pytest.mark.world(3)
-def test_messages_of_one_tag_keep_their_order_and_large_ones_make_memory_grow():
+def test_message_order_per_tag_and_memory_growth():
     """All ranks send to all others before they receive anything; the tensors may be written at once."""
     ours, here, lengths = transfers(), dist.get_rank(), [10, 2**18 + 1, 2**19, 3]
     others = [peer for peer in range(3) if peer != here]
@@ -199,7 +199,7 @@ def test_messages_of_one_tag_keep_their_order_and_large_ones_make_memory_grow():
 
 
 @pytest.mark.world(2)
-def test_places_serve_again():
+def test_slots_are_reused():
     ours, peer = transfers(), 1 - dist.get_rank()
     for step in range(20):
         for length in (900 + step, 5000 + step):
@@ -213,7 +213,7 @@ def test_places_serve_again():
 
 
 @pytest.mark.world(2)
-def test_what_a_failed_run_left_behind_is_not_taken_for_the_next_ones():
+def test_messages_of_a_failed_run_are_not_received_later():
     ours, peer = transfers(), 1 - dist.get_rank()
     ours.send(peer, 0, torch.tensor(1.0))
     ours.generation += 1
@@ -223,7 +223,7 @@ def test_what_a_failed_run_left_behind_is_not_taken_for_the_next_ones():
 
 
 @pytest.mark.world(2)
-def test_a_rank_that_is_gone_is_noticed_by_who_receives_and_by_who_sends():
+def test_dead_rank_is_detected_by_receiver_and_sender():
     ours = transfers()
     if dist.get_rank() == 1:
         ours.send(0, 0, torch.tensor(1.0))
@@ -238,7 +238,7 @@ def test_a_rank_that_is_gone_is_noticed_by_who_receives_and_by_who_sends():
 
 
 @pytest.mark.world(2)
-def test_a_tensor_that_does_not_come_is_waited_for_no_longer_than_the_timeout():
+def test_missing_tensor_times_out():
     ours = transfers_of(dist.new_group(timeout=datetime.timedelta(seconds=0.3)))
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"has waited 0.3 s for rank 1 of it"):
@@ -248,7 +248,7 @@ def test_a_tensor_that_does_not_come_is_waited_for_no_longer_than_the_timeout():
 
 @pytest.mark.world(3)
 @pytest.mark.parametrize("shared", [True, False])
-def test_rows_of_all_ranks_are_gathered_in_the_order_in_which_it_was_begun(shared):
+def test_gathered_rows_keep_the_order_of_the_calls(shared):
     here = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         if not shared:
@@ -260,7 +260,7 @@ def test_rows_of_all_ranks_are_gathered_in_the_order_in_which_it_was_begun(share
 
 
 @pytest.mark.world(2)
-def test_what_began_in_inference_mode_serves_outside_of_it():
+def test_buffers_from_inference_mode_work_outside():
     """Lightning checks the validation before it trains."""
     for mode in (torch.inference_mode(), contextlib.nullcontext()):
         with mode:
@@ -274,7 +274,7 @@ def test_what_began_in_inference_mode_serves_outside_of_it():
 
 
 @pytest.mark.world(2)
-def test_what_ranks_gave_each_other_is_not_computed_again():
+def test_received_values_are_not_recomputed():
     """Activation checkpointing repeats the operations of a layer: not those that read what others have overwritten."""
     ranks, here = GroupRanks(dist.group.WORLD), dist.get_rank()
     with Tape() as tape:
@@ -298,7 +298,7 @@ def test_what_ranks_gave_each_other_is_not_computed_again():
 
 
 @pytest.mark.world(2)
-def test_a_send_waits_for_nobody_however_much_is_under_way():
+def test_send_never_blocks():
     """More messages than the sockets hold, from both ranks, before either receives one."""
     ours, peer, number = transfers(), 1 - dist.get_rank(), 2000
     for index in range(number):
@@ -309,7 +309,7 @@ def test_a_send_waits_for_nobody_however_much_is_under_way():
 
 @pytest.mark.world(3)
 @pytest.mark.parametrize("place", ["memfd_create", "ftruncate"])
-def test_a_rank_that_can_make_no_memory_keeps_nobody_waiting(place):
+def test_rank_without_memory_blocks_no_other(place):
     def fail(*args):
         raise OSError("no memory")
 
