@@ -122,7 +122,7 @@ def fit_own_function(pp):
     return len(Squared.calls)
 
 
-def test_functions_of_the_users_are_not_run_again(worlds):
+def test_user_functions_are_not_run_again(worlds):
     counts = worlds.run(2, fit_own_function, 2)
     executed = max(counts) - min(counts)  # a recording runs it on both ranks
     assert executed == 4 * SAMPLES // BATCH
@@ -144,13 +144,13 @@ MODULES = [Called, LoggedObject, Collection, LoggedCollection, Returned, Cumulat
 
 
 @pytest.mark.parametrize("module_class", MODULES)
-def test_numbers_of_a_step_are_those_of_the_batch(worlds, module_class):
+def test_step_scalars_match_the_full_batch(worlds, module_class):
     [expected] = worlds.run(1, fit, module_class, 1, 1)
     assert_steps_agree(expected, worlds.run(2, fit, module_class, 2, 4))
 
 
 @pytest.mark.parametrize("module_class", [Called, OfTheLoss])
-def test_numbers_of_validation_are_those_of_the_batches(worlds, module_class):
+def test_validation_scalars_match_the_full_batches(worlds, module_class):
     [expected] = worlds.run(1, fit, module_class, 1, 1, True)
     for logged in worlds.run(2, fit, module_class, 2, 4, True):
         assert logged == pytest.approx(expected, rel=1e-10)

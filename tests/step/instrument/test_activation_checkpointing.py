@@ -69,7 +69,7 @@ class Step(nn.Module):
     ],
     ids=str,
 )
-def test_checkpointed_steps_draw_and_learn_as_plain_ones(options, num_stages):
+def test_checkpointed_steps_match_plain_ones(options, num_stages):
     torch.manual_seed(0)
     plain, checkpointed = Step().double(), Step(**options).double()
     for mine, given in zip(checkpointed.parameters(), plain.parameters(), strict=True):

@@ -91,7 +91,7 @@ def differences(found, expected, path=""):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_pickled_loads_without_the_package_and_is_full(worlds, tmp_path, alone, layout):
+def test_pickles_are_full_and_load_without_the_package(worlds, tmp_path, alone, layout):
     size, pp, options = LAYOUTS[layout]
     replicas = size // pp // options.get("tensor_parallel_size", 1)
     norm = replicas == 1 and options.get("num_microbatches", 1) == 1  # else its statistics are another batch's
@@ -143,7 +143,7 @@ def taught(options, kind):
 
 
 @pytest.mark.parametrize("kind", [Teacher, TeacherOfDropout], ids=lambda kind: kind.__name__)
-def test_a_copy_made_in_a_step_computes_with_its_own_weights(worlds, kind):
+def test_copy_made_in_a_step_uses_its_own_weights(worlds, kind):
     [(expected, before)] = worlds.run(1, taught, {}, kind)
     [(found, _)] = worlds.run(1, taught, {"recompute": "full"}, kind)
     assert_same(found, expected)
@@ -194,7 +194,7 @@ SAID["an optimizer on one rank"] = "a copy or pickle of AdamW on rank 0 needs al
 @pytest.mark.parametrize(
     ("asked", "layout"), [(asked, layout) for asked in ASKED for layout in ("zero3", "pp2") if (asked, layout) != FULL]
 )
-def test_what_cannot_be_full_is_an_error_within_seconds(worlds, layout, asked):
+def test_incomplete_copy_is_an_error_within_seconds(worlds, layout, asked):
     size, pp, options = LAYOUTS[layout]
     said = worlds.run(size, said_by, size, pp, {**options, "strict_layout": True}, *ASKED[asked], timeout=30)
     assert SAID[asked] in said[0]
@@ -223,13 +223,13 @@ def kept(size, options):
         return str(error), None, None
 
 
-def test_a_copy_made_in_a_hook_is_full_where_shards_were_gathered(worlds):
+def test_copy_made_in_a_hook_is_full_if_shards_are_gathered(worlds):
     for said, weights, trained in worlds.run(2, kept, 2, {"zero_stage": 3}):
         assert said == ""
         assert_same(weights, trained)
 
 
-def test_a_copy_made_in_a_hook_over_stages_is_full_after_fit(worlds):
+def test_copy_made_in_a_hook_over_stages_is_full_after_fit(worlds):
     for said, weights, trained in worlds.run(2, kept, 2, {"num_microbatches": 2}):
         assert said == ""
         assert_same(weights, trained)

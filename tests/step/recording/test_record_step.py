@@ -53,7 +53,7 @@ def assert_unchanged(before, after):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_module_is_as_before(case):
+def test_module_is_unchanged(case):
     module = make(case).train()
     attributes_before, generators_before = attributes(module), generators()
     state = {name: value.clone() for name, value in module.state_dict().items()}
@@ -98,7 +98,7 @@ class Bookkeeper(Layers):
         return F.cross_entropy(logits, batch["label"])
 
 
-def test_everything_that_a_step_changes_is_put_back():
+def test_every_change_of_a_step_is_restored():
     module = make(Bookkeeper)
     before, states = attributes(module), generators()
     record(module)
@@ -110,7 +110,7 @@ def test_everything_that_a_step_changes_is_put_back():
     assert not module.layers[0]._forward_hooks
 
 
-def test_the_module_is_as_before_after_a_failure():
+def test_module_is_unchanged_after_a_failure():
     class Fails(Bookkeeper):
         def loss(self, batch):
             super().loss(batch)
@@ -124,12 +124,12 @@ def test_the_module_is_as_before_after_a_failure():
     assert generators() == states
 
 
-def test_a_recording_may_be_repeated():
+def test_recording_can_be_repeated():
     module = make("GPT2")
     assert record(module) == record(module)
 
 
-def test_a_unit_is_one_node_and_batch_only_operations_are_none():
+def test_unit_is_one_node_and_batch_only_operations_are_none():
     class Step(Layers):
         def loss(self, batch):
             mask = (batch["x"] > 0).to(batch["x"].dtype).cumsum(1).tril()
@@ -149,7 +149,7 @@ def test_a_unit_is_one_node_and_batch_only_operations_are_none():
     assert graph.nodes[-1].line.split(":")[0] == __file__
 
 
-def test_like_layers_run_once_whatever_their_places():
+def test_structurally_equal_layers_run_once():
     ran = []  # of no module, whose lists would be put back
 
     class Numbered(nn.Linear):
@@ -174,7 +174,7 @@ def test_like_layers_run_once_whatever_their_places():
     assert ran == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_the_number_of_batch_only_operations_may_change():
+def test_number_of_batch_only_operations_may_change():
     class Lazy(Layers):
         mask = None
 
@@ -261,7 +261,7 @@ _DECISIONS = [keep_a_comparison, keep_the_larger, keep_a_text, keep_a_whole_numb
 
 
 @pytest.mark.parametrize("keep", _DECISIONS, ids=lambda keep: keep.__name__)
-def test_a_decision_stored_for_later_is_control_flow_too(keep):
+def test_decision_stored_for_later_is_control_flow(keep):
     class Deciding(Layers):
         kept = None
 
@@ -274,7 +274,7 @@ def test_a_decision_stored_for_later_is_control_flow_too(keep):
         record(make(Deciding))
 
 
-def test_a_time_that_is_stored_is_no_decision():
+def test_stored_time_is_no_decision():
     class Timed(Layers):
         def loss(self, batch):
             loss = super().loss(batch)
@@ -297,14 +297,14 @@ def test_reads_for_side_effects_are_allowed():
 
 
 @pytest.mark.parametrize("result", [None, {"nothing": 1}, torch.zeros(())], ids=str)
-def test_a_step_without_a_loss_is_refused(result):
+def test_step_without_a_loss_is_refused(result):
     module = make(Branches)
     module.use = lambda loss: result
     with pytest.raises(StepError, match="no loss that depends on a trainable parameter"):
         record(module)
 
 
-def test_numbers_stored_on_the_module_are_found_with_the_values_behind_them():
+def test_numbers_stored_on_the_module_are_found_with_their_values():
     class Keeps(Layers):
         def loss(self, batch):
             loss = super().loss(batch)
@@ -328,7 +328,7 @@ def test_numbers_stored_on_the_module_are_found_with_the_values_behind_them():
     assert reads[:2] == ("", ()) and len(reads[2]) == 1
 
 
-def test_a_value_that_leaves_a_unit_on_a_side_way_is_refused():
+def test_captured_output_of_a_unit_is_refused():
     class Leaks(nn.Module):
         def __init__(self):
             super().__init__()
@@ -350,7 +350,7 @@ def test_a_value_that_leaves_a_unit_on_a_side_way_is_refused():
         record(make(Step), 2)
 
 
-def test_randomness_of_a_recording_is_that_of_its_key():
+def test_recording_randomness_depends_on_its_key():
     """Outside a step the generators run on as if nothing had happened; inside they are keyed."""
     module = make("Dropouts").train()
     step = lambda: module.loss(batch_of("vectors", range(4)))  # noqa: E731
@@ -362,7 +362,7 @@ def test_randomness_of_a_recording_is_that_of_its_key():
     assert torch.equal(pipeline(module, step, 2, randomness=keyed(5)).loss, first)
 
 
-def test_units_are_equal_under_the_autocast_of_any_device_and_on_one_device():
+def test_signature_contains_device_and_autocast():
     def key(device="cpu"):
         return argument_signature([make_absent(torch.empty(2, 3), device=torch.device(device))], None)
 

@@ -69,7 +69,7 @@ def test_parity_in_float32(case):
 
 
 @pytest.mark.parametrize("case", [Layers, *HAND_WRITTEN, *HUGGING_FACE], ids=lambda case: case.__name__)
-def test_the_content_of_the_batch_is_not_recorded(case):
+def test_batch_content_is_not_recorded(case):
     """Recorded on one batch, replayed on another of the same shapes."""
     module = make(case).eval()  # BatchNorm's statistics do not move
     recorded = batch_of(case.kind, range(4))
@@ -83,7 +83,7 @@ def test_the_content_of_the_batch_is_not_recorded(case):
 
 
 @pytest.mark.parametrize("case", [Dropouts, GPT2Dropout], ids=lambda case: case.__name__)
-def test_dropout_is_bitwise_the_same_for_any_number_of_stages(case):
+def test_dropout_is_bitwise_equal_for_any_number_of_stages(case):
     module = make(case).train()
     step = step_on(module, batch_of(case.kind, range(4)))
     whole, other = pipeline(module, step, 1), pipeline(module, step, 1, step_number=1)
@@ -99,7 +99,7 @@ def test_dropout_is_bitwise_the_same_for_any_number_of_stages(case):
     assert not torch.equal(pipeline(module, step, 2, randomness=keyed(1)).loss, whole.loss)
 
 
-def test_a_value_for_a_later_stage_goes_there_directly():
+def test_value_for_a_later_stage_is_sent_directly():
     module = make("UNet")
     step = step_on(module, batch_of("vectors", range(4)))
     got = pipeline(module, step, 4)
@@ -110,20 +110,20 @@ def test_a_value_for_a_later_stage_goes_there_directly():
     }  # fmt: skip
 
 
-def test_one_value_is_sent_once_however_often_it_is_read():
+def test_value_with_several_readers_is_sent_once():
     module = make("EncoderDecoder")
     got = pipeline(module, step_on(module, batch_of("vectors", range(4))), 2, cuts=["decoder.0"])
     assert got.units == [[f"encoder.{i}" for i in range(3)], [f"decoder.{i}" for i in range(3)]]
     assert {pair: len(sent) for pair, sent in got.assignment.portals.items()} == {(0, 1): 1}
 
 
-def test_what_was_computed_from_the_batch_alone_is_not_sent():
+def test_batch_only_values_are_not_sent():
     module = make("Encoder")
     variant = cut(module, step_on(module, batch_of("tokens", range(4))), 4)
     assert [len(sent) for sent in variant.assignment.portals.values()] == [1, 1, 1]
 
 
-def test_a_tied_parameter_has_the_gradient_of_both_its_uses():
+def test_tied_parameter_sums_both_gradients():
     module = make("Tied")
     step = step_on(module, batch_of("tokens", range(4)))
     got = pipeline(module, step, 2)
@@ -158,7 +158,7 @@ def test_write_through_a_view_from_another_stage_is_refused():
     assert_same_gradients(pipeline(module, step, 1).grads, reference(module, step).grads)
 
 
-def test_a_tensor_left_by_a_later_stage_cannot_be_read_by_an_earlier_one():
+def test_later_stage_tensor_read_by_an_earlier_one_is_refused():
     module, batch = make(Layers), batch_of("vectors", range(4))
     left = make_absent(torch.zeros_like(batch["x"]))
     again = step_on(module, {**batch, "x": batch["x"] - left})
@@ -185,7 +185,7 @@ class Compares(Layers):
         return (weight * (late - early + self.limit).square()).mean()
 
 
-def test_comparisons_are_the_same_from_either_side():
+def test_comparisons_are_symmetric():
     """Where one side is absent Python asks that side first, since a stand-in is of a derived class."""
     module = make(Compares)
     step = step_on(module, batch_of("vectors", range(4)))

@@ -36,7 +36,7 @@ class GroupedExperts(nn.Module):
         return torch.zeros_like(x).index_add(0, order, mixed) * scores[:, None]
 
 
-def test_a_kernel_whose_fake_refuses_the_dtype(caplog):
+def test_fake_kernel_that_refuses_the_dtype(caplog):
     module = make(Layers, torch.float32)
     module.layers = nn.ModuleList(GroupedExperts() for _ in range(4))
     got = assert_parity(module, torch.float32, tolerance=1e-5)
@@ -86,7 +86,7 @@ class Looping(Layers):
         return self.head(x)
 
 
-def test_a_unit_is_run_again_as_if_it_had_not_run():
+def test_unit_is_rerun_from_its_initial_state():
     assert_parity(make(Looping))
 
 
@@ -101,7 +101,7 @@ class Indexed(Layers):
         return self.head(rows)
 
 
-def test_a_tensor_that_was_read_with_the_model_is_written_by_it():
+def test_tensor_read_with_the_model_is_written_by_it():
     assert_parity(make(Indexed))
 
 
@@ -114,7 +114,7 @@ class Sampling(Layers):
         return self.head(self.layers[3](self.layers[2](z)))
 
 
-def test_arguments_of_distributions_are_checked_where_they_are(monkeypatch):
+def test_distribution_arguments_are_validated_at_runtime(monkeypatch):
     # torch.compile turns these checks off for the whole process, which another test may have done.
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     module = make(Sampling)
@@ -181,13 +181,13 @@ class VariationalInAnObject(Variational):
         return super().bound(x, found.belief) + found.energy
 
 
-def test_a_distribution_comes_out_of_a_layer():
+def test_layer_returns_a_distribution():
     """What it is made of is read on the other stage."""
     got = assert_parity(make(Variational))
     assert "encoder" in got.units[0] and got.units[1], "else nothing here is about what a unit returns"
 
 
-def test_an_object_that_holds_values_is_no_constant():
+def test_object_with_values_is_no_constant():
     """Its numbers would be those of a stand-in; objects of its class are containers."""
     got = assert_parity(make(VariationalInAnObject))
     assert "encoder" in got.units[0] and got.units[1]

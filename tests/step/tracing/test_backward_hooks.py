@@ -74,7 +74,7 @@ def test_hooks_see_the_gradients_of_one_process(names, num_stages):
     assert len(module.layers[0]._backward_hooks) == ("layers.0" in names)
 
 
-def test_a_hook_on_what_must_be_cut_is_refused():
+def test_hook_on_a_cut_module_is_refused():
     module = make(Inside)
     handle = module.layers.register_full_backward_hook(lambda *_: None)
     batch = batch_of("vectors", range(4))
@@ -88,7 +88,7 @@ def test_a_hook_on_what_must_be_cut_is_refused():
         pipeline(module, lambda: module(batch["x"]).sum(), 2)
 
 
-def test_a_hook_on_all_modules_is_refused_where_they_are_cut():
+def test_global_hook_is_refused_with_stages():
     module = make(Inside)
     batch = batch_of("vectors", range(4))
     handle = register_module_full_backward_hook(lambda *_: None)

@@ -79,7 +79,7 @@ def test_each_call_is_one_operation(how):
 
 
 @pytest.mark.parametrize("how", ["list", "partial", "elsewhere"])
-def test_what_cannot_be_seen_is_refused(how):
+def test_untraceable_apply_is_refused(how):
     module, step = loss_of(how)
     own = vars(Reverse)["forward"]
     with pytest.raises(StepError, match=r"test_bound_apply.*: Reverse is called .* call Reverse\.apply\(\.\.\.\)"):
@@ -89,7 +89,7 @@ def test_what_cannot_be_seen_is_refused(how):
 
 
 @pytest.mark.skipif(not places.APPLIED_IN_PYTHON, reason="since torch 2.14 an apply is built in")
-def test_an_apply_that_is_written_in_python_is_seen_wherever_it_is_stored(monkeypatch):
+def test_python_apply_is_traced_wherever_stored(monkeypatch):
     monkeypatch.setattr(places, "APPLIED_IN_PYTHON", True)
     module, step = loss_of("list")
     module.listed = [Reverse.apply]
@@ -98,7 +98,7 @@ def test_an_apply_that_is_written_in_python_is_seen_wherever_it_is_stored(monkey
     assert sum(node.name == "apply:Reverse" for node in outcome.graph.nodes) == 5
 
 
-def test_inside_a_unit_it_may_be_stored_anywhere():
+def test_apply_inside_a_unit_may_be_stored_anywhere():
     module, step = loss_of("list")
     module.layers = nn.ModuleList(Inside() for _ in range(4)).double()
     module.how = "variable"
@@ -123,7 +123,7 @@ def test_only_applies_are_found():
     assert {place.owner for place in found if place.name == "reverse"} == {mine}
 
 
-def test_what_is_stored_later_is_found_in_new_modules_where_the_model_comes_from_and_where_one_was_stored(monkeypatch):
+def test_applies_stored_later_are_found(monkeypatch):
     module, mine, another, keeping = Reversing("variable"), sys.modules[__name__], types.ModuleType("another"), reverse
 
     def found():

@@ -47,7 +47,7 @@ def make():
     return Given().double()
 
 
-def test_what_units_give_reaches_the_loss_on_the_last_stage():
+def test_unit_side_outputs_reach_the_loss_on_the_last_stage():
     module, batch = make(), batch_of("vectors", range(4))
     expected = reference(module, lambda: module.loss(batch))
     outcome = pipeline(module, lambda: module.loss(batch), 2)
@@ -56,7 +56,7 @@ def test_what_units_give_reaches_the_loss_on_the_last_stage():
     assert_same_gradients(outcome.grads, expected.grads)
 
 
-def test_a_second_run_in_the_backward_gives_nothing():
+def test_recomputation_adds_no_side_output():
     module, batch = make(), batch_of("vectors", range(4))
     expected = reference(module, lambda: module.loss(batch))
     module.again = True
@@ -67,5 +67,5 @@ def test_a_second_run_in_the_backward_gives_nothing():
     assert_same_gradients(outcome.grads, expected.grads)
 
 
-def test_outside_of_a_step_nothing_is_collected():
+def test_nothing_is_collected_outside_a_step():
     make()(torch.zeros(2, WIDTH, dtype=torch.float64))
