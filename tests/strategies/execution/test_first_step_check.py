@@ -144,7 +144,7 @@ def line_of(lines):
         *("tp2", "tied-pp2xtp2"),
     ],
 )
-def test_a_right_step_is_verified_and_changes_nothing(worlds, module, layout):
+def test_correct_step_passes_and_is_unchanged(worlds, module, layout):
     size, pp, options = layout
     results = worlds.run(size, fit, module, size, pp, options)
     expected = worlds.run(size, fit, module, size, pp, options, verified=False)
@@ -173,7 +173,7 @@ def test_precisions_and_accumulation(worlds, module, options, limit):
     assert float(line_of(lines).split("within ")[1].split(";")[0]) < limit
 
 
-def test_an_objective_that_mixes_samples_is_warned_of_with_both_numbers(worlds):
+def test_objective_that_mixes_samples_warns_with_both_numbers(worlds):
     lines, warned, *_ = worlds.run(2, fit, Contrasts, *PP2)[0]
     assert line_of(lines)
     [text] = warned
@@ -188,7 +188,7 @@ def fit_wrongly(module_class, size, pp, options):
         return fit(module_class, size, pp, options)
 
 
-def test_a_wrong_step_is_not_taken(worlds):
+def test_wrong_step_is_not_applied(worlds):
     results = worlds.run(2, fit_wrongly, Tied, *PP2)
     for text, unchanged in results:
         assert unchanged
@@ -209,7 +209,7 @@ def fit_without_room(module_class, size, pp, options):
         (fit, Gathers, "the step communicates with other ranks"),
     ],
 )
-def test_what_one_process_cannot_run_is_refused(worlds, run, module, text):
+def test_unsupported_steps_are_refused(worlds, run, module, text):
     for message, unchanged in worlds.run(4, run, module, *DP2_PP2):
         assert text in message and unchanged and "No parameter has changed" in message
 

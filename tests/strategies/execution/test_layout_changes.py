@@ -121,7 +121,7 @@ def named(value):
 
 
 @pytest.mark.parametrize(("module", "layout"), SETTLE, ids=named)
-def test_recorded_when_the_start_hooks_have_run(worlds, module, layout):
+def test_step_is_recorded_after_the_start_hooks(worlds, module, layout):
     report = check(worlds, module, layout, steps=4)
     assert report.outcome == "same" and SHARDED not in str(report), str(report)
 
@@ -227,7 +227,7 @@ CHANGE = [
 
 
 @pytest.mark.parametrize(("module", "layout", "options"), CHANGE, ids=lambda value: named(value) or str(value))
-def test_goes_on_in_shards_where_the_step_cannot_be_pipelined_any_more(worlds, module, layout, options):
+def test_unpipelinable_step_continues_sharded(worlds, module, layout, options):
     report = check(worlds, module, layout, make_data=longer_data, steps=6, **options)
     assert report.outcome == "same" and SHARDED in str(report), str(report)
 
@@ -333,6 +333,6 @@ BREAKS = [
 
 
 @pytest.mark.parametrize(("module", "layout", "options"), BREAKS, ids=lambda value: named(value) or str(value))
-def test_a_step_that_breaks_in_the_middle_is_run_again_in_shards(worlds, module, layout, options):
+def test_step_that_fails_midway_is_rerun_sharded(worlds, module, layout, options):
     report = check(worlds, module, layout, make_data=longer_data, steps=6, **{"num_microbatches": 2, **options})
     assert report.outcome == "same" and SHARDED in str(report), str(report)

@@ -107,12 +107,12 @@ def test_each_key_is_reduced_over_the_replicas_that_logged_it(worlds, keys, expe
 
 
 @pytest.mark.parametrize("keys", [only_second, many])
-def test_so_they_are_over_stages(worlds, keys):
+def test_keys_over_stages(worlds, keys):
     alone, staged = worlds.run(2, run, 2, 1, keys), worlds.run(4, run, 4, 2, keys)
     assert staged == [alone[0]] * 4 == [alone[1]] * 4
 
 
-def test_the_mean_over_an_epoch_weighs_what_was_logged(worlds):
+def test_epoch_mean_is_weighted_by_logged_batches(worlds):
     # Replica 0 logs in batches 1 and 3 with weight 1, replica 1 in batches 2 and 3 with weight 2.
     steps = [2.0, 4.0, (4.0 + 5.0) / 2]
     mean = (steps[0] * 1 + steps[1] * 2 + steps[2] * 3) / 6
@@ -140,7 +140,7 @@ def metric_by_turns(rank, batch_idx):
     return bool((rank + 1) & batch_idx)
 
 
-def test_a_metric_object_is_found_where_it_was_not_logged(worlds):
+def test_metric_object_is_found_on_non_logging_replicas(worlds):
     for seen, metrics in worlds.run(2, run, 2, 1, metric_by_turns, LogsMetric):
         assert [batch["metric"] for batch in seen[1:]] == [2.0, 4.0, 4.5]
         assert metrics["metric_epoch"] == pytest.approx((2.0 + 4.0 + 4.0 + 5.0) / 4)
@@ -174,7 +174,7 @@ def nothing(rank, batch_idx):
     return ()
 
 
-def test_where_all_log_the_same_there_is_one_message(worlds):
+def test_equal_keys_need_one_message(worlds):
     [(gathered, silent), *_] = worlds.run(2, count_messages, nothing)
     for count, reduced in worlds.run(2, count_messages, always_alike):
         assert count == gathered and reduced == silent

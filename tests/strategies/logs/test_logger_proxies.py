@@ -95,7 +95,7 @@ def run_over_stages(module, num_microbatches, stages):
     ("module", "num_microbatches"), [(Tells, 2), (Tells, 1), (TellsTwoNumbers, 2), (TellsNoNumbers, 2)]
 )
 @pytest.mark.parametrize("stages", [1, 2])
-def test_loggers_are_told_once_and_with_numbers(worlds, module, num_microbatches, stages):
+def test_loggers_are_called_once_with_numbers(worlds, module, num_microbatches, stages):
     [expected] = worlds.run(1, run_told, module, "auto", 1)
     told, nothing = worlds.run(2, run_over_stages, module, num_microbatches, stages)
     assert nothing == [] and len(told) == len(expected) > 3

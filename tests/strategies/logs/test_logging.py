@@ -53,7 +53,7 @@ def run_logs(size, pp, batch_size, options, **trainer_options):
 
 
 @LAYOUTS
-def test_epoch_values_equal_those_of_one_process_that_accumulates(worlds, size, pp):
+def test_epoch_values_match_one_process_that_accumulates(worlds, size, pp):
     # Microbatches of one sample: the mean over them is the mean over samples, for nonlinear values too.
     replicas = size // pp
     [expected] = worlds.run(1, run_logs, 1, 1, 1, {}, accumulate_grad_batches=6)
@@ -94,7 +94,7 @@ def run_steps(size, pp, options):
 
 
 @pytest.mark.parametrize("count", [1, 3, "auto"])
-def test_step_values_and_outputs_equal_those_of_one_process(worlds, count):
+def test_step_values_and_outputs_match_one_process(worlds, count):
     [(steps, end)] = worlds.run(1, run_steps, 1, 1, {})
     for ours, our_end in worlds.run(2, run_steps, 2, 2, {"num_microbatches": count}):
         assert len(ours) == len(steps) == 6
@@ -211,7 +211,7 @@ def run_with_bar(size, pp):
 
 
 @LAYOUTS
-def test_a_bar_asks_for_metrics_on_one_rank_before_hooks_that_meet_the_others(worlds, size, pp):
+def test_progress_bar_reads_metrics_before_collective_hooks(worlds, size, pp):
     (mean, norm, seen), *others = worlds.run(size, run_with_bar, size, pp)
     assert seen == {"mean": mean} and math.isfinite(mean)
     assert all(other == (mean, norm, None) for other in others)
@@ -268,7 +268,7 @@ def run_evaluations_with_bar(size, pp):
 
 
 @LAYOUTS
-def test_a_bar_asks_for_metrics_of_an_evaluation_on_one_rank(worlds, size, pp):
+def test_progress_bar_reads_evaluation_metrics(worlds, size, pp):
     [expected] = worlds.run(1, run_evaluations_with_bar, 1, 1, timeout=60)
     first, *others = worlds.run(size, run_evaluations_with_bar, size, pp, timeout=60)
     for index, numbers in enumerate(first):
@@ -285,7 +285,7 @@ def run_profiled():
     return [name for name in trainer.profiler.recorded_durations if name.startswith("[Callback]")]
 
 
-def test_a_profiler_shows_callbacks_by_names_of_classes(worlds):
+def test_profiler_shows_callback_class_names(worlds):
     for names in worlds.run(2, run_profiled):
         assert "[Callback]FullAtTrainEnd.on_train_end" in names
         assert not [name for name in names if "<locals>" in name]

@@ -10,7 +10,7 @@ from lightning_hybrid import Hybrid3DStrategy
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda strategy: pickle.loads(pickle.dumps(strategy))])
-def test_it_can_be_copied_before_a_run(again):
+def test_copy_before_a_run(again):
     other = again(Hybrid3DStrategy(pipeline_parallel_size=2, num_microbatches=4, recompute="full"))
     assert vars(other).keys() == vars(Hybrid3DStrategy()).keys()
     assert repr(other.options) == repr(
@@ -26,6 +26,6 @@ class TakesTrainerArguments(LightningModule):
         self.save_hyperparameters()
 
 
-def test_a_module_may_save_it_with_its_arguments():
+def test_saved_as_hyperparameter():
     module = TakesTrainerArguments(strategy=Hybrid3DStrategy(pipeline_parallel_size=2))
     assert isinstance(module.hparams["strategy"], Hybrid3DStrategy)

@@ -103,7 +103,7 @@ def pretrained(size, pp, folder):
 
 @under_sizes({"pp2": (2, 2), "dp2 x pp2": (4, 2)})
 @pytest.mark.parametrize("use", [saved, pretrained], ids=lambda use: use.__name__)
-def test_what_follows_fit(worlds, tmp_path, use, size, pp):
+def test_operations_after_fit(worlds, tmp_path, use, size, pp):
     results = worlds.run(size, use, size, pp, str(tmp_path))
     assert all(result == results[0] for result in results)
 
@@ -121,12 +121,12 @@ PLACES = [(2, "on_train_batch_end"), (2, "on_before_optimizer_step"), (4, "on_tr
 
 
 @pytest.mark.parametrize(("size", "hook"), PLACES, ids=lambda value: str(value))
-def test_a_checkpoint_that_some_ranks_ask_for_ends_within_seconds(worlds, tmp_path, size, hook):
+def test_checkpoint_on_some_ranks_ends_within_seconds(worlds, tmp_path, size, hook):
     assert_refused_soon(worlds.run(size, save_alone, size, hook, str(tmp_path), timeout=40))
 
 
 @pytest.mark.parametrize("further", [{"zero_stage": 3}, {"tensor_parallel_size": 2}], ids=["zero3", "tp2"])
-def test_one_rank_of_sharded_layers_asks_for_a_checkpoint(worlds, tmp_path, further):
+def test_checkpoint_on_one_rank_of_sharded_layers(worlds, tmp_path, further):
     results = worlds.run(2, save_alone, 2, "on_train_batch_end", str(tmp_path), 1, further, timeout=40)
     assert_refused_soon(results)
 

@@ -87,7 +87,7 @@ def count_workers_after_fit(devices):
         gc.enable()
 
 
-def test_the_workers_of_a_loader_end_with_the_run(worlds):
+def test_loader_workers_end_with_the_run(worlds):
     # The garbage collector would wait 5 s for each: it closes their queues before it says that they shall end.
     assert worlds.run(2, count_workers_after_fit, 2) == [0, 0]
 
@@ -127,7 +127,7 @@ def measure_resident(devices):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status and calls glibc")
-def test_each_of_two_ranks_holds_half_of_a_large_model(worlds):
+def test_each_of_two_ranks_stores_half_of_a_large_model(worlds):
     [alone] = worlds.run(1, measure_resident, 1, timeout=200)
     # Parameters, gradients and two states of Adam: 800 MB alone.
     assert alone > 600, f"{alone:.0f} MB"

@@ -68,7 +68,7 @@ def left_behind(pp, options, error):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
-def test_a_run_leaves_the_trainer_as_it_was(worlds, layout, error):
+def test_trainer_is_restored_after_a_run(worlds, layout, error):
     for told, changed in worlds.run(2, left_behind, *LAYOUTS[layout], error):
         raised = "SystemExit" if error is KeyboardInterrupt else "RuntimeError"
         assert told == ([] if error is None else ["after the second batch", raised])
@@ -105,7 +105,7 @@ def copied(pp, options):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_run_leaves_can_be_copied_and_goes_on(worlds, layout):
+def test_objects_can_be_copied_and_used_after_a_run(worlds, layout):
     for needed, losses in worlds.run(2, copied, *LAYOUTS[layout]):
         assert needed == [] and losses[0] == losses[1]
 
@@ -125,5 +125,5 @@ def copied_in_a_run():
     return copies.copied
 
 
-def test_the_strategy_can_be_copied_in_a_run(worlds):
+def test_strategy_can_be_copied_during_a_run(worlds):
     assert worlds.run(2, copied_in_a_run) == [True, True]

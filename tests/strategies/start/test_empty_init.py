@@ -100,7 +100,7 @@ def reference(replicas):
 
 
 @pytest.mark.parametrize(("size", "pp"), [(1, 1), (2, 2), (2, 1), (4, 2)])
-def test_every_layout_starts_and_trains_as_one_process_that_was_not_built_empty(worlds, size, pp):
+def test_every_layout_matches_one_process_without_empty_init(worlds, size, pp):
     [(start, buffers, expected)] = worlds.run(1, reference, size // pp if size > pp else None)
     options = {"strategy_options": {"num_microbatches": 1}}  # the strategy, also on one rank
     for began, absent, held, weights, tied in worlds.run(
@@ -152,7 +152,7 @@ def measured(size, pp, empty):
     return watch.peak_bytes, watch.held_bytes
 
 
-def test_no_rank_allocates_more_than_its_stages_and_one_layer(worlds):
+def test_ranks_allocate_at_most_their_stages_and_one_layer(worlds):
     for peak, held in [*worlds.run(2, measured, 2, 2, True), *worlds.run(2, late, 2, 2)]:
         assert 0 < held <= 2.2 * LAYER
         assert held <= peak <= held + 1.3 * LAYER, f"{peak} bytes at most, of which {held} stay"
@@ -209,7 +209,7 @@ class Configured(Scaled):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def test_a_resumed_checkpoint_replaces_what_was_drawn(worlds, tmp_path):
+def test_checkpoint_replaces_initial_values(worlds, tmp_path):
     path = str(tmp_path / "one.ckpt")
     [expected] = worlds.run(1, saved, path)
     for ours in worlds.run(2, resumed, 2, 2, path, Scaled):
@@ -225,7 +225,7 @@ def configured(size, pp, **options):
     return watch.start, weights_of(model), model.layers[3].weight is model.layers[0].weight
 
 
-def test_a_model_on_meta_is_reset_equally_on_every_layout(worlds):
+def test_meta_model_is_reset_equally_on_every_layout(worlds):
     [(start, expected, _)] = worlds.run(1, configured, 1, 1, strategy_options={"num_microbatches": 1})
     assert float(start["layers.1.weight"].min()) >= 0.6  # reset_parameters draws at most 0.5
     assert 0 < float(start["layers.1.bias"].abs().max()) <= 0.5
@@ -271,6 +271,6 @@ def refused(size, part):
 
 
 @pytest.mark.parametrize(("part", "name"), [(Bare, "layers.5.weight"), (Rotary, "layers.5.frequencies")])
-def test_what_nothing_gives_a_value_is_refused_by_name(worlds, part, name):
+def test_uninitialized_values_are_refused_by_name(worlds, part, name):
     for message in worlds.run(2, refused, 2, part):
         assert name in message and "reset_parameters()" in message and "init_module(empty_init=True)" in message

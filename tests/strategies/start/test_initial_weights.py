@@ -53,7 +53,7 @@ class MadeLate(HashOrdered):
 
 
 @each_under("module", [HashOrdered, DrawsMoreElsewhere], [*LAYOUTS, COMBINED], slow=[TENSOR])
-def test_the_weights_of_the_first_rank_count(worlds, module, layout):
+def test_weights_of_rank_0_are_used(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 

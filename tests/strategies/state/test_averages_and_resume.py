@@ -127,7 +127,7 @@ def search_and_average(run):
 
 
 @under_names({**{name: LAYOUTS[name] for name in ("pp2", "dp2 x pp2")}, **SHARED_OUT}, also=SHARED_OUT)
-def test_a_search_with_an_average(worlds, tmp_path, layout):
+def test_lr_finder_with_an_average(worlds, tmp_path, layout):
     check(worlds, tmp_path, search_and_average, layout)
 
 
@@ -147,7 +147,7 @@ def same_start(run):
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
-def test_averages_begin_equal_on_all_ranks(worlds, tmp_path):
+def test_averages_start_equal_on_all_ranks(worlds, tmp_path):
     first, *others = worlds.run(4, on_rank, same_start, 4, 2, str(tmp_path))
     for other in others:
         compare(other, first, rtol=0, atol=0)
@@ -222,7 +222,7 @@ COVERED = [LAYOUTS["pp2"], LAYOUTS["dp2"]]  # by replicas of stages
     "layouts", [[(1, 1), (4, 2)], pytest.param(COVERED, marks=pytest.mark.slow)], ids=["", "covered"]
 )
 @pytest.mark.parametrize("case", CASES)
-def test_resumed_in_the_middle_of_an_epoch_under_every_layout(worlds, tmp_path, case, layouts):
+def test_resume_mid_epoch_under_every_layout(worlds, tmp_path, case, layouts):
     """Saved under one layout, resumed under all."""
     resumed = CASES[case]
     folder = str(tmp_path)
@@ -289,7 +289,7 @@ def requeued(run, ranks):
         pytest.param("dp2 x pp2", (2,), marks=pytest.mark.slow),
     ],
 )
-def test_a_job_that_slurm_takes_back_is_saved_and_requeued(worlds, tmp_path, layout, ranks):
+def test_preempted_slurm_job_is_saved_and_requeued(worlds, tmp_path, layout, ranks):
     size, pp = LAYOUTS[layout]
     folder = str(tmp_path)
     for first, second, path, batches in worlds.run(size, requeued, Run(size, pp, folder), ranks, timeout=30):
@@ -338,7 +338,7 @@ def pruning_microbatches(run):
 
 @EVERYWHERE
 @pytest.mark.parametrize("feature", [batch_size_finder, tuner_batch_size])
-def test_the_search_for_a_batch_size_is_refused(worlds, tmp_path, feature, layout):
+def test_batch_size_finder_is_refused(worlds, tmp_path, feature, layout):
     for said in refusal(worlds, tmp_path, feature, layout):
         if feature is batch_size_finder:
             assert said.startswith("ValueError: BatchSizeFinder") and "devices=1" in said, said
@@ -353,7 +353,7 @@ def test_pruning_is_refused_with_stages(worlds, tmp_path, layout):
 
 
 @pytest.mark.parametrize("feature", [pruning_shards, pruning_over_tensor_ranks, pruning_microbatches])
-def test_pruning_is_refused_where_layers_are_shared_or_recorded(worlds, tmp_path, feature):
+def test_pruning_is_refused_with_shared_or_recorded_layers(worlds, tmp_path, feature):
     for said in refusal(worlds, tmp_path, feature, "dp2"):
         assert said.startswith("ValueError: ModelPruning") and "after fit" in said, said
 
@@ -376,7 +376,7 @@ def written_in_a_hook(run):
 
 
 @EVERYWHERE
-def test_a_file_that_a_hook_asks_for_is_written_by_one_rank(worlds, tmp_path, layout):
+def test_file_saved_by_a_hook_is_written_by_one_rank(worlds, tmp_path, layout):
     size, pp = LAYOUTS[layout]
     first, *others = worlds.run(size, on_rank, written_in_a_hook, size, pp, str(tmp_path))
     assert first == [sorted(Net().state_dict())]

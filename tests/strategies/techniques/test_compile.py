@@ -94,7 +94,7 @@ WITH_EXPERTS = {
 
 
 @pytest.mark.parametrize("run", list(WITH_EXPERTS.values()), ids=list(WITH_EXPERTS))
-def test_sharded_experts_run_as_they_are_inside_of_compiled_layers(worlds, run):
+def test_sharded_experts_inside_compiled_layers(worlds, run):
     """What lies before and behind them is compiled, once for all like layers."""
     ranks, _ = check_compiled(worlds, run, tolerance=1e-9 if run.strategy["compile"] == "units" else 1e-10)
     assert 0 < ranks[0].extra["graphs"] <= 12
@@ -128,7 +128,7 @@ class TwelveLayers(Layers):
         super().__init__(12)
 
 
-def test_equal_layers_are_compiled_once_and_evaluation_has_a_graph_of_its_own(worlds):
+def test_equal_layers_compile_once_per_mode(worlds):
     """Train and evaluation, with and without a gradient of the input, and once more with any number of samples."""
     run = Run(TwelveLayers, last=3, validate=True, strategy=QUICK)
     for rank in check_compiled(worlds, run)[0]:
@@ -136,7 +136,7 @@ def test_equal_layers_are_compiled_once_and_evaluation_has_a_graph_of_its_own(wo
 
 
 @pytest.mark.parametrize("layout", [{"pp": 2}, slow({})], ids=str)
-def test_dropout_is_the_same_in_each_run_and_over_any_stages(worlds, layout):
+def test_dropout_repeats_in_each_run_and_over_stages(worlds, layout):
     alone, again = (
         worlds.run(1, graphs_of, Run("Dropouts", strategy=QUICK))[0],
         Run("Dropouts", **layout, strategy=QUICK),
@@ -169,7 +169,7 @@ def test_recomputed_layers_run_compiled_both_times(worlds, microbatches):
 
 
 @pytest.mark.slow  # as the strategy's own recomputation below
-def test_recomputation_draws_what_the_forward_drew(worlds):
+def test_recomputation_repeats_the_forward_draws(worlds):
     expected, ranks = (
         worlds.run(2, graphs_of, Run(case, pp=2, strategy=QUICK)) for case in ("Dropouts", RecomputedDropouts)
     )
@@ -181,7 +181,7 @@ def compile_a_layer(module):
     module.layers[0].compile(backend="eager")
 
 
-def test_what_is_compiled_already_stays_as_it_is(worlds):
+def test_compiled_modules_are_kept(worlds):
     [rank], _ = check_compiled(worlds, Run("Layers", change=compile_a_layer, strategy=QUICK))
     assert rank.extra["lines"] == [
         "compiled with aot_eager: layers.1 .. layers.3 (3)",
@@ -190,7 +190,7 @@ def test_what_is_compiled_already_stays_as_it_is(worlds):
 
 
 @pytest.mark.slow
-def test_dealt_positions_are_left_alone(worlds):
+def test_sharded_sequences_are_not_compiled(worlds):
     ranks, _ = check_compiled(worlds, Run("GPT2", tp=2, sequence=True, strategy=QUICK))
     assert ranks[0].extra["lines"] == [
         "not compiled (positions are sharded over ranks): model.transformer.h.0 .. model.transformer.h.3 (4)"
@@ -199,17 +199,17 @@ def test_dealt_positions_are_left_alone(worlds):
 
 
 @pytest.mark.parametrize("case", [slow("Layers"), "Dropouts"])
-def test_the_first_step_is_verified(worlds, case):
+def test_first_step_is_verified(worlds, case):
     """Where layers draw random numbers it is not compiled, since no other process would draw the same."""
     worlds.run(2, graphs_of, Run(case, pp=2, strategy={**QUICK, "verify_first_step": True}))
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2, "microbatches": 1}, slow({"pp": 2}), slow({"tp": 2})], ids=str)
-def test_layers_that_the_strategy_computes_again(worlds, layout):
+def test_layers_recomputed_by_the_strategy(worlds, layout):
     check_compiled(worlds, Run("Layers", **layout, strategy={**QUICK, "recompute": "full"}))
 
 
-def test_they_draw_what_the_forward_drew(worlds):
+def test_strategy_recomputation_repeats_the_forward_draws(worlds):
     expected, ranks = (
         worlds.run(2, graphs_of, Run("Dropouts", pp=2, strategy={**QUICK, **more})) for more in ({}, {"recompute": 2})
     )

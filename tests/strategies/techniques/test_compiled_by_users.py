@@ -131,7 +131,7 @@ def check(worlds, case, options):
 
 
 @pytest.mark.parametrize("case", [Whole, WholeInPlace, Forward, Loss])
-def test_what_is_compiled_around_layers_of_stages_runs_as_it_is_written(worlds, case):
+def test_compiled_code_around_stage_layers_runs_eagerly(worlds, case):
     for rank, (_, graphs, said) in enumerate(check(worlds, case, {})):
         assert not graphs, "nothing of what watches the step is compiled either"
         names_it = case in (Whole, WholeInPlace) and rank == 0
@@ -147,20 +147,20 @@ def test_compiled_layers_run_compiled(worlds, case):
         assert not said
 
 
-def test_layers_of_a_compiled_model_are_compiled_one_by_one_if_asked_for(worlds):
+def test_layers_of_a_compiled_model_compile_separately_on_request(worlds):
     for _, graphs, _ in check(worlds, Whole, {"compile": {"backend": note}}):
         assert graphs and all("tanh" in graph for graph in graphs)
 
 
 @pytest.mark.parametrize("case", [Whole, WholeInPlace])
-def test_layers_of_a_compiled_model_over_stages_are_cut(worlds, case):
+def test_compiled_model_is_cut_over_stages(worlds, case):
     [(expected, _, _)] = worlds.run(1, run, 1, 1, Plain, {})
     for weights, _, _ in worlds.run(4, run, 4, 2, case, {"tensor_parallel_size": 2, "num_microbatches": 2}):
         assert_same(weights, expected)
 
 
 @pytest.mark.parametrize(("case", "policy"), [(Plain, "selective"), (Whole, "selective"), (Layers, "full")])
-def test_layers_of_a_compiled_model_over_stages_are_recomputed_in_part(worlds, case, policy):
+def test_compiled_model_over_stages_is_recomputed_selectively(worlds, case, policy):
     options = {"num_microbatches": 2, "recompute": "selective"}
     for policies in worlds.run(2, policies_of, case, options):
         assert {policies[name] for name in policies if ".layers." in name} == {policy}

@@ -195,7 +195,7 @@ EP2_ZERO = Layout(1, dp=4, options=(("expert_parallel_size", 2), ("zero_stage", 
     ],
 )
 @pytest.mark.parametrize("kind", ["file", pytest.param("folder", marks=SLOW)])
-def test_resumed_under_every_layout(worlds, tmp_path, case, saving, loading, kind):
+def test_resume_under_every_layout(worlds, tmp_path, case, saving, loading, kind):
     path = str(tmp_path / "half.ckpt")
     [(expected, steps)] = worlds.run(1, train, case, PLAIN, 2)
     worlds.run(saving.world_size, save_halfway, case, folders(saving) if kind == "folder" else saving, path)
@@ -260,6 +260,6 @@ def test_refused(worlds, run, message):
         assert re.search(message, said), said
 
 
-def test_an_adapter_is_a_class():
+def test_adapter_is_a_class():
     with pytest.raises(TypeError, match="give a subclass of"):
         register_experts(Mixtral)

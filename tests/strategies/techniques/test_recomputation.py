@@ -65,7 +65,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.case}-pp{run.pp}-dp{run.dp}-tp{run.tp}-cp{run.cp}")
-def test_the_same_numbers_to_the_last_bit(worlds, run):
+def test_bitwise_equal_numbers(worlds, run):
     """With dropout, in half precision, with statistics that a second run must not write, with derivatives."""
     assert_same_bits(worlds, run)
 
@@ -120,13 +120,13 @@ class Runs(Callback):
 
 
 @pytest.mark.parametrize(("recompute", "times"), [("full", 2), ("keep", 1), ("selective", 1)])
-def test_a_plain_step_recomputes_too(worlds, recompute, times):
+def test_single_process_recomputes(worlds, recompute, times):
     """One process and one microbatch need no replay."""
     run = Run("GPT2", microbatches=1, num_batches=2, strategy={"recompute": recompute}, callback=Runs)
     assert worlds.run(1, fit, run)[0].extra == [times] * 2
 
 
-def test_from_either_side(worlds):
+def test_callback_equals_the_option(worlds):
     """The callback is the option; both at once must ask for the same."""
     [option] = worlds.run(1, policies_of, "full")
     [callback] = worlds.run(1, policies_by_callback, None)
@@ -150,7 +150,7 @@ def compile_a_layer(module):
     module.layers[1].compile(backend="eager")
 
 
-def test_what_is_compiled_is_computed_again_as_a_whole(worlds):
+def test_compiled_modules_are_recomputed_in_full(worlds):
     """No one can look into it; the start table says so."""
     layers = "recomputed in the backward except expensive operations"
     whole = "recomputed in the backward (in full: compiled)"
@@ -184,7 +184,7 @@ def policies_by_both(_):
     return fit(Run("GPT2", num_batches=1, callback=AsksForHalf, strategy={"recompute": "full"}))
 
 
-def test_what_cannot_be_asked_for(worlds):
+def test_invalid_requests(worlds):
     with pytest.raises(ValueError, match="recompute='half'; use 'full' for all layers, 'selective' or"):
         Hybrid3DStrategy(recompute="half")
     for nothing in (0, 1.5, True, {"*": 2}):
@@ -194,7 +194,7 @@ def test_what_cannot_be_asked_for(worlds):
     assert "'model.transformer.g.*' is the name of no layer; the nearest are model.tran" in said
 
 
-def test_another_strategy_is_told():
+def test_other_strategies_are_refused():
     trainer = trainer_of(1, "auto", [])
     with pytest.raises(TypeError, match="needs a strategy of lightning_hybrid, and this is SingleDeviceStrategy"):
         ActivationCheckpointing().setup(trainer, None, "fit")

@@ -49,7 +49,7 @@ def test_statistics_are_those_of_all_replicas(worlds, run):
     assert_parity(worlds.run(run.world_size, fit, run), expected, run, tolerance=1e-9)
 
 
-def test_without_it_replicas_have_statistics_of_their_own(worlds):
+def test_default_statistics_are_per_replica(worlds):
     run = Run("BatchNorms", dp=2, microbatches=1)
     [expected] = worlds.run(1, fit_reference, run)
     rank, _ = worlds.run(2, fit, run)

@@ -54,7 +54,7 @@ def test_parity(worlds, run):
             assert all(group.origin == origin for group in plan.groups), plan.lines()
 
 
-def test_a_layer_that_reads_numbers_stays_full(worlds):
+def test_layer_that_reads_numbers_stays_full(worlds):
     """It may decide by them, in each batch otherwise."""
     ranks, _ = check(worlds, Run(Routers, tp=2, microbatches=1))
     assert not any(plan.num_sharded for plan in ranks[0].plans.values())
@@ -89,7 +89,7 @@ def test_optimizers_that_read_a_full_matrix(worlds, change):
     check(worlds, Run("GPT2", tp=2, change=change), tolerance=1e-6)
 
 
-def test_dropout_differs_inside_of_regions_and_is_the_same_in_each_run(worlds):
+def test_dropout_differs_in_regions_and_repeats_in_each_run(worlds):
     run = Run("GPT2Dropout", tp=2, num_batches=1)
     first, second = worlds.run(2, fit, run), worlds.run(2, fit, run)
     [without] = worlds.run(1, fit_reference, Run("GPT2", num_batches=1))
@@ -99,7 +99,7 @@ def test_dropout_differs_inside_of_regions_and_is_the_same_in_each_run(worlds):
     assert not torch.equal(first[0].losses[0], without.losses[0]), "dropout must be on"
 
 
-def test_a_size_that_divides_nothing_is_refused_if_the_layout_is_strict(worlds):
+def test_indivisible_size_is_refused_if_strict(worlds):
     message = (
         r"tensor_parallel_size=5 shards no layer .*\(2 heads of model.transformer.h.0.attn.c_attn and 3 more are"
         r" not a multiple of 5; .* set a size .*\(such as 2\), or tensor_parallel_size=1"
@@ -108,7 +108,7 @@ def test_a_size_that_divides_nothing_is_refused_if_the_layout_is_strict(worlds):
         assert re.search(message, said), said
 
 
-def test_weights_that_the_step_reads_by_itself_are_named(worlds):
+def test_weights_read_by_the_step_are_named(worlds):
     for said in worlds.run(2, refusal, fit, Run("AuxiliaryLosses", tp=2, strategy={"strict_layout": True})):
         assert re.search(r"tensor_parallel_size=2 shards no layer .*read by the step at .*[a-z_]*.py", said), said
 
@@ -167,7 +167,7 @@ def count_sums(run):
         GroupRanks.all_reduce = original
 
 
-def test_one_sum_forward_and_one_backward_for_each_pair(worlds):
+def test_one_sum_per_direction_for_each_pair(worlds):
     """Four blocks with an attention and an MLP; one microbatch. A lookup, the targets' logits, one into the head."""
     for counts in worlds.run(2, count_sums, Run("GPT2", tp=2, microbatches=1)):
         assert counts[1:] == [4 * 2 * 2 + 1 + 1 + 1]  # layers are tried once more in the first batch
@@ -191,7 +191,7 @@ class Average(EMAWeightAveraging):
 
 @pytest.mark.slow  # averages over tensor ranks are in files, and go on, in test_checkpoint_callbacks.py
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "tp": 2}], ids=str)
-def test_averages_of_the_weights(worlds, layout):
+def test_weight_averages(worlds, layout):
     """The averaged weights are those that the run ends with."""
     ranks, expected = check(worlds, Run("GPT2", **layout, callback=Average))
     [plain] = worlds.run(1, fit_reference, Run("GPT2"))
@@ -206,7 +206,7 @@ def compile_a_layer(module):
     module.layers[0].compile(backend="eager")
 
 
-def test_a_compiled_layer_stays_full(worlds):
+def test_compiled_layer_stays_full(worlds):
     ranks, _ = check(worlds, Run("Layers", tp=2, change=compile_a_layer))
     assert not ranks[0].plans["layers.0"].num_sharded and ranks[0].plans["layers.1"].num_sharded
     assert "torch.compile" in ranks[0].plans["layers.0"].lines()[0]

@@ -34,7 +34,7 @@ def hooks(trainer, checkpoints):
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
-def test_hooks_are_called_in_the_same_order(worlds, checkpoints):
+def test_hook_order(worlds, checkpoints):
     seen = compared(worlds, hooks, checkpoints)
     assert {"module.on_before_optimizer_step", "callback.on_predict_batch_end"} <= set(seen)
 
@@ -97,7 +97,7 @@ def with_callback(trainer, name):
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_callbacks_of_lightnings(worlds, name):
+def test_lightning_callbacks(worlds, name):
     compared(worlds, with_callback, name)
 
 
@@ -168,7 +168,7 @@ def searched(trainer, what, kind, options):
         ("lr_find", Small, {"num_training": 15}),
     ],
 )
-def test_searches_of_the_tuner(worlds, what, kind, options):
+def test_tuner_searches(worlds, what, kind, options):
     found, batch_size, *_ = compared(worlds, searched, what, kind, options)
     assert batch_size == (2 if what == "lr_find" else found)
 
@@ -235,7 +235,7 @@ def copied(trainer, during):
 
 
 @pytest.mark.parametrize("during", [False, True])
-def test_trainer_module_and_bar_can_be_copied_after_a_run_and_in_it(worlds, during):
+def test_objects_can_be_copied_during_and_after_a_run(worlds, during):
     compared(worlds, copied, during)
 
 
@@ -284,7 +284,7 @@ def failed(trainer, error):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_after_an_exception_all_is_as_before_and_the_trainer_can_go_on(worlds, error):
+def test_trainer_is_restored_and_reusable_after_an_exception(worlds, error):
     [seen, told, ended, changed, *_], _ = compared(worlds, failed, error)
     assert told == ["in the third batch"] and ended and not changed and "callback.on_exception" in seen
 
@@ -312,6 +312,6 @@ def terminated(trainer):
     return seen, heard, is_back, len(module.seen), run.received_sigterm
 
 
-def test_a_signal_ends_the_run_and_its_handler_is_there_again(worlds):
+def test_signal_ends_the_run_and_its_handler_is_restored(worlds):
     _, heard, is_back, batches, received = compared(worlds, terminated)
     assert heard == [signal.SIGTERM] and is_back and batches == 3 and received

@@ -268,7 +268,7 @@ def with_data(trainer):
     return seen, sorted(torch.load(path, weights_only=True)), module.seen, resumed.seen
 
 
-def test_data_modules_with_workers_and_a_state(worlds):
+def test_data_modules_with_workers_and_state(worlds):
     compared(worlds, with_data)
 
 
@@ -306,7 +306,7 @@ def logged(trainer):
     return files, sorted(names)
 
 
-def test_files_of_loggers_and_names_of_profilers(worlds):
+def test_logger_files_and_profiler_names(worlds):
     files, names = compared(worlds, logged)
     assert set(files) == {"metrics.csv", "hparams.yaml"} and names
 
@@ -325,5 +325,5 @@ def nested(trainer):
     return module.seen, inner
 
 
-def test_a_run_inside_a_run(worlds):
+def test_run_inside_a_run(worlds):
     compared(worlds, nested)

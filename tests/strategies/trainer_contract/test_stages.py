@@ -67,7 +67,7 @@ def run_all(size, pp):
 
 
 @LAYOUTS
-def test_fit_validate_test_and_predict_equal_one_process(worlds, size, pp):
+def test_fit_validate_test_and_predict_match_one_process(worlds, size, pp):
     [(numbers, predicted, _, _, weights)] = worlds.run(1, run_all, 1, 1)
     every = worlds.run(size, run_all, size, pp)
     for ours, our_predicted, _, first, our_weights in every:
@@ -113,7 +113,7 @@ def run_small_batches(size, pp):
     return before, trainer.predict(model, loader(1, 5)), fitted, tested, weights_of(model)
 
 
-def test_evaluation_takes_batches_of_fewer_samples_than_microbatches(worlds):
+def test_evaluation_with_fewer_samples_than_microbatches(worlds):
     [expected] = worlds.run(1, run_small_batches, 1, 1)
     for ours in worlds.run(2, run_small_batches, 2, 2):
         torch.testing.assert_close(ours, expected)
@@ -176,7 +176,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_optimizers_of_every_form_train_as_in_one_process(worlds, form):
+def test_optimizers_of_every_form_match_one_process(worlds, form):
     [(weights, rates)] = worlds.run(1, run_optimizer, form, 1, 1)
     for ours, our_rates in worlds.run(2, run_optimizer, form, 2, 2):
         assert_same(ours, weights)
@@ -305,7 +305,7 @@ ALONE = ("accumulate", "double", "val_interval")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in ALONE else [pytest.mark.slow]) for n in OPTIONS])
-def test_trainer_options_train_as_in_one_process(worlds, name):
+def test_trainer_options_match_one_process(worlds, name):
     [expected] = worlds.run(1, run_option, name, 1, 1)
     for ours in worlds.run(2, run_option, name, 2, 2):
         assert_same(ours, expected)
@@ -449,7 +449,7 @@ def test_cli_names_the_strategy_by_its_registered_name(worlds, tmp_path):
         pytest.param("import lightning.pytorch as pl, lightning_hybrid", marks=pytest.mark.slow),
     ],
 )
-def test_the_strategy_is_known_whichever_is_imported_first(imports):
+def test_strategy_is_registered_in_any_import_order(imports):
     code = f"{imports}; print(type(pl.Trainer(accelerator='cpu', devices=1, strategy='hybrid3d').strategy).__name__)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=100)
     assert "Hybrid3DStrategy" in done.stdout, done.stderr

@@ -31,7 +31,7 @@ def own_precision(trainer):
     return result_of(run, module)
 
 
-def test_a_precision_plugin_of_ones_own(worlds):
+def test_user_precision_plugin(worlds):
     compared(worlds, own_precision)
 
 
@@ -45,7 +45,7 @@ def own_precision_of(pp, options):
     return type(trainer.precision_plugin).__name__
 
 
-def test_a_precision_plugin_of_ones_own_serves_replicas_and_is_refused_where_a_rank_has_parts(worlds):
+def test_user_precision_plugin_runs_on_replicas_and_is_refused_with_shards(worlds):
     assert worlds.run(2, own_precision_of, 1, {"data_parallel_size": 2}) == ["Doubles"] * 2
     for pp, options in ((2, {}), (1, {"zero_stage": 3}), (1, {"tensor_parallel_size": 2})):
         for message in worlds.run(2, own_precision_of, pp, options):
@@ -81,7 +81,7 @@ def by_hand(trainer):
     return plain([None if value is None else value.detach() for value in found]), len(strategy.optimizers)
 
 
-def test_the_strategy_can_be_used_by_hand(worlds):
+def test_strategy_methods_outside_a_run(worlds):
     compared(worlds, by_hand)
 
 
@@ -99,5 +99,5 @@ def reduced(trainer):
     return reduces.seen
 
 
-def test_one_process_reduces_and_gathers_to_what_it_has(worlds):
+def test_one_process_reduces_and_gathers_its_own_value(worlds):
     compared(worlds, reduced)

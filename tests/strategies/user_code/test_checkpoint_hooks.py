@@ -167,7 +167,7 @@ def refused(folder, name):
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
-def test_what_would_land_in_the_file_without_content_is_refused(worlds, tmp_path, case):
+def test_absent_values_in_the_file_are_refused(worlds, tmp_path, case):
     for said in worlds.run(2, refused, str(tmp_path), case.__name__):
         assert REFUSED[case] in said and "p.detach().clone()" in said
     assert list(tmp_path.iterdir()) == []

@@ -66,7 +66,7 @@ def run(size, pp, kind):
 
 @pytest.mark.parametrize("kind", ["fit", "validate", "test", "predict"])
 @pytest.mark.parametrize("pp", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_every_run_takes_its_loaders_from_the_datamodule(worlds, kind, pp):
+def test_every_run_uses_the_loaders_of_the_datamodule(worlds, kind, pp):
     [(expected, numbers, calls)] = worlds.run(1, run, 1, 1, kind)
     assert numbers or kind == "predict"
     for ours, our_numbers, our_calls in worlds.run(pp, run, pp, pp, kind):

@@ -143,7 +143,7 @@ def assert_parity(worlds, size, pp, case, *, zero=0, accumulate=1, tp=1):
 
 
 @each_under_sizes("case", CASES, {"pp2": (2, 2), "dp2xpp2": (4, 2)})
-def test_what_is_overridden_sees_the_full_model(worlds, size, pp, case):
+def test_overridden_hooks_see_the_full_model(worlds, size, pp, case):
     assert_parity(worlds, size, pp, case)
 
 
@@ -158,5 +158,5 @@ def test_tensor_ranks_see_the_full_model(worlds, case):
 
 
 @pytest.mark.parametrize("case", [AroundStep, Backward])
-def test_what_is_overridden_sees_what_is_accumulated(worlds, case):
+def test_overridden_hooks_see_accumulated_gradients(worlds, case):
     assert_parity(worlds, 2, 2, case, accumulate=2)

@@ -100,7 +100,7 @@ def run_collate(size, pp, options, collate):
 
 
 @pytest.mark.parametrize("collate", COLLATES, ids=lambda function: function.__name__)
-def test_batches_of_every_container_split(worlds, collate):
+def test_batches_of_every_container_are_split(worlds, collate):
     [(weights, loss, names)] = worlds.run(1, run_collate, 1, 1, {}, collate)
     for ours, our_loss, our_names in worlds.run(2, run_collate, 2, 2, {"num_microbatches": 4}, collate):
         assert_same(ours, weights)
@@ -281,7 +281,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_loaders_of_every_kind_train_as_in_one_process(worlds, kind):
+def test_loaders_of_every_kind_match_one_process(worlds, kind):
     [expected] = worlds.run(1, fit_kind, kind, 1, 1)
     for ours in worlds.run(2, fit_kind, kind, 2, 2):
         assert_same(ours, expected)
@@ -325,7 +325,7 @@ def run_graphs(size, pp, options):
     return weights_of(model), [str(warning.message) for warning in caught if "cannot be split" in str(warning.message)]
 
 
-def test_a_batch_that_cannot_be_split_runs_as_one_microbatch_and_says_so(worlds):
+def test_unsplittable_batch_runs_as_one_microbatch_with_a_warning(worlds):
     [(expected, _)] = worlds.run(1, run_graphs, 1, 1, {})
     results = worlds.run(2, run_graphs, 2, 2, {})
     for weights, _ in results:
@@ -334,7 +334,7 @@ def test_a_batch_that_cannot_be_split_runs_as_one_microbatch_and_says_so(worlds)
     assert "Graph" in message and "batch_splitter" in message
 
 
-def test_batch_splitter_splits_what_only_the_user_knows(worlds):
+def test_batch_splitter_of_the_user(worlds):
     [(expected, _)] = worlds.run(1, run_graphs, 1, 1, {})
     for weights, warned in worlds.run(2, run_graphs, 2, 2, {"batch_splitter": split_graph, "num_microbatches": 2}):
         assert_same(weights, expected)
@@ -380,7 +380,7 @@ def run_seen(size, pp, seeded, shuffle, options):
 @pytest.mark.parametrize(
     "seeded", [pytest.param(True, marks=pytest.mark.slow), False], ids=["seed_everything", "unseeded"]
 )
-def test_all_ranks_of_one_replica_see_the_same_batch_and_the_same_random_glue(worlds, seeded):
+def test_ranks_of_one_replica_see_the_same_batch_and_draws(worlds, seeded):
     results = worlds.run(4, run_seen, 4, 2, seeded, True, {"num_microbatches": 2})
     for first, second in ((0, 2), (1, 3)):
         assert results[first][:3] == results[second][:3]
@@ -393,7 +393,7 @@ def test_all_ranks_of_one_replica_see_the_same_batch_and_the_same_random_glue(wo
         assert_same(result[3], results[0][3])
 
 
-def test_with_one_replica_the_order_of_the_user_stands(worlds):
+def test_one_replica_keeps_the_user_order(worlds):
     for seen, _, validated, _ in worlds.run(2, run_seen, 2, 2, True, False, {"num_microbatches": 1}):
         in_order = [list(range(start, start + 4)) for start in range(0, 16, 4)]
         assert seen == in_order * 2
@@ -417,7 +417,7 @@ def run_after_a_draw(size, pp):
     return model.seen
 
 
-def test_stages_shuffle_as_one_process_does(worlds):
+def test_stages_shuffle_as_one_process(worlds):
     [expected] = worlds.run(1, run_after_a_draw, 1, 1)
     seen, _ = worlds.run(2, run_after_a_draw, 2, 2)
     assert len(expected) == 8 and expected[:4] != expected[4:]
@@ -478,7 +478,7 @@ def run_differing(make, collate):
 
 
 @pytest.mark.parametrize(("make", "collate"), [(Tiny, None), (Branches, None), (OnObjects, as_object)])
-def test_a_loader_that_differs_between_the_ranks_of_a_replica_is_caught(worlds, make, collate):
+def test_loader_that_differs_within_a_replica_is_detected(worlds, make, collate):
     for name, message in worlds.run(2, run_differing, make, collate):
         assert name == "RanksDisagree"
         assert "batch differs" in message and "pipeline ranks 0 to 1" in message and "seed" in message

@@ -116,11 +116,11 @@ def each_case():
 
 
 @pytest.mark.parametrize(("case", "size", "pp", "tp"), list(each_case()))
-def test_an_optimizer_of_the_user_sees_the_full_model(worlds, size, pp, tp, case):
+def test_user_optimizer_sees_the_full_model(worlds, size, pp, tp, case):
     assert_parity(worlds, size, pp, tp, case)
 
 
-def test_lbfgs_runs_its_closure_often(worlds):
+def test_lbfgs_runs_its_closure_repeatedly(worlds):
     assert_parity(worlds, 2, 1, 1, "Lbfgs")
 
 
@@ -133,7 +133,7 @@ def test_lbfgs_runs_its_closure_often(worlds):
         pytest.param("Stated", 1, 2, id="Stated-tp2", marks=pytest.mark.slow),
     ],
 )
-def test_its_state_is_saved_and_loaded(worlds, tmp_path, case, pp, tp):
+def test_state_is_saved_and_loaded(worlds, tmp_path, case, pp, tp):
     assert_parity(worlds, 2, pp, tp, case, str(tmp_path / "model.ckpt"), True)
 
 
@@ -154,7 +154,7 @@ def run_counting_fused_steps(size, pp):
     return counts, weights_of(model)
 
 
-def test_adam_of_torch_takes_fused_steps_on_the_host(worlds):
+def test_torch_adam_takes_fused_steps_on_the_host(worlds):
     [(alone, expected)] = worlds.run(1, run_counting_fused_steps, 1, 1)
     assert not alone  # under Lightning's own strategy
     for counts, weights in worlds.run(2, run_counting_fused_steps, 2, 2):

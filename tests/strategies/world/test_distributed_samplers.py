@@ -76,18 +76,18 @@ def test_ranks_of_one_replica_see_the_same_samples(worlds, kind, num):
     assert "num_replicas=2, rank=0" in warning
 
 
-def test_with_one_replica_all_samples_are_seen_in_order(worlds):
+def test_one_replica_sees_all_samples_in_order(worlds):
     for seen, _ in worlds.run(2, run, 2, 2, "in order", 8, {}):
         assert [index for batch in seen for index in batch] == list(range(8)) * 2
 
 
-def test_without_stages_a_sampler_stays(worlds):
+def test_sampler_is_kept_without_stages(worlds):
     for rank, (seen, warned) in enumerate(worlds.run(2, run, 2, 1, "in order", 8, {})):
         assert seen == [[rank, 2 + rank], [4 + rank, 6 + rank]] * 2
         assert not warned
 
 
-def test_a_sampler_with_a_count_of_its_own_is_refused(worlds):
+def test_sampler_with_its_own_count_is_refused(worlds):
     for message in worlds.run(2, run, 2, 2, "own count", 8, {}):
         assert "CountsItself splits over num_replicas=2 ranks" in message
         assert "build it with num_replicas=1, rank=0 on this rank" in message
@@ -204,14 +204,14 @@ ALIKE = {("batch sampler", 0.5, False): ("sampler", None, False), ("dataset", No
 
 
 @each("kind, limit, workers", DEALING, covered_by=ALIKE)
-def test_a_dataset_that_splits_itself_is_as_long_as_its_part(worlds, kind, limit, workers):
+def test_dataset_that_shards_itself_has_the_shard_length(worlds, kind, limit, workers):
     [expected] = worlds.run(1, run_dealing, 1, 1, kind, limit, workers)
     assert expected[2] == ((4, [6], [4], [10], 8, 8) if limit else (8, [6], [4], [10], 16, 16))
     for result in worlds.run(2, run_dealing, 2, 2, kind, limit, workers):
         assert result == expected
 
 
-def test_replicas_split_all_samples_themselves(worlds):
+def test_self_sharding_replicas_cover_all_samples(worlds):
     results = worlds.run(4, run_dealing, 4, 2, "sampler", None, False)
     assert results[0] == results[2] and results[1] == results[3]
     assert [result[2] for result in results] == [(4, [3], [2], [5], 8, 8)] * 4
@@ -234,6 +234,6 @@ def run_copied():
     return model.found
 
 
-def test_a_loader_can_be_copied_and_pickled_while_a_run_goes_on(worlds):
+def test_loader_can_be_copied_and_pickled_during_a_run(worlds):
     for found in worlds.run(2, run_copied):
         assert found == ([(Counts, 4)] * 2, True, "Counts")

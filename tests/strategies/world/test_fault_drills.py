@@ -157,7 +157,7 @@ def footprint(options):
     [{"zero_stage": 3, "reshard_after_forward": True}, {"zero_stage": 3}, {"zero_stage": 1}],
     ids=["zero3 by layer", "zero3", "zero1"],
 )
-def test_memory_and_open_files_stay_flat_over_500_steps(worlds, options):
+def test_memory_and_open_files_are_constant_over_500_steps(worlds, options):
     for noted in worlds.run(2, footprint, options, timeout=300):
         (after, files), *_, (last, last_files) = noted[1:]
         assert last_files == files, noted

@@ -58,7 +58,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_peers_of_a_rank_that_raises_and_lives_on_stop_and_say_why(worlds, place):
+def test_peers_of_a_raising_rank_stop_with_its_error(worlds, place):
     peer, failed = worlds.run(2, run_failing, 2, 2, 1, place, {"num_microbatches": 2}, timeout=20)
     assert failed[:2] == ("ZeroDivisionError", "on purpose")
     assert not any("had to stop" in text for text in failed[2])
@@ -98,7 +98,7 @@ def run_failing_alike():
     return notes, weights_of(model)
 
 
-def test_a_mistake_of_all_ranks_leaves_their_connections_as_they_are(worlds):
+def test_error_on_all_ranks_keeps_connections_open(worlds):
     for notes, weights in worlds.run(2, run_failing_alike, timeout=20):
         assert notes == []
         assert all(torch.isfinite(weight).all() for weight in weights.values())
@@ -116,7 +116,7 @@ def run_after_one_failed():
     return said
 
 
-def test_a_run_after_one_whose_connections_were_closed_says_which_rank_failed(worlds):
+def test_run_on_closed_connections_names_the_failed_rank(worlds):
     for _, second, third in worlds.run(2, run_after_one_failed, timeout=30):
         assert second == third
         assert second.startswith("a run in this process failed, and its connections to the other ranks were closed")
@@ -184,7 +184,7 @@ IN_PARTS = {
 
 
 @pytest.mark.parametrize(("pp", "options"), IN_PARTS.values(), ids=list(IN_PARTS))
-def test_a_module_that_a_failed_run_left_sharded_is_refused(worlds, pp, options):
+def test_module_left_sharded_by_a_failed_run_is_refused(worlds, pp, options):
     for said, names, finite in worlds.run(2, run_used_again, "training", pp, options, timeout=60):
         assert set(said) == {"fit", "the same trainer", "validate", "resume", "state_dict"}
         for message in said.values():
@@ -195,7 +195,7 @@ def test_a_module_that_a_failed_run_left_sharded_is_refused(worlds, pp, options)
 
 
 @pytest.mark.parametrize(("hook", "pp", "options"), [("setup", 2, {}), ("training", 1, {})], ids=["stages", "replicas"])
-def test_a_module_that_a_failed_run_left_full_trains(worlds, hook, pp, options):
+def test_module_left_full_by_a_failed_run_trains(worlds, hook, pp, options):
     for said, *_ in worlds.run(2, run_used_again, hook, pp, options, timeout=60):
         assert said == {}
 
@@ -236,7 +236,7 @@ def run_signalled(size, pp, ranks, hook, options):
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)], ids=["first", "last", "all"])
 @pytest.mark.parametrize("pp", [1, 2], ids=["replicas", "stages"])
-def test_a_rank_told_to_stop_stops_all_after_the_same_batch(worlds, ranks, pp):
+def test_sigterm_to_one_rank_stops_all_after_the_same_batch(worlds, ranks, pp):
     first, second = worlds.run(2, run_signalled, 2, pp, ranks, "train", {}, timeout=20)
     assert first[0] == second[0] == "SIGTERMException"
     assert first[1] == second[1] == 5
@@ -248,6 +248,6 @@ def test_a_rank_told_to_stop_stops_all_after_the_same_batch(worlds, ranks, pp):
     assert "has received SIGTERM: all ranks stop, after batch 4 of epoch 0" in first[3][-1]
 
 
-def test_a_rank_told_to_stop_while_validating_stops_all(worlds):
+def test_sigterm_to_one_rank_in_validation_stops_all(worlds):
     first, second = worlds.run(2, run_signalled, 2, 2, (1,), "validation", {"val_check_interval": 4}, timeout=20)
     assert first[:2] == second[:2] == ("SIGTERMException", 4)

@@ -257,7 +257,7 @@ class Adversarial(Regressor):
 
 
 @all_layouts
-def test_gradients_of_their_own(worlds, layout):
+def test_manual_gradient_sync(worlds, layout):
     report = check(worlds, Adversarial, layout, steps=2)
     assert report.outcome == "same", str(report)
 
@@ -327,7 +327,7 @@ def places_on_mesh(sizes):
     ],
     ids=["pp2", "pp2dp2", "dp2tp2"],
 )
-def test_the_mesh_is_the_same_in_every_hook(worlds, sizes, mesh_of):
+def test_mesh_is_the_same_in_every_hook(worlds, sizes, mesh_of):
     world_size = 4 if len(sizes) > 1 else 2
     for rank, seen in enumerate(worlds.run(world_size, places_on_mesh, sizes)):
         mesh, (data, tensor) = mesh_of(rank)

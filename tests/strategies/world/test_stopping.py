@@ -91,7 +91,7 @@ ALIKE = {"on_train_start": "on_fit_start", "on_validation_epoch_end": "on_valida
 
 @SIZES
 @each("hook", list(HOOKS), covered_by=ALIKE)
-def test_a_flag_of_all_ranks_stops_where_one_process_stops(worlds, size, pp, hook):
+def test_should_stop_on_all_ranks_stops_as_one_process(worlds, size, pp, hook):
     options = {"val_check_interval": 2}
     [expected] = worlds.run(1, run_stopping, 1, 1, hook, {"all": HOOKS[hook]}, options, timeout=60)
     results = worlds.run(size, run_stopping, size, pp, hook, {"all": HOOKS[hook]}, options, 0.02, timeout=60)
@@ -100,7 +100,7 @@ def test_a_flag_of_all_ranks_stops_where_one_process_stops(worlds, size, pp, hoo
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_validation_end", "on_train_epoch_end"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_flag_of_one_rank_where_all_meet_stops_all_there(worlds, hook, rank):
+def test_should_stop_on_one_rank_at_a_collective_hook(worlds, hook, rank):
     options = {"val_check_interval": 2}
     [expected] = worlds.run(1, run_stopping, 1, 1, hook, {"all": HOOKS[hook]}, options, timeout=60)
     results = worlds.run(2, run_stopping, 2, 2, hook, {rank: HOOKS[hook]}, options, timeout=60)
@@ -118,7 +118,7 @@ ALONE = {
 
 @SIZES
 @each("name", list(ALONE), covered_by={"last rank": "first rank", "two apart": "one later"})
-def test_a_flag_of_some_ranks_stops_all_together_soon(worlds, size, pp, name):
+def test_should_stop_on_some_ranks_stops_all_soon(worlds, size, pp, name):
     steps = ALONE[name]
     results = worlds.run(size, run_stopping, size, pp, "on_train_batch_end", steps, {}, 0.02, timeout=60)
     assert all(result[:2] == results[0][:2] for result in results), results
@@ -128,14 +128,14 @@ def test_a_flag_of_some_ranks_stops_all_together_soon(worlds, size, pp, name):
 
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start"])
-def test_a_flag_of_one_rank_as_a_batch_or_an_epoch_starts(worlds, hook):
+def test_should_stop_on_one_rank_at_batch_or_epoch_start(worlds, hook):
     first, second = worlds.run(2, run_stopping, 2, 2, hook, {1: HOOKS[hook]}, {}, timeout=60)
     assert first[:2] == second[:2] and first[1]
     assert HOOKS[hook] < first[0][0] <= HOOKS[hook] + 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_replicas_that_accumulate_run_ahead_and_stop_together(worlds, rank):
+def test_accumulating_replicas_stop_together(worlds, rank):
     options = {"accumulate_grad_batches": 4, "limit_train_batches": 16}
     arguments = (2, 1, "on_train_batch_end", {rank: 1}, options, 0.02, Tiny)
     first, second = worlds.run(2, run_stopping, *arguments, timeout=60)
@@ -145,13 +145,13 @@ def test_replicas_that_accumulate_run_ahead_and_stop_together(worlds, rank):
 
 @pytest.mark.parametrize("steps", [{"all": 2}, {1: 2}, {0: 2, 1: 3}], ids=["all", "one", "one later"])
 @pytest.mark.parametrize("least", [{"min_steps": 10}, {"min_epochs": 2}], ids=["steps", "epochs"])
-def test_a_flag_stands_until_training_may_stop(worlds, least, steps):
+def test_should_stop_waits_for_the_minimum_steps(worlds, least, steps):
     [expected] = worlds.run(1, run_stopping, 1, 1, "on_train_batch_end", {"all": 2}, least, timeout=60)
     for where, flag, _ in worlds.run(2, run_stopping, 2, 2, "on_train_batch_end", steps, least, timeout=60):
         assert (where, flag) == expected[:2]
 
 
-def test_a_flag_of_one_rank_after_the_last_batch_of_an_epoch_stops_with_it(worlds):
+def test_should_stop_on_one_rank_after_the_last_batch_ends_with_the_epoch(worlds):
     steps = {1: BATCHES}
     for where, flag, _ in worlds.run(2, run_stopping, 2, 2, "on_train_batch_end", steps, {}, timeout=60):
         assert (where[0], flag) == (BATCHES, True)
@@ -168,7 +168,7 @@ class TakesBack(Validates):
         self.trainer.should_stop = False if self.trainer.current_epoch == 0 else self.trainer.should_stop
 
 
-def test_a_flag_that_is_taken_back_can_be_set_again(worlds):
+def test_should_stop_can_be_reset_and_set_again(worlds):
     options = {"min_steps": 5}
     first, second = worlds.run(2, run_stopping, 2, 2, "", {}, options, 0.0, TakesBack, timeout=60)
     assert first[:2] == second[:2] and first[1]

@@ -179,12 +179,12 @@ class LogsLoss(Regression):
         self.log("val_loss", (self(x) - y).abs().mean())
 
 
-def test_with_stages_an_empty_stream_is_an_error_on_all_ranks(worlds):
+def test_empty_stream_with_stages_fails_on_all_ranks(worlds):
     messages = worlds.run(4, evaluate, LogsLoss, (6, 0), 2)
     assert all("gave no batch" in message and "example_batch" in message for message in messages), messages
 
 
-def test_a_replica_without_batches_in_any_of_several_loaders(worlds):
+def test_replica_without_batches_in_one_of_several_loaders(worlds):
     for result in worlds.run(2, evaluate, LogsRareKeys, (5, 0), 1, "validate", 3, num_devices=2):
         assert not isinstance(result, str), result
         assert [found[f"val_loss/dataloader_idx_{i}"] for i, found in enumerate(result[0])] == pytest.approx(
@@ -192,7 +192,7 @@ def test_a_replica_without_batches_in_any_of_several_loaders(worlds):
         )
 
 
-def test_testing_is_as_validation(worlds):
+def test_test_run_matches_validation(worlds):
     for result in worlds.run(2, evaluate, AlsoTests, (7, 4), 1, "test", num_devices=2):
         assert result[0][0]["val_loss"] == pytest.approx(result[2][0], rel=1e-10)
 
@@ -212,7 +212,7 @@ class MetricsOfSome(Regression):
         self.log("mean", self.mean)
 
 
-def test_a_metric_object_that_only_some_replicas_log_is_refused(worlds):
+def test_metric_object_logged_by_some_replicas_is_refused(worlds):
     for message in worlds.run(2, evaluate, MetricsOfSome, (4, 0), 1, num_devices=2):
         assert message.startswith("RanksDisagree: replicas log different metric objects"), message
 
@@ -253,14 +253,14 @@ class SumsByHand(Regression):
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_collectives_in_a_batch_that_another_replica_lacks_are_refused(worlds, pp):
+def test_collectives_in_unmatched_batches_are_refused(worlds, pp):
     messages = worlds.run(2 * pp, evaluate, SumsByHand, (5, 3), pp, num_devices=2 * pp, known=True)
     assert any("validation_step communicates with other replicas (allreduce)" in message for message in messages)
     assert any("batch 2 of loader 0 is evaluated, but the replicas have [3, 2] batches" in m for m in messages)
 
 
 @pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_such_collectives_are_refused_where_loaders_do_not_say_how_long_they_are(worlds, pp):
+def test_unmatched_collectives_of_unsized_loaders_are_refused(worlds, pp):
     messages = worlds.run(2 * pp, evaluate, SumsByHand, (5, 3), pp, "validate", 2, num_devices=2 * pp)
     assert any("validation_step communicates with other replicas (allreduce)" in message for message in messages)
     assert any("batch 2 of loader 0 is evaluated, but the replicas have ['more', 2] batches" in m for m in messages)
@@ -278,13 +278,13 @@ def fit_with_zero():
     return ""
 
 
-def test_such_collectives_are_refused_beside_zero(worlds):
+def test_unmatched_collectives_with_zero_are_refused(worlds):
     assert any("the replicas have [3, 2] batches" in message for message in worlds.run(2, fit_with_zero, timeout=40))
 
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("pp", "loaders"), [(1, 2), (2, 1)])
-def test_collectives_in_batches_that_all_replicas_have(worlds, pp, loaders, known):
+def test_collectives_in_matched_batches(worlds, pp, loaders, known):
     settings = {"num_devices": 2 * pp, "known": known}
     for found, *_ in worlds.run(2 * pp, evaluate, SumsByHand, (4, 3), pp, "validate", loaders, **settings):
         assert len(found) == loaders
