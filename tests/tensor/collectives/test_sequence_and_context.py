@@ -78,7 +78,7 @@ def test_parity(worlds, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_a_checkpoint_of_both_is_read_by_other_layouts_and_theirs_by_both(worlds, tmp_path, is_folder):
+def test_checkpoint_is_interchangeable_with_other_layouts(worlds, tmp_path, is_folder):
     four = checkpoint.Layout(1, tp=2, cp=2, options=(("save_distributed_checkpoint", is_folder),))
     others = [checkpoint.PP1, replace(checkpoint.TP2, options=four.options)]
     [(expected, steps)] = worlds.run(1, checkpoint.train, "GPT2Wide", checkpoint.PLAIN, 2)
@@ -120,7 +120,7 @@ def count_exchanges(run):
         return fit(replace(run, callback=Counts)).extra[1:]
 
 
-def test_a_sum_becomes_a_gathering_and_a_scattering(worlds):
+def test_all_reduce_becomes_all_gather_and_reduce_scatter(worlds):
     """Four blocks with an attention and an MLP; blocks hand their positions on."""
     regions = 4 * 2
     for steps in worlds.run(2, count_exchanges, Run("GPT2", tp=2, microbatches=1, sequence=True)):
@@ -147,7 +147,7 @@ def test_context_ranks_exchange_positions_for_heads(worlds, run, sums):
 
 
 @pytest.mark.slow
-def test_positions_of_a_context_rank_are_sharded_again(worlds):
+def test_context_rank_positions_are_sharded_again(worlds):
     """What both of these do, on top of each other; no sums over tensor ranks are left but of whole parameters."""
     run = Run(GPT2Wide, **FOUR, microbatches=1, sequence=True)
     for steps in worlds.run(4, count_exchanges, run):
@@ -217,7 +217,7 @@ def saved_values(layouts):
     return found
 
 
-def test_no_value_of_all_positions_is_saved_for_the_backward(worlds):
+def test_no_full_sequence_is_saved_for_the_backward(worlds):
     """But the unit's own input and result; otherwise norms, dropouts and residuals leave more."""
     for (tensor, _), (sequence, _), (context, _) in worlds.run(2, saved_values, [{"size": 2}, *SHARDED]):
         assert sequence == context == 2 and tensor >= 6
@@ -273,7 +273,7 @@ def dropping_block():
     ("options", "local"),
     [pytest.param(BESIDE, 4, id="context", marks=pytest.mark.slow), pytest.param(TWICE, 2, id="all")],
 )
-def test_each_rank_drops_features_of_its_own_in_regions_and_positions_of_its_own_behind(worlds, options, local):
+def test_each_rank_drops_local_features_in_regions_and_local_positions_after(worlds, options, local):
     """Ranks are, in order: two tensor ranks of one context rank, and those of the other; put together, what they drop
     is what one process drops, and so are results and gradients."""
     ranks = worlds.run(4, dropped, options)
@@ -312,7 +312,7 @@ def test_each_rank_drops_features_of_its_own_in_regions_and_positions_of_its_own
     ],
     ids=name_of,
 )
-def test_dropout_of_own_positions_differs_and_repeats_itself(worlds, run):
+def test_dropout_of_local_positions_differs_and_repeats(worlds, run):
     first, second = worlds.run(run.world_size, fit, run), worlds.run(run.world_size, fit, run)
     [without] = worlds.run(1, fit_reference, replace(run, case=GPT2Wide))
     for rank in first[1:]:  # what ranks have in common, they drop alike
@@ -323,7 +323,7 @@ def test_dropout_of_own_positions_differs_and_repeats_itself(worlds, run):
     assert not torch.equal(first[0].losses[0], without.losses[0]), "dropout must be on"
 
 
-def test_what_cannot_be_asked_for():
+def test_invalid_requests():
     with pytest.raises(ValueError, match=r"sequence_parallel=True shards positions .* tensor_parallel_size=1"):
         Hybrid3DStrategy(sequence_parallel=True)
 
@@ -331,6 +331,6 @@ def test_what_cannot_be_asked_for():
 STRICT = {"strict_layout": True}
 
 
-def test_a_module_without_a_sequence_is_refused_if_the_layout_is_strict(worlds):
+def test_module_without_a_sequence_is_refused_if_strict(worlds):
     for said in worlds.run(2, refusal, fit, Run("BatchNorms", cp=2, microbatches=1, strategy=STRICT)):
         assert "context_parallel_size=2 shards the positions of no layer" in said

@@ -50,7 +50,7 @@ def shown(plan):
     return [str(group).partition(":")[0] for group in plan.groups]
 
 
-def test_roles_are_fixed_by_the_user_and_the_rest_is_searched():
+def test_user_roles_are_fixed_and_the_rest_is_searched():
     plan = planned("grouped queries", {"layers.*.down": "rowwise"})
     assert shown(plan) == ["q_proj, k_proj, v_proj -> o_proj (found", "gate, up -> down (your plan"]
     # Cut in another pair than the search would choose, kept whole, and with its output gathered.
@@ -88,7 +88,7 @@ def test_patterns(pattern, names):
     assert requests_of_user(root, {pattern: "colwise"}).keys() == names
 
 
-def test_the_last_pattern_counts():
+def test_last_pattern_counts():
     plan = planned("grouped queries", {"layers": "replicated", "[ug]*": "colwise", "down": "rowwise"})
     assert shown(plan) == ["gate, up -> down (your plan"]
 
@@ -111,13 +111,13 @@ def test_the_last_pattern_counts():
         ("own bias", {"own": "colwise"}, ["layers.0.own", "did not run, or did not multiply"]),
     ],
 )
-def test_what_cannot_be_done_is_refused(unit, plan, words):
+def test_infeasible_plans_are_refused(unit, plan, words):
     with pytest.raises(TensorPlanError) as caught:
         planned(unit, plan)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_sizes_that_do_not_divide_are_named_with_their_modules():
+def test_indivisible_sizes_are_named_with_their_modules():
     with pytest.raises(TensorPlanError, match="4 heads of q_proj and 2 heads of k_proj, v_proj are not a"):
         planned("grouped queries", {"o_proj": "rowwise"}, size=3)
     plan = planned("grouped queries", size=3)
@@ -126,7 +126,7 @@ def test_sizes_that_do_not_divide_are_named_with_their_modules():
     assert any(line.startswith("warning: replicated (4 heads of q_proj") for line in plan.lines())
 
 
-def test_the_plan_of_the_model_comes_before_the_search():
+def test_model_plan_precedes_the_search():
     own = {"layers.*.b": "colwise", "layers.*.c": "rowwise", "layers.*": "moe_tp_experts", "embed": 3}
     assert shown(planned("three", own=own)) == ["b -> c (the model's own plan", "a (found"]
     # What the user names is the user's.
@@ -138,14 +138,14 @@ def test_the_plan_of_the_model_comes_before_the_search():
     )
 
 
-def test_a_plan_of_the_model_that_is_not_proved_is_dropped_with_a_line():
+def test_unproved_model_plan_is_dropped_with_a_warning():
     plan = planned("mixes", own={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
     assert shown(plan) == ["up (found", "down (found"] and plan.roles["up"] == "gathered"
     assert "the model's own plan is not followed: up -> down: " in plan.lines()[2]
     assert "relative difference" in plan.lines()[2]
 
 
-def test_plans_of_models_are_found_where_they_are():
+def test_model_plans_are_found():
     inner = nn.Module()
     inner.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.LayerNorm(2)])
     inner.__dict__["base_model"], inner.config = inner, SimpleNamespace(base_model_tp_plan={"layers.*": "colwise"})

@@ -24,7 +24,7 @@ class Saves(nn.Module):
         return out
 
 
-def test_the_graph_of_a_trial_is_freed():
+def test_graph_of_a_trial_is_freed():
     layer = Saves()
     calls = ProvedCalls(layer, frozenset(), note=lambda _: None, agree=lambda seen: seen)
     assert calls.first_deviation(layer.forward, layer.forward, (torch.ones(2, 3, requires_grad=True),), {}) == ""

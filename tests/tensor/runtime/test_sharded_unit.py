@@ -62,7 +62,7 @@ COUNTS = {
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("name", COUNTS)
-def test_the_sharded_unit_is_the_unit(name, monkeypatch):
+def test_sharded_unit_equals_the_unit(name, monkeypatch):
     rank = dist.get_rank()
     unit, args = unit_and_inputs(name)
     plan = plan_unit(unit, args, {}, 2)
@@ -95,7 +95,7 @@ def test_the_sharded_unit_is_the_unit(name, monkeypatch):
 
 
 @pytest.mark.world(2)
-def test_other_batches_and_lengths_than_those_of_the_proof():
+def test_batches_and_lengths_not_in_the_proof():
     rank = dist.get_rank()
     for name, shape in (("fused", (4, 12, WIDTH)), ("own bias", (2, 6, WIDTH)), ("own bias", (6, 2, WIDTH))):
         unit, args = unit_and_inputs(name)
@@ -108,7 +108,7 @@ def test_other_batches_and_lengths_than_those_of_the_proof():
 
 
 @pytest.mark.world(2)
-def test_attributes_of_the_unit_are_local():
+def test_unit_attributes_are_local():
     rank = dist.get_rank()
     unit, (x,) = unit_and_inputs("fused gate")
     plan = plan_unit(unit, (x,), {}, 2)
@@ -154,7 +154,7 @@ def test_dropout_differs_inside_a_region_and_is_equal_outside():
 
 
 @pytest.mark.world(2)
-def test_a_hook_around_draws_is_entered_for_regions_alone():
+def test_draw_hook_is_entered_for_regions_only():
     unit = Block(FusedAttention())
     plan = plan_unit(unit, (tokens(),), {}, 2)
     local = {fqn: shard_tensor(t, plan.placements[fqn], dist.get_rank(), 2) for fqn, t in unit.state_dict().items()}
@@ -174,7 +174,7 @@ def test_a_hook_around_draws_is_entered_for_regions_alone():
 
 
 @pytest.mark.world(2)
-def test_an_input_that_needs_a_gradient_only_later_gets_it():
+def test_input_that_needs_a_gradient_later_gets_it():
     class Gate(nn.Module):
         def __init__(self):
             super().__init__()
@@ -197,7 +197,7 @@ def test_an_input_that_needs_a_gradient_only_later_gets_it():
 
 
 @pytest.mark.world(2)
-def test_gradients_can_be_differentiated_again():
+def test_double_backward():
     unit, _ = unit_and_inputs("mlp")
     unit[1] = nn.Tanh()
     x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -218,7 +218,7 @@ def test_gradients_can_be_differentiated_again():
 
 
 @pytest.mark.world(2)
-def test_a_branch_that_was_not_proved_is_refused():
+def test_unproved_branch_is_refused():
     class Branches(nn.Module):
         def __init__(self):
             super().__init__()
@@ -240,7 +240,7 @@ def test_a_branch_that_was_not_proved_is_refused():
 
 
 @pytest.mark.world(2)
-def test_a_plan_for_another_number_of_ranks_is_refused():
+def test_plan_for_another_number_of_ranks_is_refused():
     plan = plan_unit(nn.Linear(4, 4), (torch.zeros(2, 4),), {}, 4)
     message = "the plan is for 4 tensor ranks but the group has 2"
     with pytest.raises(ValueError, match=message), sharded(nn.Linear(4, 4), plan, dist.group.WORLD):

@@ -72,7 +72,7 @@ def test_parity(worlds, run, cut):
     assert cut_by_vocabulary(ranks) == cut
 
 
-def test_logits_that_are_returned_stored_and_sorted_are_full(worlds):
+def test_returned_stored_and_sorted_logits_are_full(worlds):
     ranks, expected = check(worlds, Run(Returned, tp=2, microbatches=1, callback=Kept))
     assert cut_by_vocabulary(ranks) == {"wte.weight"}
     for rank in ranks:
@@ -123,7 +123,7 @@ class MadeShapes(TorchDispatchMode):
         return out
 
 
-def test_no_rank_makes_full_logits_or_gradients_of_rows(worlds):
+def test_no_rank_makes_full_logits_or_row_gradients(worlds):
     tokens, rows = 2 * 5, Large.rows  # of a microbatch, but for the last position
     for rank in worlds.run(2, fit, Run(Large, tp=2, callback=Sizes)):
         assert any(shape == (tokens, 502) for shape in rank.extra) or any(
@@ -148,7 +148,7 @@ class Held(Callback):
                 self.noted[name] = [p.numel(), p.grad.numel(), *states]
 
 
-def test_ranks_have_shards_of_rows_in_all_that_is_saved(worlds):
+def test_all_states_are_row_shards(worlds):
     held = [rank.extra for rank in worlds.run(2, fit, Run(Decoder, tp=2, callback=Held))]
     assert [sizes["wte.weight"] for sizes in held] == [[rows * WIDTH] * 4 for rows in (18, 17)]
     assert [sizes["head.bias"] for sizes in held] == [[18] * 4, [17] * 4]
@@ -180,7 +180,7 @@ def count_messages(run):
             setattr(GroupRanks, name, original)
 
 
-def test_a_cross_entropy_takes_two_messages_of_one_number_for_each_position(worlds):
+def test_cross_entropy_sends_two_numbers_per_position(worlds):
     for counts in worlds.run(2, count_messages, Run(Decoder, tp=2, microbatches=1)):
         for calls in counts:
             of_blocks = [("all_reduce", (4, 6, WIDTH))] * 3

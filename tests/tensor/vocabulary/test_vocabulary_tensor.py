@@ -119,16 +119,16 @@ def compared(function, size, *, rows=ROWS):
 
 
 @pytest.mark.parametrize("name", IN_PARTS)
-def test_losses_in_parts(name):
+def test_vocabulary_parallel_losses(name):
     assert compared(IN_PARTS[name], 2) == 0
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_whatever_else_is_asked_for_gets_the_whole(name):
+def test_other_operations_get_the_full_tensor(name):
     assert compared(WHOLE[name], 2) > 0
 
 
-def test_the_last_of_four_ranks_has_a_single_row():
+def test_last_of_four_ranks_has_a_single_row():
     for name in ("flattened", "smoothed", "right ones"):
         assert compared(IN_PARTS[name], 4) == 0
 
@@ -144,7 +144,7 @@ def test_rows_written_through_two_views_are_refused():
 
 
 @pytest.mark.parametrize("sought", [ROWS, -1])
-def test_a_row_that_is_not_there_raises(sought):
+def test_row_out_of_range_raises(sought):
     def one(ranks):
         return F.embedding(
             torch.tensor([0, sought]), represent(torch.ones(7 - ranks.rank, 2), 0, Vocabulary(13, ranks))
@@ -155,7 +155,7 @@ def test_a_row_that_is_not_there_raises(sought):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_cross_entropy_is_proved(size):
+def test_cross_entropy_is_proved(size):
     assert cross_entropy_failure(50257, size) is None
 
 
@@ -220,7 +220,7 @@ class Sorts(Reads):
         "logits sorted",
     ],
 )
-def test_what_is_cut_and_why_not(module, size, names, reason):
+def test_sharded_weights_and_reasons_against(module, size, names, reason):
     uses = VocabularyUses(module, {"": module}, [""])
     with uses:
         module(torch.arange(5), torch.arange(5))
