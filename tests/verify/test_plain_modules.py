@@ -78,20 +78,20 @@ class Contrasts(Plain):
         return self(batch[0]).std()
 
 
-def test_an_unseeded_module_is_different(worlds):
+def test_unseeded_module_differs(worlds):
     report = check(worlds, Unseeded, LAYOUTS[0])
     assert report.outcome == "different" and "source without a seed" in report.message
     assert report.first is not None and report.first.key.step == 1
 
 
-def test_an_objective_of_the_layout_is_different(worlds):
+def test_objective_of_the_layout_differs(worlds):
     report = check(worlds, CountsRanks, LAYOUTS[1])
     assert report.outcome == "different"
     assert str(report.first.key) == "loss" and report.first.key.step == 1
     assert report.first.value == pytest.approx(2 * report.first.reference)
 
 
-def test_a_wrong_scale_is_different(worlds):
+def test_wrong_scale_differs(worlds):
     # Counts of 0 and 1 weigh microbatches in other ways in the two runs: the reference is not told of this one.
     layout = Layout("weighted", 2, {"pipeline_parallel_size": 2, "microbatch_weight": first_counts_double})
     report = check(worlds, Plain, layout)
@@ -107,14 +107,14 @@ def first_counts_double(microbatch):
 first_counts_double.calls = 0
 
 
-def test_a_refusal_is_an_outcome_of_its_own(worlds):
+def test_refusal_is_its_own_outcome(worlds):
     strict = Layout("strict", devices=2, strategy={**LAYOUTS[0].strategy, "strict_layout": True})
     report = check(worlds, Manual, strict)
     assert report.outcome == "refused" and "manual optimization" in report.message
     assert report.passes() and not report.passes(strict=True)
 
 
-def test_an_objective_that_mixes_samples_is_named_with_both_numbers(worlds):
+def test_objective_that_mixes_samples_is_named_with_both_numbers(worlds):
     report = check(worlds, Contrasts, LAYOUTS[0])
     assert report.outcome == "same", str(report)
     assert any("mixes samples: full batch" in note and "mean of 2 microbatches" in note for note in report.notes)
@@ -135,6 +135,6 @@ def of_pytorch_lightning():
 
 
 @pytest.mark.slow
-def test_a_module_of_pytorch_lightning(worlds):
+def test_pytorch_lightning_module(worlds):
     report = check(worlds, of_pytorch_lightning, LAYOUTS[0])
     assert report.outcome == "same", str(report)

@@ -312,7 +312,7 @@ def verify(worlds):
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_planted_fault_is_found(verify, fault):
+def test_planted_fault_is_found(verify, fault):
     module, layout, options, first, _ = FAULTS[fault]
     report = verify(module, layout, options, fault)
     assert report.outcome == "different", str(report)
@@ -320,7 +320,7 @@ def test_a_planted_fault_is_found(verify, fault):
 
 
 @pytest.mark.parametrize("fault", [f for f, row in FAULTS.items() if row[-1]], ids=lambda fault: fault.__name__)
-def test_the_first_step_is_not_taken(verify, fault):
+def test_first_step_is_not_applied(verify, fault):
     module, layout, options, _, first = FAULTS[fault]
     report = verify(module, layout, options, fault, verified=True)
     assert report.outcome == "refused", str(report)
@@ -337,6 +337,6 @@ PLAIN = pytest.param(False, marks=pytest.mark.slow, id="plain")
     {(row[0], row[1].name): row[:3] for row in FAULTS.values()}.values(),
     ids=lambda value: getattr(value, "__name__", getattr(value, "name", "")),
 )
-def test_without_a_fault_nothing_is_found(verify, module, layout, options, verified):
+def test_nothing_is_found_without_a_fault(verify, module, layout, options, verified):
     report = verify(module, layout, options, verified=verified)
     assert report.outcome == "same" and report.steps == 2, str(report)

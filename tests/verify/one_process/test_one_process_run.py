@@ -88,13 +88,13 @@ class Counts(Plain):
         return super().training_step(batch, batch_idx) * self.calls
 
 
-def test_what_hooks_set_is_set_on_all_replicas(worlds):
+def test_values_set_by_hooks_are_set_on_all_replicas(worlds):
     report = check(worlds, Phases, Layout("dp2", 2), num_microbatches=1)
     assert report.outcome == "same", str(report)
 
 
 @pytest.mark.parametrize("module", [Keeps, Counts], ids=lambda module: module.__name__)
-def test_what_steps_store_is_stored_once_per_batch(worlds, module):
+def test_values_stored_by_steps_are_stored_once_per_batch(worlds, module):
     report = check(worlds, module, Layout("dp2 x pp2", 4, {"pipeline_parallel_size": 2}))
     assert report.outcome == "same", str(report)
 
@@ -152,7 +152,7 @@ class OnlyFloat32(Plain):
         return F.grouped_mm(super().forward(x), torch.eye(1, dtype=x.dtype)[None], offs=offsets)
 
 
-def test_a_kernel_that_knows_no_float64_is_told_apart(worlds):
+def test_kernel_without_float64_is_distinguished(worlds):
     report = check(worlds, OnlyFloat32, Layout("dp2", 2))
     assert report.outcome == "failed" and "try --precision 32-true" in " ".join(report.notes), str(report)
 
@@ -167,7 +167,7 @@ class DrawsToValidate(Plain):
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_random_numbers_of_validation_are_known_as_such(worlds, num_microbatches):
+def test_random_validation_numbers_are_recognised(worlds, num_microbatches):
     layout = Layout("pp2", 2, {"pipeline_parallel_size": 2})
     report = check(worlds, DrawsToValidate, layout, num_microbatches=num_microbatches)
     assert report.outcome == "same", str(report)
@@ -191,7 +191,7 @@ class Swaps(Plain):
         self.used = self.net
 
 
-def test_a_module_that_takes_the_name_of_another(worlds):
+def test_module_with_the_name_of_another(worlds):
     report = check(worlds, Swaps, Layout("dp2", 2))
     assert report.outcome == "same", str(report)
 

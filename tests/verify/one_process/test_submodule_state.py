@@ -52,13 +52,13 @@ class WithBuffer(WithCriterion):
     kind = KeepsMomentsInBuffer
 
 
-def test_a_tensor_that_a_loss_stores_is_the_one_before_the_batch(worlds):
+def test_tensor_stored_by_a_loss_is_that_before_the_batch(worlds):
     for layout in LAYOUTS:
         report = check(worlds, WithCriterion, layout, steps=3)
         assert report.outcome == "same", str(report)
 
 
-def test_a_buffer_goes_on_microbatch_by_microbatch(worlds):
+def test_buffer_is_updated_per_microbatch(worlds):
     for layout in LAYOUTS:
         report = check(worlds, WithBuffer, layout, steps=3)
         assert report.outcome == "same", str(report)
