@@ -155,7 +155,7 @@ class Rank:
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (2, 9), (6,), ()])
-def test_files_have_room_for_shards(shape):
+def test_files_are_sized_for_shards(shape):
     p = torch.zeros(shape)
     found = [numel_of_shard(p, Rank(rank, 3)) for rank in range(3)]
     assert sum(found) == p.numel() if p.dim() else found == [1, 1, 1]
@@ -192,6 +192,6 @@ def refused(case_and_options):
         (Adafactored, {"zero_stage": 1}, "Adafactor may read full ones"),
     ],
 )
-def test_what_cannot_be_is_refused(worlds, case, options, words):
+def test_unsupported_options_are_refused(worlds, case, options, words):
     for said in worlds.run(2, refusal, refused, (case, options)):
         assert words in said

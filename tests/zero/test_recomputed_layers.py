@@ -52,7 +52,7 @@ def each_run():
 
 
 @pytest.mark.parametrize(("run", "policies"), list(each_run()))
-def test_the_same_bits(worlds, run, policies):
+def test_bitwise_equal(worlds, run, policies):
     plain = worlds.run(run.world_size, fit, recomputed(run, None))
     for recompute in policies:
         for one, other in zip(plain, worlds.run(run.world_size, fit, recomputed(run, recompute)), strict=True):
@@ -123,7 +123,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize("recompute", ["selective", *SLOW])
-def test_within_a_step_two_layers_are_full_and_nothing_references_their_parameters(worlds, recompute):
+def test_at_most_two_layers_are_full_and_unreferenced(worlds, recompute):
     run = recomputed(Run("GPT2", dp=2, num_batches=2, change=frozen_in_part), recompute, CountsWholes)
     for rank in worlds.run(2, fit, run):
         counted = rank.extra
@@ -155,7 +155,7 @@ def fit_with_shares(run):
     return fit(recomputed(run, shares[dist.get_rank()]))
 
 
-def test_ranks_that_save_different_results_send_the_same(worlds):
+def test_ranks_that_save_different_results_communicate_equally(worlds):
     """Batches of different shapes may lead to different choices; when layers are gathered does not depend on them."""
     run = Run("Layers", dp=2, change=gated)
     plain = worlds.run(2, fit, recomputed(run, None))

@@ -183,7 +183,7 @@ def count_whole(run):
 
 
 @pytest.mark.parametrize(("stage", "dp"), [(1, 2), (3, 2), pytest.param(3, 4, marks=pytest.mark.slow)])
-def test_bytes_between_steps_are_those_of_the_formula(worlds, stage, dp):
+def test_bytes_between_steps_match_the_formula(worlds, stage, dp):
     """Rajbhandari et al. 2020, figure 1: what is shared out is divided by the number of replicas."""
     run = Run("GPT2", dp=dp, strategy={"zero_stage": stage}, callback=CountsBytes)
     [whole] = worlds.run(1, count_whole, run)
@@ -221,7 +221,7 @@ class CountsWholes(Callback):
 
 
 @pytest.mark.parametrize(("per_layer", "most"), [(True, 2), (False, 4)])
-def test_layers_whose_parameters_are_full_at_a_time(worlds, per_layer, most):
+def test_number_of_full_layers_at_a_time(worlds, per_layer, most):
     run = zero(3, "Layers", per_layer=per_layer, callback=CountsWholes)
     for rank in worlds.run(2, fit, run):
         assert rank.extra <= most if per_layer else rank.extra >= most
@@ -229,7 +229,7 @@ def test_layers_whose_parameters_are_full_at_a_time(worlds, per_layer, most):
 
 @pytest.mark.parametrize("shape", [(8, 3), (5, 4), (3, 7), (1, 512), (2,), (1, 1, 9)])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_element_has_one_rank(shape, size):
+def test_every_element_has_one_owner_rank(shape, size):
     placement = shard_placement(torch.Size(shape), size)
     if placement is None:
         return
@@ -238,7 +238,7 @@ def test_every_element_has_one_rank(shape, size):
     assert covered == list(range(shape[placement.dim]))
 
 
-def test_a_single_number_stays_full():
+def test_scalar_parameter_stays_full():
     assert shard_placement(torch.Size(()), 2) is None and shard_placement(torch.Size((1, 1)), 2) is None
 
 
@@ -257,7 +257,7 @@ def changed_after_inference(keeps_full):
 
 
 @pytest.mark.parametrize("keeps_full", [True, False])
-def test_parameters_gathered_in_inference_mode_can_be_trained_afterwards(worlds, keeps_full):
+def test_parameters_gathered_in_inference_mode_are_trainable_later(worlds, keeps_full):
     assert worlds.run(2, changed_after_inference, keeps_full) == [[2.0] * 4] * 2
 
 
@@ -315,7 +315,7 @@ def resumed(name, then, slow=True):
         resumed("plain", "zero3"),
     ],
 )
-def test_resumed_under_another_layout(worlds, tmp_path, first, then):
+def test_resume_under_another_layout(worlds, tmp_path, first, then):
     path = str(tmp_path / "half.ckpt")
     [expected] = worlds.run(1, train, "plain", 2)
     worlds.run(LAYOUTS[first][0], train, first, 1, path)
@@ -337,7 +337,7 @@ def test_resumed_under_another_layout(worlds, tmp_path, first, then):
         ({"zero_stage": 3, "reshard_after_forward": "often"}, "'often'"),
     ],
 )
-def test_options_that_are_none(options, message):
+def test_invalid_options(options, message):
     with pytest.raises(ValueError, match=message):
         Hybrid3DStrategy(**options)
 

@@ -89,7 +89,7 @@ def each_subset():
 
 @pytest.mark.slow  # by default in files, in test_parameters_in_a_file
 @pytest.mark.parametrize(("stage", "per_layer", "subsets"), list(each_subset()))
-def test_each_can_be_on_the_host_alone(worlds, stage, per_layer, subsets):
+def test_each_subset_on_the_host(worlds, stage, per_layer, subsets):
     """What is computed is the same, and nothing reads two devices."""
     strategy = {"zero_stage": stage, "reshard_after_forward": per_layer}
     run = Run("Tied", dp=2, num_batches=4, validate=True, strategy=strategy, trainer=CLIPPED)
@@ -131,7 +131,7 @@ class ResidentParameters(CountsResident):
 
 
 @pytest.mark.parametrize("where", [all_on_disk, pytest.param(alone_on_disk, marks=pytest.mark.slow)])
-def test_of_parameters_in_a_file_two_layers_at_most_are_in_memory(worlds, tmp_path, where):
+def test_at_most_two_layers_of_file_parameters_are_in_memory(worlds, tmp_path, where):
     strategy = {"zero_stage": 3, "reshard_after_forward": True, "offload": where(tmp_path)}
     run = Run("Layers", dp=2, num_batches=1, change=wider, callback=ResidentParameters, strategy=strategy)
     for rank in worlds.run(2, fit, run):
@@ -168,7 +168,7 @@ def values_after_failing(run):
     [(CutsOff, 3, False), (CutsOff, 2, False), (CutsOff, 2, True), (CutsOffBeforeItSaves, 2, False)],
     ids=["before a step", "before the end", "before validation", "before a checkpoint"],
 )
-def test_parameters_whose_file_was_cut_off_stop_the_run(worlds, tmp_path, callback, num_batches, validates):
+def test_truncated_parameter_file_stops_the_run(worlds, tmp_path, callback, num_batches, validates):
     """With an error, not a signal; and what a notebook could still read is not taken for values."""
     strategy = {"zero_stage": 3, "offload": all_on_disk(tmp_path)}
     run = Run("Layers", dp=2, num_batches=num_batches, callback=callback, strategy=strategy, validate=validates)
@@ -182,7 +182,7 @@ class ResidentStates(CountsResident):
         self.count(offloaded.file)
 
 
-def test_two_layers_at_most_are_in_memory(worlds, tmp_path):
+def test_at_most_two_layers_are_in_memory(worlds, tmp_path):
     run = Run("Layers", num_batches=3, microbatches=1, change=wider, callback=ResidentStates)
     [rank] = worlds.run(1, fit, with_offload(run, f"disk:{tmp_path}"))
     most, layer, whole = rank.extra
@@ -209,11 +209,11 @@ def make_optimizer(kind, **options):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_which_optimizers_step_in_turn(kind, options, expected):
+def test_optimizers_that_step_layer_by_layer(kind, options, expected):
     assert steps_independently(make_optimizer(kind, **options)) is expected
 
 
-def test_a_full_disk_is_told_before_anything_changes(tmp_path, monkeypatch):
+def test_full_disk_is_reported_before_any_change(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -222,13 +222,13 @@ def test_a_full_disk_is_told_before_anything_changes(tmp_path, monkeypatch):
         StateFile(str(tmp_path), [2**20])
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OffloadError, match="cannot be written"):
         StateFile(str(tmp_path / "file" / "folder"), [10])
 
 
-def test_a_file_that_was_cut_off_stops_the_step_before_it_changes_anything(tmp_path):
+def test_truncated_file_stops_the_step_before_any_change(tmp_path):
     p = nn.Parameter(torch.ones(8, 8))
     optimizer = torch.optim.AdamW([p])
     offloaded = LayerwiseStep(optimizer, [[p]], str(tmp_path))
@@ -254,12 +254,12 @@ def test_a_file_that_was_cut_off_stops_the_step_before_it_changes_anything(tmp_p
         ({"offload": {"gradients": "disk:p"}, "zero_stage": 3}, "'gradients' .'cpu'."),
     ],
 )
-def test_options_that_are_none(options, message):
+def test_invalid_options(options, message):
     with pytest.raises(ValueError, match=message):
         Hybrid3DStrategy(**options)
 
 
-def test_states_whose_file_was_cut_off_after_the_run_are_lost_and_that_is_said(tmp_path):
+def test_states_lost_by_truncation_after_the_run_are_reported(tmp_path):
     p = nn.Parameter(torch.ones(8, 8))
     optimizer = torch.optim.AdamW([p])
     offloaded = LayerwiseStep(optimizer, [[p]], str(tmp_path))
@@ -271,7 +271,7 @@ def test_states_whose_file_was_cut_off_after_the_run_are_lost_and_that_is_said(t
     assert optimizer.state[p]["exp_avg"].isnan().all()
 
 
-def test_hooks_on_the_step_run_once(tmp_path):
+def test_step_hooks_run_once(tmp_path):
     calls = []
     module = make("Layers")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
