@@ -1,4 +1,4 @@
-"""The groups of a mesh hold the ranks that the layout computes, on real ranks and, at 64, on a fake process group."""
+"""The groups of a mesh contain the ranks of the layout, on real ranks and, at 64, on a fake process group."""
 
 import pytest
 import torch
@@ -123,7 +123,7 @@ def test_axis_equal_to_a_flattened_one_shares_its_group():
 @pytest.mark.world(2)
 def test_axis_of_size_1_does_not_communicate():
     mesh = Mesh.build(ParallelLayout(pipeline_parallel_size=2), "cpu")
-    if mesh.rank == 0:  # alone; a collective over both ranks would hang
+    if mesh.rank == 0:  # on one rank; a collective over both would hang
         mesh.all_reduce(torch.ones(1), "data")
 
 

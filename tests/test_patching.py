@@ -1,4 +1,4 @@
-"""Attributes are replaced for a while, in several layers, and come back in whatever order these are undone."""
+"""Attributes are patched temporarily, in several layers, and restored in any order of undoing."""
 
 import copy
 import functools
@@ -144,7 +144,7 @@ def test_signatures_are_preserved():
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_copies_and_pickles_have_the_originals(duplicate):
     module = Named()
-    module.size, module.held = 4, module.step
+    module.size, module.slot = 4, module.step
     undo = [
         around(module, "step", bracket("()"), reason=REASON),
         replace(module, "size", 5, reason=REASON),

@@ -1,4 +1,4 @@
-"""The folder list is the architecture: a file imports only from floors below its own (docs/design, the house)."""
+"""The folders are the architecture: a file imports only from floors below its own (docs/architecture.md)."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "lightning_hybrid"
+PACKAGE, TESTS = ROOT / "lightning_hybrid", ROOT / "tests"
 MAX_LINES, MAX_FILES = 400, 12
 
 # Low to high. The rooms of one floor do not import each other, except those of plain Python; nor do peers.
@@ -54,7 +54,7 @@ PURE = FLOORS[0] | FLOORS[1]
 FRAMEWORKS = {"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 MAY_IMPORT_LIGHTNING = {"strategies", "precision", "callbacks", "cli", "__init__"}
-# Words that once had a meaning of their own here; the field has others for each of them.
+# Private words of earlier versions; the field has a word for each of them.
 COINAGES = {
     *("alike", "asked", "bookkeeping", "deal", "dealing", "dealt", "dear", "heard", "held", "knock", "lend", "lent"),
     *("looks", "nobody", "noted", "rehearsal", "rehearse", "somebody", "told", "uncut", "ways", "whoever", "whole"),
@@ -148,10 +148,18 @@ def names_in(source, path):
     return {name: {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)} for name in names}
 
 
+def coinages_in(path):
+    return [name for name, words in names_in(path.read_text(), path).items() if words & COINAGES]
+
+
 @pytest.mark.parametrize("path", sources(), ids=str)
 def test_names_are_those_of_the_field(path):
-    found = names_in((PACKAGE / path).read_text(), path)
-    assert not [name for name, words in found.items() if words & COINAGES], f"{path}: use the field's word"
+    assert not coinages_in(PACKAGE / path), f"{path}: use the field's word"
+
+
+def test_names_of_tests_are_those_of_the_field():
+    found = {str(path.relative_to(TESTS)): coinages_in(path) for path in sorted(TESTS.rglob("*.py"))}
+    assert not {path: names for path, names in found.items() if names}, "use the field's word"
 
 
 def test_coinages_are_found():

@@ -1,4 +1,4 @@
-"""AdaScale's gains and steps are fairscale's, on the same gradients."""
+"""AdaScale's gains and steps equal fairscale's on the same gradients."""
 
 import contextlib
 
@@ -64,7 +64,7 @@ def fairscale_run(accumulate, scale=None, smoothing=None):
 
 
 class Module(LightningModule):
-    """Averages its gradients over the ranks itself, where a reducer is given."""
+    """Averages its gradients over the ranks itself if it has a reducer."""
 
     def __init__(self, loader):
         super().__init__()
@@ -143,7 +143,7 @@ def test_two_data_parallel_ranks(accumulate, monkeypatch):
 
 @pytest.mark.world(2)
 def test_stages_sum_their_squared_norms():
-    """Each rank holds both layers but counts one; the gains are those of the whole."""
+    """Each rank has both layers but counts one; the gains are those of the full model."""
     gains, weights = fairscale_run_alone(2)
     model = Module(batches(2))
     mesh = Mesh.build(ParallelLayout(pipeline_parallel_size=2), "cpu")
@@ -164,14 +164,14 @@ def fairscale_run_alone(accumulate):
 
 
 def test_resume_keeps_moving_averages(tmp_path):
-    whole, first, second = (Module(batches(2)) for _ in range(3))
-    trainer_of(AdaScale(smoothing=0.9), 2, max_epochs=2).fit(whole)
+    uninterrupted, first, second = (Module(batches(2)) for _ in range(3))
+    trainer_of(AdaScale(smoothing=0.9), 2, max_epochs=2).fit(uninterrupted)
     trainer = trainer_of(AdaScale(smoothing=0.9), 2)
     trainer.fit(first)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     trainer_of(AdaScale(smoothing=0.9), 2, max_epochs=2).fit(second, ckpt_path=tmp_path / "a.ckpt")
-    assert first.gains + second.gains == whole.gains
-    assert all(torch.equal(p, q) for p, q in zip(second.parameters(), whole.parameters(), strict=True))
+    assert first.gains + second.gains == uninterrupted.gains
+    assert all(torch.equal(p, q) for p, q in zip(second.parameters(), uninterrupted.parameters(), strict=True))
 
 
 def test_gains_under_loss_scaling_skip_overflows():
@@ -181,7 +181,7 @@ def test_gains_under_loss_scaling_skip_overflows():
     trainer_of(AdaScale(), 2).fit(plain)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
     precision = HybridPrecision("16-mixed", scaler=scaler)
-    precision.forward_context = contextlib.nullcontext  # the scale alone, with float64 arithmetic
+    precision.forward_context = contextlib.nullcontext  # only the scale, with float64 arithmetic
     trainer_of(AdaScale(), 2, plugins=[precision]).fit(scaled)
     assert precision.loss_scale > 2.0**8
     assert scaled.gains == pytest.approx(plain.gains, rel=1e-9)

@@ -1,4 +1,4 @@
-"""AdaScale through the Trainer: the gain over stages and replicas is that of one process."""
+"""AdaScale through the Trainer: the gain over stages and replicas matches one process."""
 
 import functools
 
@@ -106,7 +106,7 @@ def test_gain_with_sharded_stages(worlds, devices, accumulated):
 
 
 class Scaled(AdaScale):
-    noted = None
+    recorded = None
 
     def __init__(self):
         super().__init__(scale=2.0, smoothing=0.5)

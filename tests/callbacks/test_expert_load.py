@@ -1,4 +1,4 @@
-"""How evenly experts are used: metrics of reports, what is seen of each layer, and the picture."""
+"""ExpertLoadMonitor: metrics of routing reports, the layers that it observes, and the picture."""
 
 import math
 
@@ -58,7 +58,7 @@ class Router(nn.Module):
 
 
 class Mixed(Lit):
-    """A layer of ours, and somebody else's router."""
+    """One MoE layer of this package, and a foreign router."""
 
     def __init__(self):
         super().__init__()
@@ -67,12 +67,16 @@ class Mixed(Lit):
         self.seen = []
 
     def loss(self, batch):
-        y, said = self.moe(batch["x"])
+        y, routing_report = self.moe(batch["x"])
         scores, _, indices = self.gate(y)
         self.seen.append(
-            (said.load.tolist(), float(said.dropped), torch.bincount(indices.flatten(), minlength=3).tolist())
+            (
+                routing_report.load.tolist(),
+                float(routing_report.dropped),
+                torch.bincount(indices.flatten(), minlength=3).tolist(),
+            )
         )
-        return y.square().mean() + said.loss + scores.square().mean()
+        return y.square().mean() + routing_report.loss + scores.square().mean()
 
 
 def test_monitor_reports_each_layer_in_training_only(tmp_path):

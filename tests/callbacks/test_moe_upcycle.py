@@ -1,11 +1,11 @@
-"""Upcycled modules through the Trainer: over stages and replicas their numbers are those of one process."""
+"""MoEUpcycle through the Trainer: over stages and replicas it matches single-process training."""
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness.fits import Notes
+from harness.fits import FitRecorder
 from harness.one_process_pipeline import assert_same_gradients
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import ExpertLoadMonitor, MoEUpcycle
@@ -15,8 +15,8 @@ MLPS = {"GPT2": "model.transformer.h.*.mlp", "Llama": "model.model.layers.*.mlp"
 MICROBATCH, COUNT, STEPS = 2, 2, 2
 
 
-class Balance(Notes):
-    """Notes the balance loss of each batch too."""
+class Balance(FitRecorder):
+    """Records the balance loss of each batch too."""
 
     def __init__(self):
         super().__init__()
@@ -87,11 +87,11 @@ def test_upcycled_fit_matches_one_process(worlds, case, pp, dp, options):
     for index, grads in enumerate(expected.grads):
         gathered = {name: grad for rank in ranks for name, grad in rank.grads[index].items()}
         assert_same_gradients(gathered, grads, tolerance=1e-10)
-    for noted in ("losses", "balance"):
-        by_replica = [rank.extra[noted] for rank in ranks[:dp]]
+    for recorded in ("losses", "balance"):
+        by_replica = [rank.extra[recorded] for rank in ranks[:dp]]
         given = [sum(map(float, values)) / dp for values in zip(*by_replica, strict=True)]
         # Lightning has divided the losses of accumulated batches.
-        wanted = sums(expected.extra[noted], dp * COUNT, 1 if noted == "losses" else dp * COUNT)
+        wanted = sums(expected.extra[recorded], dp * COUNT, 1 if recorded == "losses" else dp * COUNT)
         assert given == pytest.approx(wanted, rel=1e-10)
     loads = expected.extra["loads"]
     assert len(loads) == 4 and all(len(rows) == STEPS for rows in loads.values())

@@ -1,4 +1,4 @@
-"""PipelineTimeline draws what the ranks of a pipeline really did, and does nothing without one."""
+"""PipelineTimeline draws what the pipeline ranks executed, and does nothing without a pipeline."""
 
 import dataclasses
 import random
@@ -81,7 +81,7 @@ def test_steps_count_optimizer_steps_and_may_repeat():
 
 @pytest.mark.world(2)
 def test_ranks_measure_the_step_chosen_by_rank_0():
-    """Whoever waited for a rank with another step would wait for ever."""
+    """A rank that measured another step would never be joined."""
     fit(PipelineTimeline(step=1 + dist.get_rank()), max_steps=3, pipeline_parallel_size=2, num_microbatches=2)
     assert written() == ["timeline.svg"]
 
@@ -105,10 +105,10 @@ def test_one_pipeline_per_replica_is_drawn(axis):
 
 @pytest.mark.world(2)
 def test_nothing_is_drawn_without_stages():
-    with mock.patch.object(pipeline_timeline, "rank_zero_info") as told:
+    with mock.patch.object(pipeline_timeline, "rank_zero_info") as info:
         fit(PipelineTimeline(step=1), max_steps=1)
     assert written() == []
-    assert "one pipeline stage" in told.call_args.args[0]
+    assert "one pipeline stage" in info.call_args.args[0]
 
 
 @pytest.mark.world(2)
@@ -143,7 +143,7 @@ SCHEDULES = pytest.mark.parametrize(
 
 
 def simulated(name, stages_per_rank, transfer=0.0):
-    """A timeline with four microbatches, and what hands values to what in it."""
+    """A timeline with four microbatches, and the data dependencies in it."""
     schedule = make_schedule(name, 2, 4, stages_per_rank)
     links = chain(schedule.num_stages)
     assignment = SimpleNamespace(
@@ -194,7 +194,7 @@ def test_early_action_only_waits(name, stages_per_rank):
 def test_no_measured_step_beats_its_bound(seed, name, stages_per_rank):
     chance = random.Random(seed)
     ideal, assignment = simulated(name, stages_per_rank, transfer=0.1)
-    # Time passes more slowly here and there, alike on all ranks: whatever each action takes then, the order holds.
+    # Actions take longer at times, equally on all ranks: the order holds for any duration.
     points = sorted({time for span in ideal.spans for time in span[2:]})
     clock, now = {}, 0.0
     for before, after in zip([points[0], *points], points, strict=False):

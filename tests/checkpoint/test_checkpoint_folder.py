@@ -1,4 +1,4 @@
-"""Folders of distributed checkpoints by themselves: whole or refused, whatever happened to them."""
+"""Folders of distributed checkpoints: complete or refused after any interruption."""
 
 import io
 import json
@@ -81,13 +81,13 @@ def test_file_and_folder_convert_into_each_other(saved, tmp_path, capsys):
 
 
 def test_large_tensors_convert_on_disk(tmp_path):
-    whole = {"state_dict": {"w": torch.randn(700, 1000), "half": torch.randn(700_000).bfloat16()}}
-    torch.save(whole, tmp_path / "plain.ckpt")
+    saved_dict = {"state_dict": {"w": torch.randn(700, 1000), "half": torch.randn(700_000).bfloat16()}}
+    torch.save(saved_dict, tmp_path / "plain.ckpt")
     to_folder(tmp_path / "plain.ckpt", tmp_path / "saved.ckpt")
-    told = []
-    to_file(tmp_path / "saved.ckpt", tmp_path / "back.ckpt", tell=told.append)
-    assert told == ["model/w (700, 1000)", "model/half (700000,)"]
-    torch.testing.assert_close(torch.load(tmp_path / "back.ckpt"), whole, rtol=0, atol=0)
+    progress = []
+    to_file(tmp_path / "saved.ckpt", tmp_path / "back.ckpt", tell=progress.append)
+    assert progress == ["model/w (700, 1000)", "model/half (700000,)"]
+    torch.testing.assert_close(torch.load(tmp_path / "back.ckpt"), saved_dict, rtol=0, atol=0)
 
 
 CONVERTS = """
@@ -130,7 +130,7 @@ print(convert("large", 30))
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is counted by Linux's /proc")
 def test_conversion_memory_is_bounded(tmp_path):
-    # Of a process of its own, whose allocator gives back what is freed.
+    # In a separate process, whose allocator returns freed memory.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", CONVERTS]
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
@@ -158,7 +158,7 @@ def test_killed_save_leaves_the_previous_checkpoint(saved, monkeypatch, last_wor
         IncompleteCheckpoint, match=r"fresh.ckpt is not there: a save to it began.*beside it: .*saved.ckpt"
     ):
         SavedFolder(fresh)
-    for path in (saved, fresh):  # over what the killed ones left
+    for path in (saved, fresh):  # over the files of the killed saves
         writing.write(save(path, 5), None)
         assert step_of(path) == 5 and not folder.incomplete_path(path).exists()
 
@@ -215,7 +215,7 @@ def flip(path):
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("harm", "message"),
     [
         (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda path: (path / "meta.pt").write_bytes(b""), "meta.pt has 0 bytes instead of"),
@@ -224,9 +224,9 @@ def flip(path):
         (lambda path: [entry.unlink() for entry in path.iterdir()], "is empty: a save to it began"),
     ],
 )
-def test_incomplete_folders_are_refused(saved, harm, said, capsys):
+def test_incomplete_folders_are_refused(saved, harm, message, capsys):
     harm(saved)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         SavedFolder(saved)
     assert command_line(["checkpoint", "verify", str(saved)]) == 1
     assert command_line(["checkpoint", "inspect", str(saved)]) == 2
@@ -293,7 +293,7 @@ def test_loading_runs_no_code_from_the_folder(saved, capsys):
 
 
 @pytest.mark.parametrize(
-    ("boxes", "said"),
+    ("boxes", "message"),
     [
         ([((0, 0), (2, 4)), ((2, 0), (1, 4))], ""),
         ([((0, 0), (2, 4))], "of which 8 are saved"),
@@ -301,8 +301,8 @@ def test_loading_runs_no_code_from_the_folder(saved, capsys):
         ([((0, 0), (2, 4)), ((2, 0), (2, 4))], "outside"),
     ],
 )
-def test_every_element_is_in_exactly_one_box(boxes, said):
-    assert said in covered((3, 4), boxes) and bool(said) == bool(covered((3, 4), boxes))
+def test_every_element_is_in_exactly_one_box(boxes, message):
+    assert message in covered((3, 4), boxes) and bool(message) == bool(covered((3, 4), boxes))
 
 
 def test_writer_thread_error_is_raised_and_keeps_the_previous_checkpoint(saved, monkeypatch):
@@ -314,7 +314,7 @@ def test_writer_thread_error_is_raised_and_keeps_the_previous_checkpoint(saved, 
     monkeypatch.setattr(folder, "finish", full)
     new = saved.with_name("new.ckpt")
     background.start(save(new, 4), None)
-    background.remove(saved)  # as a callback does that keeps the best one alone
+    background.remove(saved)  # as a callback with save_top_k=1 does
     with pytest.raises(CheckpointError, match=r"new.ckpt could not be written.*No space left.*kept.*saved.ckpt"):
         background.wait()
     monkeypatch.undo()

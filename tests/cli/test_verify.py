@@ -1,4 +1,4 @@
-"""Ranks of the command: results by rank; a rank that fails, dies or hangs is told, and no process stays."""
+"""The `verify` command: results by rank; a rank that fails, dies or hangs is reported, and no process is left."""
 
 import os
 import time

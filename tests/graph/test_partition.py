@@ -1,4 +1,4 @@
-"""Cutting a step graph: the balance is exact, the rule gives every operation its stage, and refusals name names."""
+"""Partition of a step graph: exact balance, the stage of every operation, and refusals that name units."""
 
 import dataclasses
 import itertools
@@ -34,7 +34,7 @@ def test_balance_refuses_empty_parts(parts):
 
 
 def graph_of(*rows, loss=None):
-    """Nodes as (name, inputs, parameters), each of which makes one value, the one of its own number."""
+    """Nodes as (name, inputs, parameters); node number i makes value number i."""
     nodes = tuple(
         Node(index, name, tuple(inputs), tuple(parameters), (index,), flops=1.0)
         for index, (name, inputs, parameters) in enumerate(rows)
@@ -80,7 +80,7 @@ def test_operation_runs_on_the_latest_stage_of_its_inputs():
     graph = graph_of(
         ("@a", [], ["a"]),  # 0
         ("@b", [0], ["b"]),  # 1
-        ("add", [0, 0], []),  # 2: reads stage 0 alone, though it runs after b
+        ("add", [0, 0], []),  # 2: reads only stage 0, though it runs after b
         ("@c", [1], ["c"]),  # 3
         ("add", [2, 3], []),  # 4: a long skip from 0 to 2
         ("mul", [4], ["a"]),  # 5: reads an early parameter late
@@ -147,7 +147,7 @@ def test_update_chain_is_no_first_use_and_ties_its_inputs():
     graph = StepGraph("training_step", tuple(nodes), values, {}, loss=8)
     homes = owner_stages(graph, 2, ["student.1"])
     assert homes["student.0"] == 0 and homes["student.1"] == 1  # as if there were no updates
-    # teacher.0 is read after student.1, and what is written lies where it is read
+    # teacher.0 is read after student.1, and a written value is on the stage of its reader
     assert homes["teacher.0"] == homes["teacher.1"] == 1
     assignment = assign(graph, homes, 2)
     assert assignment.holders["teacher.0"] == (1,) and assignment.node_stage[2] == 1
@@ -210,8 +210,8 @@ def test_inner_derivative_runs_on_its_latest_stage():
     assert owner_stages(graph, 3)["blocks.3.weight"] == owner_stages(graph, 3)["blocks.2.weight"] == 2
     # A cut by name inside of it: what comes before the cut follows.
     assert assign(graph, owner_stages(graph, 2, ["blocks.3"]), 2).node_stage == (0, 0, 1, 1, 1)
-    whole = with_derivative(chain(4), (0, 1, 2, 3))
+    with_inner = with_derivative(chain(4), (0, 1, 2, 3))
     with pytest.raises(PartitionError, match=r"leaves nothing to stages \[0\]"):
-        assign(whole, owner_stages(whole, 2, ["blocks.2"]), 2)
+        assign(with_inner, owner_stages(with_inner, 2, ["blocks.2"]), 2)
     with pytest.raises(PartitionError, match="only 1 unit with parameters, counting all that the derivative"):
-        owner_stages(whole, 2)
+        owner_stages(with_inner, 2)

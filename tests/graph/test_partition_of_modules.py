@@ -1,4 +1,4 @@
-"""Cuts of real modules: balanced, at the asked places, or refused with names."""
+"""Cuts of real modules: balanced, where the user puts them, or refused with names."""
 
 import pytest
 from torch import nn

@@ -1,4 +1,4 @@
-"""Which of a test's layouts run by default: those that no other one covers. The slow tests run them all.
+"""Which layouts of a test run by default: those that no other one covers. The slow tests run all.
 
 Two replicas of two stages have stages and replicas, so what breaks with either breaks there. Several stages per rank
 and tensor ranks are covered by nothing that has none of them.
@@ -176,8 +176,11 @@ def covered(sizes: Mapping[str, tuple[int, ...]]) -> set[str]:
     """Names of those which another one equals or exceeds in every size."""
     return {
         name
-        for name, mine in sizes.items()
-        if any(mine != other and all(m <= o for m, o in zip(mine, other, strict=True)) for other in sizes.values())
+        for name, own_sizes in sizes.items()
+        if any(
+            own_sizes != other and all(m <= o for m, o in zip(own_sizes, other, strict=True))
+            for other in sizes.values()
+        )
     }
 
 

@@ -1,4 +1,4 @@
-"""Process groups on the CPU that refuse what NCCL refuses, and let operations wait for each other as NCCL does.
+"""CPU process groups that refuse what NCCL refuses, and let operations wait for each other as NCCL does.
 
     with as_on_gpus():           every group made inside, the world's among them
         fit(run)
@@ -78,7 +78,7 @@ class _Work(torch._C._distributed_c10d.Work):
 
 
 class _Communicator:
-    """Runs operations one after the other, in a thread of its own."""
+    """Runs operations one after the other, in its own thread."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[_Work] = queue.SimpleQueue()
@@ -149,16 +149,16 @@ class StrictGroup(dist.ProcessGroup):
         tag = 2 * number
 
         def run() -> None:
-            mine = torch.tensor([int(sends), tensor.nbytes])
-            theirs = torch.empty_like(mine)
-            works = [self._inner.send([mine], peer, tag), self._inner.recv([theirs], peer, tag)]
+            local = torch.tensor([int(sends), tensor.nbytes])
+            remote = torch.empty_like(local)
+            works = [self._inner.send([local], peer, tag), self._inner.recv([remote], peer, tag)]
             for work in works:
                 work.wait(_PATIENCE)
-            if theirs.tolist() != [int(not sends), tensor.nbytes]:
+            if remote.tolist() != [int(not sends), tensor.nbytes]:
                 does = "sends" if sends else "receives"
                 raise Refused(
                     f"transfer {number} between ranks {self.rank()} and {peer}: one {does} {tensor.nbytes}"
-                    f" bytes, the other {'sends' if theirs[0] else 'receives'} {int(theirs[1])}"
+                    f" bytes, the other {'sends' if remote[0] else 'receives'} {int(remote[1])}"
                 )
             transfer = self._inner.send if sends else self._inner.recv
             transfer([tensor], peer, tag + 1).wait(_PATIENCE)
@@ -199,7 +199,7 @@ def _check(args: Any) -> None:
 
 
 def _as_bytes(value: Any) -> Any:
-    """Booleans as bytes, which gloo knows."""
+    """Booleans as bytes, which gloo supports."""
     if isinstance(value, Tensor):
         return value.view(torch.uint8) if value.dtype is torch.bool else value
     return type(value)(map(_as_bytes, value)) if isinstance(value, list | tuple) else value

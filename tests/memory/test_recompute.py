@@ -1,4 +1,4 @@
-"""What layers that are computed again keep for their backward."""
+"""What recomputed layers save for their backward."""
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ def block(width):
 
 
 def test_layer_saves_only_its_input():
-    """Twelve layers: of the eleven values that each keeps, one is its input."""
+    """Twelve layers: of the eleven values that each saves, one is its input."""
     model = nn.Sequential(*(block(16) for _ in range(12)))
     x = torch.randn(64, 16, requires_grad=True)
     layers = find_layers({"": model})
@@ -45,7 +45,7 @@ def test_statistics_are_updated_once():
 
 
 class Filling(nn.Module):
-    """Keeps what it has computed in an object that it is given, and uses what is there."""
+    """Caches its results in an object that is passed to it, and uses cached ones."""
 
     def __init__(self):
         super().__init__()

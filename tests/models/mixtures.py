@@ -1,4 +1,4 @@
-"""Models with experts: of transformers, and written by hand."""
+"""Mixture-of-experts models: of transformers, and hand-written."""
 
 import torch
 from torch import nn
@@ -148,19 +148,19 @@ class FewTokensForAll(FewTokens):
 
 
 class Routed(nn.Module):
-    """Asks how many samples take each of two ways."""
+    """Branches on how many samples take each of two linears."""
 
     def __init__(self):
         super().__init__()
         self.router = nn.Linear(WIDTH, 1)
-        self.ways = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.kinds = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x):
         left = self.router(x).squeeze(-1) > 0
         order = left.int().argsort(descending=True, stable=True)
         sizes = torch.stack([left.sum(), (~left).sum()]).tolist()
-        parts = [way(part) for way, part in zip(self.ways, x[order].split(sizes), strict=True)]
+        parts = [linear(part) for linear, part in zip(self.kinds, x[order].split(sizes), strict=True)]
         x = x + torch.zeros_like(x).index_copy(0, order, torch.cat(parts))
         return x + self.down(torch.relu(self.up(x)))
 

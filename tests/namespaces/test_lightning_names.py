@@ -1,4 +1,4 @@
-"""`lightning.pytorch` and `pytorch_lightning`: which one a file means, and one source for both."""
+"""`lightning.pytorch` and `pytorch_lightning`: which one a user file uses, and one source for both."""
 
 import inspect
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.worlds.not_installed import OPTIONAL
+from harness.worlds.hidden_packages import OPTIONAL
 from lightning_hybrid.namespaces import detect_lightning_namespace as namespaces
 from lightning_hybrid.namespaces import import_modules_twice as twins
 from lightning_hybrid.namespaces.detect_lightning_namespace import LIGHTNING, PYTORCH_LIGHTNING, namespace_for
@@ -23,7 +23,7 @@ SOURCES = [path for room in twins._TWIN_PACKAGES for path in sorted((ROOT / "lig
 
 @pytest.fixture
 def imported(monkeypatch):
-    """Sets which namespaces are imported and installed; both are installed unless said otherwise."""
+    """Sets which namespaces are imported and installed; both are installed by default."""
 
     def pretend(*tops, installed=("lightning", "pytorch_lightning")):
         for namespace in (LIGHTNING, PYTORCH_LIGHTNING):
@@ -35,14 +35,14 @@ def imported(monkeypatch):
     return pretend
 
 
-def asked_in(source, name="user", **names):
-    """The namespace for a file, where `frame()` stands for asking; imports that are not run still count."""
+def namespace_of(source, name="user", **names):
+    """The namespace for a file that calls `frame()` to find it; imports that are not run still count."""
     file = {"__name__": name, "frame": lambda: sys._getframe(1), **names}
     exec(textwrap.dedent(source), file)
-    return namespace_for(file["asked"])
+    return namespace_for(file["found"])
 
 
-NOT_RUN = "asked = frame()\nif not asked:\n    "
+NOT_RUN = "found = frame()\nif not found:\n    "
 
 
 @pytest.mark.parametrize("others", [(), ("lightning",), ("lightning", "pytorch_lightning")], ids=str)
@@ -51,40 +51,40 @@ NOT_RUN = "asked = frame()\nif not asked:\n    "
 )
 def test_file_uses_the_namespace_of_its_imports(imported, source, others):
     imported(*others)
-    assert asked_in(NOT_RUN + source) is PYTORCH_LIGHTNING
+    assert namespace_of(NOT_RUN + source) is PYTORCH_LIGHTNING
 
 
 def test_file_with_only_a_model_uses_the_namespace_of_the_model(imported):
     imported("lightning", "pytorch_lightning")
     base = type("LightningModule", (), {"__module__": "pytorch_lightning.core.module"})
     model = type("Model", (base,), {"__module__": "project.model"})
-    assert asked_in("def build():\n    return frame()\nasked = build()", Model=model) is PYTORCH_LIGHTNING
+    assert namespace_of("def build():\n    return frame()\nfound = build()", Model=model) is PYTORCH_LIGHTNING
 
 
 @pytest.mark.parametrize("named", ["", "import lightning.pytorch, pytorch_lightning"])
 def test_default_is_the_imported_namespace(imported, named):
     imported("pytorch_lightning")
-    assert asked_in(NOT_RUN + (named or "pass")) is PYTORCH_LIGHTNING
+    assert namespace_of(NOT_RUN + (named or "pass")) is PYTORCH_LIGHTNING
     imported("lightning")
-    assert asked_in(NOT_RUN + (named or "pass")) is LIGHTNING
+    assert namespace_of(NOT_RUN + (named or "pass")) is LIGHTNING
 
 
 def test_running_namespace_wins_and_lightning_is_the_default(imported):
     imported("lightning", "pytorch_lightning")
-    assert asked_in("asked = frame()") is LIGHTNING
+    assert namespace_of("found = frame()") is LIGHTNING
     cli = {"__name__": "pytorch_lightning.cli"}
     exec("def run(function):\n    return function()", cli)
-    assert asked_in("def find():\n    return frame()\nasked = run[0](find)", "jsonargparse", run=[cli["run"]]) is (
+    assert namespace_of("def find():\n    return frame()\nfound = run[0](find)", "jsonargparse", run=[cli["run"]]) is (
         PYTORCH_LIGHTNING
     )
 
 
 def test_missing_namespace_is_never_used(imported):
     imported(installed=("lightning",))
-    assert asked_in(NOT_RUN + "import pytorch_lightning as pl") is LIGHTNING
+    assert namespace_of(NOT_RUN + "import pytorch_lightning as pl") is LIGHTNING
     imported(installed=())
     with pytest.raises(ModuleNotFoundError, match="lightning or pytorch-lightning, but neither is installed"):
-        asked_in("asked = frame()")
+        namespace_of("found = frame()")
 
 
 # -- one source -------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_lightning_frames_are_not_user_lines():
 BLOCK = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "tests")!r})
-from harness.worlds.not_installed import hide
+from harness.worlds.hidden_packages import hide
 hide({{missing}})
 """
 # The imports are in the order in which isort puts them.

@@ -1,4 +1,4 @@
-"""Two stages x two replicas x two tensor ranks train well-known architectures to the numbers of one process."""
+"""Two stages x two replicas x two tensor ranks of well-known architectures match single-process training."""
 
 import functools
 
@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from harness import checkpoint_runs as checkpoint
 from harness.fits import Run, assert_parity, fit, fit_reference
-from harness.sharded_fraction import NotesCut, Noting, cut_of
+from harness.sharded_fraction import RecordingRun, RecordsFraction, fraction_of
 from harness.verification import call_quietly
 from lightning_hybrid.verify import Experiment, Layout, Verification
 from models.cases import CASES, Samples, make
@@ -30,7 +30,7 @@ MODELS = [  # a small one with tied weights is in the grid of tensor parallelism
 ]
 
 
-def assert_cut(cut):
+def assert_fully_sharded(cut):
     assert cut.share == 1 and not cut.gathered, cut
     assert cut.seconds and max(cut.seconds.values()) < MOST_SECONDS, cut.seconds
 
@@ -42,7 +42,7 @@ def test_parity_without_full_tensors(worlds, case):
     ranks = worlds.run(8, fit, run, timeout=180)
     assert_parity(ranks, expected, run)
     # The experts of Mixtral are batched; they are a matter of expert parallelism.
-    assert_cut(cut_of(make(case), ranks[0].plans, within="self_attn." if case is Mixtral else ""))
+    assert_fully_sharded(fraction_of(make(case), ranks[0].plans, within="self_attn." if case is Mixtral else ""))
 
 
 def images():
@@ -51,14 +51,17 @@ def images():
 
 @pytest.mark.slow
 def test_batch_statistics_and_paired_convolutions(worlds):
-    """Each microbatch of each replica has statistics of its own, and the reference is run in these parts."""
+    """Each microbatch of each replica has its own statistics, and the reference runs these microbatches."""
 
     def run(n, function, /, *args, timeout):
         return worlds.run(n, call_quietly, function, args, timeout=timeout)
 
-    noting = Noting(run)
+    noting = RecordingRun(run)
     experiment = Experiment(
-        make_module=functools.partial(make, ResNet), make_data=images, steps=3, trainer={"callbacks": [NotesCut()]}
+        make_module=functools.partial(make, ResNet),
+        make_data=images,
+        steps=3,
+        trainer={"callbacks": [RecordsFraction()]},
     )
     sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
     report = Verification(experiment, run=noting, timeout=180).check(Layout("2x2x2", devices=8, strategy=sizes))

@@ -1,4 +1,4 @@
-"""Three stages from layers that do not divide by three, and of unequal size."""
+"""Three stages of layers that do not divide by three, and of unequal size."""
 
 import pytest
 import torch

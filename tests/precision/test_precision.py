@@ -1,4 +1,4 @@
-"""HybridPrecision is Lightning's plugin in one process, and one loss scale and one gradient norm over a mesh."""
+"""HybridPrecision equals Lightning's plugin in one process, with one loss scale and one gradient norm over a mesh."""
 
 import copy
 
@@ -26,7 +26,7 @@ two_ranks = pytest.mark.world(2)
 
 
 def parameters_with_gradients(num, dtype=torch.float64):
-    """The same on every rank: parameters of a whole model with their gradients."""
+    """The same on every rank: parameters of a full model with their gradients."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(3, index + 2, dtype=dtype)) for index in range(num)]
     for parameter in parameters:
@@ -68,7 +68,7 @@ def test_clipping_matches_one_process(dtype, tolerance, clip_val):
     torch.testing.assert_close(plugin.grad_norm(local), norm, rtol=tolerance, atol=0, check_dtype=False)
     plugin.clip_gradients(torch.optim.SGD([*local, foreign], lr=0.1), clip_val)
     for p, q in zip(reference, parameters, strict=True):
-        if any(q is mine for mine in local):
+        if any(q is own_parameter for own_parameter in local):
             torch.testing.assert_close(q.grad, p.grad, rtol=tolerance, atol=0)
     assert foreign.grad is None
 
@@ -77,7 +77,7 @@ def test_clipping_matches_one_process(dtype, tolerance, clip_val):
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_non_finite_norm_behaves_as_in_torch(value):
     parameters = parameters_with_gradients(4)
-    parameters[1].grad[0, 0] = value  # on rank 0 alone
+    parameters[1].grad[0, 0] = value  # on rank 0 only
     reference = copy.deepcopy(parameters)
     for p, q in zip(reference, parameters, strict=True):
         p.grad = q.grad.clone()
@@ -85,7 +85,7 @@ def test_non_finite_norm_behaves_as_in_torch(value):
     local, owned = stage_of(parameters)
     two_stages(owned=owned).clip_gradients(torch.optim.SGD(local, lr=0.1), 1.0)
     for p, q in zip(reference, parameters, strict=True):
-        if any(q is mine for mine in local):
+        if any(q is own_parameter for own_parameter in local):
             torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0, equal_nan=True)
 
 
@@ -173,7 +173,7 @@ def test_teardown_releases_the_mesh():
     plugin = two_stages("16-mixed")
     plugin.teardown()
     assert plugin.mesh is None and plugin.scaler.mesh is None
-    if dist.get_rank() == 0:  # alone; a collective would hang
+    if dist.get_rank() == 0:  # on one rank; a collective would hang
         scaled_step(plugin, *one_step(), 1.0)
 
 
@@ -245,9 +245,9 @@ def test_float16_with_loss_scale_on_cpu(tmp_path):
 
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_checkpoint_is_interchangeable_with_the_plugin_of_lightning(tmp_path, ours_first):
-    def plugin(ours):
+    def plugin(is_hybrid):
         scaler = torch.amp.GradScaler("cpu", init_scale=32.0, growth_interval=2)
-        return HybridPrecision("16-mixed", scaler=scaler) if ours else MixedPrecision("16-mixed", "cpu", scaler)
+        return HybridPrecision("16-mixed", scaler=scaler) if is_hybrid else MixedPrecision("16-mixed", "cpu", scaler)
 
     first = fit(OverflowingRegression(), tmp_path, plugins=[plugin(ours_first)], max_steps=5)
     first.save_checkpoint(tmp_path / "a.ckpt")
@@ -287,15 +287,15 @@ def test_user_plugin_is_kept(name):
 
 def test_user_scaler_keeps_its_settings():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=7)
-    ours = HybridPrecision.of(MixedPrecision("16-mixed", "cpu", scaler)).scaler
-    assert isinstance(ours, MeshGradScaler)
-    assert ours.state_dict() == scaler.state_dict()
+    is_hybrid = HybridPrecision.of(MixedPrecision("16-mixed", "cpu", scaler)).scaler
+    assert isinstance(is_hybrid, MeshGradScaler)
+    assert is_hybrid.state_dict() == scaler.state_dict()
     parameter, optimizer = one_step()
-    scaled_step(HybridPrecision("16-mixed", scaler=ours), parameter, optimizer, float("inf"))
-    assert ours.get_scale() == 2.0
+    scaled_step(HybridPrecision("16-mixed", scaler=is_hybrid), parameter, optimizer, float("inf"))
+    assert is_hybrid.get_scale() == 2.0
     again = MeshGradScaler("cpu")
-    again.load_state_dict(ours.state_dict())
-    assert again.state_dict() == ours.state_dict()
+    again.load_state_dict(is_hybrid.state_dict())
+    assert again.state_dict() == is_hybrid.state_dict()
     assert not MeshGradScaler.of(torch.amp.GradScaler("cpu", enabled=False)).is_enabled()
 
 
@@ -308,17 +308,17 @@ def test_clipping_with_a_fused_optimizer():
     torch.testing.assert_close(parameter.grad.norm(), torch.tensor(0.5))
 
 
-class OwnPrecision(MixedPrecision):
+class UserPrecision(MixedPrecision):
     pass
 
 
-class OwnScaler(torch.amp.GradScaler):
+class UserScaler(torch.amp.GradScaler):
     pass
 
 
 @pytest.mark.parametrize(
     "plugin",
-    [lambda: FSDPPrecision("32-true"), lambda: OwnPrecision("bf16-mixed", "cpu")],
+    [lambda: FSDPPrecision("32-true"), lambda: UserPrecision("bf16-mixed", "cpu")],
     ids=["other strategy", "subclass"],
 )
 def test_plugins_with_overrides_are_refused(plugin):
@@ -331,5 +331,5 @@ def test_invalid_arguments_are_refused():
         HybridPrecision("8-bit")
     with pytest.raises(ValueError, match="takes no scaler"):
         HybridPrecision("bf16-mixed", scaler=torch.amp.GradScaler("cpu"))
-    with pytest.raises(TypeError, match="the scaler is a OwnScaler"):
-        HybridPrecision("16-mixed", scaler=OwnScaler("cpu"))
+    with pytest.raises(TypeError, match="the scaler is a UserScaler"):
+        HybridPrecision("16-mixed", scaler=UserScaler("cpu"))

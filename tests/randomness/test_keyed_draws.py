@@ -1,4 +1,4 @@
-"""What counts as a draw, and that the count does not depend on what is watched."""
+"""Which calls count as draws, and that the count does not depend on the observed modules."""
 
 import pytest
 import torch

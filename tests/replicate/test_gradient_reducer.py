@@ -1,4 +1,4 @@
-"""GradientReducer leaves the mean of the ranks' gradients, whatever each rank trained, froze or used."""
+"""GradientReducer leaves the mean of the ranks' gradients for any trained, frozen or unused parameters."""
 
 import copy
 
@@ -24,7 +24,7 @@ def gathered(value):
 
 
 def mean_over_ranks(gradient, like):
-    """The mean computed by hand, out of everybody's gradient; None counts as zeros unless all are None."""
+    """The manual mean over the ranks' gradients; None counts as zeros unless all are None."""
     gradients = gathered(None if gradient is None else gradient.clone())
     if all(other is None for other in gradients):
         return None
@@ -66,7 +66,7 @@ def backward(model, order, seed=None, width=8, dtype=torch.float32):
 
 
 def checked_step(model, reducer, orders, **kwargs):
-    """Backwards over `orders`, of which the last one is armed, against the mean computed by hand."""
+    """Backwards over `orders`, of which the last one is armed, against the manual mean."""
     oracle = copy.deepcopy(model)
     for parameter, own in zip(oracle.parameters(), model.parameters(), strict=True):
         parameter.requires_grad_(own.requires_grad)
@@ -350,7 +350,7 @@ def test_parameter_with_two_names_counts_once():
 
 
 class Log:
-    """Notes what an observer sees."""
+    """Records the calls of an observer."""
 
     def __init__(self):
         self.before, self.after = {}, {}

@@ -1,4 +1,4 @@
-"""Run programs for real, rank by rank in threads, over a channel as strict as NCCL's.
+"""Runs programs in threads, one per rank, over a channel as strict as NCCL's.
 
 `check_program` proves the same without values and with its own idea of the channel; here the channel is written a
 second time, threads race, and the values that arrive are compared with those of one process.
@@ -67,7 +67,7 @@ def run(program, pool, seed=0, timeout=5.0):
         local = {}
         for instruction in program.instructions[rank]:
             for _ in range(delays.randrange(3)):
-                time.sleep(0)  # let another thread go first
+                time.sleep(0)  # let another thread run first
             if isinstance(instruction, Compute):
                 inputs = []
                 for message in needed_by(instruction.action, portals):
@@ -96,8 +96,8 @@ def compute(action, inputs):
     return hash((action.kind is Kind.F, action.stage, action.microbatch, *inputs))
 
 
-def run_alone(schedule, portals):
-    """The same values from one process that knows no schedule: all forwards by stage, then all backwards."""
+def run_in_one_process(schedule, portals):
+    """The same values from one process without a schedule: all forwards by stage, then all backwards."""
     values, messages = {}, {}
     turns = {Kind.F: 0, Kind.B: 1, Kind.I: 1, Kind.W: 2, Kind.REDUCE: 3}
     everything = {action for row in schedule.actions for action in row}
@@ -123,7 +123,7 @@ def test_every_program_runs_on_racing_threads(kind, p, pool):
             if v == 1:
                 schedules += [eager_1f1b(p, m), zero_bubble(p, m)]
             for seed, schedule in enumerate(schedules):
-                assert run(lower(schedule, portals), pool, seed) == run_alone(schedule, portals)
+                assert run(lower(schedule, portals), pool, seed) == run_in_one_process(schedule, portals)
 
 
 def test_split_backward_sends_input_gradients_first(pool):
@@ -131,7 +131,7 @@ def test_split_backward_sends_input_gradients_first(pool):
     kinds = {action.kind for row in schedule.actions for action in row}
     assert {Kind.I, Kind.W} <= kinds, "nothing is split otherwise"
     assert not any(made_by(action, chain(3)) for row in schedule.actions for action in row if action.kind is Kind.W)
-    assert run(lower(schedule, chain(3)), pool, 1) == run_alone(schedule, chain(3))
+    assert run(lower(schedule, chain(3)), pool, 1) == run_in_one_process(schedule, chain(3))
 
 
 def test_channel_is_strict(pool):

@@ -1,4 +1,4 @@
-"""Ranks of one host give each other the same numbers through memory as through gloo, and notice who is gone."""
+"""Ranks of one host exchange the same values through shared memory as through gloo, and detect dead ranks."""
 
 import contextlib
 import datetime
@@ -32,19 +32,19 @@ def numbers(rank, length, dtype=torch.float32):
 @pytest.mark.world(2)
 def test_two_ranks_sum_as_gloo_does():
     for length in (0, 1, 7, LONG):
-        mine = numbers(dist.get_rank(), length)
-        expected = mine.clone()
+        local = numbers(dist.get_rank(), length)
+        expected = local.clone()
         dist.all_reduce(expected)
-        memory().all_reduce(mine)
-        assert torch.equal(mine, expected)
+        memory().all_reduce(local)
+        assert torch.equal(local, expected)
 
 
 @pytest.mark.world(3)
 def test_three_ranks_sum_in_a_fixed_order():
     rows = [numbers(rank, 1000, torch.bfloat16).view(10, 100) for rank in range(3)]
-    mine = rows[dist.get_rank()].clone()
-    memory().all_reduce(mine)
-    assert torch.equal(mine, rows[0] + rows[1] + rows[2])
+    local = rows[dist.get_rank()].clone()
+    memory().all_reduce(local)
+    assert torch.equal(local, rows[0] + rows[1] + rows[2])
 
 
 @pytest.mark.world(3)
@@ -63,7 +63,7 @@ def test_gather_larger_than_a_slot_takes_rounds():
 
 @pytest.mark.world(3)
 def test_exchange_of_uneven_lengths():
-    """Some pairs have nothing for each other, others more than fits into a round."""
+    """Some pairs exchange nothing, others more than fits into a round."""
     here, lengths = dist.get_rank(), [[0, 5, SLOT_BYTES], [1, 0, 0], [3, SLOT_BYTES // 2, 2]]
     given = [numbers(10 * here + peer, lengths[here][peer]) for peer in range(3)]
     received = memory().exchange(given, [lengths[peer][here] for peer in range(3)])
@@ -76,13 +76,13 @@ def test_exchange_of_uneven_lengths():
 @pytest.mark.world(2)
 def test_slot_is_not_overwritten_while_read():
     """One rank is always late with what it does with the numbers."""
-    ours = memory()
+    channel = memory()
     for step in range(200):
-        mine = torch.full((1000,), float(step + dist.get_rank()))
-        ours.all_reduce(mine)
+        local = torch.full((1000,), float(step + dist.get_rank()))
+        channel.all_reduce(local)
         if step % 20 == dist.get_rank():
             time.sleep(0.002)
-        assert mine.eq(2.0 * step + 1).all(), step
+        assert local.eq(2.0 * step + 1).all(), step
 
 
 @pytest.mark.world(2)
@@ -120,24 +120,24 @@ def peer_is_gone():
 
 @pytest.mark.world(2)
 def test_closed_rank_is_detected():
-    ours = memory()
-    ours.all_reduce(torch.ones(1))
+    channel = memory()
+    channel.all_reduce(torch.ones(1))
     if dist.get_rank() == 1:
         streams.close_peer_sockets(dist.group.WORLD)
         return
     with peer_is_gone():
-        ours.all_reduce(torch.ones(1))
+        channel.all_reduce(torch.ones(1))
     with peer_is_gone():
-        ours.all_reduce(torch.ones(1))
+        channel.all_reduce(torch.ones(1))
 
 
 @pytest.mark.world(2)
 def test_missing_rank_times_out():
     group = dist.new_group(timeout=datetime.timedelta(seconds=0.3))
-    ours = shared_memory(group)
+    channel = shared_memory(group)
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"has waited 0.3 s for rank 1 of it"):
-            ours.all_reduce(torch.ones(1))
+            channel.all_reduce(torch.ones(1))
     dist.barrier()
 
 
@@ -150,99 +150,99 @@ def transfers():
     return found
 
 
-def places_of(ours):
-    return {size: len(places) for size, places in ours._blocks.items()}
+def slots_of(channel):
+    return {size: len(places) for size, places in channel._blocks.items()}
 
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64])
 def test_tensors_of_any_dtype_and_shape(dtype):
-    ours = transfers()
+    channel = transfers()
     shapes = [(), (0,), (3,), (2, 3), (2, 0, 4), (1, 2, 1, 2, 1, 2)]
     tensors = [
         torch.arange(max(1, len(shape) * 8)).to(dtype)[: torch.Size(shape).numel()].view(shape) for shape in shapes
     ]
     if dist.get_rank() == 0:
         for tag, tensor in enumerate(tensors):
-            ours.send(1, tag, tensor)
+            channel.send(1, tag, tensor)
     else:
-        for tag in reversed(range(len(tensors))):  # in whatever order they are asked for
-            got = ours.receive(0, tag, dtype)
+        for tag in reversed(range(len(tensors))):  # in any order of receiving
+            got = channel.receive(0, tag, dtype)
             assert torch.equal(got, tensors[tag]) and got.shape == tensors[tag].shape
 
 
 @pytest.mark.world(2)
 def test_views():
-    ours, base = transfers(), torch.arange(12.0).view(3, 4)
+    channel, base = transfers(), torch.arange(12.0).view(3, 4)
     views = [base.t(), base[:, 1:3], base.expand(2, 3, 4), torch.view_as_complex(base.view(6, 2)).conj()]
     for view in views:
         if dist.get_rank() == 0:
-            ours.send(1, 0, view)
+            channel.send(1, 0, view)
         else:
-            assert torch.equal(ours.receive(0, 0, view.dtype), view)
+            assert torch.equal(channel.receive(0, 0, view.dtype), view)
 
 
 @pytest.mark.world(3)
 def test_message_order_per_tag_and_memory_growth():
     """All ranks send to all others before they receive anything; the tensors may be written at once."""
-    ours, here, lengths = transfers(), dist.get_rank(), [10, 2**18 + 1, 2**19, 3]
+    channel, here, lengths = transfers(), dist.get_rank(), [10, 2**18 + 1, 2**19, 3]
     others = [peer for peer in range(3) if peer != here]
     for peer in others:
         for number, length in enumerate(lengths):
             sent = torch.full((length,), 100.0 * here + 10 * peer + number)
-            ours.send(peer, 5, sent)
+            channel.send(peer, 5, sent)
             sent.zero_()
     for peer in others:
         for number, length in enumerate(lengths):
-            got = ours.receive(peer, 5, torch.float32)
+            got = channel.receive(peer, 5, torch.float32)
             assert got.shape == (length,) and got.eq(100.0 * peer + 10 * here + number).all()
 
 
 @pytest.mark.world(2)
 def test_slots_are_reused():
-    ours, peer = transfers(), 1 - dist.get_rank()
+    channel, peer = transfers(), 1 - dist.get_rank()
     for step in range(20):
         for length in (900 + step, 5000 + step):
-            ours.send(peer, 0, torch.full((length,), float(step)))
+            channel.send(peer, 0, torch.full((length,), float(step)))
         for length in (900 + step, 5000 + step):
-            got = ours.receive(peer, 0, torch.float32)
+            got = channel.receive(peer, 0, torch.float32)
             assert got.shape == (length,) and got.eq(step).all()
     dist.barrier()
-    # A place may be read after the next message is sent, not after the one behind it.
-    assert set(places_of(ours).values()) <= {1, 2} and len(places_of(ours)) == 2, places_of(ours)
+    # A slot may be read after the next message is sent, not after the second next.
+    assert set(slots_of(channel).values()) <= {1, 2} and len(slots_of(channel)) == 2, slots_of(channel)
 
 
 @pytest.mark.world(2)
 def test_messages_of_a_failed_run_are_not_received_later():
-    ours, peer = transfers(), 1 - dist.get_rank()
-    ours.send(peer, 0, torch.tensor(1.0))
-    ours.generation += 1
-    ours.send(peer, 0, torch.tensor(2.0))
-    assert ours.receive(peer, 0, torch.float32) == 2
+    channel, peer = transfers(), 1 - dist.get_rank()
+    channel.send(peer, 0, torch.tensor(1.0))
+    channel.generation += 1
+    channel.send(peer, 0, torch.tensor(2.0))
+    assert channel.receive(peer, 0, torch.float32) == 2
     dist.barrier()
 
 
 @pytest.mark.world(2)
 def test_dead_rank_is_detected_by_receiver_and_sender():
-    ours = transfers()
+    channel = transfers()
     if dist.get_rank() == 1:
-        ours.send(0, 0, torch.tensor(1.0))
+        channel.send(0, 0, torch.tensor(1.0))
         streams.close_peer_sockets(dist.group.WORLD)
         return
-    assert ours.receive(1, 0, torch.float32) == 1  # what it had sent still arrives
+    assert channel.receive(1, 0, torch.float32) == 1  # what it had sent still arrives
     with peer_is_gone():
-        ours.receive(1, 0, torch.float32)
+        channel.receive(1, 0, torch.float32)
     with peer_is_gone():
         for _ in range(2):
-            ours.send(1, 0, torch.ones(1))
+            channel.send(1, 0, torch.ones(1))
 
 
 @pytest.mark.world(2)
 def test_missing_tensor_times_out():
-    ours = transfers_of(dist.new_group(timeout=datetime.timedelta(seconds=0.3)))
+    channel = transfers_of(dist.new_group(timeout=datetime.timedelta(seconds=0.3)))
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"has waited 0.3 s for rank 1 of it"):
-            ours.receive(1, 0, torch.float32)
+            channel.receive(1, 0, torch.float32)
     dist.barrier()
 
 
@@ -264,9 +264,9 @@ def test_buffers_from_inference_mode_work_outside():
     """Lightning checks the validation before it trains."""
     for mode in (torch.inference_mode(), contextlib.nullcontext()):
         with mode:
-            ours, sums, peer = transfers(), memory(), 1 - dist.get_rank()
-            ours.send(peer, 0, torch.ones(3))
-            got = ours.receive(peer, 0, torch.float32)
+            channel, sums, peer = transfers(), memory(), 1 - dist.get_rank()
+            channel.send(peer, 0, torch.ones(3))
+            got = channel.receive(peer, 0, torch.float32)
             sums.all_reduce(got)
             assert got.tolist() == [2, 2, 2]
             assert len(sums.all_gather(got)) == 2
@@ -275,14 +275,14 @@ def test_buffers_from_inference_mode_work_outside():
 
 @pytest.mark.world(2)
 def test_received_values_are_not_recomputed():
-    """Activation checkpointing repeats the operations of a layer: not those that read what others have overwritten."""
+    """Activation checkpointing repeats a layer's operations, except reads of memory that others have overwritten."""
     ranks, here = GroupRanks(dist.group.WORLD), dist.get_rank()
     with Tape() as tape:
-        mine = torch.full((4,), 1.0 + here)
+        local = torch.full((4,), 1.0 + here)
         given = {
-            "gathered": ranks.all_gather(mine)[1 - here],
-            "exchanged": ranks.exchange([mine, 10 * mine], [torch.Size([4])] * 2)[1 - here],
-            "reduced": mine + 0,
+            "gathered": ranks.all_gather(local)[1 - here],
+            "exchanged": ranks.exchange([local, 10 * local], [torch.Size([4])] * 2)[1 - here],
+            "reduced": local + 0,
         }
         ranks.all_reduce(given["reduced"])
         expected = {name: tensor.clone() for name, tensor in given.items()}
@@ -300,11 +300,11 @@ def test_received_values_are_not_recomputed():
 @pytest.mark.world(2)
 def test_send_never_blocks():
     """More messages than the sockets hold, from both ranks, before either receives one."""
-    ours, peer, number = transfers(), 1 - dist.get_rank(), 2000
+    channel, peer, number = transfers(), 1 - dist.get_rank(), 2000
     for index in range(number):
-        ours.send(peer, index, torch.tensor(float(index)))
+        channel.send(peer, index, torch.tensor(float(index)))
     for index in range(number):
-        assert ours.receive(peer, index, torch.float32) == index
+        assert channel.receive(peer, index, torch.float32) == index
 
 
 @pytest.mark.world(3)

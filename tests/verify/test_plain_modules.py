@@ -1,4 +1,4 @@
-"""Plain modules train to the numbers of one process under every layout, and a wrong one is found out."""
+"""Plain modules match single-process training under every layout, and a wrong one is detected."""
 
 import os
 
@@ -92,7 +92,7 @@ def test_objective_of_the_layout_differs(worlds):
 
 
 def test_wrong_scale_differs(worlds):
-    # Counts of 0 and 1 weigh microbatches in other ways in the two runs: the reference is not told of this one.
+    # Counts of 0 and 1 weigh microbatches differently in the two runs: the reference does not know this one.
     layout = Layout("weighted", 2, {"pipeline_parallel_size": 2, "microbatch_weight": first_counts_double})
     report = check(worlds, Plain, layout)
     assert report.outcome == "different" and report.first.key.step == 1

@@ -1,4 +1,4 @@
-"""ZeRO: what replicas share out, to the numbers of one process."""
+"""ZeRO: what replicas shard, with the numbers of one process."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.zero.parameter_group import ParameterGroup
 from lightning_hybrid.zero.shard_layout import ShardRanks, shard_placement
 from models.cases import CASES, Samples, make
-from models.hand_written import Layers, TiedByHand
+from models.hand_written import Layers, TiedInStep
 
 
 def by_sgd(module):
@@ -45,7 +45,7 @@ RUNS = {
     "dp2tp2pp2": zero(3, tp=2, pp=2, trainer=CLIPPED, slow=True),
     "interleaved by layer": zero(3, "Layers", pp=2, strategy={"stages_per_rank": 2}, **EACH),
     "parameters of the step": zero(3, "GlueParameters", **EACH),
-    "written and tied, odd sizes": zero(3, TiedByHand, pp=2, **EACH),
+    "written and tied, odd sizes": zero(3, TiedInStep, pp=2, **EACH),
     "recomputed by layer": zero(3, strategy={"recompute": "full"}, slow=True, **EACH),  # test_zero_recompute.py
     "a short last batch": zero(3, last=6, validate=True, **EACH),
     "validated while gradients add up": zero(1, validate=True, trainer=VALIDATED),
@@ -125,8 +125,8 @@ def test_number_formats_under_every_layout(worlds, stage, precision, tolerance, 
 
 def huge_on_one_replica(module):
     sgd(module)
-    whole = module.loss
-    module.loss = lambda batch: whole(batch) * (1e3 if module.trainer.global_rank == 1 else 1.0)
+    full = module.loss
+    module.loss = lambda batch: full(batch) * (1e3 if module.trainer.global_rank == 1 else 1.0)
 
 
 @pytest.mark.parametrize(
@@ -155,13 +155,13 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(worlds, stage, sizes):
         assert all(torch.equal(value, other.state[name]) for name, value in first.state.items())
 
 
-# --- what a rank holds ------------------------------------------------------------------------------------------------
+# --- memory of a rank ------------------------------------------------------------------------------------------------
 
 
 class CountsBytes(Callback):
     """Bytes of parameters, gradients and optimizer states between two steps."""
 
-    noted = None
+    recorded = None
 
     def on_before_zero_grad(self, trainer, pl_module, optimizer):
         with torch._C.DisableTorchFunction():
@@ -170,7 +170,7 @@ class CountsBytes(Callback):
             gradients = [p.grad for p in parameters if p.grad is not None]
             states = [v for entry in optimizer.state.values() for v in entry.values() if v.dim()]
             if states:
-                self.noted = {
+                self.recorded = {
                     "parameters": sum(storages.values()),
                     "gradients": sum(g.nbytes for g in gradients),
                     "states": sum(s.nbytes for s in states),
@@ -178,51 +178,51 @@ class CountsBytes(Callback):
                 }
 
 
-def count_whole(run):
+def count_full(run):
     return fit_reference(run).extra
 
 
 @pytest.mark.parametrize(("stage", "dp"), [(1, 2), (3, 2), pytest.param(3, 4, marks=pytest.mark.slow)])
 def test_bytes_between_steps_match_the_formula(worlds, stage, dp):
-    """Rajbhandari et al. 2020, figure 1: what is shared out is divided by the number of replicas."""
+    """Rajbhandari et al. 2020, figure 1: sharded memory is divided by the number of replicas."""
     run = Run("GPT2", dp=dp, strategy={"zero_stage": stage}, callback=CountsBytes)
-    [whole] = worlds.run(1, count_whole, run)
+    [full] = worlds.run(1, count_full, run)
     for rank in worlds.run(dp, fit, run):
-        held = rank.extra
-        assert held["states"] == pytest.approx(whole["states"] / dp, rel=0.02)
-        assert held["gradients"] == pytest.approx(whole["gradients"] / dp, rel=0.02)
+        local = rank.extra
+        assert local["states"] == pytest.approx(full["states"] / dp, rel=0.02)
+        assert local["gradients"] == pytest.approx(full["gradients"] / dp, rel=0.02)
         share = dp if stage == 3 else 1
-        assert held["parameters"] == pytest.approx(whole["parameters"] / share, rel=0.02)
+        assert local["parameters"] == pytest.approx(full["parameters"] / share, rel=0.02)
 
 
-class CountsWholes(Callback):
-    """The most wholes of layers that were held at a time in a step."""
+class CountsFullLayers(Callback):
+    """The most full layers at a time in a step."""
 
-    noted = None
+    recorded = None
 
     def setup(self, trainer, pl_module, stage):
         from lightning_hybrid.zero.parameter_group import ParameterGroup
 
-        held, self.most = [], 0
+        local, self.most = [], 0
         gather, counts = ParameterGroup.gather, self
 
         def counted(group):
             gather(group)
             if group.fqn:
-                held[:] = [other for other in held if other.is_full and other is not group] + [group]
-                counts.most = max(counts.most, len(held))
+                local[:] = [other for other in local if other.is_full and other is not group] + [group]
+                counts.most = max(counts.most, len(local))
 
         self.undo = lambda: setattr(ParameterGroup, "gather", gather)
         ParameterGroup.gather = counted
 
     def on_train_end(self, *_):
         self.undo()
-        self.noted = self.most
+        self.recorded = self.most
 
 
 @pytest.mark.parametrize(("per_layer", "most"), [(True, 2), (False, 4)])
 def test_number_of_full_layers_at_a_time(worlds, per_layer, most):
-    run = zero(3, "Layers", per_layer=per_layer, callback=CountsWholes)
+    run = zero(3, "Layers", per_layer=per_layer, callback=CountsFullLayers)
     for rank in worlds.run(2, fit, run):
         assert rank.extra <= most if per_layer else rank.extra >= most
 
@@ -291,7 +291,7 @@ def train(layout, epochs, save=None, resume=None):
     sizes = options or {}
     replicas = size // (sizes.get("tensor_parallel_size", 1) * sizes.get("pipeline_parallel_size", 1))
     sampler = None
-    if replicas > 1:  # each replica sees every second sample of a batch: the union is what one process sees
+    if replicas > 1:  # each replica sees every second sample of a batch: the union is the batch of one process
         rank = trainer.strategy.cluster_environment.global_rank()
         replica = rank // sizes.get("tensor_parallel_size", 1) % replicas
         sampler = DistributedSampler(range(16), replicas, replica, shuffle=False)

@@ -1,4 +1,4 @@
-"""The MoE layer against an oracle that goes token by token and expert by expert."""
+"""The MoE layer against an oracle that loops over tokens and experts."""
 
 import math
 
@@ -57,8 +57,8 @@ def chosen(moe, scores):
     pairs = {}
     for choice in range(router.top_k):
         for token, order in enumerate(ranked):
-            mine = order[: router.top_k]
-            total = sum(scores[token, e] for e in mine) if router.normalize and router.top_k > 1 else 1
+            own_experts = order[: router.top_k]
+            total = sum(scores[token, e] for e in own_experts) if router.normalize and router.top_k > 1 else 1
             pairs[token, order[choice]] = scores[token, order[choice]] / total
     return pairs
 
@@ -102,10 +102,10 @@ def gradients(module, x, y, loss):
     return dict(zip(leaves, torch.autograd.grad(value, leaves.values(), materialize_grads=True), strict=True))
 
 
-def agree(ours, theirs):
-    for name, gradient in theirs.items():
+def agree(actual, reference):
+    for name, gradient in reference.items():
         torch.testing.assert_close(
-            ours[name], gradient, rtol=1e-10, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
+            actual[name], gradient, rtol=1e-10, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 
@@ -191,12 +191,12 @@ def test_uneven_and_empty_experts():
 def test_partly_frozen_experts():
     experts = GroupedExperts(3, DIM, HIDDEN, bias=True).double()
     rows, counts = tokens_of(9), torch.tensor([4, 0, 5])
-    whole = gradients(experts, rows.clone().requires_grad_(), experts(rows, counts), 0)
+    full_gradients = gradients(experts, rows.clone().requires_grad_(), experts(rows, counts), 0)
     for trained in ("up", "down", "up_bias", "down_bias"):
         for name, parameter in experts.named_parameters():
             parameter.requires_grad_(name == trained)
         (gradient,) = torch.autograd.grad(value_of(experts(rows, counts)), [getattr(experts, trained)])
-        assert torch.equal(gradient, whole[trained])
+        assert torch.equal(gradient, full_gradients[trained])
 
 
 @pytest.mark.parametrize("options", [{}, {"gated": False, "activation": "gelu", "bias": True}], ids=str)
@@ -212,8 +212,8 @@ def test_double_backward(options):
     assert torch.autograd.gradgradcheck(run, (x, *moe.parameters()), fast_mode=True)
 
 
-@pytest.mark.parametrize("ours", [True, False], ids=["recompute=", "torch.utils.checkpoint"])
-def test_recomputation_is_bitwise_equal_and_counts_once(ours):
+@pytest.mark.parametrize("by_option", [True, False], ids=["recompute=", "torch.utils.checkpoint"])
+def test_recomputation_is_bitwise_equal_and_counts_once(by_option):
     moe = layer(bias_update_rate=0.1, jitter=0.1, shared_experts=1)
     x = tokens_of(TOKENS).requires_grad_()
 
@@ -222,7 +222,7 @@ def test_recomputation_is_bitwise_equal_and_counts_once(ours):
         moe.router.load.zero_()
         if not recomputed:
             y, report = moe(x)
-        elif ours:
+        elif by_option:
             with Recomputation({"moe": moe}, {"moe": "full"}).running():
                 y, report = moe(x)
         else:
@@ -369,7 +369,7 @@ def test_counts_that_do_not_sum_to_the_rows():
 
 @pytest.mark.parametrize("options", [CASES["plain experts with biases"], CASES["relu"], {"bias": True}], ids=str)
 def test_activations_saved_in_chunks(options, monkeypatch):
-    """Rows of one expert lie in several tensors, and rows of several experts in one."""
+    """Rows of one expert are in several tensors, and rows of several experts in one."""
     monkeypatch.setattr("lightning_hybrid.experts.moe.grouped_mlp_operators._SAVED_CHUNK_BYTES", 3 * 8 * 2 * HIDDEN)
     moe = layer(**options)
     x = tokens_of(TOKENS).requires_grad_()

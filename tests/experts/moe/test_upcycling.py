@@ -1,4 +1,4 @@
-"""Dense MLPs become experts: what is recognised, what the first output is, what is refused, what checkpoints do."""
+"""Upcycling dense MLPs to experts: detection, the first output, refusals, and checkpoints."""
 
 import copy
 
@@ -55,9 +55,9 @@ FORMS = {
     "dropout inside": (linears(nn.ReLU(), middle=[nn.Dropout(0.3)]), ""),
     "no known activation": (linears(nn.Tanh()), ""),
     "a norm": (nn.Sequential(nn.LayerNorm(WIDTH), *linears(nn.ReLU())), ""),
-    "frozen in part": (linears(nn.ReLU()), ""),
+    "partly frozen": (linears(nn.ReLU()), ""),
 }
-FORMS["frozen in part"][0][0].requires_grad_(False)
+FORMS["partly frozen"][0][0].requires_grad_(False)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -75,7 +75,7 @@ def test_first_output_equals_the_dense_one(name):
         assert type(module.mlp.moe.experts) is (GroupedExperts if activation else ListedExperts)
         module.mlp(x).square().sum().backward()
         reaches = float(module.mlp.moe.router.weight.grad.norm())
-        assert reaches > 1e-3 if top_k == 1 else reaches < 1e-9  # no weight of two matters while experts are alike
+        assert reaches > 1e-3 if top_k == 1 else reaches < 1e-9  # with equal experts the weights of two cancel
 
 
 def test_dropout_is_kept():
@@ -151,7 +151,7 @@ def experts(**options):
 
 
 class Returns(Layers):
-    """Returns its loss in some other way."""
+    """Returns its loss in another type."""
 
     how = None
 
@@ -184,7 +184,7 @@ def test_balance_loss_gradient_reaches_the_router():
     seen = []
     module.on_before_optimizer_step = lambda optimizer: seen.append(module.layers[1].moe.router.weight.grad.norm())
     run(module, experts(), fast_dev_run=True)
-    assert float(seen[0]) > 1e-3  # alike experts alone leave it without one
+    assert float(seen[0]) > 1e-3  # equal experts alone give it none
 
 
 def test_resume_is_bitwise_and_upcycles_once(tmp_path):

@@ -1,4 +1,4 @@
-"""Experts in models as they are: what is recognised, what is proved, and what is not taken for experts."""
+"""Detection of experts in unmodified models: what is recognised, what is proved, what is not an expert."""
 
 import re
 
@@ -64,7 +64,7 @@ CASES = {
         lambda m: m(rows_of(9, WIDTH), torch.tensor([4, 0, 3, 2])),
         ExpertList,
     ),
-    "our own": (
+    "moe layer": (
         lambda: GroupedExperts(4, WIDTH, 8, bias=True),
         lambda m: m(rows_of(9, WIDTH), torch.tensor([4, 0, 3, 2])),
         BatchedRows,
@@ -96,7 +96,7 @@ def test_non_experts_are_not_recognised():
     )
 
 
-@pytest.mark.parametrize("fault", ["wrong part", "weights twice", "too many"])
+@pytest.mark.parametrize("fault", ["wrong rows", "weights twice", "too many"])
 def test_planted_faults_fail_the_proof(monkeypatch, fault):
     root = make(Mixtral)
     [(fqn, adapter), *_] = found_in(root, lambda: root.loss(batch_of("tokens", range(4)))).adapters.items()
@@ -105,7 +105,7 @@ def test_planted_faults_fail_the_proof(monkeypatch, fault):
     assert prove(module, adapter, (tokens, {}), 2).is_right
     compute = type(adapter).compute
     faults = {
-        "wrong part": lambda self, m, f, rows, counts, first: compute(self, m, f, rows, counts[::-1], first),
+        "wrong rows": lambda self, m, f, rows, counts, first: compute(self, m, f, rows, counts[::-1], first),
         "weights twice": lambda self, m, f, rows, counts, first: 2 * compute(self, m, f, rows, counts, first),
         "too many": lambda self, m, f, rows, counts, first: compute(self, m, f, rows.detach(), counts, first),
     }

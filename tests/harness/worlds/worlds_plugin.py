@@ -33,12 +33,12 @@ from typing import Any
 
 import pytest
 
-from harness.worlds.granted_time import granted_seconds
+from harness.worlds.steal_time import seconds_without_steal
 from harness.worlds.world_messages import STOP_SIGNAL, Idle, Report, Stop, Task, output_path, stack_path
 
 DEFAULT_TIMEOUT = 60.0
 START_TIMEOUT = 180.0
-# After the first failure: how long the other ranks may take to report theirs, before they count as still running.
+# After the first failure: how long the other ranks may take to report too, before they count as still running.
 # Also how long an interrupted rank may take to say where it was.
 GRACE = 5.0
 SHOWN_OUTPUT_CHARS = 10_000
@@ -89,7 +89,7 @@ class Worlds:
             function: a function at the top of a module.
             args: its arguments; they and the results must be picklable.
             timeout: seconds until the ranks are stopped.
-            grace: seconds that the other ranks have to report failures of theirs after the first one.
+            grace: seconds that the other ranks have to report their failures after the first one.
             kwargs: its keyword arguments.
 
         Returns:
@@ -141,12 +141,12 @@ class _World:
         context = get_context("forkserver")
         start_server()
         for index in range(size):
-            ours, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             # Not daemons: a data loader inside a rank may start processes.
-            process = context.Process(target=_serve, args=(index, size, self._folder.name, theirs))
+            process = context.Process(target=_serve, args=(index, size, self._folder.name, child_end))
             process.start()
-            theirs.close()
-            self._connections.append(ours)
+            child_end.close()
+            self._connections.append(parent_end)
             self._processes.append(process)
         for index, connection in enumerate(self._connections):
             try:
@@ -166,15 +166,15 @@ class _World:
         self._send(task)
         reports: dict[int, Report] = {}
         bad: list[int] = []
-        end = granted_seconds() + timeout
-        while len(reports) < self.size and (left := end - granted_seconds()) > 0:
+        end = seconds_without_steal() + timeout
+        while len(reports) < self.size and (left := end - seconds_without_steal()) > 0:
             running = {self._connections[i]: i for i in range(self.size) if i not in reports}
             ready = wait(list(running), left)
             for connection in ready:
                 index = running[connection]
                 reports[index] = self._receive(index)
                 if reports[index].outcome == "failed":
-                    end = min(end, granted_seconds() + grace) if not bad else end
+                    end = min(end, seconds_without_steal() + grace) if not bad else end
                     bad.append(index)
         if bad or len(reports) < self.size:
             raise RankError(self._describe(reports, bad, timeout))
@@ -190,7 +190,7 @@ class _World:
         self.kill()
 
     def kill(self) -> None:
-        """End the ranks wherever they are."""
+        """End the ranks in any state."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -243,7 +243,7 @@ class _World:
             self._processes[index].join(max(0.0, end - time.monotonic()))
 
     def _stack(self, index: int) -> str:
-        """Where an interrupted rank was in its task; without the frames that only say that a task was run."""
+        """The stack of an interrupted rank, without the frames that only run the task."""
         stack = stack_path(self._folder.name, index).read_text()
         # One paragraph per thread; the main thread, which ran the task, comes last.
         main = re.split(r"^(?:Current thread|Thread) 0x.*\n", stack, flags=re.MULTILINE)[-1]
@@ -306,9 +306,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     A single file, which is run to look at it, is not worth a second start, and slow tests want the machine to
     themselves.
     """
-    whole = any(Path(argument).is_dir() for argument in config.args)
+    is_folder_run = any(Path(argument).is_dir() for argument in config.args)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    alone = not whole or "not slow" not in config.option.markexpr or config.getoption("capture") == "no" or cores == 1
+    alone = (
+        not is_folder_run
+        or "not slow" not in config.option.markexpr
+        or config.getoption("capture") == "no"
+        or cores == 1
+    )
     return 0 if alone else min(cores, 4)
 
 

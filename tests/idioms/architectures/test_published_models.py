@@ -1,4 +1,4 @@
-"""Models as their authors write them train to the numbers of one process."""
+"""Models as their authors write them match single-process training."""
 
 import itertools
 
@@ -319,7 +319,7 @@ def test_graphs_are_not_split_without_a_splitter(worlds):
     assert report.outcome == "same", str(report)
 
 
-# --- by hand ---------------------------------------------------------------------------------------------------------
+# --- manual ----------------------------------------------------------------------------------------------------------
 
 
 class Gan(LightningModule):

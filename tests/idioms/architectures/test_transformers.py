@@ -1,4 +1,4 @@
-"""One model of each family of transformers, tiny, trained as its users train it."""
+"""One tiny model of each family of transformers, trained as its users train it."""
 
 import torch
 import transformers
@@ -15,7 +15,7 @@ TEXT = {**SIZES, "vocab_size": VOCABULARY, "max_position_embeddings": 16, "pad_t
 
 
 class FineTuner(LightningModule):
-    """The user's own few lines around a model that returns its loss."""
+    """A minimal wrapper around a model that returns its loss."""
 
     model_class, options = None, {}
 
@@ -91,7 +91,7 @@ class Mixture(FineTuner):
 
 
 class BalancedMixture(Mixture):
-    """The loss balances the experts too: hooks inside the layers stash what their routers say."""
+    """The loss balances the experts too: hooks inside the layers stash router outputs."""
 
     options = MIXTURE | {"output_router_logits": True, "router_aux_loss_coef": 0.02}
 
@@ -127,7 +127,7 @@ def sound_data():
     return loader(input_values=draws(24, 160), labels=torch.arange(24) % 2)
 
 
-# The loss of causal models is float32 whatever the precision.
+# The loss of causal models is float32 under any precision.
 CASES = [
     (Decoder, language_data, "32-true"),
     (Encoder, sentence_data, "64-true"),

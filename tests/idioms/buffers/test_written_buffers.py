@@ -1,4 +1,4 @@
-"""Buffers that the step writes from values of the model, and reads elsewhere."""
+"""Buffers that the step writes from values of the model and reads elsewhere."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ class Quantised(Regression):
 
 
 class Centred(Regression):
-    """What enters an early layer is centred by a moving average of what leaves the last one."""
+    """The input of an early layer is centred by a moving average of the last one's output."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Centred(Regression):
 
 
 class Rebound(Regression):
-    """Gives buffers new contents, of which torch counts no version: of the batch, and of the model."""
+    """Writes buffers without a new version in torch: from the batch, and from the model."""
 
     def __init__(self):
         super().__init__()
@@ -108,7 +108,7 @@ class InPart(Regression):
 
 
 class WritesThroughData(Regression):
-    """Writes the model's values into a tensor of its own, by another name."""
+    """Writes the model's values into its own tensor under another name."""
 
     def loss(self, batch):
         x, y = batch
@@ -195,11 +195,11 @@ def test_write_that_stages_would_lose_is_not_pipelined(worlds):
     assert report.outcome == "same" and "sharded instead of pipelined" in str(report), str(report)
 
 
-# --- numbers read from the model ------------------------------------------------------------------------------------
+# --- numbers read from the model -------------------------------------------------------------------------------------
 
 
 class WritesNumbers(Regressor):
-    """Other pipeline stages do not have the number, and would write a NaN that the checkpoint then holds."""
+    """Other pipeline stages lack the number, and would write a NaN into the checkpoint."""
 
     def __init__(self):
         super().__init__()
@@ -210,12 +210,12 @@ class WritesNumbers(Regressor):
     def forward(self, x):
         h = self.body(x)
         if self.training:
-            self.keep(h.detach(), h.std().item())
+            self.store(h.detach(), h.std().item())
         return self.head(h)
 
 
-def writes(name, keep):
-    made = type(name, (WritesNumbers,), {"keep": keep, "__module__": __name__, "__qualname__": name})
+def writes(name, store):
+    made = type(name, (WritesNumbers,), {"store": store, "__module__": __name__, "__qualname__": name})
     globals()[name] = made
     return made
 

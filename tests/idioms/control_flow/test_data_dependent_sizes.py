@@ -1,4 +1,4 @@
-"""Sizes that depend on values of the model: a step that decides by one is refused, and told so."""
+"""Sizes that depend on values of the model: a step that branches on one is refused with a reason."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ STRICT = Layout("strict", devices=2, strategy={**PP2.strategy, "strict_layout": 
 
 
 class LoopsOverClasses(Regression):
-    """How many classes there are depends on what the model says."""
+    """The number of classes depends on the model's output."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -57,7 +57,7 @@ class ReturnsByRows(Regression):
 
 
 class LogsRows(Regression):
-    """Numbers of rows that the model picks, on the first stage and on the last, and what Python makes of them."""
+    """Numbers of rows that the model selects, on the first and last stage, and Python arithmetic on them."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -71,7 +71,7 @@ class LogsRows(Regression):
 
 
 class DecidesByMaskOfBatch(Regression):
-    """A size that the batch decides: a recording has seen that of another batch."""
+    """A size that depends on the batch: the recording has that of another batch."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch

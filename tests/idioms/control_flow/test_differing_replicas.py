@@ -1,4 +1,4 @@
-"""Replicas whose batches differ in what they ask of the layout: none waits for another that does something else."""
+"""Replicas whose batches need different layouts: none waits for another that runs something else."""
 
 import functools
 
@@ -65,7 +65,7 @@ class Scaled(Branches):
         return loss * self.scale if self.training else loss
 
 
-# The samples that verification deals to one replica in one batch: batch and replica are keys.
+# The samples of one replica in one batch of the verification: batch and replica are keys.
 SAMPLES = {(0, 0): 17, (0, 1): 46, (1, 0): 33, (1, 1): 2, (2, 1): 4, (3, 0): 48}
 MARKED = {place: functools.partial(marked_data, sample) for place, sample in SAMPLES.items()}
 

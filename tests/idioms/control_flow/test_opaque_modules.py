@@ -1,4 +1,4 @@
-"""Modules without parameters that no recording can follow inside, such as a loss that decides by values."""
+"""Parameter-free modules that no recording can trace inside, such as a loss that branches on values."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ SHARDED = "sharded instead of"
 
 
 class MinesHard(nn.Module):
-    """Goes by the hardest samples only while the loss is large."""
+    """Selects the hardest samples only while the loss is large."""
 
     def forward(self, predicted, wanted):
         each = (predicted - wanted).square().mean(1)
@@ -89,7 +89,7 @@ class Gate(nn.Module):
         return torch.tanh(x) if x.abs().max().item() > 0.5 else 2 * x
 
 
-class Tells(Deep):
+class LossReturnsNumber(Deep):
     """Its loss returns a number, by which the step decides: no unit."""
 
     def make_criterion(self):
@@ -108,7 +108,7 @@ class WithNumber(nn.Module):
 
 
 class Counts(nn.Module):
-    """Keeps a number of its batch, which a hook reads."""
+    """Stores a number of its batch, which a hook reads."""
 
     hard = 0
 
@@ -150,5 +150,5 @@ def test_opaque_module_with_state_is_no_unit(worlds):
 
 
 def test_returned_number_is_not_hidden(worlds):
-    report = check(worlds, Tells, PP2, steps=2)
+    report = check(worlds, LossReturnsNumber, PP2, steps=2)
     assert report.outcome == "same" and SHARDED in str(report), str(report)

@@ -1,4 +1,4 @@
-"""Steps that no pipeline can run: its ranks hold shards, and run shares of a batch only where numbers stay equal."""
+"""Steps that no pipeline can run: ranks hold shards, and split the batch only where the result stays equal."""
 
 import warnings
 
@@ -19,7 +19,7 @@ PP2, *_ = LAYOUTS
 
 
 class Branching(Regressor):
-    """Asks for a number that stages after the first do not know."""
+    """Branches on a number that stages after the first do not have."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Branching(Regressor):
 
 
 class Counting(Branching):
-    """Logs what adds up over the samples, and keeps the last batch, so that it runs whole."""
+    """Logs sums over the samples, and stores the last batch, so that it runs unsplit."""
 
     def training_step(self, batch, batch_idx):
         self.log("seen", float(len(batch[0])), reduce_fx="sum", on_step=False, on_epoch=True)
@@ -67,7 +67,7 @@ class Returns(Branching):
 
 
 class Inner(Branching):
-    """Takes a step of its own for every four samples: half a batch would take half the steps."""
+    """Takes an inner step for every four samples: half a batch would take half the steps."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ class Contrasts(Branching):
 
 
 class SomeRows(Branching):
-    """A mean over the samples that a label leaves, another number in each half of the batch."""
+    """A mean over the samples that a label selects, another number in each half of the batch."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -105,7 +105,7 @@ class SomeRows(Branching):
 
 
 class WritesParameters(Branching):
-    """A codebook that follows what a batch holds, as a parameter that takes no gradient."""
+    """A codebook that follows the batches, as a parameter without gradient."""
 
     def __init__(self):
         super().__init__()
@@ -130,7 +130,7 @@ class CountsSamples(Branching):
 
 
 class CountsWithNumpy(Branching):
-    """Keeps a matrix of counts outside torch, which weighs the loss."""
+    """Stores a matrix of counts outside torch, which weighs the loss."""
 
     def __init__(self):
         super().__init__()
@@ -161,8 +161,8 @@ def test_same_numbers(worlds, module, layout):
     assert "sharded instead of pipelined" in str(report)
 
 
-class KeepsLater(Branching):
-    """Begins in the third batch to keep what it sees, by which it scales its loss."""
+class StoresLater(Branching):
+    """From the third batch on it stores statistics, which scale its loss."""
 
     def __init__(self):
         super().__init__()
@@ -239,7 +239,7 @@ class RampsUp(Branching):
 
 
 class Flags(Branching):
-    """Keeps a decision of one batch for the next."""
+    """Stores a decision of one batch for the next."""
 
     def __init__(self):
         super().__init__()
@@ -261,7 +261,7 @@ class SkipsSome(Branching):
 
 
 class Tracker:
-    """Holds a state, and is called."""
+    """Has a state, and is called."""
 
     def __init__(self):
         self.mean = 1.0
@@ -309,7 +309,7 @@ def test_weights_match_plain_lightning(worlds, module, epochs):
 
 @pytest.mark.parametrize(("layout", "options"), LATER, ids=lambda value: getattr(value, "name", None) or str(value))
 def test_step_that_stores_only_later_is_rerun_unsplit(worlds, layout, options):
-    report = check(worlds, KeepsLater, layout, make_data=longer_data, steps=5, **options)
+    report = check(worlds, StoresLater, layout, make_data=longer_data, steps=5, **options)
     assert report.outcome == "same" and "sharded instead of pipelined" in str(report), str(report)
 
 
@@ -329,7 +329,7 @@ class Pairs(Straight):
 
 
 class Correlates(Straight):
-    """Normalizes over its batch whatever the mode, which one sample alone cannot do."""
+    """Normalizes over its batch in every mode, which fails for a single sample."""
 
     def training_step(self, batch, batch_idx):
         x, _ = batch
@@ -338,7 +338,7 @@ class Correlates(Straight):
 
 
 class Rows(Straight):
-    """Its mean is known to a pipeline, which weighs microbatches by it."""
+    """A pipeline recognises its mean, and weighs microbatches by it."""
 
     training_step = SomeRows.training_step
 
@@ -376,7 +376,7 @@ def test_first_batch_detects_objectives_that_mix_samples(worlds, case):
     assert len(first[1]) == bool(text) and all(text in message for message in first[1]), first[1]
 
 
-class Keeps(nn.Module):
+class HoldsState(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
@@ -409,7 +409,7 @@ LEAVES = {
 @pytest.mark.parametrize("case", LEAVES)
 def test_side_effects_of_steps(case):
     step, leaves = LEAVES[case]
-    module = Keeps()
+    module = HoldsState()
     module.outputs.append(torch.zeros(1))
     left = ModuleChanges(module, by_content=True)
     step(module)
@@ -427,7 +427,7 @@ class Series(Straight):
 
 
 class WithBalance(Straight):
-    """A mean over some rows beside one over the samples: each weighs as it should."""
+    """A mean over some rows beside one over the samples: each is weighted correctly."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch

@@ -1,4 +1,4 @@
-"""Layers of torch that have more to them than a matrix product, and buffers that are written in them or around them."""
+"""Layers of torch beyond a matrix product, and buffers that are written in or around them."""
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ class Attention(Regressor):
 
 
 class Transformers(Regressor):
-    """An encoder and a decoder of torch's own."""
+    """An encoder and a decoder of torch."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ class PaddedTransformer(Regressor):
         return self.head(self.encoder(self.embed(x.unsqueeze(-1)), src_key_padding_mask=padding)[:, 0])
 
 
-class WholeTransformer(Regressor):
+class FullTransformer(Regressor):
     def __init__(self):
         super().__init__()
         self.embed = nn.Linear(1, 8)
@@ -215,7 +215,7 @@ class Scan(Regressor):
 
 
 class Mixture(nn.Module):
-    """Each expert sees the tokens that chose it."""
+    """Each expert gets the tokens that chose it."""
 
     def __init__(self, width=8):
         super().__init__()
@@ -251,7 +251,7 @@ MODULES = [
     Attention,
     Transformers,
     PaddedTransformer,
-    WholeTransformer,
+    FullTransformer,
     Convolutions,
     Embeddings,
     Normed,
@@ -262,8 +262,8 @@ MODULES = [
 ]
 
 
-# What is written to buffers is of the samples of one replica. A whole transformer has its encoder and decoder inside.
-CHOSEN = {"replicated": [Normed, WritesBuffers], "covered_by": {WholeTransformer: Transformers}}
+# Buffers are written from the samples of one replica. A full transformer contains its encoder and decoder.
+CHOSEN = {"replicated": [Normed, WritesBuffers], "covered_by": {FullTransformer: Transformers}}
 
 
 @each_under("module", MODULES, [*LAYOUTS, COMBINED], **CHOSEN, slow=[TENSOR])

@@ -10,7 +10,7 @@ from models.tiny import Tiny, loader
 
 
 class CutMix(Tiny):
-    """As published: a part of some batches is overwritten by that of other samples."""
+    """As published: a region of some batches is overwritten by that of other samples."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch["x"], batch["y"]

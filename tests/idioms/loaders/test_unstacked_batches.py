@@ -12,7 +12,7 @@ from harness.layouts import each_under
 from harness.trainer_runs import ignore_warnings, trainer_of
 from harness.verification import LAYOUTS, TENSOR, check
 from lightning_hybrid.verify import Layout
-from models.batch_regression import BY_LAYOUT, WHOLE, Loaders, Regression, Samples, columns
+from models.batch_regression import BY_LAYOUT, UNSPLIT_BATCHES, Loaders, Regression, Samples, columns
 from models.regression import FEATURES
 
 # --- batches that are no stack of samples ----------------------------------------------------------------------------
@@ -142,7 +142,7 @@ UNSPLIT = [
 
 @each_under("module,collate", UNSPLIT, BY_LAYOUT, slow=[TENSOR])
 def test_unsplittable_batches_run_unsplit(worlds, module, collate, layout):
-    report = check(worlds, module, layout, make_data=Loaders(collate), **WHOLE)
+    report = check(worlds, module, layout, make_data=Loaders(collate), **UNSPLIT_BATCHES)
     assert report.outcome == "same", str(report)
 
 
@@ -158,7 +158,7 @@ class Steps:
 
 
 class PredictsOne(Regression):
-    """A time series and where in time it lies, as forecasting packages predict it."""
+    """A time series and its time index, as forecasting packages predict it."""
 
     def shared_step(self, batch):
         return F.mse_loss(self(batch[0]), batch[1])
@@ -182,7 +182,7 @@ def test_single_samples(worlds):
 
 
 class WithGuessedSizes(OnGraphDicts):
-    """Leaves it to Lightning to guess the size of a batch: the number of nodes, another one on each replica."""
+    """Lets Lightning infer the batch size: the number of nodes, another one on each replica."""
 
     def size_of(self, batch):
         return None
@@ -202,7 +202,7 @@ def test_epoch_means_are_equal_on_all_ranks(worlds, pp):
 
 
 def split_graph(graph, count):
-    """In runs of whole graphs."""
+    """Into sequences of full graphs."""
     pieces = []
     for ids in torch.arange(graph.num_graphs).tensor_split(count):
         keep = torch.isin(graph.owner, ids)

@@ -43,7 +43,7 @@ class LoggedObject(Measured):
 
 
 class Aggregated(Measured):
-    """Means, maxima and sums of what the step computes, computed by hand at the end."""
+    """Means, maxima and sums of step values, with a manual compute at the end."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ class SyncsEachStep(Measured):
 
 
 class AsFunctions(Measured):
-    """Metrics and losses that look at what they are given, and one that writes by masks without dims."""
+    """Metrics and losses that validate their inputs, and one that writes by 0-dim masks."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch

@@ -1,4 +1,4 @@
-"""What training steps return, how they are called, and what they log: as Lightning takes it, or refused by name."""
+"""What training steps return, how they are called, and what they log: as in Lightning, or refused by name."""
 
 import dataclasses
 from collections import namedtuple
@@ -60,11 +60,11 @@ class LossDict(dict):
 
     def __getattr__(self, name):
         if name not in self:
-            raise AttributeError(name)  # as copy and pickle ask for methods that Python 3.10 does not have
+            raise AttributeError(name)  # as copy and pickle look up methods that Python 3.10 does not have
         return self[name]
 
 
-class WithMappingOfItsOwn(EncoderDecoder):
+class WithCustomMapping(EncoderDecoder):
     def training_step(self, batch, batch_idx):
         x, y = batch
         out = self(x)
@@ -74,7 +74,7 @@ class WithMappingOfItsOwn(EncoderDecoder):
 
 
 class InForward(EncoderDecoder):
-    """The network computes its own loss, as those of transformers do."""
+    """The network computes the loss, as those of transformers do."""
 
     @dataclasses.dataclass
     class Output:
@@ -134,7 +134,7 @@ class LossOfAModule(EncoderDecoder):
 
 FORMS = [
     WithNamedTuples,
-    WithMappingOfItsOwn,
+    WithCustomMapping,
     InForward,
     WithoutBatchIdx,
     WithKeywords,
@@ -256,7 +256,7 @@ class SkipsBadBatches(EncoderDecoder):
         return super().training_step(batch, batch_idx)
 
 
-class Noted(Callback):
+class RecordsOutputs(Callback):
     def __init__(self):
         self.outputs, self.weights = [], []
 
@@ -268,19 +268,19 @@ class Noted(Callback):
 def fit_skipping(module, size, pp, options):
     ignore_warnings()
     torch.manual_seed(0)
-    model, noted = module().double(), Noted()
+    model, recorder = module().double(), RecordsOutputs()
     data = regression_data(batch_size=32 // (4 * size // pp))["train_dataloaders"]
     before = [p.detach().clone() for p in model.parameters()]
-    trainer = trainer_of(size, pp, callbacks=[noted], strategy_options=options, limit_train_batches=4)
+    trainer = trainer_of(size, pp, callbacks=[recorder], strategy_options=options, limit_train_batches=4)
     try:
         trainer.fit(model, data)
     except Exception as error:
         notes = "\n".join(getattr(error, "__notes__", []))
         return f"{type(error).__name__}: {error}\n{notes}"
     moved = [
-        any(not torch.equal(a, b) for a, b in zip(x, y, strict=True)) for x, y in pairwise([before, *noted.weights])
+        any(not torch.equal(a, b) for a, b in zip(x, y, strict=True)) for x, y in pairwise([before, *recorder.weights])
     ]
-    return noted.outputs, moved
+    return recorder.outputs, moved
 
 
 def fit_both(size, options):
@@ -315,15 +315,15 @@ class InTurns(torch.utils.data.Sampler):
 def test_skipped_steps_match_one_process(worlds, options):
     [expected] = worlds.run(1, fit_both, 1, options)
     for weights in worlds.run(2, fit_both, 2, options):
-        for ours, theirs in zip(weights, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+        for actual, wanted in zip(weights, expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_step_skipped_by_all_replicas(worlds, size):
     for outputs, moved in worlds.run(size, fit_skipping, SkipsEverywhere, size, 1, {"num_microbatches": 1}):
         assert outputs == [["loss"], {}, ["loss"], ["loss"]]
-        # Adam goes on by its momentum only where there are gradients.
+        # Adam applies its momentum only where there are gradients.
         assert moved == [True, False, True, True]
 
 

@@ -1,4 +1,4 @@
-"""Weights that are computed before each use: weight and spectral norm, old and new, and layers that make those."""
+"""Weights that are computed before each use: weight and spectral norm, old and new, and user parametrizations."""
 
 import warnings
 
@@ -93,8 +93,8 @@ class NewCritic(Critic):
     norm = staticmethod(parametrizations.spectral_norm)
 
 
-class Diary(Critic):
-    """Keeps numbers, so that its step runs once more for its side effects."""
+class StoresValues(Critic):
+    """Stores numbers, so that its step is re-run for its side effects."""
 
     def __init__(self):
         super().__init__()
@@ -164,7 +164,7 @@ class SeesNoGrad(Regressor):
 
 
 class Rebinds(Regressor):
-    """Binds its buffers anew in each step: counters of the step, and a running mean of the model's."""
+    """Rebinds its buffers in each step: counters of the step, and a running mean of the model's."""
 
     def __init__(self):
         super().__init__()
@@ -182,7 +182,7 @@ class Rebinds(Regressor):
 
 
 @under([STAGES, INTERLEAVED])
-@pytest.mark.parametrize("module", [Diary, Generates, SeesNoGrad, Rebinds], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [StoresValues, Generates, SeesNoGrad, Rebinds], ids=lambda module: module.__name__)
 def test_side_effects_on_modules(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
     assert report.outcome == "same", str(report)

@@ -1,4 +1,4 @@
-"""``torch.func``: layers with other weights than their own, and transforms between layers, which no pipeline runs."""
+"""``torch.func``: layers called with other weights, and transforms across layers, which no pipeline runs."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ class Noisy(Regressor):
         return functional_call(self.net, {n: p + 0.1 * torch.randn_like(p) for n, p in self.net.named_parameters()}, x)
 
 
-class Borrowed(Regressor):
+class OtherWeights(Regressor):
     """One network runs with the weights of another, and with a plain copy of them."""
 
     def __init__(self):
@@ -106,12 +106,12 @@ PP_ZERO = Layout("pp2 x zero 3", devices=4, strategy={"pipeline_parallel_size": 
 
 BY_DEFAULT = [
     *((Produced, layout) for layout in (PP2, TENSOR2, ZERO)),
-    *((Borrowed, layout) for layout in (TENSOR2, ZERO)),
+    *((OtherWeights, layout) for layout in (TENSOR2, ZERO)),
     *((Adapts, COMBINED), (Averaged, TENSOR2), (Noisy, PP2)),
 ]
 LATER = [
     (module, layout)
-    for module in (Produced, Noisy, Borrowed, Adapts, Averaged)
+    for module in (Produced, Noisy, OtherWeights, Adapts, Averaged)
     for layout in (PP2, COMBINED, TENSOR2, ZERO, PP_ZERO)
     if (module, layout) not in [*BY_DEFAULT, (Noisy, TENSOR2)]
 ]
@@ -124,7 +124,7 @@ def test_same_numbers(worlds, module, layout):
     assert report.outcome == "same", str(report)
 
 
-class GivesCopies(Averaged):
+class ValidatesWithCopies(Averaged):
     """Validates with copies of its weights, which nothing shows before."""
 
     def on_train_start(self):
@@ -136,7 +136,7 @@ class GivesCopies(Averaged):
 
 
 def test_weights_passed_to_later_calls(worlds):
-    report = check(worlds, GivesCopies, TENSOR2)
+    report = check(worlds, ValidatesWithCopies, TENSOR2)
     assert report.outcome == "same", str(report)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers as modules configure them: every form, and statistics over all parameters."""
+"""Optimizers and schedulers as modules configure them: every return type, and statistics over all parameters."""
 
 import pytest
 import torch
@@ -62,8 +62,8 @@ def test_no_optimizer_trains_nothing(worlds):
     assert any("did not move" in note for note in report.notes)
 
 
-class LooksAtRates(ReturnsTwoLists):
-    """Logs the learning rate, and lets the loss go by it; what `configure_optimizers` counts, it counts once."""
+class ReadsRates(ReturnsTwoLists):
+    """Logs the learning rate and scales the loss by it; `configure_optimizers` counts once."""
 
     calls = 0
 
@@ -84,12 +84,12 @@ class LooksAtRates(ReturnsTwoLists):
 
 @under([STAGES, BOTH])
 def test_steps_that_read_their_optimizers(worlds, layout):
-    report = check(worlds, LooksAtRates, layout, epochs=2, steps=2)
+    report = check(worlds, ReadsRates, layout, epochs=2, steps=2)
     assert report.outcome == "same", str(report)
 
 
 class TwoDicts(Manual):
-    """A tuple of dicts, one per optimizer; both are stepped by hand."""
+    """A tuple of dicts, one per optimizer; both are stepped manually."""
 
     def training_step(self, batch, batch_idx):
         body, head = self.optimizers()
@@ -231,7 +231,7 @@ def test_optimizer_statistics_are_global(worlds, module, layout):
 
 
 class WithLookahead(Regression):
-    """Around an optimizer that has its state from birth."""
+    """Around an optimizer with state from its constructor."""
 
     def configure_optimizers(self):
         return Lookahead(torch.optim.Adagrad(self.parameters(), lr=1e-2))
@@ -254,7 +254,7 @@ def test_lbfgs(worlds, layout):
     assert report.outcome == "same", str(report)
 
 
-# --- schedulers that ask the Trainer ---------------------------------------------------------------------------------
+# --- schedulers that read the Trainer --------------------------------------------------------------------------------
 
 
 class OneCycle(Regression):
@@ -273,14 +273,14 @@ class WarmsUp(Regression):
 
 
 class OneCycleAndRates(OneCycle):
-    """Its step asks for optimizers, so that it is recorded with some that are built early."""
+    """Its step calls `optimizers()`, so that it is recorded with provisional ones."""
 
     def training_step(self, batch, batch_idx):
         self.log("rate", self.trainer.optimizers[0].param_groups[0]["lr"])
         return super().training_step(batch, batch_idx)
 
 
-class AsksForBatches(Regression):
+class ReadsBatchCount(Regression):
     def configure_optimizers(self):
         assert self.trainer.num_training_batches != float("inf") or self.trainer.max_steps == -1
         optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
@@ -290,7 +290,7 @@ class AsksForBatches(Regression):
         self.log("batches", float(self.trainer.num_training_batches))
 
 
-@each_under("module", [OneCycle, OneCycleAndRates, WarmsUp, AsksForBatches], [STAGES, BOTH])
+@each_under("module", [OneCycle, OneCycleAndRates, WarmsUp, ReadsBatchCount], [STAGES, BOTH])
 def test_schedulers_get_the_run_length(worlds, module, layout):
     report = check(worlds, module, layout, epochs=2, steps=2)
     assert report.outcome == "same", str(report)

@@ -1,4 +1,4 @@
-"""Sparse gradients of embeddings, where replicas or shards hold parts of the table."""
+"""Sparse gradients of embeddings where replicas or shards have rows of the table."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Parameters that are written while ranks hold parts of them: by the step (a teacher), and by a layer itself."""
+"""Parameters that are written while ranks hold shards of them: by the step (a teacher), and by a layer."""
 
 import pytest
 import torch

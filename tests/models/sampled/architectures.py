@@ -1,4 +1,4 @@
-"""Architectures drawn from transformers by chance, each built tiny from its own configuration by rules for field names.
+"""Architectures sampled from transformers, each built tiny from its configuration by rules for field names.
 
 Nothing here knows an architecture: sizes are recognised by the words in their names, inputs by the parameters of
 ``forward``. What these rules cannot build, or cannot run in one process, is ``Unavailable`` and drawn again.
@@ -66,13 +66,13 @@ _NEVER |= {"out_features", "out_indices", "stage_names", "attn_implementation", 
 
 
 def shrunk(config: dict[str, Any], *, head_dim: int, heads: int, width: int) -> dict[str, Any]:
-    """A configuration with the sizes of each part divided alike, so that what was a multiple stays one.
+    """A configuration with the sizes of each part divided by one number, so that multiples remain multiples.
 
     Args:
         config: As a dict, parts inside as dicts.
         head_dim: The least that the dimensions of heads are divided to.
         heads: The least that counts of heads are divided to.
-        width: The least width, where there are no heads to go by.
+        width: The least width, where there are no heads.
     """
     known: dict[int, int] = {}
     for part in _parts(config):

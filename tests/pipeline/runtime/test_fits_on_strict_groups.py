@@ -1,4 +1,4 @@
-"""Fits over process groups as strict as NCCL's (`tests/harness/strict_group.py`), to the numbers of one process."""
+"""Fits over process groups as strict as NCCL's (`tests/harness/strict_group.py`) match one process."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What runs over process groups as strict as NCCL's."""
+"""Communication over process groups as strict as NCCL's."""
 
 from types import SimpleNamespace
 

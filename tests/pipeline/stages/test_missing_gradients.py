@@ -1,4 +1,4 @@
-"""Parameters whose results are handed to a layer that ignores them have no gradient, which is not one of zero."""
+"""Parameters whose results a layer ignores have no gradient, which differs from a zero gradient."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ class Ignores(nn.Module):
 
 
 class Attends(Regressor):
-    """Keys that no layer looks at; by chance of the cut they cross stages."""
+    """Keys that no layer reads; with this cut they cross stages."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Attends(Regressor):
 
 
 class AttendsSometimes(Attends):
-    """In some batches the loss looks at the keys, which are then known by their sum alone."""
+    """In some batches the loss reads the keys, of which only the sum matters."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch

@@ -1,4 +1,4 @@
-"""Batches may come in ever new sizes: a run remembers those seen lately, and its memory has an end."""
+"""Batches of ever new sizes: a run caches the traces of recent sizes, and its memory is bounded."""
 
 import contextlib
 import gc
@@ -28,7 +28,7 @@ def test_least_recently_used_entry_is_evicted():
 
 
 def choosing(module, most, monkeypatch):
-    """Of the forms of a module's step, of so many signatures: what is called with a batch gives its form."""
+    """A cache for the traces of a module's step, of so many signatures: called with a batch it gives the trace."""
     monkeypatch.setattr(choice, "_MAX_SIGNATURES", most)
     plan = StagePlan(module, OneRank(), keyed(), stages_per_rank=2)
     forms = choice.TraceCache(module, plan, keyed())
@@ -42,7 +42,7 @@ def test_evicted_sizes_are_recorded_again(monkeypatch):
     batches = [batch_of(module.kind, range(size)) for size in range(2, 8)]
     forms = [weakref.ref(choose(batch)[0]) for batch in batches]
     gc.collect()
-    # That of the first batch has decided the cut, and is kept as long as the plan.
+    # The trace of the first batch determined the cut, and lives as long as the plan.
     assert [form() is not None for form in forms] == [True, False, False, True, True, True]
     assert choose(batches[4])[0] is forms[4](), "a form that is known is not recorded again"
     again = choose(batches[1])[0]

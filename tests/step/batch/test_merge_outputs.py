@@ -1,4 +1,4 @@
-"""What the microbatches return, put together to what one process returns for the whole batch."""
+"""Outputs of microbatches are merged to what one process returns for the full batch."""
 
 from collections import OrderedDict, namedtuple
 
@@ -22,16 +22,16 @@ def joined(function, counts, **options):
     return join(parts, [n / 8 for n in counts], counts, **options)
 
 
-def same(ours, theirs):
-    assert type(ours) is type(theirs), (ours, theirs)
-    if isinstance(ours, dict):
-        assert list(ours) == list(theirs)
-        return all(same(ours[key], theirs[key]) for key in ours)
-    if isinstance(ours, list | tuple):
-        assert len(ours) == len(theirs)
-        return all(map(same, ours, theirs))
-    torch.testing.assert_close(ours, theirs) if not isinstance(ours, str | type(None)) else None
-    assert isinstance(ours, torch.Tensor | float | numpy.ndarray) or ours == theirs, (ours, theirs)
+def same(actual, expected):
+    assert type(actual) is type(expected), (actual, expected)
+    if isinstance(actual, dict):
+        assert list(actual) == list(expected)
+        return all(same(actual[key], expected[key]) for key in actual)
+    if isinstance(actual, list | tuple):
+        assert len(actual) == len(expected)
+        return all(map(same, actual, expected))
+    torch.testing.assert_close(actual, expected) if not isinstance(actual, str | type(None)) else None
+    assert isinstance(actual, torch.Tensor | float | numpy.ndarray) or actual == expected, (actual, expected)
     return True
 
 

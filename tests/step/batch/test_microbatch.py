@@ -1,4 +1,4 @@
-"""How many microbatches a batch has, what is in each, and which batches are not split."""
+"""The number of microbatches of a batch, their contents, and the batches that are not split."""
 
 import numpy
 import pytest

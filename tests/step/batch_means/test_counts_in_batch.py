@@ -1,4 +1,4 @@
-"""The denominator of a mean loss is found among the labels and masks of a batch, and by nothing else."""
+"""The denominator of a mean loss is found only among the labels and masks of a batch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A module built without storage has, bit for bit, the values that it would have had."""
+"""A module built without storage gets, bit for bit, the values of an ordinary constructor."""
 
 import copy
 import gc
@@ -119,7 +119,7 @@ def test_loaded_values_replace_drawn_ones():
     values, module = build_empty(lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     state = {name: torch.rand_like(value) for name, value in nn.Sequential(nn.Linear(3, 3)).state_dict().items()}
     module.load_state_dict(state, strict=False)
-    module.double()  # outside: nobody watches
+    module.double()  # outside of the recording
     for name, value in state.items():
         assert torch.equal(content(values, name, module.get_parameter(name)), value.double())
     with pytest.raises(RuntimeError, match="size mismatch"):

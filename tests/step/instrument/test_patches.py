@@ -1,4 +1,4 @@
-"""What is replaced in torch while a step runs acts like torch outside of a run; afterwards torch is as before."""
+"""What is patched in torch during a step acts like torch outside of a run; afterwards torch is restored."""
 
 import pytest
 import torch

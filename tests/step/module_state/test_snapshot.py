@@ -1,4 +1,4 @@
-"""What code leaves on modules is undone in place, and tensors in attributes are found and put by their paths."""
+"""Changes to modules are undone in place, and tensors in attributes are found and set by their paths."""
 
 import random
 

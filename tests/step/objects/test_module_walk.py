@@ -1,4 +1,4 @@
-"""What a step asks of its module each time is what torch says of it."""
+"""The module walk of a step equals torch's own."""
 
 import torch
 from torch import nn

@@ -1,10 +1,10 @@
-"""The modules that a cut never enters."""
+"""The modules that no cut enters."""
 
 import pytest
 import torch
 from torch import nn
 
-from harness.one_process_pipeline import assert_same_gradients, cut, pipeline, reference
+from harness.one_process_pipeline import assert_same_gradients, pipeline, record_and_cut, reference
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, ControlFlowError, drop
 from models.cases import batch_of
@@ -30,7 +30,7 @@ def test_units_do_not_depend_on_local_shards():
 
 
 class Branching(nn.Module):
-    """What lies inside cannot be followed; as a whole it can."""
+    """Its inside cannot be traced; as one unit it can."""
 
     def __init__(self):
         super().__init__()
@@ -57,4 +57,4 @@ def test_uncuttable_unit_says_why():
     module.layers = nn.ModuleList([Branching()])
     module.double()
     with pytest.raises(ControlFlowError, match=r"test_choose_units\.py:\d+: the step branches on a value"):
-        cut(module, lambda: module.loss(batch), 3)
+        record_and_cut(module, lambda: module.loss(batch), 3)

@@ -1,4 +1,4 @@
-"""Recording sees the step, and leaves the module as it was."""
+"""Recording traces the step and leaves the module unchanged."""
 
 import math
 import random
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from harness.one_process_pipeline import cut, keyed, pipeline, reference
+from harness.one_process_pipeline import keyed, pipeline, record_and_cut, reference
 from lightning_hybrid.step.recording.unit_dedup import argument_signature, without_deduplication
 from lightning_hybrid.step.standins.absent_tensors import ControlFlowError, is_absent, make_absent
 from lightning_hybrid.step.tracing.recording import StepError
@@ -21,7 +21,7 @@ from models.hand_written import WIDTH, Layers, mlp
 def record(module, num_stages=2, batch=None):
     """The recorded graph of a module's step."""
     batch = batch_of(module.kind, range(4)) if batch is None else batch
-    return cut(module, lambda: module.loss(batch), num_stages).assignment.graph
+    return record_and_cut(module, lambda: module.loss(batch), num_stages).assignment.graph
 
 
 def generators():
@@ -29,7 +29,7 @@ def generators():
 
 
 def attributes(root):
-    """Every attribute of every module: (FQN, name) -> the object and, where it is a container, what it holds."""
+    """Every attribute of every module: (FQN, name) -> the object and, for a container, its content."""
     found = {}
     for fqn, module in root.named_modules():
         for name, value in module.__dict__.items():
@@ -237,37 +237,37 @@ def test_control_flow_on_the_model_is_refused_with_its_line(use):
         record(module)
 
 
-def keep_a_comparison(module, loss):
+def store_comparison(module, loss):
     module.kept = float(loss) > 1
 
 
-def keep_the_larger(module, loss):
+def store_maximum(module, loss):
     module.kept = max(0.5, float(loss))
 
 
-def keep_a_text(module, loss):
+def store_text(module, loss):
     module.kept = f"{loss.item():.2f}"
 
 
-def keep_a_whole_number(module, loss):
+def store_int(module, loss):
     module.kept = int(loss)
 
 
-def keep_what_numpy_makes_of_it(module, loss):
+def store_numpy_result(module, loss):
     module.kept = loss.detach().numpy() * 2
 
 
-_DECISIONS = [keep_a_comparison, keep_the_larger, keep_a_text, keep_a_whole_number, keep_what_numpy_makes_of_it]
+_DECISIONS = [store_comparison, store_maximum, store_text, store_int, store_numpy_result]
 
 
-@pytest.mark.parametrize("keep", _DECISIONS, ids=lambda keep: keep.__name__)
-def test_decision_stored_for_later_is_control_flow(keep):
+@pytest.mark.parametrize("store", _DECISIONS, ids=lambda store: store.__name__)
+def test_decision_stored_for_later_is_control_flow(store):
     class Deciding(Layers):
         kept = None
 
         def loss(self, batch):
             loss = super().loss(batch)
-            keep(self, loss)
+            store(self, loss)
             return loss
 
     with pytest.raises(ControlFlowError, match=r"test_record_step.py:\d+: (the step branches|.numpy\(\) reads)"):
@@ -305,7 +305,7 @@ def test_step_without_a_loss_is_refused(result):
 
 
 def test_numbers_stored_on_the_module_are_found_with_their_values():
-    class Keeps(Layers):
+    class Stores(Layers):
         def loss(self, batch):
             loss = super().loss(batch)
             self.history = [(0, loss.item() / 2)]
@@ -317,10 +317,10 @@ def test_numbers_stored_on_the_module_are_found_with_their_values():
             return loss * (1 + loss.item())
 
     found = []
-    for kind in (Keeps, Reads):
+    for kind in (Stores, Reads):
         module = make(kind)
         batch = batch_of(module.kind, range(4))
-        recording = cut(module, lambda module=module, batch=batch: module.loss(batch), 2).recording
+        recording = record_and_cut(module, lambda module=module, batch=batch: module.loss(batch), 2).recording
         found.append((recording.numbers_kept, recording.graph.kept, recording.values_read))
     kept, reads = found
     assert "test_record_step.py" in kept[0] and "self.history[0][1] keeps a number" in kept[0]

@@ -1,4 +1,4 @@
-"""Evaluation of torch's own transformers over stages, and values of another dtype than was recorded."""
+"""Evaluation of torch's transformers over stages, and values of another dtype than recorded."""
 
 import contextlib
 
@@ -80,7 +80,7 @@ def test_encoder_under_autocast():
 
 
 class Casting(nn.Linear):
-    """Its result has a dtype that nobody looks at."""
+    """Its result has a dtype that no code reads."""
 
     dtypes = (torch.float64,)
 

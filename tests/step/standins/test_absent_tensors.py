@@ -1,4 +1,4 @@
-"""Absent tensors, numbers and arrays: they answer for their shape, and refuse what would need their content."""
+"""Absent tensors, numbers and arrays: they know their shape, and refuse what needs their content."""
 
 import math
 

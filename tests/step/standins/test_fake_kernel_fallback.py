@@ -1,4 +1,4 @@
-"""Kernels that have no honest fake are recorded on stand-in values, and parity holds."""
+"""Operations whose fake kernel fails are recorded on stand-in values, with parity."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def assert_parity(module, dtype=torch.float64, num_stages=2, tolerance=1e-10):
 
 
 class GroupedExperts(nn.Module):
-    """A mixture whose fake kernel takes bfloat16 alone."""
+    """A mixture whose fake kernel takes only bfloat16."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ def test_fake_kernel_that_refuses_the_dtype(caplog):
 
 
 class Cache:
-    """Grows by what each layer gives it, as a cache of keys and values does."""
+    """Grows with each layer, as a cache of keys and values does."""
 
     def __init__(self):
         self.rows = {}
@@ -56,7 +56,7 @@ class Cache:
 
 
 class LoopingExperts(nn.Module):
-    """Asks which experts were chosen, after it has written to a cache."""
+    """Branches on the chosen experts, after it has written to a cache."""
 
     def __init__(self, layer):
         super().__init__()
@@ -106,7 +106,7 @@ def test_tensor_read_with_the_model_is_written_by_it():
 
 
 class Sampling(Layers):
-    """torch.distributions checks what it is given by branches on tensors."""
+    """torch.distributions validates its arguments by branches on tensors."""
 
     def forward(self, x):
         scale = self.layers[0](x).exp() * self.sign
@@ -115,22 +115,22 @@ class Sampling(Layers):
 
 
 def test_distribution_arguments_are_validated_at_runtime(monkeypatch):
-    # torch.compile turns these checks off for the whole process, which another test may have done.
+    # torch.compile turns these checks off for the process, which another test may have done.
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     module = make(Sampling)
     module.sign = 1.0
     batch = batch_of("vectors", range(4))
-    whole = pipeline(module, lambda: module.loss(batch), 1)
+    unpartitioned = pipeline(module, lambda: module.loss(batch), 1)
     got = pipeline(module, lambda: module.loss(batch), 2)
-    torch.testing.assert_close(got.loss, whole.loss, rtol=1e-10, atol=0)
-    assert_same_gradients(got.grads, whole.grads)
+    torch.testing.assert_close(got.loss, unpartitioned.loss, rtol=1e-10, atol=0)
+    assert_same_gradients(got.grads, unpartitioned.grads)
     module.sign = -1.0
     with pytest.raises(ValueError, match="found invalid values"):
         pipeline(module, lambda: module.loss(batch), 2)
 
 
 class Posterior(nn.Module):
-    """Returns a distribution, which checks what it is made of."""
+    """Returns a distribution, which validates its arguments."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ class Posterior(nn.Module):
 
 
 class Found:
-    """Holds what was found, as an output of a class of the user's."""
+    """An output object of a user class."""
 
     def __init__(self, belief):
         self.belief, self.energy = belief, belief.mean.square().mean()
@@ -182,7 +182,7 @@ class VariationalInAnObject(Variational):
 
 
 def test_layer_returns_a_distribution():
-    """What it is made of is read on the other stage."""
+    """Its parameters are read on the other stage."""
     got = assert_parity(make(Variational))
     assert "encoder" in got.units[0] and got.units[1], "else nothing here is about what a unit returns"
 

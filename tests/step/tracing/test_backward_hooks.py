@@ -37,7 +37,7 @@ class Inside(Layers):
         return self.head(self.layers(x))
 
 
-def noting(seen, name):
+def recorder(seen, name):
     def hook(module, grad_input, grad_output):
         assert isinstance(module, nn.Module)
         seen.setdefault(name, []).append([None if g is None else g.clone() for g in (*grad_input, *grad_output)])
@@ -47,7 +47,7 @@ def noting(seen, name):
 
 
 def warned(is_warned=True):
-    """By torch, for hooks of a module that is given the batch alone."""
+    """Warned by torch, for hooks of a module whose only input is the batch."""
     return pytest.warns(UserWarning, match="no inputs require gradients") if is_warned else contextlib.nullcontext()
 
 
@@ -57,7 +57,7 @@ def test_hooks_see_the_gradients_of_one_process(names, num_stages):
     module = make(Activated)
     seen = {}
     for name in names:
-        module.get_submodule(name).register_full_backward_hook(noting(seen, name))
+        module.get_submodule(name).register_full_backward_hook(recorder(seen, name))
     module.layers[1].register_full_backward_pre_hook(lambda module, grads: tuple(3 * grad for grad in grads))
     batch = batch_of("vectors", range(4))
     step = lambda: module.loss(batch)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Signatures of operations, by which runs are compared, and the lines of the user that call them."""
+"""Signatures of operations, by which runs are compared, and the user's lines that call them."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""What modules give aside reaches the step around them, from inside units and once, on whichever stage it is used."""
+"""Side outputs of modules reach the step around them, from inside units and once, on any stage that uses them."""
 
 import torch
 from torch import nn
@@ -10,8 +10,8 @@ from models.cases import batch_of
 from models.hand_written import WIDTH, Layers
 
 
-class Giving(nn.Module):
-    """Deep inside a unit, gives the size of its result."""
+class AddsSideOutput(nn.Module):
+    """Deep inside a unit, adds the size of its result as a side output."""
 
     def __init__(self):
         super().__init__()
@@ -20,15 +20,17 @@ class Giving(nn.Module):
     def forward(self, x):
         y = self.inner(x)
         give_aside({"size": y.square().mean()})
-        return torch.tanh(y)  # what a second run stops at lies behind
+        return torch.tanh(y)  # the point where a second run stops comes after
 
 
-class Given(Layers):
+class WithSideOutputs(Layers):
     again = False
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Giving())) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(AddsSideOutput())) for _ in range(4)
+        )
 
     def forward(self, x):
         for layer in self.layers:
@@ -44,7 +46,7 @@ class Given(Layers):
 
 def make():
     torch.manual_seed(0)
-    return Given().double()
+    return WithSideOutputs().double()
 
 
 def test_unit_side_outputs_reach_the_loss_on_the_last_stage():

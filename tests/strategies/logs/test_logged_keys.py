@@ -1,4 +1,4 @@
-"""Keys that some ranks log and others do not: refused within a replica, taken as they come between replicas."""
+"""Keys that only some ranks log: refused within a replica, allowed between replicas."""
 
 import pytest
 
@@ -68,7 +68,7 @@ def test_tensor_ranks_appear_as_one_rank(worlds):
 
 def test_rank_condition_within_a_replica_is_refused(worlds):
     for _, message, moved in worlds.run(4, fit_until_error, LogsOnFirstRank, 2):
-        # A rank whose own replica agrees may learn of it by the loss of its peers.
+        # A rank whose replica agrees may learn of it by the loss of its peers.
         reason = message.lower()
         assert "log the same keys on every rank" in reason or "connection closed" in reason, message
         assert not moved
@@ -83,8 +83,8 @@ def test_replicas_may_log_different_keys(worlds, module, pp):
         assert (kind, message) == ("", "nothing was refused")
 
 
-class LogsThroughItsOwn(EncoderDecoder):
-    """Has a prefix of its own, and logs in prediction what only its own method understands: nothing."""
+class OverridesLog(EncoderDecoder):
+    """Adds a prefix, and logs in prediction a value that only its own method accepts: None."""
 
     def log(self, name, value, **options):
         if not self.trainer.predicting:
@@ -98,7 +98,7 @@ class LogsThroughItsOwn(EncoderDecoder):
 
 @under([LAYOUTS[0], TENSOR_RANKS])
 def test_overridden_log_method_is_called_first(worlds, layout):
-    report = check(worlds, LogsThroughItsOwn, layout, make_data=with_prediction)
+    report = check(worlds, OverridesLog, layout, make_data=with_prediction)
     assert report.outcome == "same", str(report)
 
 

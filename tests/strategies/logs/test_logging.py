@@ -1,4 +1,4 @@
-"""What a step logs is the same number on every rank, and the number that one process logs."""
+"""Logged values are the same on every rank, and match one process."""
 
 import math
 
@@ -59,8 +59,8 @@ def test_epoch_values_match_one_process_that_accumulates(worlds, size, pp):
     [expected] = worlds.run(1, run_logs, 1, 1, 1, {}, accumulate_grad_batches=6)
     results = worlds.run(size, run_logs, size, pp, 6 // replicas, {"num_microbatches": 6 // replicas})
     for result in results:
-        for ours, one_process in zip(result, expected, strict=True):
-            assert_same(ours, one_process, rtol=1e-6)  # numbers read with .item() are logged in float32
+        for actual, one_process in zip(result, expected, strict=True):
+            assert_same(actual, one_process, rtol=1e-6)  # numbers read with .item() are logged in float32
 
 
 class LogsSteps(Tiny):
@@ -96,15 +96,15 @@ def run_steps(size, pp, options):
 @pytest.mark.parametrize("count", [1, 3, "auto"])
 def test_step_values_and_outputs_match_one_process(worlds, count):
     [(steps, end)] = worlds.run(1, run_steps, 1, 1, {})
-    for ours, our_end in worlds.run(2, run_steps, 2, 2, {"num_microbatches": count}):
-        assert len(ours) == len(steps) == 6
-        for our_step, step in zip(ours, steps, strict=True):
+    for actual, our_end in worlds.run(2, run_steps, 2, 2, {"num_microbatches": count}):
+        assert len(actual) == len(steps) == 6
+        for our_step, step in zip(actual, steps, strict=True):
             assert_same(our_step, step)
         assert_same(our_end, end)
 
 
 class LogsInHooks(Tiny):
-    """Logs from hooks of the module, and keeps outputs as Lightning's documentation shows."""
+    """Logs from hooks of the module, and stores outputs as in Lightning's documentation."""
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -179,7 +179,7 @@ def test_metric_logged_on_one_stage_only(worlds):
 
 
 class CountsEpoch(Tiny):
-    """Logs a metric of each epoch, and looks at its weights as the epoch ends."""
+    """Logs a metric of each epoch, and reads its weights as the epoch ends."""
 
     def __init__(self):
         super().__init__()
@@ -196,7 +196,7 @@ class CountsEpoch(Tiny):
 
 
 class BarOfFirstRank(Callback):
-    """Asks for metrics on one rank, as progress bars do."""
+    """Reads metrics on one rank, as progress bars do."""
 
     def on_train_epoch_end(self, trainer, pl_module):
         if trainer.is_global_zero:
@@ -218,7 +218,7 @@ def test_progress_bar_reads_metrics_before_collective_hooks(worlds, size, pp):
 
 
 class CountsEvaluations(Tiny):
-    """Logs metrics of evaluations, looks at its weights as they end, and then changes one of the metrics."""
+    """Logs metrics of evaluations, reads its weights as they end, and then changes one of the metrics."""
 
     def __init__(self):
         super().__init__()
@@ -245,7 +245,7 @@ class CountsEvaluations(Tiny):
 
 
 class BarOfEvaluations(Callback):
-    """Asks for metrics on one rank."""
+    """Reads metrics on one rank."""
 
     def on_validation_epoch_end(self, trainer, pl_module):
         if trainer.is_global_zero:

@@ -1,4 +1,4 @@
-"""What `compile=` may be, and what it needs on the machine."""
+"""Valid values of `compile=`, and what it needs on the machine."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The strategy as an object among the arguments that users save, copy and send."""
+"""The strategy as an object that users save, copy and send with other arguments."""
 
 import copy
 import pickle

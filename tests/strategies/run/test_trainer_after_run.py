@@ -1,4 +1,4 @@
-"""What a run over several ranks leaves behind: a Trainer, handlers and objects as after any run of Lightning's."""
+"""State after a run over several ranks: a Trainer, handlers and objects as after any run of Lightning's."""
 
 import copy
 import io
@@ -52,26 +52,26 @@ def state_of(trainer):
     }
 
 
-def left_behind(pp, options, error):
+def changed_state(pp, options, error):
     ignore_warnings()
-    module, trainer, told = Breaks(), trainer_of(2, pp, strategy_options=options, max_epochs=1), []
+    module, trainer, reports = Breaks(), trainer_of(2, pp, strategy_options=options, max_epochs=1), []
     module.error = error
     before = state_of(trainer)
-    with mock.patch.object(Strategy, "on_exception", lambda _, exception: told.append(str(exception))):
+    with mock.patch.object(Strategy, "on_exception", lambda _, exception: reports.append(str(exception))):
         try:
             trainer.fit(module, loader(4), loader(4))
         except (SystemExit, RuntimeError) as raised:
-            told.append(type(raised).__name__)
+            reports.append(type(raised).__name__)
     after = state_of(trainer)
-    return told, {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+    return reports, {name: (before[name], after[name]) for name in before if before[name] != after[name]}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
 def test_trainer_is_restored_after_a_run(worlds, layout, error):
-    for told, changed in worlds.run(2, left_behind, *LAYOUTS[layout], error):
+    for reports, changed in worlds.run(2, changed_state, *LAYOUTS[layout], error):
         raised = "SystemExit" if error is KeyboardInterrupt else "RuntimeError"
-        assert told == ([] if error is None else ["after the second batch", raised])
+        assert reports == ([] if error is None else ["after the second batch", raised])
         assert not changed, changed
 
 

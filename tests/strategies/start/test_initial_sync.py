@@ -1,4 +1,4 @@
-"""All ranks start with the weights of the first one, whatever their kinds and sizes."""
+"""All ranks start with the weights of the first one, of any dtype and size."""
 
 import pytest
 import torch

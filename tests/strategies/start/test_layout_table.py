@@ -1,4 +1,4 @@
-"""What a user sees of a run: the table at its start, rates that follow a metric, files of loggers, the bar."""
+"""What a user sees of a run: the start table, schedulers that follow a metric, logger files, the progress bar."""
 
 import csv
 import inspect
@@ -89,10 +89,10 @@ class Plateau(Tiny):
 
 class Rates(Callback):
     def __init__(self):
-        self.noted = []
+        self.recorded = []
 
     def on_train_epoch_start(self, trainer, pl_module):
-        self.noted.append(trainer.optimizers[0].param_groups[0]["lr"])
+        self.recorded.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
 def run_plateau(size, pp):
@@ -102,7 +102,7 @@ def run_plateau(size, pp):
     trainer = trainer_of(size, pp, max_epochs=7, callbacks=[rates], strategy_options=options)
     batch_size, replicas = 8 * pp // size, 1 if size == pp else None
     trainer.fit(Plateau(), loader(batch_size, replicas=replicas), loader(batch_size))
-    return rates.noted
+    return rates.recorded
 
 
 def test_plateau_scheduler_steps_on_all_ranks(worlds):

@@ -1,4 +1,4 @@
-"""What cannot run is refused at set-up or before any parameter changes, in words that say what to do."""
+"""Unsupported runs are refused at set-up or before any parameter changes, with advice."""
 
 from contextlib import nullcontext
 
@@ -51,7 +51,7 @@ SEEN = []
 
 
 class ChangesLater(Tiny):
-    """A variable outside of the module decides: nothing shows it."""
+    """A variable outside of the module decides: no guard sees it."""
 
     def on_train_batch_start(self, batch, batch_idx):
         SEEN.append(batch_idx)
@@ -83,7 +83,7 @@ class OneUnit(Tiny):
 
 
 class Scripted(Tiny):
-    """Nobody sees into its second layer."""
+    """Its second layer cannot be traced."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ CASES = {
         ["Manual", "under pipeline_parallel_size=2: ", "manual optimization"],
     ),
 }
-# No stages run these: each rank holds shards, and runs the step on a share of the batch.
+# No stages run these: each rank has shards, and runs the step on a share of the batch.
 IN_SHARES = [Scripted, Manual, Branches, BranchesOnNumber, Recurrent, WithLBFGS, OneUnit]
 
 

@@ -1,4 +1,4 @@
-"""Adam and AdamW on the host take torch's fused steps where the user leaves that to torch, to the same numbers."""
+"""Adam and AdamW on the host use torch's fused steps by default, with the same results."""
 
 import contextlib
 import copy
@@ -64,7 +64,7 @@ def stepped(kind, options, *, fuse, steps=4, gradients=give_gradients, dtype=tor
     return parameters, optimizer
 
 
-def assert_like(parameters, expected):
+def assert_same_layout(parameters, expected):
     for one, other in zip(parameters, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-15)
 
@@ -75,10 +75,10 @@ def test_fused_steps_match_parameters_and_states(kind, options, fused_steps):
     assert not fused_steps
     parameters, optimizer = stepped(kind, options, fuse=True)
     assert fused_steps == [4, 4, 4]  # the first step makes the states
-    assert_like(parameters, expected)
+    assert_same_layout(parameters, expected)
     assert optimizer.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
     for one, other in zip(parameters, expected, strict=True):
-        assert_like(optimizer.state[one].values(), plain.state[other].values())
+        assert_same_layout(optimizer.state[one].values(), plain.state[other].values())
 
 
 @pytest.mark.parametrize(("kind", "options"), LEFT_ALONE.values(), ids=LEFT_ALONE.keys())
@@ -96,7 +96,7 @@ def test_other_memory_formats_are_not_fused(fused_steps):
 
     parameters, _ = stepped(*OPTIMIZERS["AdamW"], fuse=True, gradients=transposed)
     assert not fused_steps
-    assert_like(parameters, stepped(*OPTIMIZERS["AdamW"], fuse=False, gradients=transposed)[0])
+    assert_same_layout(parameters, stepped(*OPTIMIZERS["AdamW"], fuse=False, gradients=transposed)[0])
 
 
 def test_half_precision_is_not_fused(fused_steps):
@@ -104,20 +104,20 @@ def test_half_precision_is_not_fused(fused_steps):
     assert not fused_steps
 
 
-class Watches(TorchFunctionMode):
+class FunctionMode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
 def test_torch_function_mode_sees_the_original_step(fused_steps):
-    """It may hand the step other tensors, of which the kernel would not ask the shape."""
+    """It may pass other tensors to the step, whose shape the kernel would not check."""
     parameters = parameters_of()
     optimizer = torch.optim.AdamW(parameters)
     with contextlib.ExitStack() as until:
         fuse_steps([optimizer], until)
         for step in range(3):
             give_gradients(parameters, step)
-            with Watches():
+            with FunctionMode():
                 optimizer.step()
     assert not fused_steps
 
@@ -174,12 +174,12 @@ def test_version_counters_increase(fused_steps):
 
 
 def test_parameters_without_gradients_are_unchanged(fused_steps):
-    def first_alone(parameters, step):
+    def only_first(parameters, step):
         give_gradients(parameters[:1], step)
 
-    parameters, _ = stepped(*OPTIMIZERS["AdamW"], fuse=True, gradients=first_alone)
+    parameters, _ = stepped(*OPTIMIZERS["AdamW"], fuse=True, gradients=only_first)
     assert fused_steps == [1, 1, 1]
-    assert_like(parameters[1:], parameters_of()[1:])
+    assert_same_layout(parameters[1:], parameters_of()[1:])
 
 
 def test_closure_sees_the_user_choice(fused_steps):

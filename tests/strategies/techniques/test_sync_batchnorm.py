@@ -1,4 +1,4 @@
-"""`sync_batchnorm=True`: replicas normalise by the statistics of all, as one process does on their joined batches."""
+"""`sync_batchnorm=True`: replicas normalise by joint statistics, as one process does on their joined batches."""
 
 import dataclasses
 
@@ -56,7 +56,7 @@ def test_default_statistics_are_per_replica(worlds):
     assert not torch.allclose(rank.state["norm.running_mean"], expected.state["norm.running_mean"], rtol=1e-3)
 
 
-class OwnSync(LayerSync):
+class UserSync(LayerSync):
     def apply(self, model):
         return model
 
@@ -78,8 +78,8 @@ def fit_refused(trainer, strategy):
     ("trainer", "strategy", "message"),
     [
         (SYNC, {"verify_first_step": True}, "set verify_first_step=False"),
-        ({"plugins": [OwnSync()]}, {}, "OwnSync replaces layers"),
+        ({"plugins": [UserSync()]}, {}, "UserSync replaces layers"),
     ],
 )
 def test_refused(worlds, trainer, strategy, message):
-    assert all(message in said for said in worlds.run(2, fit_refused, trainer, strategy))
+    assert all(message in text for text in worlds.run(2, fit_refused, trainer, strategy))

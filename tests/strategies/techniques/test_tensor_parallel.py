@@ -1,4 +1,4 @@
-"""Tensor parallelism, with stages and replicas too, is parity with one process; nothing but a size is given."""
+"""Tensor parallelism, with stages and replicas too, matches one process; only a size is given."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ def name_of(run):
 
 
 def slow(*runs):
-    """Runs that the others of a list have in parts."""
+    """Runs that the others of a list cover."""
     return [pytest.param(run, marks=pytest.mark.slow) for run in runs]
 
 
@@ -55,7 +55,7 @@ def test_parity(worlds, run):
 
 
 def test_layer_that_reads_numbers_stays_full(worlds):
-    """It may decide by them, in each batch otherwise."""
+    """It may branch on them, differently in each batch."""
     ranks, _ = check(worlds, Run(Routers, tp=2, microbatches=1))
     assert not any(plan.num_sharded for plan in ranks[0].plans.values())
 
@@ -69,7 +69,7 @@ def test_running_statistics_of_channels(worlds):
     "run", [Run("Llama", pp=2, tp=2), *slow(Run("GPT2", pp=2, tp=2), Run("GPT2", tp=2))], ids=name_of
 )
 def test_clipping_counts_each_element_once(worlds, run):
-    """Llama has fewer key heads than tensor ranks: they hold the same one."""
+    """Llama has fewer key heads than tensor ranks: they have the same one."""
     _, expected = check(worlds, dataclasses.replace(run, trainer={"gradient_clip_val": 0.05}))
     norm = torch.stack([grad.norm() for grad in expected.grads[0].values()]).norm()
     torch.testing.assert_close(norm, torch.tensor(0.05, dtype=norm.dtype), rtol=1e-4, atol=0)  # it did clip
@@ -104,29 +104,29 @@ def test_indivisible_size_is_refused_if_strict(worlds):
         r"tensor_parallel_size=5 shards no layer .*\(2 heads of model.transformer.h.0.attn.c_attn and 3 more are"
         r" not a multiple of 5; .* set a size .*\(such as 2\), or tensor_parallel_size=1"
     )
-    for said in worlds.run(5, refusal, fit, Run("GPT2", tp=5, strategy={"strict_layout": True})):
-        assert re.search(message, said), said
+    for text in worlds.run(5, refusal, fit, Run("GPT2", tp=5, strategy={"strict_layout": True})):
+        assert re.search(message, text), text
 
 
 def test_weights_read_by_the_step_are_named(worlds):
-    for said in worlds.run(2, refusal, fit, Run("AuxiliaryLosses", tp=2, strategy={"strict_layout": True})):
-        assert re.search(r"tensor_parallel_size=2 shards no layer .*read by the step at .*[a-z_]*.py", said), said
+    for text in worlds.run(2, refusal, fit, Run("AuxiliaryLosses", tp=2, strategy={"strict_layout": True})):
+        assert re.search(r"tensor_parallel_size=2 shards no layer .*read by the step at .*[a-z_]*.py", text), text
 
 
-class Tells(Callback):
-    """What hooks are told of sizes, and what a rank really holds."""
+class RecordsSizes(Callback):
+    """Sizes that hooks see, and actual sizes on a rank."""
 
     def __init__(self):
-        self.noted = {}
+        self.recorded = {}
 
     def on_train_start(self, trainer, pl_module):
-        self.noted["shapes"] = {name: tuple(p.shape) for name, p in pl_module.named_parameters()}
-        self.noted["numel"] = sum(p.numel() for p in pl_module.parameters())
+        self.recorded["shapes"] = {name: tuple(p.shape) for name, p in pl_module.named_parameters()}
+        self.recorded["numel"] = sum(p.numel() for p in pl_module.parameters())
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         with torch._C.DisableTorchFunction():
             [optimizer] = trainer.optimizers
-            self.noted["held"] = {
+            self.recorded["local_sizes"] = {
                 name: [p.numel(), p.grad.numel(), *(v.numel() for v in optimizer.state[p].values() if v.dim())]
                 for name, p in pl_module.named_parameters()
                 if p.grad is not None
@@ -134,14 +134,14 @@ class Tells(Callback):
 
 
 def test_hooks_see_full_tensors_and_ranks_have_shards(worlds):
-    ranks = worlds.run(2, fit, Run("GPT2", tp=2, callback=Tells))
-    [expected] = worlds.run(1, fit_reference, Run("GPT2", callback=Tells))
+    ranks = worlds.run(2, fit, Run("GPT2", tp=2, callback=RecordsSizes))
+    [expected] = worlds.run(1, fit_reference, Run("GPT2", callback=RecordsSizes))
     for rank in ranks:
         assert rank.extra["shapes"] == expected.extra["shapes"] and rank.extra["numel"] == expected.extra["numel"]
-        cut = [name for name in rank.extra["held"] if ".attn.c_" in name or ".mlp.c_" in name]
+        cut = [name for name in rank.extra["local_sizes"] if ".attn.c_" in name or ".mlp.c_" in name]
         for name in cut:
             share = 1 if name.endswith("c_proj.bias") else 2
-            assert [share * size for size in rank.extra["held"][name]] == expected.extra["held"][name], name
+            assert [share * size for size in rank.extra["local_sizes"][name]] == expected.extra["held"][name], name
         assert len(cut) == 4 * 8
 
 
@@ -150,7 +150,7 @@ def count_sums(run):
     counts = []
 
     class Counts(Callback):
-        noted = counts
+        recorded = counts
 
         def on_train_batch_start(self, trainer, *_):
             self.before = len(sums)
@@ -170,26 +170,26 @@ def count_sums(run):
 def test_one_sum_per_direction_for_each_pair(worlds):
     """Four blocks with an attention and an MLP; one microbatch. A lookup, the targets' logits, one into the head."""
     for counts in worlds.run(2, count_sums, Run("GPT2", tp=2, microbatches=1)):
-        assert counts[1:] == [4 * 2 * 2 + 1 + 1 + 1]  # layers are tried once more in the first batch
+        assert counts[1:] == [4 * 2 * 2 + 1 + 1 + 1]  # layers are proved again in the first batch
 
 
 class Average(EMAWeightAveraging):
-    """What it holds in parts while it trains, and in a file."""
+    """Its shards in training, and its content in a file."""
 
-    noted = None
+    recorded = None
 
     def __init__(self):
         super().__init__(decay=0.5)
-        self.noted = {}
+        self.recorded = {}
 
     def on_train_batch_end(self, trainer, *args):
         super().on_train_batch_end(trainer, *args)
         with torch._C.DisableTorchFunction():
-            self.noted["held"] = {n: p.numel() for n, p in self._average_model.module.named_parameters()}
-            self.noted["file"] = {k: v.clone() for k, v in self._average_model.state_dict().items()}
+            self.recorded["local_sizes"] = {n: p.numel() for n, p in self._average_model.module.named_parameters()}
+            self.recorded["file"] = {k: v.clone() for k, v in self._average_model.state_dict().items()}
 
 
-@pytest.mark.slow  # averages over tensor ranks are in files, and go on, in test_checkpoint_callbacks.py
+@pytest.mark.slow  # test_checkpoint_callbacks.py saves and resumes averages over tensor ranks
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "tp": 2}], ids=str)
 def test_weight_averages(worlds, layout):
     """The averaged weights are those that the run ends with."""
@@ -197,7 +197,7 @@ def test_weight_averages(worlds, layout):
     [plain] = worlds.run(1, fit_reference, Run("GPT2"))
     name = "model.transformer.h.0.mlp.c_fc.weight"
     assert not torch.equal(plain.state[name], expected.state[name])
-    assert ranks[0].extra["held"][name] * 2 == expected.extra["held"][name]
+    assert ranks[0].extra["local_sizes"][name] * 2 == expected.extra["held"][name]
     for key, value in expected.extra["file"].items():
         torch.testing.assert_close(ranks[0].extra["file"][key], value, rtol=1e-9, atol=1e-12)
 

@@ -1,4 +1,4 @@
-"""A plan of the user's under a Trainer, plans that are kept from run to run, and what is said about them."""
+"""A user's tensor plan under a Trainer, plans that are cached between runs, and their messages."""
 
 import json
 import os
@@ -47,12 +47,12 @@ def test_user_plan_is_applied_by_stage_and_layer(worlds):
     ],
 )
 def test_infeasible_plan_stops_all_ranks(worlds, plan, words):
-    for said in worlds.run(2, refusal, fit, planned(**plan)):
-        assert re.search(words, said), said
+    for refused_with in worlds.run(2, refusal, fit, planned(**plan)):
+        assert re.search(words, refused_with), refused_with
 
 
-def fit_and_keep(folder):
-    """Two fits on this rank: what each found, and what was said at its start."""
+def fit_twice(folder):
+    """Two fits on this rank: the plans of each, and its start messages."""
     seen = []
     original, set_up.rank_zero_info = set_up.rank_zero_info, seen.append
     try:
@@ -66,11 +66,11 @@ def fit_and_keep(folder):
 class _Checkpoints(ModelCheckpoint):
     def __init__(self):
         super().__init__(save_top_k=0)
-        self.noted = None
+        self.recorded = None
 
 
 def test_second_run_only_proves_cached_plans(worlds, tmp_path):
-    ranks = worlds.run(2, fit_and_keep, str(tmp_path))
+    ranks = worlds.run(2, fit_twice, str(tmp_path))
     for (first, second), _ in ranks:
         kinds = [plan for plan in second.values() if plan.num_trials]  # like layers share a plan
         assert kinds and all(plan.num_trials == 2 for plan in kinds)  # one proof, in one mode and unwatched

@@ -1,4 +1,4 @@
-"""What a Trainer with hybrid3d answers before any process is started, as Lightning's own strategies do."""
+"""State of a Trainer with hybrid3d before any process starts: as with Lightning's own strategies."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from harness.launched_jobs import environment
-from harness.one_device import in_both_ways, plain
+from harness.one_device import plain, with_both_strategies
 from harness.trainer_runs import ignore_warnings
 from lightning_hybrid import Hybrid3DStrategy
 from models.small import Small
@@ -25,7 +25,7 @@ OF_THE_STRATEGY += ["num_nodes", "num_processes", "node_rank", "distributed_samp
 
 
 def about_to_fit(trainer):
-    """The Trainer as `fit` has it when it asks for the first time."""
+    """The Trainer in the state of `fit` at its first query."""
     module = Small()
     trainer.strategy.connect(module)
     trainer._data_connector.attach_data(module)
@@ -44,7 +44,7 @@ def answers(trainer, of_the_strategy=OF_THE_STRATEGY):
     return {**found, "batches": (trainer.estimated_stepping_batches, trainer.num_training_batches)}
 
 
-def alone(trainer):
+def state_outside_a_run(trainer):
     kept = ["root_device", "world_size", "global_rank", "local_rank", "is_global_zero", "optimizers", "model"]
     run = trainer()
     decisions = run.strategy.reduce_boolean_decision(True), run.strategy.reduce_boolean_decision(False, all=False)
@@ -53,9 +53,9 @@ def alone(trainer):
 
 
 def test_one_device_matches_the_plain_trainer(worlds):
-    [[expected, ours]] = worlds.run(1, in_both_ways, alone)
+    [[expected, actual]] = worlds.run(1, with_both_strategies, state_outside_a_run)
     assert not isinstance(expected, str), expected
-    assert ours == expected
+    assert actual == expected
 
 
 def several(strategy, devices, num_nodes=1):

@@ -14,7 +14,7 @@ from harness.launched_jobs import TESTS, run, start, torchrun
 FIT = """
     import sys, warnings
     warnings.simplefilter("ignore")
-    from harness.worlds.not_installed import OPTIONAL, hide
+    from harness.worlds.hidden_packages import OPTIONAL, hide
     hide({{*OPTIONAL, "pytorch_lightning", "lightning_fabric"}})
     import lightning_hybrid
     import torch
@@ -76,7 +76,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@pytest.mark.slow  # ranks of every other test are told of their world as torchrun tells them
+@pytest.mark.slow  # ranks of every other test get their world as from torchrun
 def test_torchrun_runs_two_nodes_on_loopback(tmp_path):
     code, other_code, output, more, _ = two_nodes(write_script(tmp_path, devices=1, nodes=2), tmp_path)
     assert (code, other_code) == (0, 0), output + more
@@ -88,7 +88,7 @@ ON_RANK_1 = "if batch_idx == 1 and self.trainer.strategy.mesh.rank == 1: "
 RAISES = ON_RANK_1 + 'raise ZeroDivisionError("on purpose")'
 DIES = ON_RANK_1 + "import os; os._exit(3)"
 KILLED = ON_RANK_1 + "import os; os.kill(os.getpid(), 9)"
-TOLD_TO_STOP = ON_RANK_1 + "import os; os.kill(os.getpid(), 15)"
+SIGTERM = ON_RANK_1 + "import os; os.kill(os.getpid(), 15)"
 
 
 def command_of(launcher, script):
@@ -149,7 +149,7 @@ def test_rank_that_catches_its_error_does_not_block_the_others(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["popen", "torchrun"])
 def test_sigterm_to_one_rank_ends_the_job(tmp_path, launcher):
-    script = Path(write_script(tmp_path, fault=TOLD_TO_STOP))
+    script = Path(write_script(tmp_path, fault=SIGTERM))
     # After fit comes what only a run to the end may print.
     script.write_text(script.read_text().replace("loader(4)", "loader(4, 400)"))
     code, output, seconds = run(command_of(launcher, str(script)))

@@ -13,12 +13,12 @@ BATCHES = 4  # of an epoch
 
 
 class Stops(Callback):
-    """Sets the flag in one hook, on each rank from a step of its own on."""
+    """Sets the flag in one hook, on each rank from another step on."""
 
     def __init__(self, hook, steps, delay=0.0):
         self.hook, self.steps, self.delay = hook, steps, delay
 
-    def look(self, hook, trainer):
+    def count_hook(self, hook, trainer):
         rank = getattr(getattr(trainer.strategy, "mesh", None), "rank", 0)
         if hook == "on_train_batch_end":
             time.sleep(self.delay * rank)
@@ -26,28 +26,28 @@ class Stops(Callback):
             trainer.should_stop = True
 
     def on_fit_start(self, trainer, *_):
-        self.look("on_fit_start", trainer)
+        self.count_hook("on_fit_start", trainer)
 
     def on_train_start(self, trainer, *_):
-        self.look("on_train_start", trainer)
+        self.count_hook("on_train_start", trainer)
 
     def on_train_epoch_start(self, trainer, *_):
-        self.look("on_train_epoch_start", trainer)
+        self.count_hook("on_train_epoch_start", trainer)
 
     def on_train_batch_start(self, trainer, *_):
-        self.look("on_train_batch_start", trainer)
+        self.count_hook("on_train_batch_start", trainer)
 
     def on_train_batch_end(self, trainer, *_):
-        self.look("on_train_batch_end", trainer)
+        self.count_hook("on_train_batch_end", trainer)
 
     def on_validation_epoch_end(self, trainer, *_):
-        self.look("on_validation_epoch_end", trainer)
+        self.count_hook("on_validation_epoch_end", trainer)
 
     def on_validation_end(self, trainer, *_):
-        self.look("on_validation_end", trainer)
+        self.count_hook("on_validation_end", trainer)
 
     def on_train_epoch_end(self, trainer, *_):
-        self.look("on_train_epoch_end", trainer)
+        self.count_hook("on_train_epoch_end", trainer)
 
 
 class Validates(Tiny):
@@ -86,11 +86,11 @@ SIZES = under_sizes({"dp2": (2, 1), "pp2": (2, 2), "dp2xpp2": (4, 2)})
 
 
 # Lightning reads the flag at the same place after both.
-ALIKE = {"on_train_start": "on_fit_start", "on_validation_epoch_end": "on_validation_end"}
+EQUAL = {"on_train_start": "on_fit_start", "on_validation_epoch_end": "on_validation_end"}
 
 
 @SIZES
-@each("hook", list(HOOKS), covered_by=ALIKE)
+@each("hook", list(HOOKS), covered_by=EQUAL)
 def test_should_stop_on_all_ranks_stops_as_one_process(worlds, size, pp, hook):
     options = {"val_check_interval": 2}
     [expected] = worlds.run(1, run_stopping, 1, 1, hook, {"all": HOOKS[hook]}, options, timeout=60)
@@ -122,9 +122,9 @@ def test_should_stop_on_some_ranks_stops_all_soon(worlds, size, pp, name):
     steps = ALONE[name]
     results = worlds.run(size, run_stopping, size, pp, "on_train_batch_end", steps, {}, 0.02, timeout=60)
     assert all(result[:2] == results[0][:2] for result in results), results
-    (step, _, _), flag, said = results[0]
+    (step, _, _), flag, messages = results[0]
     assert flag and min(steps.values()) <= step <= min(steps.values()) + 2
-    assert len(said) == 1 and "not on all ranks after the same batch" in said[0]
+    assert len(messages) == 1 and "not on all ranks after the same batch" in messages[0]
 
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start"])
@@ -158,7 +158,7 @@ def test_should_stop_on_one_rank_after_the_last_batch_ends_with_the_epoch(worlds
 
 
 class TakesBack(Validates):
-    """Sets the flag in the first epoch on all ranks, takes it back as that ends, and sets it again on one."""
+    """Sets the flag in the first epoch on all ranks, resets it as that ends, and sets it again on one."""
 
     def on_train_batch_end(self, *_):
         if self.trainer.global_step == 2 or (self.trainer.global_step >= 6 and self.trainer.strategy.mesh.rank):

@@ -1,4 +1,4 @@
-"""Positions sharded over ranks, between regions (sequence parallelism) or throughout (context parallelism)."""
+"""Sequences sharded over ranks, between regions (sequence parallelism) or throughout (context parallelism)."""
 
 from collections import Counter
 from dataclasses import replace
@@ -94,12 +94,12 @@ def test_checkpoint_is_interchangeable_with_other_layouts(worlds, tmp_path, is_f
 def count_exchanges(run):
     """How often positions are gathered, scattered and exchanged in a step, and gradients of parameters summed.
 
-    Of the second one: layers are tried once more in the first.
+    Of the second step: layers are proved again in the first.
     """
     seen, steps = Counter(), []
 
     class Counts(Callback):
-        noted = steps
+        recorded = steps
 
         def on_train_batch_start(self, trainer, *_):
             seen.clear()
@@ -121,11 +121,11 @@ def count_exchanges(run):
 
 
 def test_all_reduce_becomes_all_gather_and_reduce_scatter(worlds):
-    """Four blocks with an attention and an MLP; blocks hand their positions on."""
+    """Four blocks with an attention and an MLP; blocks pass on sharded positions."""
     regions = 4 * 2
     for steps in worlds.run(2, count_exchanges, Run("GPT2", tp=2, microbatches=1, sequence=True)):
-        # Gathered on the way in and behind the last block; backward: what was scattered, what was saved in parts, and
-        # the gradient of the first block's input. The sums are of whole parameters, one for each block, and three
+        # Gathered at the input and after the last block; backward: scattered values, values saved as shards, and
+        # the gradient of the first block's input. The sums are of full parameters, one for each block, and three
         # of what is cut by vocabulary: a lookup, the targets' logits, what enters the head.
         forward, backward = regions + 1, 2 * regions + 1
         assert steps == [{"gathered": forward + backward, "exchange": 2 * regions, "all_reduce": 4 + 3}]
@@ -148,7 +148,7 @@ def test_context_ranks_exchange_positions_for_heads(worlds, run, sums):
 
 @pytest.mark.slow
 def test_context_rank_positions_are_sharded_again(worlds):
-    """What both of these do, on top of each other; no sums over tensor ranks are left but of whole parameters."""
+    """Both of these, nested; no sums over tensor ranks remain but of full parameters."""
     run = Run(GPT2Wide, **FOUR, microbatches=1, sequence=True)
     for steps in worlds.run(4, count_exchanges, run):
         regions, attentions = 4 * 2, 4
@@ -203,7 +203,7 @@ def runner_of(unit, args, size, **options):
 
 
 def saved_values(layouts):
-    """How many values of all positions a forward leaves, and of those of a context rank."""
+    """How many saved values have all positions, and how many those of a context rank."""
     torch.manual_seed(0)
     unit, x = Block(heads=4), torch.randn(2, 32, 16, requires_grad=True)
     found = []
@@ -218,7 +218,7 @@ def saved_values(layouts):
 
 
 def test_no_full_sequence_is_saved_for_the_backward(worlds):
-    """But the unit's own input and result; otherwise norms, dropouts and residuals leave more."""
+    """Except the unit's input and result; otherwise norms, dropouts and residuals save more."""
     for (tensor, _), (sequence, _), (context, _) in worlds.run(2, saved_values, [{"size": 2}, *SHARDED]):
         assert sequence == context == 2 and tensor >= 6
     for (beside, halves), (twice, own) in worlds.run(4, saved_values, [BESIDE, TWICE]):
@@ -247,7 +247,7 @@ def test_sequences_of_any_length(worlds):
 
 
 def dropped(options):
-    """What a rank drops inside of a region and behind it, its result, and the gradient of the input."""
+    """A rank's dropout masks inside of a region and after it, its result, and the gradient of the input."""
     torch.manual_seed(0)
     unit = dropping_block()
     x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
@@ -279,22 +279,22 @@ def test_each_rank_drops_local_features_in_regions_and_local_positions_after(wor
     ranks = worlds.run(4, dropped, options)
     for (attention, region, behind), _, _ in ranks:
         assert attention.shape == behind.shape == (2, local, 16) and region.shape == (2, 4, 24)
-    wholes = []
+    full = []
     for place, (first, second, third, fourth) in enumerate(zip(*(masks for masks, _, _ in ranks), strict=True)):
         assert not torch.equal(first, third)
         if place == 1:
             assert not torch.equal(first, second)
-            wholes.append(torch.cat([torch.cat([first, second], -1), torch.cat([third, fourth], -1)], 1))
+            full.append(torch.cat([torch.cat([first, second], -1), torch.cat([third, fourth], -1)], 1))
         elif local == 4:
             assert torch.equal(first, second) and torch.equal(third, fourth)
-            wholes.append(torch.cat([first, third], 1))
+            full.append(torch.cat([first, third], 1))
         else:
             assert not torch.equal(first, second)
-            wholes.append(torch.cat([first, second, third, fourth], 1))
+            full.append(torch.cat([first, second, third, fourth], 1))
     torch.manual_seed(0)
     unit = dropping_block()
     x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
-    order = iter(wholes)
+    order = iter(full)
     for module in (unit.mlp[2], unit.dropout):
         module.forward = lambda value: value * next(order)
     expected = unit(x)
@@ -315,7 +315,7 @@ def test_each_rank_drops_local_features_in_regions_and_local_positions_after(wor
 def test_dropout_of_local_positions_differs_and_repeats(worlds, run):
     first, second = worlds.run(run.world_size, fit, run), worlds.run(run.world_size, fit, run)
     [without] = worlds.run(1, fit_reference, replace(run, case=GPT2Wide))
-    for rank in first[1:]:  # what ranks have in common, they drop alike
+    for rank in first[1:]:  # ranks drop common values equally
         assert all(torch.equal(value, first[0].state[name]) for name, value in rank.state.items())
     for one, other in zip(first, second, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
@@ -332,5 +332,5 @@ STRICT = {"strict_layout": True}
 
 
 def test_module_without_a_sequence_is_refused_if_strict(worlds):
-    for said in worlds.run(2, refusal, fit, Run("BatchNorms", cp=2, microbatches=1, strategy=STRICT)):
-        assert "context_parallel_size=2 shards the positions of no layer" in said
+    for message in worlds.run(2, refusal, fit, Run("BatchNorms", cp=2, microbatches=1, strategy=STRICT)):
+        assert "context_parallel_size=2 shards the positions of no layer" in message

@@ -1,4 +1,4 @@
-"""Values on their way into a region, and the weights that are not worth one."""
+"""Inputs of tensor-parallel regions, and weights too small for a region."""
 
 import pytest
 import torch
@@ -42,8 +42,8 @@ def test_many_small_linears_are_most_of_a_module():
     assert all(plan.num_sharded for plan in plan_units(root, units, calls, {}, 2).values())
 
 
-@pytest.mark.parametrize(("width", "is_whole"), [(64, True), (8, False)])
-def test_isolated_small_linear_stays_full(width, is_whole):
+@pytest.mark.parametrize(("width", "is_full"), [(64, True), (8, False)])
+def test_isolated_small_linear_stays_full(width, is_full):
     block = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
     root = nn.ModuleDict({"block": block, "head": nn.Linear(width, 4)})
     units = dict(root.named_children())
@@ -51,9 +51,9 @@ def test_isolated_small_linear_stays_full(width, is_whole):
         root["head"](root["block"](torch.rand(3, width)))
     plans = plan_units(root, units, calls, {}, 2)
     assert plans["block"].num_sharded == 3
-    assert (plans["head"].placements["weight"] == Replicated()) is is_whole
+    assert (plans["head"].placements["weight"] == Replicated()) is is_full
     assert plans["head"].replicated_reasons.get("weight") == (
-        "less than 1/64 of the module, and alone" if is_whole else None
+        "less than 1/64 of the module, and alone" if is_full else None
     )
 
 

@@ -1,4 +1,4 @@
-"""A tensor plan is written as JSON and read again, and what is no plan is refused."""
+"""A tensor plan is written as JSON and read again, and invalid plans are refused."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The user's plan comes first, then the one that a model brings along, then the search; the table says which."""
+"""The user's plan comes first, then the one of the model, then the search; the start table says which."""
 
 from types import SimpleNamespace
 
@@ -36,14 +36,14 @@ UNITS = {**BLOCKS, "mixes": lambda: (Mixes(), (tokens(),)), "three": lambda: (Th
 
 
 def planned(name, plan=None, own=None, size=2):
-    """The plan of one unit in a list of layers, of which a plan of the user's or the model's own says something."""
+    """The plan of one unit in a list of layers, under a plan of the user or the model."""
     torch.manual_seed(0)
     unit, args = UNITS[name]()
     root = nn.Module()
     root.layers = nn.ModuleList([unit])
     root._tp_plan = own
-    asked = requests_by_unit(root, {"layers.0": unit}, requests_of_user(root, plan or {}), requests_of_model(root))
-    return plan_unit(unit, args, {}, size, plan_requests=asked["layers.0"])
+    by_unit = requests_by_unit(root, {"layers.0": unit}, requests_of_user(root, plan or {}), requests_of_model(root))
+    return plan_unit(unit, args, {}, size, plan_requests=by_unit["layers.0"])
 
 
 def shown(plan):
@@ -53,7 +53,7 @@ def shown(plan):
 def test_user_roles_are_fixed_and_the_rest_is_searched():
     plan = planned("grouped queries", {"layers.*.down": "rowwise"})
     assert shown(plan) == ["q_proj, k_proj, v_proj -> o_proj (found", "gate, up -> down (your plan"]
-    # Cut in another pair than the search would choose, kept whole, and with its output gathered.
+    # Sharded in another pair than the search would choose, full, and with its output gathered.
     assert shown(planned("three", {"c": "rowwise"})) == ["b -> c (your plan", "a (found"]
     plan = planned("grouped queries", {"layers.0.*_proj": "replicated", "up": "none", "gate": "colwise"})
     assert shown(plan) == ["gate -> down (your plan"]
@@ -69,7 +69,7 @@ def test_user_roles_are_fixed_and_the_rest_is_searched():
     [
         ("layers.0.up", {"layers.0.up"}),
         ("*.up", {"layers.0.up", "layers.1.mlp.up"}),
-        ("up", {"layers.0.up", "layers.1.mlp.up"}),  # no whole FQN, so the end of one
+        ("up", {"layers.0.up", "layers.1.mlp.up"}),  # no full FQN, so the end of one
         ("layers.*.up", {"layers.0.up", "layers.1.mlp.up"}),
         ("layers.[1-9].*.up", {"layers.1.mlp.up"}),
         ("layers.1.*", {"layers.1.mlp.up", "layers.1.mlp.q_proj"}),

@@ -1,4 +1,4 @@
-"""Trials of a layer in a run leave nothing."""
+"""Trials of a layer in a run leave nothing behind."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ MADE = []
 
 
 class Saves(nn.Module):
-    """Its operations save their own results for the backward."""
+    """Its operations save their results for the backward."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A unit run sharded over real ranks equals the whole unit, with one sum over ranks for each region and direction."""
+"""A unit sharded over real ranks equals the full unit, with one sum over ranks for each region and direction."""
 
 import contextlib
 
@@ -47,7 +47,7 @@ def first(output):
 COUNTS = {
     "fused": (2, 2, 0, 0),
     "grouped queries": (2, 2, 0, 0),
-    "one key head": (2, 3, 0, 0),  # one more for the gradients of the key head that both ranks hold
+    "one key head": (2, 3, 0, 0),  # one more for the gradients of the key head on both ranks
     "merged heads": (1, 2, 1, 0),  # the weights that it returns are gathered
     "interleaved": (1, 1, 0, 0),
     "offsets": (1, 1, 0, 0),
@@ -127,13 +127,13 @@ def test_dropout_differs_inside_a_region_and_is_equal_outside():
     rank = dist.get_rank()
     seen = {}
 
-    class Seen(nn.Dropout):
+    class RecordingDropout(nn.Dropout):
         def forward(self, x):
             seen[self.name] = super().forward(torch.ones_like(x) + 0 * x)
             return seen[self.name] * x
 
     def drop(name):
-        module = Seen(0.5)
+        module = RecordingDropout(0.5)
         module.name = name
         return module
 
@@ -249,10 +249,10 @@ def test_plan_for_another_number_of_ranks_is_refused():
 
 @pytest.mark.world(2)
 def test_complex_values_are_exchanged():
-    """Gloo knows no complex numbers."""
+    """Gloo does not support complex numbers."""
     ranks = GroupRanks(dist.group.WORLD)
-    mine = torch.tensor([1.0 + ranks.rank, 2j])
-    parts = ranks.all_gather(mine)
+    local_values = torch.tensor([1.0 + ranks.rank, 2j])
+    parts = ranks.all_gather(local_values)
     assert [part.tolist() for part in parts] == [[1, 2j], [2, 2j]]
-    ranks.all_reduce(mine)
-    assert mine.tolist() == [3, 4j]
+    ranks.all_reduce(local_values)
+    assert local_values.tolist() == [3, 4j]

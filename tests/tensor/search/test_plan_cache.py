@@ -1,4 +1,4 @@
-"""Plans are kept from run to run, are proved again, and nothing that a file says is believed."""
+"""Plans are cached between runs and proved again; no content of a file is trusted."""
 
 import json
 import os
@@ -101,7 +101,7 @@ def test_changed_code_is_searched_again(tmp_path):
         return made["Unit"](nn.Linear(32, 8), nn.Linear(8, 32))
 
     texts = [source.format(text) for text in ("super().forward(x)", "self[1](self[0](x).tanh())")]
-    for text in (*texts, "\n" + texts[0]):  # a plan knows lines
+    for text in (*texts, "\n" + texts[0]):  # a plan contains line numbers
         assert found(tmp_path, unit_of(text))[1] == (1, 0)
         assert found(tmp_path, unit_of(text))[1] == (0, 1)
 
@@ -136,7 +136,7 @@ def test_wrong_cached_plan_is_not_used(tmp_path):
         spoil(tmp_path, change)
         plan, counts = found(tmp_path, BiasedAttention())
         assert counts == (1, 0) and without_costs(plan) == without_costs(expected), change
-    # Right by itself, but cut where others read the whole.
+    # Correct alone, but sharded where others read the full tensor.
     keep_replicated = {"q.weight": "used by several units"}
     found(tmp_path / "shared", BiasedAttention(), keep_replicated=keep_replicated)
     spoil(tmp_path / "shared", lambda entry: entry.update(plan=to_json(expected)))

@@ -1,4 +1,4 @@
-"""Layers of models as they come from transformers, found as any unit is found, are sharded whole."""
+"""Layers of transformers models are found like any unit, and are fully sharded."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Units of many kinds are sharded without being changed, and what is wrong is found out."""
+"""Units of many kinds are sharded without changes to them, and wrong plans are detected."""
 
 import copy
 import dataclasses
@@ -43,7 +43,7 @@ EXPECTED = {
     "group norm": ["expand -> project"],
     "squeeze and excite": ["expand, excite -> squeeze, project"],
     "lone linear before a pair": ["up -> down", "mix gathered"],
-    "casts by hand": ["up -> down"],
+    "manual casts": ["up -> down"],
     "convolutions": ["c1 -> c2", "c3 -> head"],
     "transposed": ["0 -> 2"],
     "encoder layer": ["self_attn attention", "linear1 -> linear2"],
@@ -234,7 +234,7 @@ def test_heads_indivisible_by_tensor_times_context_are_not_exchanged():
 
 
 class Penalised(nn.Module):
-    """What every rank has all of, beside a sequence: its gradient must not be summed."""
+    """A full tensor on every rank, beside a sequence: its gradient must not be summed."""
 
     def __init__(self):
         super().__init__()
@@ -277,7 +277,7 @@ def test_only_regions_that_mix_positions_must_exchange_them():
 )
 @pytest.mark.parametrize("name", ["own bias", "norm on heads"])
 def test_attention_unit_is_sharded(name, options):
-    """One is shown the length of the whole sequence; the other asks for its own where values in a region have more."""
+    """One sees the full sequence length; the other reads its own where values in a region have more."""
     torch.manual_seed(0)
     plan = plan_unit(*BLOCKS[name](), {}, **options)
     assert plan.positions is not None, plan.full_sequence_reason
@@ -289,15 +289,15 @@ def test_attention_unit_is_sharded(name, options):
     ("old", "sizes", "same_dims", "wanted"),
     [
         ((2, 11, 32), (2, 6, 4, 8), False, (1, 1)),  # a projection as heads
-        ((2, 1, 2, 11, 8), (2, 4, 6, 8), False, (2, 3)),  # repeated key heads, whose number is that of the whole
+        ((2, 1, 2, 11, 8), (2, 4, 6, 8), False, (2, 3)),  # repeated key heads, as many as in the full module
         ((2, 1, 1, 11, 8), (2, 1, 2, 6, 8), True, (3, 3)),
         ((6, 11, 32), (6, 6, 32), False, (1, 1)),  # a batch of as many samples
         ((2, 11, 32), (2, 11, 4, 8), False, None),
-        ((2, 6, 32), (2, 6, 4, 8), False, None),  # its own positions alone
+        ((2, 6, 32), (2, 6, 4, 8), False, None),  # only local positions
     ],
 )
 def test_position_dimension(old, sizes, same_dims, wanted):
-    """Six of eleven positions are a rank's own."""
+    """Six of eleven positions are local."""
     assert find_positions(old, sizes, (11,), 6, same_dims=same_dims) == wanted
 
 
@@ -359,8 +359,8 @@ class Clamped(nn.Linear):
         return nn.functional.linear(x, self.weight, self.bias).clamp(-1e4, 1e4)
 
 
-class InItsOwnType(nn.Linear):
-    """As some models have it: nothing but the product."""
+class LinearSubclass(nn.Linear):
+    """As in some models: only the product."""
 
     def forward(self, x):
         return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
@@ -379,7 +379,7 @@ def patched(*sizes):
 @pytest.mark.parametrize(
     ("kind", "is_shared"),
     [(kind, False) for kind in (Scaled, Masked, Quantised, Clamped, patched)]
-    + [(kind, True) for kind in (nn.Linear, InItsOwnType, NamedOtherwise)],
+    + [(kind, True) for kind in (nn.Linear, LinearSubclass, NamedOtherwise)],
 )
 def test_code_beyond_a_product_is_not_replaced_by_one(kind, is_shared):
     unit = nn.Sequential(kind(8, 16), nn.GELU(), nn.Linear(16, 8))

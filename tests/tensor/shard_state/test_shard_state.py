@@ -1,4 +1,4 @@
-"""A unit that runs sharded has its shards for one forward; draws differ by rank inside of it alone."""
+"""A sharded unit has its shards for one forward; draws differ by rank only inside of it."""
 
 from contextlib import ExitStack
 

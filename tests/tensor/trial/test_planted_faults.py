@@ -1,4 +1,4 @@
-"""Faults that a sharded run could have, planted one by one: the proof finds each of them, whatever the weights are."""
+"""Possible faults of a sharded run, planted one by one: the proof finds each of them, for any weights."""
 
 import functools
 from dataclasses import replace
@@ -25,7 +25,7 @@ SHARDED = ["tensor", "context", "both", "all"]
 def planned(unit, size=2, sequence_parallel=None):
     """The plan of a unit, and a proof of it that passes; `sequence_parallel` says which ranks shard positions.
 
-    "both": to context ranks, beside tensor ranks. "all": once more to these.
+    "both": to context ranks, beside tensor ranks. "all": again to these.
     """
     args = (tokens(),)
     size, context = (
@@ -112,12 +112,12 @@ class OtherLinesInEval(OtherInEval):
         return x + self.down(torch.relu(h))
 
 
-class AlwaysAlike(OtherInEval):
+class AlwaysEqual(OtherInEval):
     def forward(self, x):
         return x + self.down(torch.relu(self.up(x)))
 
 
-class WithBatchNorm(AlwaysAlike):
+class WithBatchNorm(AlwaysEqual):
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
@@ -127,7 +127,7 @@ class WithBatchNorm(AlwaysAlike):
 
 
 @pytest.mark.parametrize(
-    ("kind", "proved"), [(AlwaysAlike, 2), (OtherInEval, 4), (OtherLinesInEval, 4), (WithBatchNorm, 4)]
+    ("kind", "proved"), [(AlwaysEqual, 2), (OtherInEval, 4), (OtherLinesInEval, 4), (WithBatchNorm, 4)]
 )
 def test_modes_that_run_other_code_are_proved(kind, proved):
     plan, proof = planned(kind())
@@ -163,7 +163,7 @@ def test_bias_added_by_every_rank(monkeypatch, sequence_parallel):
 
 
 def test_wrong_fused_projection_shard_with_zero_output_projection():
-    """With the user's weights no output and no gradient of an input would tell."""
+    """With the user's weights no output and no input gradient would differ."""
     unit = FusedAttention()
     nn.init.zeros_(unit.c_proj.weight)
     nn.init.zeros_(unit.c_proj.bias)
@@ -181,7 +181,7 @@ def test_features_sharded_instead_of_positions(sequence_parallel):
 
 
 class Centred(nn.Module):
-    """Mixes positions where every rank would have its own; all shapes fit."""
+    """Mixes positions where every rank would have local ones; all shapes fit."""
 
     def __init__(self):
         super().__init__()
@@ -212,7 +212,7 @@ def test_unsummed_positions_of_sums(monkeypatch, sequence_parallel):
 def test_ungathered_gradient_of_positions(monkeypatch, sequence_parallel):
     plan, proof = fused(sequence_parallel)
 
-    class OwnGradient(torch.autograd.Function):
+    class CustomGradient(torch.autograd.Function):
         @staticmethod
         def forward(ctx, local, sharding):
             ctx.sharding = sharding
@@ -222,7 +222,7 @@ def test_ungathered_gradient_of_positions(monkeypatch, sequence_parallel):
         def backward(ctx, grad):
             return ctx.sharding.local_positions(grad), None
 
-    monkeypatch.setattr(positions, "_Enter", OwnGradient)
+    monkeypatch.setattr(positions, "_Enter", CustomGradient)
     assert "grad of" in proof.first_failure(plan)
 
 

@@ -1,4 +1,4 @@
-"""A planted difference is found, named, and told with both numbers; noise is not one."""
+"""A planted difference is found, named, and shown with both numbers; noise is not reported."""
 
 import copy
 
@@ -79,7 +79,7 @@ def set_weight(observed):
     observed.steps[1].weights["b.weight"][2] += 1e-3
 
 
-def stay(observed):
+def do_not_move(observed):
     observed.steps[2].weights["a.weight"] = weights(0)["a.weight"]
 
 
@@ -115,7 +115,7 @@ PLANTED = {
     set_rate: (3, "learning rate of group 0", 0.1, 0.05),
     set_norm: (1, "gradient norm of b.weight", 3.0, 6.0),
     set_weight: (2, "update of b.weight", 1.2, 1.201),
-    stay: (3, "update of a.weight", 1.3, 1.0),
+    do_not_move: (3, "update of a.weight", 1.3, 1.0),
     lose_weight: (3, "update of a.weight", 1.3, None),
     set_start: (0, "initial weights of a.weight", 1.0, 0.0),
     set_validation: (AT_THE_END - 1, "metric after validation 1: val_loss", 0.25, 0.5),
@@ -304,7 +304,7 @@ def test_weight_perturbation_is_no_noise_of_its_update():
     reference, noisy, seen = run_of(), run_of(), run_of()
     for observed in (reference, noisy, seen):
         in_32_bits(observed, 3e-6)
-    # Half of the update is missing; the perturbation is as large, but stays what it was at the start.
+    # Half of the update is missing; the perturbation is as large, but is constant from the start.
     noisy.perturbed = {"w": noisy.start["w"] + 3e-6}
     for one in noisy.steps:
         one.weights = {"w": one.weights["w"] + 3e-6}

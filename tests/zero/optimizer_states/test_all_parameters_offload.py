@@ -1,4 +1,4 @@
-"""Offload of optimizers that look at several parameters in their step: the same numbers to the last bit."""
+"""Offload of optimizers whose step reads several parameters: bitwise equal results."""
 
 import copy
 import dataclasses
@@ -36,7 +36,7 @@ def lamb(module):
 
 
 class HostOnly(SimulatedHost):
-    """Notes nothing: there is no ZeRO, and LBFGS has lists of states."""
+    """Records nothing: there is no ZeRO, and LBFGS has lists of states."""
 
     def on_train_start(self, *_):
         pass
@@ -71,7 +71,7 @@ def test_offloaded_states(worlds, tmp_path, run, on_disk):
 @pytest.mark.slow
 @pytest.mark.parametrize("subset", ["s", "g"])
 def test_offloaded_states_of_another_device(worlds, subset):
-    """They come to where parameters are. (What the pretended host sends in a step that reads wholes, it cannot see.)"""
+    """They are moved to the parameters' device. (The simulated host cannot see transfers of full tensors.)"""
     run = Run("Layers", dp=2, num_batches=3, change=muon, strategy={"zero_stage": 2})
     where = {KINDS[letter]: "cpu" for letter in subset}
     ranks = worlds.run(2, fit, dataclasses.replace(with_offload(run, where), callback=SimulatedHost))
@@ -110,7 +110,7 @@ def make_lbfgs():
 
 
 def test_growing_history_reuses_its_file(tmp_path):
-    """Of the three last steps LBFGS keeps two vectors each, and a few more; nothing is resident between steps."""
+    """LBFGS stores two vectors for each of the last three steps, and a few more; none is resident between steps."""
     plain, offloaded = make_lbfgs(), make_lbfgs()
     states = AllParametersStep(offloaded[0], str(tmp_path))
     sizes = []
@@ -187,8 +187,8 @@ def test_truncated_file_stops_the_step_before_any_change(tmp_path):
     assert optimizer.state[weight]["prev_flat_grad"].isnan().all()
 
 
-class Remembers(torch.optim.SGD):
-    """What it had as a state two steps ago is outside of its states, in a view."""
+class ReferencesOldState(torch.optim.SGD):
+    """References a state of two steps ago outside of its states, in a view."""
 
     def step(self, closure=None):
         [p] = self.param_groups[0]["params"]
@@ -201,7 +201,7 @@ class Remembers(torch.optim.SGD):
 
 def test_referenced_former_state_is_not_overwritten(tmp_path):
     p = nn.Parameter(torch.zeros(40))
-    optimizer = Remembers([p], lr=1.0)
+    optimizer = ReferencesOldState([p], lr=1.0)
     states = AllParametersStep(optimizer, str(tmp_path))
     for _ in range(5):
         p.grad = torch.ones_like(p)

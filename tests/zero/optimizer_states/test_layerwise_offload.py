@@ -1,4 +1,4 @@
-"""Optimizer states that are not in memory between steps: the same numbers to the last bit."""
+"""Optimizer states that are not in memory between steps: bitwise equal results."""
 
 import dataclasses
 import os
@@ -47,20 +47,20 @@ def test_states_on_the_host(worlds, run):
 BY_LAYER = Run("GPT2", dp=2, num_batches=4, strategy={"zero_stage": 3, "reshard_after_forward": True}, validate=True)
 
 
-def alone_on_disk(folder):
+def parameters_on_disk(folder):
     return {"parameters": f"disk:{folder}/p"}
 
 
 def all_on_disk(folder):
-    return {**alone_on_disk(folder), "gradients": "cpu", "optimizer_states": f"disk:{folder}/s"}
+    return {**parameters_on_disk(folder), "gradients": "cpu", "optimizer_states": f"disk:{folder}/s"}
 
 
 @pytest.mark.parametrize(
     ("run", "where"),
     [
         pytest.param(BY_LAYER, all_on_disk, id="by layer"),
-        pytest.param(RUNS["zero3"], alone_on_disk, id="by step, alone", marks=pytest.mark.slow),
-        pytest.param(BY_LAYER, alone_on_disk, id="by layer, alone", marks=pytest.mark.slow),
+        pytest.param(RUNS["zero3"], parameters_on_disk, id="by step, parameters", marks=pytest.mark.slow),
+        pytest.param(BY_LAYER, parameters_on_disk, id="by layer, parameters", marks=pytest.mark.slow),
         pytest.param(RUNS["zero3"], all_on_disk, id="by step", marks=pytest.mark.slow),
     ],
 )
@@ -72,7 +72,7 @@ def test_parameters_in_a_file(worlds, tmp_path, run, where):
 @pytest.mark.slow
 @pytest.mark.parametrize("subset", ["", "g", "s", "gs"])
 def test_parameters_in_a_file_of_another_device(worlds, tmp_path, subset):
-    where = alone_on_disk(tmp_path) | {KINDS[letter]: "cpu" for letter in subset}
+    where = parameters_on_disk(tmp_path) | {KINDS[letter]: "cpu" for letter in subset}
     run = dataclasses.replace(with_offload(BY_LAYER, where), callback=SimulatedHost)
     ranks = worlds.run(2, fit, run)
     assert_bits(worlds.run(2, fit, BY_LAYER), ranks, by_other_kernels=True)
@@ -90,7 +90,7 @@ def each_subset():
 @pytest.mark.slow  # by default in files, in test_parameters_in_a_file
 @pytest.mark.parametrize(("stage", "per_layer", "subsets"), list(each_subset()))
 def test_each_subset_on_the_host(worlds, stage, per_layer, subsets):
-    """What is computed is the same, and nothing reads two devices."""
+    """Bitwise equal, and no operation reads two devices."""
     strategy = {"zero_stage": stage, "reshard_after_forward": per_layer}
     run = Run("Tied", dp=2, num_batches=4, validate=True, strategy=strategy, trainer=CLIPPED)
     plain = worlds.run(2, fit, run)
@@ -104,9 +104,9 @@ def test_each_subset_on_the_host(worlds, stage, per_layer, subsets):
 
 
 class CountsResident(Callback):
-    """The most bytes of a file that are in memory when some of them are let go, those of its largest layer, and all."""
+    """The maximal resident bytes of a file at each release, those of its largest layer, and all."""
 
-    noted = None
+    recorded = None
 
     def count(self, file):
         evict, most = file.evict, 0
@@ -115,7 +115,7 @@ class CountsResident(Callback):
             nonlocal most
             most = max(most, file.resident_bytes())
             evict(region)
-            self.noted = most, max(map(len, file._maps)), file.nbytes
+            self.recorded = most, max(map(len, file._maps)), file.nbytes
 
         file.evict = counted
 
@@ -130,19 +130,19 @@ class ResidentParameters(CountsResident):
         assert {region.file.resident_bytes() for region in trainer.strategy.run.zero.regions.values()} == {0}
 
 
-@pytest.mark.parametrize("where", [all_on_disk, pytest.param(alone_on_disk, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", [all_on_disk, pytest.param(parameters_on_disk, marks=pytest.mark.slow)])
 def test_at_most_two_layers_of_file_parameters_are_in_memory(worlds, tmp_path, where):
     strategy = {"zero_stage": 3, "reshard_after_forward": True, "offload": where(tmp_path)}
     run = Run("Layers", dp=2, num_batches=1, change=wider, callback=ResidentParameters, strategy=strategy)
     for rank in worlds.run(2, fit, run):
-        most, layer, whole = rank.extra
-        assert 0 < most <= 2 * layer < whole / 2
+        most, layer, total = rank.extra
+        assert 0 < most <= 2 * layer < total / 2
 
 
 class CutsOff(Callback):
     """Cuts the parameters' file off after a batch."""
 
-    noted = None
+    recorded = None
     batch, saves = 1, False
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -159,8 +159,8 @@ class CutsOffBeforeItSaves(CutsOff):
 
 def values_after_failing(run):
     kept = []
-    said = refusal(fit, dataclasses.replace(run, change=kept.append))
-    return said, [bool(p.isnan().all()) for p in kept[0].parameters() if p.numel() > 1]
+    text = refusal(fit, dataclasses.replace(run, change=kept.append))
+    return text, [bool(p.isnan().all()) for p in kept[0].parameters() if p.numel() > 1]
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,8 @@ def test_truncated_parameter_file_stops_the_run(worlds, tmp_path, callback, num_
     """With an error, not a signal; and what a notebook could still read is not taken for values."""
     strategy = {"zero_stage": 3, "offload": all_on_disk(tmp_path)}
     run = Run("Layers", dp=2, num_batches=num_batches, callback=callback, strategy=strategy, validate=validates)
-    for said, lost in worlds.run(2, values_after_failing, run):
-        assert re.search(r"the file with the parameters .* has 0 bytes where", said) and all(lost), said
+    for text, lost in worlds.run(2, values_after_failing, run):
+        assert re.search(r"the file with the parameters .* has 0 bytes where", text) and all(lost), text
 
 
 class ResidentStates(CountsResident):
@@ -185,8 +185,8 @@ class ResidentStates(CountsResident):
 def test_at_most_two_layers_are_in_memory(worlds, tmp_path):
     run = Run("Layers", num_batches=3, microbatches=1, change=wider, callback=ResidentStates)
     [rank] = worlds.run(1, fit, with_offload(run, f"disk:{tmp_path}"))
-    most, layer, whole = rank.extra
-    assert 0 < most <= 2 * layer < whole / 2
+    most, layer, total = rank.extra
+    assert 0 < most <= 2 * layer < total / 2
 
 
 def wider(module):

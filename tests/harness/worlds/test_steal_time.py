@@ -3,7 +3,7 @@
 import os
 import time
 
-from harness.worlds.granted_time import granted_seconds
+from harness.worlds.steal_time import seconds_without_steal
 
 
 def stat_of(tmp_path, stolen):
@@ -14,11 +14,11 @@ def stat_of(tmp_path, stolen):
 
 def test_steal_time_does_not_count(tmp_path):
     ticks = os.sysconf("SC_CLK_TCK") * os.cpu_count()
-    before = granted_seconds(stat_of(tmp_path, 100))
-    after = granted_seconds(stat_of(tmp_path, 100 + 30 * ticks))
+    before = seconds_without_steal(stat_of(tmp_path, 100))
+    after = seconds_without_steal(stat_of(tmp_path, 100 + 30 * ticks))
     assert -30 <= after - before < -29
 
 
 def test_monotonic_clock_without_steal_time(tmp_path):
     start = time.monotonic()
-    assert start <= granted_seconds(tmp_path / "missing") <= time.monotonic()
+    assert start <= seconds_without_steal(tmp_path / "missing") <= time.monotonic()

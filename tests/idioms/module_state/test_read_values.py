@@ -1,4 +1,4 @@
-"""Numbers and tensors of the model that steer a later operation or batch."""
+"""Numbers and tensors of the model that control a later operation or batch."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ class FeedsBack(Regressor):
 
 
 class Measures(nn.Module):
-    """Returns a number that it has read from what it made, and keeps another."""
+    """Returns a number read from its output, and stores another."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class Measures(nn.Module):
 
 
 class Logs(Regressor):
-    """What code around the layer does with its number: tells of it."""
+    """Code around the layer logs its number."""
 
     def __init__(self):
         super().__init__()

@@ -25,7 +25,7 @@ class Logs(Tiny):
         return self.loss(batch)
 
 
-class Notes(Callback):
+class RecordsMetrics(Callback):
     def __init__(self):
         self.seen = []
 
@@ -35,7 +35,7 @@ class Notes(Callback):
 
 def run(size, pp, keys, module=Logs):
     ignore_warnings()
-    notes, model = Notes(), module()
+    notes, model = RecordsMetrics(), module()
     model.keys = keys
     options = {"num_microbatches": 1, "data_parallel_size": size // pp}
     trainer = trainer_of(size, pp, strategy_options=options, limit_train_batches=BATCHES, callbacks=[notes])
@@ -73,13 +73,13 @@ def reduced_otherwise(rank, batch_idx):
 
 
 def many(rank, batch_idx):
-    """More than one message holds."""
+    """More keys than fit into one message."""
     for index in range(200 if rank or batch_idx % 2 else 10):
         yield f"key{index}", {}
 
 
 def on_one_replica(only):
-    """What a key holds that replica `only` logs alone, after each batch."""
+    """The value of a key that only replica `only` logs, after each batch."""
     return [float(only + 1 + batch_idx) for batch_idx in range(BATCHES)]
 
 
@@ -149,7 +149,7 @@ def test_metric_object_is_found_on_non_logging_replicas(worlds):
 # -- what it costs ----------------------------------------------------------------------------------------------------
 
 
-def always_alike(rank, batch_idx):
+def equal_keys(rank, batch_idx):
     yield from [("b", {}), ("a", {})] if rank else [("a", {}), ("b", {})]
 
 
@@ -170,13 +170,13 @@ def count_messages(keys):
     return calls.count("all_gather_object"), calls.count("all_reduce")
 
 
-def nothing(rank, batch_idx):
+def no_keys(rank, batch_idx):
     return ()
 
 
 def test_equal_keys_need_one_message(worlds):
-    [(gathered, silent), *_] = worlds.run(2, count_messages, nothing)
-    for count, reduced in worlds.run(2, count_messages, always_alike):
+    [(gathered, silent), *_] = worlds.run(2, count_messages, no_keys)
+    for count, reduced in worlds.run(2, count_messages, equal_keys):
         assert count == gathered and reduced == silent
     for count, _ in worlds.run(2, count_messages, only_first):
         assert count == gathered + BATCHES

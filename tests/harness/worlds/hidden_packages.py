@@ -1,4 +1,4 @@
-"""Packages that a process shall take for not installed: because a test says so, or since they load slowly."""
+"""Packages that a process treats as not installed: for a test, or because their import is slow."""
 
 from __future__ import annotations
 
