@@ -98,7 +98,7 @@ def imports_of(source, path):
 
 
 def violations(source, path):
-    """What the imports of a file do that its floor forbids, one sentence each."""
+    """Forbidden imports of a file on its floor, one sentence each."""
     room = room_of(module_parts(path))
     floor = floor_of(room)
     if floor is None:

@@ -144,7 +144,7 @@ def test_two_data_parallel_ranks(accumulate, monkeypatch):
 @pytest.mark.world(2)
 def test_stages_sum_their_squared_norms():
     """Each rank has both layers but counts one; the gains are those of the full model."""
-    gains, weights = fairscale_run_alone(2)
+    gains, weights = fairscale_run_on_one_rank(2)
     model = Module(batches(2))
     mesh = Mesh.build(ParallelLayout(pipeline_parallel_size=2), "cpu")
     callback = AdaScale()
@@ -153,7 +153,7 @@ def test_stages_sum_their_squared_norms():
     assert_same(model, gains, weights)
 
 
-def fairscale_run_alone(accumulate):
+def fairscale_run_on_one_rank(accumulate):
     """`fairscale_run` as if there were one rank."""
     size, rank = dist.get_world_size, dist.get_rank
     dist.get_world_size, dist.get_rank = lambda: 1, lambda: 0

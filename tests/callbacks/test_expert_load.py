@@ -44,7 +44,7 @@ def test_zero_routed_tokens_count_as_balanced():
 
 
 class Router(nn.Module):
-    """As others write them: scores, and the indices of the chosen."""
+    """A third-party router: scores, and the chosen indices."""
 
     def __init__(self):
         super().__init__()

@@ -29,7 +29,7 @@ class Balance(FitRecorder):
 
 def fit(case, dp, devices, strategy):
     """COUNT microbatches per step and replica: of the strategy, or as batches that plain Lightning accumulates."""
-    notes, monitor = Balance(), ExpertLoadMonitor(every_n_steps=1)
+    recorder, monitor = Balance(), ExpertLoadMonitor(every_n_steps=1)
     module = make(case)
     torch.manual_seed(1)
     upcycle = MoEUpcycle(MLPS[case], num_experts=4, top_k=2, balance_loss=0.5, router_std=0.5)
@@ -39,7 +39,7 @@ def fit(case, dp, devices, strategy):
         devices=devices,
         strategy="auto" if plain else strategy if ddp else Hybrid3DStrategy(**strategy),
         accumulate_grad_batches=dp * COUNT if plain else COUNT if ddp else 1,
-        callbacks=[monitor, notes, upcycle],
+        callbacks=[monitor, recorder, upcycle],
         max_epochs=1,
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
@@ -54,11 +54,15 @@ def fit(case, dp, devices, strategy):
     else:
         loader = DataLoader(data, MICROBATCH if ddp else MICROBATCH * COUNT)
     trainer.fit(module, loader)
-    notes.fitted.state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    recorder.fitted.state = {name: value.detach().clone() for name, value in module.state_dict().items()}
     assert "training_step" not in vars(module)
     assert not any("forward" in vars(inner) for inner in list(module.modules())[1:])
-    notes.fitted.extra = {"losses": notes.fitted.losses, "balance": notes.balance, "loads": monitor.history.shares}
-    return notes.fitted
+    recorder.fitted.extra = {
+        "losses": recorder.fitted.losses,
+        "balance": recorder.balance,
+        "loads": monitor.history.shares,
+    }
+    return recorder.fitted
 
 
 def sums(numbers, count, over):

@@ -246,7 +246,7 @@ class Wider(Net):
 
 
 class Edits(Net):
-    """What users do in this hook: leave out, rename, add."""
+    """Typical edits in this hook: omit, rename, add."""
 
     def on_save_checkpoint(self, checkpoint):
         state = checkpoint["state_dict"]

@@ -138,7 +138,7 @@ def test_conversion_memory_is_bounded(tmp_path):
 
 
 class Killed(BaseException):
-    """Nothing is tidied up after it."""
+    """A kill without cleanup."""
 
 
 @pytest.mark.parametrize("last_words", ["write_file", "finish", "_publish"])
@@ -258,7 +258,7 @@ class Runs:
 
 
 class Member:
-    """As some versions of Python write members of an enum."""
+    """Enum members as some versions of Python pickle them."""
 
     def __init__(self, owner, name):
         self.owner, self.name = owner, name

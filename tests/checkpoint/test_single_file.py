@@ -56,7 +56,7 @@ def train_and_save(case: str, layout: Layout, path: str):
 
 
 def each_written():
-    """By default both run stages only, one runs shards of tied weights, the other several stages per rank."""
+    """Both default cases have stages; one adds shards of tied weights, the other several stages per rank."""
     layouts = {"pp2": PP2, "interleaved": INTERLEAVED, "tp2": TP2, "pp2 x tp2": PP2TP2}
     for name, layout in layouts.items():
         for case in ("GPT2", "BuildsOptimizerInInit"):
@@ -66,7 +66,7 @@ def each_written():
 
 @pytest.mark.parametrize(("case", "layout"), list(each_written()))
 def test_file_equals_the_one_of_plain_lightning(worlds, tmp_path, case, layout):
-    plain, saved = str(tmp_path / "plain.ckpt"), str(tmp_path / "ours.ckpt")
+    plain, saved = str(tmp_path / "plain.ckpt"), str(tmp_path / "saved.ckpt")
     [(expected, _, _)] = worlds.run(1, train_and_save, case, PLAIN, plain)
     for state, still, message in worlds.run(layout.world_size, train_and_save, case, layout, saved):
         assert_same_state(state, expected)
@@ -142,7 +142,7 @@ def test_load_from_checkpoint_in_one_process(worlds, tmp_path):
 
 
 def save_and_infer(path):
-    """What users do after fit, on every rank."""
+    """User code after fit, on every rank."""
     module = make("GPT2")
     trainer = trainer_of(2, PP2.strategy(), [])
     trainer.fit(module, DataLoader(Samples(module.kind, 16), batch_size=8))

@@ -74,7 +74,7 @@ class Run:
         )
 
     def numbers(self, trainer, module, **more):
-        """What must be the same on every rank as in one process."""
+        """Values that must match one process on every rank."""
         seen = self.sees
         lists = {"rates": [r for row in seen.rates for r in row], "losses": seen.losses, "batches": seen.batches}
         return {

@@ -24,12 +24,12 @@ class Fitted:
 
     Attributes:
         losses: Of each batch.
-        grads: What each optimizer step worked with, by FQN; of the parameters that this rank holds.
+        grads: Gradients of each optimizer step, by FQN; of this rank's parameters.
         state: The module's state dict after the run.
         stages: For each parameter and tracked buffer its stages; empty without a pipeline.
         units: By stage, the FQNs of its units.
         plans: How each tensor unit is cut, by FQN.
-        extra: What a test's own callback noted.
+        extra: Records of a test's callback.
     """
 
     losses: list[Tensor] = field(default_factory=list)
@@ -187,19 +187,19 @@ def _fit(run: Run, world_size: int, strategy: Any, **loading: Any) -> Fitted:
     module = make(run.case, run.dtype)
     if run.change is not None:
         run.change(module)
-    notes = FitRecorder()
+    recorder = FitRecorder()
     kwargs = dict(run.trainer)
     if run.precision is not None:
         from lightning_hybrid import HybridPrecision
 
         kwargs["plugins"] = [HybridPrecision(run.precision)]
-    trainer = trainer_of(world_size, strategy, [notes, *([own] if own else [])], **kwargs)
+    trainer = trainer_of(world_size, strategy, [recorder, *([own] if own else [])], **kwargs)
     data = Samples(module.kind, run.num_samples, run.dtype)
     loader = DataLoader(data, collate_fn=run.collate, **loading)
     val = DataLoader(data, collate_fn=run.collate, **loading) if run.validate else None
     before = {name: p.tolist() for name, p in module.named_parameters()}  # no tensors: a test counts their bytes
     trainer.fit(module, loader, val)
-    fitted = notes.fitted
+    fitted = recorder.fitted
     fitted.state = {name: value.detach().clone() for name, value in module.state_dict().items()}
     trained = {name for grads in fitted.grads for name, grad in grads.items() if float(grad.abs().max()) > 1e-6}
     for name in trained:

@@ -16,7 +16,7 @@ def samples():
 
 
 class Classifier(LightningModule):
-    """Logs in each step what the tests compare."""
+    """Logs in each step the compared values."""
 
     def __init__(self):
         super().__init__()

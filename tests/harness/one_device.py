@@ -50,7 +50,7 @@ def recording_module(seen, kind=Small):
 
 
 def plain(value):
-    """What can be compared: tensors become lists."""
+    """A comparable value: tensors become lists."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, dict):

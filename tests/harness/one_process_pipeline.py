@@ -30,7 +30,7 @@ class OneRank:
 
 @dataclass
 class Outcome:
-    """What a step gave: its loss, its gradients by FQN, and for a pipeline how it was cut."""
+    """The result of a step: its loss, its gradients by FQN, and for a pipeline its cut."""
 
     loss: Tensor
     grads: dict[str, Tensor]

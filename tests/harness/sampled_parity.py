@@ -89,7 +89,7 @@ def compare(module: Drawn, batch: dict[str, Tensor], num_stages: int) -> Trial:
 
 
 def _noise(module: Drawn, expected: Outcome, as_int: Any) -> float:
-    """What the last bits of the parameters are worth: models may compute in float32, or sort, inside."""
+    """The effect of the parameters' last bits: models may compute in float32, or sort, inside."""
     epsilon = 4 * torch.finfo(expected.loss.dtype).eps
     with torch.no_grad():
         for parameter in module.parameters():

@@ -70,7 +70,7 @@ def _verified(class_name: str, precision: str, run: Callable[..., Any]) -> tuple
 
 
 def quietly(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call it; what is printed and warned is not what this is about."""
+    """Call it without output and warnings."""
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         return function(*args)

@@ -44,7 +44,7 @@ class ShardedFraction:
 
     @property
     def share_without_experts(self) -> float | None:
-        """The same of what is not batched."""
+        """The same of weights that are not batched."""
         total = self.sharded + self.gathered + self.replicated - self.batched
         return self.sharded / total if total else None
 

@@ -61,7 +61,7 @@ class Marks:
 
 
 class Operations(TorchDispatchMode):
-    """Each reads what is on one device, and its results are there."""
+    """Each operation reads tensors of one device, and its results are on it."""
 
     def __init__(self, marks):
         super().__init__()

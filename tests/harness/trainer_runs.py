@@ -62,7 +62,7 @@ def ignore_warnings():
 
 @contextlib.contextmanager
 def lines_of_lightning():
-    """What is logged inside on this rank, at the level that users see; make the Trainer before.
+    """The log lines inside on this rank, at the level that users see; make the Trainer before.
 
     Where `pytorch_lightning` has been imported too, what either package says on the first rank is logged by that one.
     """

@@ -47,7 +47,7 @@ def check_there_and_back(worlds, make_module, layout, **options):
 
 
 class _Quiet:
-    """Runs on a world; what Lightning prints and warns there is not what these tests are about."""
+    """Runs on a world, without Lightning's output and warnings."""
 
     def __init__(self, worlds):
         self._worlds = worlds

@@ -128,7 +128,7 @@ class UnusualOps(nn.Module):
 @pytest.mark.parametrize("share", ["selective", 0.01])
 @pytest.mark.parametrize("kind", [Written, UnusualOps])
 def test_unusual_layers(kind, share):
-    """As many calls wait for their backward as a schedule lets wait; buffers are written once for each."""
+    """As many calls wait for their backward as in a schedule; buffers are written once for each."""
     results = {}
     for recompute in ("keep", share):
         torch.manual_seed(1)
@@ -194,7 +194,7 @@ def test_derivatives_inside_a_layer(recompute):
 
 @pytest.mark.parametrize("recompute", ["selective", 0.01, "full"])
 def test_changes_after_the_layer_are_refused(recompute):
-    """Its second run would read what was written."""
+    """Its recomputation would read the written values."""
     layer = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
     x = torch.randn(4, 6, requires_grad=True) * 1
     with Recomputation({"body.0": layer}, {"body.0": recompute}).running():

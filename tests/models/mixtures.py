@@ -23,7 +23,7 @@ class Mixtral(Causal):
 
 
 def moe_sizes(**further):
-    """Of transformers' mixtures; one shared expert where there are any, and as many heads as all of them can divide."""
+    """Of transformers' mixtures; one shared expert where there are any, and a divisible number of heads."""
     return {
         "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 32, "moe_intermediate_size": 16,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16, "bos_token_id": 0,
@@ -130,7 +130,7 @@ class Looped(Lit):
 
 
 class FewTokens(Looped):
-    """More experts than are chosen: one that nobody chose has no gradient, and its momentum stays."""
+    """More experts than are chosen: one that no token chose has no gradient, and its momentum stays."""
 
     skips = True
 
@@ -142,7 +142,7 @@ class FewTokens(Looped):
 
 
 class FewTokensForAll(FewTokens):
-    """All experts are called, also with no rows: one that nobody chose has a gradient of zeros."""
+    """All experts are called, also with no rows: one that no token chose has a gradient of zeros."""
 
     skips = False
 

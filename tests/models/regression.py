@@ -62,7 +62,7 @@ def mlp(layers=4, width=FEATURES):
 
 
 class Regressor(LightningModule):
-    """What the modules below have in common; each defines `forward`."""
+    """Base of the modules below; each defines `forward`."""
 
     def shared_step(self, batch):
         x, y = batch

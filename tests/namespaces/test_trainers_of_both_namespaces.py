@@ -19,7 +19,7 @@ PACKAGES = {"lightning": lightning.pytorch, "pytorch_lightning": pytorch_lightni
 
 
 class Single:
-    """What half precision needs, and something that is logged; for a LightningModule of either namespace."""
+    """A half-precision step with a log; for a LightningModule of either namespace."""
 
     def training_step(self, batch, batch_idx):
         loss = torch.nn.functional.mse_loss(self.layers(batch["x"].float()), batch["y"].float())

@@ -20,7 +20,7 @@ def name_of(run):
 
 
 def covered(run):
-    """What is in it, other runs have: the module with replicas, and the layout with another module."""
+    """Other runs cover it: the module with replicas, and the layout with another module."""
     return pytest.param(run, marks=pytest.mark.slow)
 
 

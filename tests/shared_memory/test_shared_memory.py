@@ -75,7 +75,7 @@ def test_exchange_of_uneven_lengths():
 
 @pytest.mark.world(2)
 def test_slot_is_not_overwritten_while_read():
-    """One rank is always late with what it does with the numbers."""
+    """One rank always reads the numbers late."""
     channel = memory()
     for step in range(200):
         local = torch.full((1000,), float(step + dist.get_rank()))

@@ -11,7 +11,7 @@ RUN = Run(CASES["GPT2"], pp=2, tp=2)
 
 
 def fit_on_hosts(run, host_of_rank):
-    """As if these ranks were on these hosts; also how the ranks of each group communicated."""
+    """A fit with these ranks on these hosts; also how the ranks of each group communicated."""
     import torch.distributed as dist
 
     def recorded(kind, name, original):

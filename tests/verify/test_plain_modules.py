@@ -20,8 +20,8 @@ class DroppingNormalised(Normalised):
 MODULES = [Plain, Normalised, Logging, Dropping, DroppingNormalised]
 
 
-def each_alone():
-    """Each over replicas of stages; without stages, and with several on each rank, the last has what others have."""
+def each_case():
+    """Each over replicas of stages; without stages, and with several per rank, the last one covers the others."""
     for module in MODULES:
         for layout in LAYOUTS:
             default = layout is LAYOUTS[2] or (layout in (LAYOUTS[1], LAYOUTS[3]) and module is DroppingNormalised)
@@ -30,7 +30,7 @@ def each_alone():
             yield pytest.param(module, layout, id=f"{module.__name__}-{layout.name}", marks=marks)
 
 
-@pytest.mark.parametrize(("module", "layout"), list(each_alone()))
+@pytest.mark.parametrize(("module", "layout"), list(each_case()))
 def test_same_numbers(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)

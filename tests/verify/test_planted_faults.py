@@ -277,7 +277,7 @@ FAULTS = {
 
 
 class Runs:
-    """Runs on worlds; what is planted is planted on the ranks of layouts, and not in the reference."""
+    """Runs on worlds; faults are planted on the ranks of layouts, and not in the reference."""
 
     def __init__(self, worlds):
         self.worlds, self.fault = worlds, None

@@ -63,8 +63,8 @@ RUNS = {
     "dp2tp2pp2 stage 1": zero(1, tp=2, pp=2, slow=True),
     "dp2tp2pp2 by layer": zero(3, "T5", tp=2, pp=2, slow=True, **EACH),
     "recomputed": zero(3, strategy={"recompute": "full"}, slow=True),
-    "dear operations kept": zero(3, strategy={"recompute": "selective"}, slow=True),
-    "dear operations kept, by layer": zero(3, strategy={"recompute": "selective"}, slow=True, **EACH),
+    "expensive operations saved": zero(3, strategy={"recompute": "selective"}, slow=True),
+    "expensive operations saved, by layer": zero(3, strategy={"recompute": "selective"}, slow=True, **EACH),
     "sharded positions": zero(3, tp=2, sequence=True, slow=True, **EACH),
     "context": zero(3, cp=2, slow=True),
     "SGD": zero(3, trainer=CLIPPED, change=by_sgd, slow=True),
@@ -91,7 +91,7 @@ def sgd(module):
 
 
 def each_format():
-    """What is gathered is in the format of the parameters, what is reduced in that of the gradients."""
+    """Gathers have the format of the parameters, reductions that of the gradients."""
     for precision, tolerance, default in (("32-true", 1e-4, 3), ("bf16-mixed", 0.1, 1), ("bf16-true", 0.2, 3)):
         for stage in (1, 2, 3):
             marks = [] if stage == default else [pytest.mark.slow]

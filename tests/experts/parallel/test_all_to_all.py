@@ -12,7 +12,7 @@ EXPERTS, TOP, WIDTH = 4, 2, 6
 
 
 class Experts(nn.Module):
-    """As transformers has them."""
+    """Experts in the style of transformers."""
 
     def __init__(self):
         super().__init__()

@@ -43,7 +43,7 @@ class Jittered(LoopedExperts):
 
 
 class Chained(nn.Module):
-    """A list of modules of which each gets some rows of what the one before answered: no experts."""
+    """A list of modules, each on some rows of the previous output: no experts."""
 
     def __init__(self):
         super().__init__()

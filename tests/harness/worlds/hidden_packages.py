@@ -12,7 +12,7 @@ OPTIONAL = ("matplotlib", "scipy", "transformers")
 
 
 def hide(packages: Collection[str] = OPTIONAL) -> Callable[[], None]:
-    """Let this process find neither these packages nor their versions, until what is returned is called."""
+    """Hide these packages and their versions from this process, until the returned function is called."""
     original = vars(importlib.metadata.Distribution)["from_name"]
     found = importlib.metadata.Distribution.from_name.__func__
 

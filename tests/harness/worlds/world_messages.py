@@ -20,7 +20,7 @@ class Task:
 
     Attributes:
         number: counts the tasks of the world, from 0.
-        module_name: what pytest calls the module of the function.
+        module_name: pytest's name of the function's module.
         module_path: its file.
         call: the pickled function, its positional and its keyword arguments.
         main_port: a free port on loopback, for code that opens its own store.

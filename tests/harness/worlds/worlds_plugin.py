@@ -1,6 +1,6 @@
 """Tests on several ranks: worlds of gloo processes that live across tests. This is the parent side, in pytest.
 
-Two ways to use a world:
+Two uses of a world:
 
     @pytest.mark.world(4)                     the body runs on four ranks; values of fixtures are sent to them
     def test_sum(): ...
@@ -39,7 +39,7 @@ from harness.worlds.world_messages import STOP_SIGNAL, Idle, Report, Stop, Task,
 DEFAULT_TIMEOUT = 60.0
 START_TIMEOUT = 180.0
 # After the first failure: how long the other ranks may take to report too, before they count as still running.
-# Also how long an interrupted rank may take to say where it was.
+# Also how long an interrupted rank may take to write its stack.
 GRACE = 5.0
 SHOWN_OUTPUT_CHARS = 10_000
 
@@ -50,7 +50,7 @@ PRELOADED = [
     "torch.distributed.checkpoint",
     "harness.worlds.light_torchmetrics",
     "lightning.pytorch",
-    # What nearly every fit loads on every rank. Not under coverage: what is loaded here is not seen.
+    # Imports of nearly every fit on every rank. Not under coverage: imports here are not measured.
     *([] if "coverage" in sys.modules else ["lightning_hybrid.strategies.hybrid3d"]),
     # The models of most fits; what is not installed is passed over.
     "torch._inductor.compile_fx",  # where layers are compiled, with any backend
@@ -267,7 +267,7 @@ def start_server() -> None:
     context.set_forkserver_preload(PRELOADED)
     # gloo would listen on the interface of the host's name.
     needed = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-    # Some Pythons load the modules before they know the path that they are told, and pass over what they do not find.
+    # Some Pythons load the modules before they know the path that they receive, and skip missing ones.
     needed["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
@@ -303,8 +303,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """How many processes run tests: one for each core, up to four, since ranks need cores as well.
 
-    A single file, which is run to look at it, is not worth a second start, and slow tests want the machine to
-    themselves.
+    A single file is not worth a second start, and slow tests need all cores for themselves.
     """
     is_folder_run = any(Path(argument).is_dir() for argument in config.args)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -331,7 +330,7 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what was loaded by now never becomes garbage; no collection need look at it again
+    gc.freeze()  # what was loaded by now never becomes garbage; collections may skip it
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,7 @@ class DecidesByRows(Regression):
 
 
 class ReturnsByRows(Regression):
-    """What the two branches return is there in both cases."""
+    """Results of both branches exist in both cases."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -91,7 +91,7 @@ class DividesByRows(Regression):
 
 
 class MasksByRows(DividesByRows):
-    """It is the size of a tensor of the batch."""
+    """Compares the size with a tensor of batch size."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch

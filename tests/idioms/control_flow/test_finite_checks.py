@@ -259,7 +259,7 @@ def test_nan_batch_fails_a_strict_layout_on_every_rank(worlds, name, check_finit
 
 
 class SkipsInValidation(Breaks):
-    """Logs what is finite, and how often something was not."""
+    """Logs finite values, and the number of others."""
 
     def validation_step(self, batch, batch_idx):
         loss = super(Breaks, self).loss(batch)

@@ -90,7 +90,7 @@ class Gate(nn.Module):
 
 
 class LossReturnsNumber(Deep):
-    """Its loss returns a number, by which the step decides: no unit."""
+    """Its loss returns a number, on which the step branches: no unit."""
 
     def make_criterion(self):
         return WithNumber()

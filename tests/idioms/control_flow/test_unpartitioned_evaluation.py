@@ -110,7 +110,7 @@ class Writer(LightningModule):
 
 
 class Decoder(Regressor):
-    """A recurrent decoder that stops when what it writes is small."""
+    """A recurrent decoder that stops when its output is small."""
 
     def __init__(self):
         super().__init__()

@@ -54,7 +54,7 @@ class Streams(Branching):
 
 
 class Returns(Branching):
-    """A hook reads what the step has returned for each sample."""
+    """A hook reads the step's outputs for each sample."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -301,7 +301,7 @@ ALONE = [(ContrastsLater, 1), (ContrastsByEpoch, 3), (RampsUp, 1), (Flags, 1), (
 
 @pytest.mark.parametrize(("module", "epochs"), ALONE, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_weights_match_plain_lightning(worlds, module, epochs):
-    """What shares would make another number of, from the first batch on or later."""
+    """Steps whose result would change on shares, from the first batch on or later."""
     [expected] = worlds.run(1, trained, module, 1, None, epochs)
     for found in worlds.run(2, trained, module, 2, {"num_microbatches": 1}, epochs):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

@@ -67,7 +67,7 @@ class ByShape(Block):
 
 
 class WithState(Block):
-    """Counts in a buffer what must not count twice."""
+    """Counts calls in a buffer, which must not count twice."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +104,7 @@ def _as_it_is(h, dim):
 
 
 class ReturnsIntermediate(Block):
-    """Returns what it has between as well."""
+    """Returns its intermediate value too."""
 
     def forward(self, x):
         h = torch.relu(self.fc1(x))

@@ -294,7 +294,7 @@ class Fourier(Regressor):
 
 
 class ComplexStream(Regressor):
-    """What flows from layer to layer is complex."""
+    """The values between layers are complex."""
 
     def __init__(self):
         super().__init__()
@@ -376,6 +376,6 @@ def test_derivative_through_the_full_model_is_not_pipelined(worlds, layout):
 
 
 def test_sync_batch_norm_has_no_reference(worlds):
-    """What it does is tested by itself: in one process replicas run one after the other."""
+    """It is tested separately: in one process replicas run one after the other."""
     report = check(worlds, BatchNormEverywhere, DP2, steps=2, trainer={"sync_batchnorm": True})
     assert report.outcome == "failed" and "2 replicas at once" in report.message, str(report)

@@ -27,7 +27,7 @@ class Blocks(Regression):
 
 
 class HooksAtFirst(Blocks):
-    """Collects what its layers return, by hooks that the first call puts there."""
+    """Collects outputs of its layers, by hooks that the first call registers."""
 
     def __init__(self):
         super().__init__()

@@ -20,7 +20,7 @@ from models.tiny import Tiny, loader
 
 
 class ChecksPairs(Regression):
-    """Two layers at a time, with dropout inside: the second run must draw what the first drew."""
+    """Two layers at a time, with dropout inside: the second run must repeat the draws."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ class ChecksSegments(Regression):
 
 
 class ChecksWhenTraining(Regression):
-    """The whole forward, and only while training."""
+    """The full forward, only while training."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch

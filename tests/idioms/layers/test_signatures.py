@@ -48,7 +48,7 @@ class InspectsSignature(Regressor):
         loss = self.shared_step(batch)
         self.log("val_loss", loss)
         if loss > 1e-6:  # runs unsplit
-            self.log("asked", torch.tensor(float(takes(self.head, "input"))))
+            self.log("takes_input", torch.tensor(float(takes(self.head, "input"))))
 
 
 @under([PP2, TENSOR, *REST], also=REST)

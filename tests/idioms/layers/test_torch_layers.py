@@ -72,7 +72,7 @@ class FullTransformer(Regressor):
 
 
 class Convolutions(Regressor):
-    """One to three dimensions, there and back."""
+    """Convolutions and transposed ones, in one to three dimensions."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +138,7 @@ def old_weight_norm(layer):
 
 
 class Codebook(nn.Module):
-    """Entries are moved towards what they stand for, inside a layer."""
+    """Entries are moved towards their inputs, inside a layer."""
 
     def __init__(self):
         super().__init__()

@@ -86,7 +86,7 @@ def as_list_of_numbers(samples):
 
 
 class Names:
-    """As pandas' Index: names of columns, which are as many as a batch may have samples."""
+    """As pandas' Index: names of columns, possibly as many as the samples of a batch."""
 
     def __init__(self, names):
         self.names = names
@@ -129,7 +129,7 @@ class Tokenizer:
 
 
 class OnPassengers(Regression):
-    """Objects that belong to the whole batch beside lists, arrays and tables with a row per sample."""
+    """Objects that belong to the full batch beside lists, arrays and tables with a row per sample."""
 
     def shared_step(self, batch):
         count = len(batch["x"])

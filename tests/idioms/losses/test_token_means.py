@@ -56,7 +56,7 @@ class Language(LightningModule):
 
 
 class Shifted(Language):
-    """As causal models do it: the label of a token is the next one."""
+    """As in causal models: the label of a token is the next one."""
 
     def loss(self, logits, labels, mask):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

@@ -108,15 +108,15 @@ def run(module_class, devices, options):
     torch.manual_seed(1)
     strategy = {"strategy": Hybrid3DStrategy(**options)} if options is not None else {}
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    notes = AtEnd()
+    recorder = AtEnd()
     trainer = Trainer(
-        accelerator="cpu", devices=devices, max_epochs=2, precision="64-true", callbacks=[notes], **quiet, **strategy
+        accelerator="cpu", devices=devices, max_epochs=2, precision="64-true", callbacks=[recorder], **quiet, **strategy
     )
     torch.manual_seed(1)
     loaders = data()
     loaders["train_dataloaders"] = torch.utils.data.DataLoader(loaders["train_dataloaders"].dataset, 8)
     trainer.fit(module_class(), **loaders)
-    return notes.found
+    return recorder.found
 
 
 EXPLAINED = "explained"  # torchmetrics itself stores it in float32

@@ -64,7 +64,7 @@ class Meters(StoresValues):
 
 
 class Contents(StoresValues):
-    """Arrays and lists of what the model computed, and numbers taken over the samples."""
+    """Arrays and lists of model values, and numbers over the samples."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ class Tensors(StoresValues):
 
 
 class Returns(StoresValues):
-    """Numbers in what steps return, read by hooks."""
+    """Numbers in step outputs, read by hooks."""
 
     def __init__(self):
         super().__init__()

@@ -25,7 +25,7 @@ DP, DP_PP = LAYOUTS[1], LAYOUTS[2]
 
 
 class WithExtras(EncoderDecoder):
-    """Hooks read what the step returned."""
+    """Hooks read the step's outputs."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch

@@ -149,7 +149,7 @@ class Scaled(nn.Module):
 
 
 class SeesNoGrad(Regressor):
-    """Reads a weight without a gradient at the start, and uses what it saw at the end."""
+    """Reads a weight without a gradient at the start, and uses the value at the end."""
 
     def __init__(self):
         super().__init__()

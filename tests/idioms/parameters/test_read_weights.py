@@ -44,7 +44,7 @@ class PenalizesLater(Wide):
 
 
 class ClampsLater(Wide):
-    """Writes to what it reads."""
+    """Writes to the weight that it reads."""
 
     def training_step(self, batch, batch_idx):
         if batch_idx > 0:

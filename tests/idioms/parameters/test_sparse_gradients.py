@@ -39,7 +39,7 @@ class Adagrad(Table):
 
 
 class OnlyTables(Table):
-    """SparseAdam moves the rows that are there, also those with a gradient of zero."""
+    """SparseAdam moves all rows of the gradient, also those of zero."""
 
     def __init__(self):
         super().__init__()

@@ -93,7 +93,7 @@ def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _factors(part: dict[str, Any], head_dim: int, heads: int, width: int) -> tuple[int, int]:
-    """What counts of heads, and dimensions of heads, are divided by."""
+    """Divisors of head counts and head dimensions."""
     widths = [v for k, v in part.items() if _MAIN_WIDTH.search(k) for v in (v if isinstance(v, list | tuple) else [v])]
     widths = [w for w in widths if type(w) is int and w > 0]
     if not widths:
@@ -201,7 +201,7 @@ def build(class_name: str, rule: dict[str, int]) -> nn.Module:
 
 
 def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """What may be the arguments of a model's forward, the likeliest first."""
+    """Candidate arguments of a model's forward, the likeliest first."""
     config: Any = model.config
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
 
@@ -244,7 +244,7 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def labels_of(model: nn.Module, inputs: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """What may be the labels, and at last none."""
+    """Candidate labels, and at last none."""
     wanted = inspect.signature(model.forward).parameters
     if "labels" in wanted:
         for name in ("decoder_input_ids", "input_ids"):

@@ -74,7 +74,7 @@ class NegativeLogLikelihood(Tokens):
 
 
 class MaskedSum(Tokens):
-    """Divided by the number of tokens, of which there might be none."""
+    """Divided by the number of tokens, which may be zero."""
 
     def loss(self, logits, batch):
         each = F.cross_entropy(logits.transpose(1, 2), batch["y"] % CLASSES, reduction="none")

@@ -282,7 +282,7 @@ def test_foreign_linear_is_kept(monkeypatch):
 
 
 def test_compiled_module_is_compiled_once():
-    """What is put in the place of torch's function is the same object each time."""
+    """The replacement of torch's function is the same object each time."""
     module, x = made(), torch.randn(3, 4, dtype=torch.float64)
     count = 0
 

@@ -24,7 +24,7 @@ def set_by(initialise):
 
 
 class Idioms(nn.Module):
-    """What constructors do to parameters after their layers have initialised them."""
+    """Operations of constructors on initialised parameters."""
 
     def __init__(self):
         super().__init__()

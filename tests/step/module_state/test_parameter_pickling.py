@@ -73,7 +73,7 @@ def without_metric(tree):
 
 
 def differences(found, expected, path=""):
-    """Where two trees of numbers differ."""
+    """Differing paths of two trees of numbers."""
     if isinstance(expected, dict) and isinstance(found, dict):
         for key in sorted(found.keys() | expected.keys()):
             if key not in found or key not in expected:

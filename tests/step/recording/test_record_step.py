@@ -191,7 +191,7 @@ def test_number_of_batch_only_operations_may_change():
 
 
 class Branches(Layers):
-    """What a step may do with a number of the model."""
+    """Branches of a step on a number of the model."""
 
     use = None
 

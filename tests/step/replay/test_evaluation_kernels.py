@@ -15,7 +15,7 @@ from models.hand_written import WIDTH, Layers
 
 
 def evaluate(module, step, num_stages, context=contextlib.nullcontext):
-    """What a validation step returns, computed stage by stage."""
+    """The result of a validation step, computed stage by stage."""
     randomness = keyed()
     plan = StagePlan(module, OneRank(), randomness, stages_per_rank=num_stages)
     names = {id(p): name for name, p in module.named_parameters()}

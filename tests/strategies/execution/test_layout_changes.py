@@ -38,7 +38,7 @@ class Network(Regressor):
 
 
 class SetByFitStart(Network):
-    """Uses what it learns from the Trainer when the fit starts."""
+    """Uses values of the Trainer from the start of the fit."""
 
     def on_fit_start(self):
         self.scale = 0.5 + 0.1 * self.trainer.max_steps
@@ -127,7 +127,7 @@ def test_step_is_recorded_after_the_start_hooks(worlds, module, layout):
 
 
 class Decides(Network):
-    """From the third batch on it decides by a value of the model."""
+    """From the third batch on it branches on a value of the model."""
 
     def forward(self, x):
         h = self.body(x)

@@ -35,12 +35,12 @@ class RecordsMetrics(Callback):
 
 def run(size, pp, keys, module=Logs):
     ignore_warnings()
-    notes, model = RecordsMetrics(), module()
+    recorder, model = RecordsMetrics(), module()
     model.keys = keys
     options = {"num_microbatches": 1, "data_parallel_size": size // pp}
-    trainer = trainer_of(size, pp, strategy_options=options, limit_train_batches=BATCHES, callbacks=[notes])
+    trainer = trainer_of(size, pp, strategy_options=options, limit_train_batches=BATCHES, callbacks=[recorder])
     trainer.fit(model, loader(2, 32))
-    return notes.seen, {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return recorder.seen, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def only_first(rank, batch_idx):

@@ -84,7 +84,7 @@ def test_replicas_may_log_different_keys(worlds, module, pp):
 
 
 class OverridesLog(EncoderDecoder):
-    """Adds a prefix, and logs in prediction a value that only its own method accepts: None."""
+    """Adds a prefix, and ignores in prediction values that Lightning refuses."""
 
     def log(self, name, value, **options):
         if not self.trainer.predicting:

@@ -19,7 +19,7 @@ def test_copy_before_a_run(again):
 
 
 class TakesTrainerArguments(LightningModule):
-    """As forecasting libraries have it, which make the Trainer themselves."""
+    """As in forecasting libraries, which make the Trainer themselves."""
 
     def __init__(self, **trainer_kwargs):
         super().__init__()

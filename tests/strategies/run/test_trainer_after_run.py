@@ -41,7 +41,7 @@ class Breaks(Tiny):
 
 
 def state_of(trainer):
-    """What a run might leave on a Trainer and in the process."""
+    """State that a run might change on a Trainer and in the process."""
     loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop]
     loops += [trainer.fit_loop.epoch_loop.automatic_optimization, trainer.validate_loop, trainer.test_loop]
     connectors = [trainer._signal_connector, trainer._data_connector, trainer._checkpoint_connector]

@@ -157,7 +157,7 @@ def test_ranks_allocate_at_most_their_stages_and_one_layer(worlds):
         assert 0 < stored <= 2.2 * LAYER
         assert stored <= peak <= stored + 1.3 * LAYER, f"{peak} bytes at most, of which {stored} stay"
     for peak, _ in worlds.run(2, measured, 2, 2, False):
-        assert peak >= 3 * LAYER, "the measurement misses the whole module"
+        assert peak >= 3 * LAYER, "the measurement misses the full module"
 
 
 def saved(path):

@@ -11,7 +11,7 @@ from models.regression import FEATURES, Regression
 
 
 def salt():
-    """What differs between processes, as the order of a set of strings does; 0 on the first rank."""
+    """A number that differs between processes, as hashes of strings do; 0 on the first rank."""
     return int(os.environ.get("RANK", 0))
 
 

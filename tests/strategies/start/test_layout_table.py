@@ -127,7 +127,7 @@ def test_loss_scale_changes_on_all_ranks_with_a_frozen_stage(worlds):
     run = Run("Layers", pp=2, **options)
     [expected] = worlds.run(1, fit_reference, run)
     ranks = worlds.run(2, fit, run)
-    assert ranks[0].units[0] == ["layers.0", "layers.1"], "the first stage must be frozen as a whole"
+    assert ranks[0].units[0] == ["layers.0", "layers.1"], "the first stage must be fully frozen"
     assert not any(ranks[0].grads), "it has no gradients"
     assert 1.0 < expected.scale < 2.0**16, "gradients must have overflown"
     assert [rank.scale for rank in ranks] == [expected.scale] * 2

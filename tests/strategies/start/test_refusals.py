@@ -181,7 +181,7 @@ def test_undetected_control_flow_stops_before_its_step(worlds):
 
 
 class ChangesBefore(ChangesLater):
-    """What changes has a result that the next operation reads."""
+    """The changed operation has a result that the next one reads."""
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)

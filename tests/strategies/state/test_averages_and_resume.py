@@ -257,7 +257,7 @@ def requeued(run, ranks):
     os.makedirs(tools, exist_ok=True)
     if rank == 0:
         with open(f"{tools}/scontrol", "w") as script:
-            script.write(f'#!/bin/sh\necho "$@" >> {run.folder}/asked\n')
+            script.write(f'#!/bin/sh\necho "$@" >> {run.folder}/calls\n')
         os.chmod(f"{tools}/scontrol", 0o755)
     slurm = {"SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": str(run.size), "SLURM_LOCALID": str(rank)}
     slurm |= {"SLURM_PROCID": str(rank), "SLURM_NODEID": "0", "SLURM_NTASKS_PER_NODE": str(run.size)}
@@ -297,7 +297,7 @@ def test_preempted_slurm_job_is_saved_and_requeued(worlds, tmp_path, layout, ran
         assert batches == first["steps"] - torch.load(path, weights_only=False)["global_step"] > 0
         wanted = [name for name in first if name.startswith("parameter")]
         compare({n: second[n] for n in wanted}, {n: first[n] for n in wanted}, rtol=0, atol=0)
-    assert (tmp_path / "asked").read_text() == "requeue 17\n"
+    assert (tmp_path / "calls").read_text() == "requeue 17\n"
     assert torch.load(path, weights_only=False)["state_dict"].keys() == Net().state_dict().keys()
 
 

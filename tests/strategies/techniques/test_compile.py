@@ -200,7 +200,7 @@ def test_sharded_sequences_are_not_compiled(worlds):
 
 @pytest.mark.parametrize("case", [slow("Layers"), "Dropouts"])
 def test_first_step_is_verified(worlds, case):
-    """Where layers draw random numbers it is not compiled, since no other process would draw the same."""
+    """Layers that draw are not compiled in it, since no other process would draw the same."""
     worlds.run(2, graphs_of, Run(case, pp=2, strategy={**QUICK, "verify_first_step": True}))
 
 

@@ -32,7 +32,7 @@ def named(run):
 
 
 def accumulated(run):
-    """What one process does with it: each microbatch of all replicas is a batch, and their gradients add up."""
+    """The one-process reference: each microbatch of all replicas is a batch, and their gradients add up."""
     size, times = run.batch_size // run.microbatches, run.microbatches
     trainer = {**run.trainer, "accumulate_grad_batches": times}
     return dataclasses.replace(

@@ -141,7 +141,9 @@ def test_hooks_see_full_tensors_and_ranks_have_shards(worlds):
         cut = [name for name in rank.extra["local_sizes"] if ".attn.c_" in name or ".mlp.c_" in name]
         for name in cut:
             share = 1 if name.endswith("c_proj.bias") else 2
-            assert [share * size for size in rank.extra["local_sizes"][name]] == expected.extra["held"][name], name
+            assert [share * size for size in rank.extra["local_sizes"][name]] == expected.extra["local_sizes"][name], (
+                name
+            )
         assert len(cut) == 4 * 8
 
 
@@ -197,7 +199,7 @@ def test_weight_averages(worlds, layout):
     [plain] = worlds.run(1, fit_reference, Run("GPT2"))
     name = "model.transformer.h.0.mlp.c_fc.weight"
     assert not torch.equal(plain.state[name], expected.state[name])
-    assert ranks[0].extra["local_sizes"][name] * 2 == expected.extra["held"][name]
+    assert ranks[0].extra["local_sizes"][name] * 2 == expected.extra["local_sizes"][name]
     for key, value in expected.extra["file"].items():
         torch.testing.assert_close(ranks[0].extra["file"][key], value, rtol=1e-9, atol=1e-12)
 

@@ -90,9 +90,9 @@ class RecordsSanityCheck(Callback):
 
 def run_sanity(size, pp):
     ignore_warnings()
-    model, notes = AllSteps(), RecordsSanityCheck()
-    trainer_of(size, pp, num_sanity_val_steps=2, callbacks=[notes]).fit(model, loader(8), loader(8))
-    return notes.order, weights_of(model)
+    model, recorder = AllSteps(), RecordsSanityCheck()
+    trainer_of(size, pp, num_sanity_val_steps=2, callbacks=[recorder]).fit(model, loader(8), loader(8))
+    return recorder.order, weights_of(model)
 
 
 def test_validation_before_first_training_step(worlds):

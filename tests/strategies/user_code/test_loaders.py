@@ -142,7 +142,7 @@ class ListOfBatches:
 
 
 def endless():
-    """Batches that differ from each other for ever, and draw by what all else draws by."""
+    """Endless different batches, drawn from the global generator."""
     for index in itertools.count():
         yield {"x": torch.rand(4, 4, dtype=torch.float64) + index, "y": torch.rand(4, 1, dtype=torch.float64)}
 

@@ -97,7 +97,7 @@ def test_sampler_with_its_own_count_is_refused(worlds):
 
 
 def share_of(num):
-    """What this process has of so many samples."""
+    """The share of this process of so many samples."""
     return range(dist.get_rank(), num, dist.get_world_size())
 
 

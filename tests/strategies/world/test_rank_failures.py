@@ -153,7 +153,7 @@ def run_after_failure(hook, pp, options):
     failed = trainer_of(2, pp, strategy_options=options, num_sanity_val_steps=0)
     with pytest.raises(ZeroDivisionError):
         failed.fit(model, loader(4))
-    path = os.path.join(os.getcwd(), "whole.ckpt")
+    path = os.path.join(os.getcwd(), "full.ckpt")
     full = trainer_of(2, pp, strategy_options=options, enable_checkpointing=True, max_steps=1)
     full.fit(Tiny(), loader(4))
     full.save_checkpoint(path)
@@ -240,7 +240,7 @@ def test_sigterm_to_one_rank_stops_all_after_the_same_batch(worlds, ranks, pp):
     first, second = worlds.run(2, run_signalled, 2, pp, ranks, "train", {}, timeout=20)
     assert first[0] == second[0] == "SIGTERMException"
     assert first[1] == second[1] == 5
-    assert first[2] == sorted(weights_of(Tiny())), "a callback may still save the whole module"
+    assert first[2] == sorted(weights_of(Tiny())), "a callback may still save the full module"
     for rank, (*_, messages) in enumerate((first, second)):
         received = [f"[rank: {rank}] Received SIGTERM: 15"] * (rank in ranks)
         assert messages[: len(received)] == received

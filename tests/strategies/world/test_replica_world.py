@@ -30,7 +30,7 @@ class Losses(Callback):
 
 
 def fit(make, pp, num_microbatches=1, loaders=None):
-    """Fit on this world, with Lightning's DDP if pp is None; weights, losses and what the module saw."""
+    """Fit on this world, with Lightning's DDP if pp is None; weights, losses and the module's records."""
     warnings.simplefilter("ignore")
     torch.manual_seed(7)
     module, losses = make(), Losses()

@@ -145,7 +145,7 @@ def evaluate(make_module, each, pp, verb="validate", loaders=1, num_devices=4, k
 
 
 def expected_of(module, samples, each):
-    """Of one process that draws the batches of both replicas."""
+    """The result of one process that draws the batches of both replicas."""
     values, high = [], []
     for start, end in ((0, each[0]), (each[0], sum(each))):
         for first in range(start, end, 2):

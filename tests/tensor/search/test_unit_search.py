@@ -305,7 +305,7 @@ def test_trial_threads_keep_the_generator_state(monkeypatch):
     """One that has its lock and collects garbage waits for the interpreter's; who has that may wait for the former."""
 
     def refuse(self):
-        raise AssertionError("the generator's state is asked for")
+        raise AssertionError("the generator's state is read")
 
     monkeypatch.setattr(RankDraws, "__call__", refuse)
     plan = plan_unit(Block(FusedAttention()), (tokens(),), {}, 2, context=2)

@@ -75,7 +75,7 @@ def test_unsummed_gradient_of_local_positions(sequence_parallel, name):
 
 
 class OtherInEval(nn.Module):
-    """What a trained block does, and a frozen one."""
+    """Different code in training and in evaluation."""
 
     def __init__(self):
         super().__init__()

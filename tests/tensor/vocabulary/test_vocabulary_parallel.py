@@ -93,7 +93,7 @@ class RecordsOutputs(Callback):
 
 
 class Sizes(Callback):
-    """Shapes of what the second step makes, forward and backward, on this rank."""
+    """Shapes of the second step's results, forward and backward, on this rank."""
 
     def __init__(self):
         self.recorded = []

@@ -89,7 +89,7 @@ def test_closure_finds_parameters_on_the_compute_device(worlds):
 
 
 def descend(optimizer, weight, steps):
-    """Returns what the weight is after each step."""
+    """Returns the weight after each step."""
 
     def closure():
         optimizer.zero_grad()

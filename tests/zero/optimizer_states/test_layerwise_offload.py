@@ -169,7 +169,7 @@ def values_after_failing(run):
     ids=["before a step", "before the end", "before validation", "before a checkpoint"],
 )
 def test_truncated_parameter_file_stops_the_run(worlds, tmp_path, callback, num_batches, validates):
-    """With an error, not a signal; and what a notebook could still read is not taken for values."""
+    """With an error, not a signal; parameters that a notebook could still read are NaN."""
     strategy = {"zero_stage": 3, "offload": all_on_disk(tmp_path)}
     run = Run("Layers", dp=2, num_batches=num_batches, callback=callback, strategy=strategy, validate=validates)
     for text, lost in worlds.run(2, values_after_failing, run):
