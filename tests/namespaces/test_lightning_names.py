@@ -169,7 +169,7 @@ MODULES = [f"{path.parent.name}.{path.stem}".removesuffix(".__init__") for path 
 @pytest.mark.parametrize(
     ("namespace", "missing"),
     [
-        # By default in trainer/test_launchers.py, whose script hides the other one and trains.
+        # By default in strategies/world/test_launchers.py, whose script hides the other one and trains.
         pytest.param(LIGHTNING, {"pytorch_lightning", "lightning_fabric"}, marks=pytest.mark.slow),
         (PYTORCH_LIGHTNING, {"lightning"}),
     ],

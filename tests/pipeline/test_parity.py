@@ -294,7 +294,7 @@ def test_fp16_overflow_is_seen_by_all_ranks(worlds):
 @pytest.mark.parametrize(
     ("precision", "tolerance"), [("bf16-mixed", 0.1), ("64-true", 1e-10), ("bf16-true", 0.2)], ids=lambda v: str(v)
 )
-def test_number_formats(worlds, precision, tolerance):
+def test_precisions(worlds, precision, tolerance):
     run = Run("Layers", pp=2, dtype=torch.float32, trainer={"precision": precision}, change=use_sgd)
     ranks, _ = check(worlds, run, tolerance=tolerance)
     meant = {"bf16-mixed": torch.float32, "64-true": torch.float64, "bf16-true": torch.bfloat16}[precision]

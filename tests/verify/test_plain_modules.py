@@ -31,7 +31,7 @@ def each_case():
 
 
 @pytest.mark.parametrize(("module", "layout"), list(each_case()))
-def test_same_numbers(worlds, module, layout):
+def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
     assert report.steps > 0

@@ -46,7 +46,7 @@ RUNS = {
     "interleaved by layer": zero(3, "Layers", pp=2, strategy={"stages_per_rank": 2}, **EACH),
     "parameters of the step": zero(3, "GlueParameters", **EACH),
     "written and tied, odd sizes": zero(3, TiedInStep, pp=2, **EACH),
-    "recomputed by layer": zero(3, strategy={"recompute": "full"}, slow=True, **EACH),  # test_zero_recompute.py
+    "recomputed by layer": zero(3, strategy={"recompute": "full"}, slow=True, **EACH),  # test_recomputed_layers.py
     "a short last batch": zero(3, last=6, validate=True, **EACH),
     "validated while gradients add up": zero(1, validate=True, trainer=VALIDATED),
     "validated while gradients add up, by layer": zero(3, pp=2, validate=True, trainer=VALIDATED, **EACH),
@@ -99,7 +99,7 @@ def each_format():
 
 
 @pytest.mark.parametrize(("stage", "precision", "tolerance"), list(each_format()))
-def test_number_formats(worlds, stage, precision, tolerance):
+def test_precisions(worlds, stage, precision, tolerance):
     run = Run(
         "Layers",
         dp=2,
@@ -118,7 +118,7 @@ SIZES = {"dp2": {}, "dp2tp2": {"tp": 2}, "dp2pp2": {"pp": 2}, "dp2tp2pp2": {"tp"
 @pytest.mark.parametrize("sizes", list(SIZES.values()), ids=list(SIZES))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-3), ("bf16-mixed", 0.2)], ids=lambda v: str(v))
-def test_number_formats_under_every_layout(worlds, stage, precision, tolerance, sizes):
+def test_precisions_under_every_layout(worlds, stage, precision, tolerance, sizes):
     options = {"dtype": torch.float32, "trainer": {"precision": precision, **CLIPPED}, "change": sgd, **sizes}
     check(worlds, zero(stage, "Layers", per_layer=stage == 3, **options), tolerance=tolerance)
 

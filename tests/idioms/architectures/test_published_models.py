@@ -245,7 +245,7 @@ CASES = [
 
 
 @each_under("module,data", CASES, [PP2, BOTH], replicated=[], covered_by={CASES[0]: CASES[1]})
-def test_same_numbers(worlds, module, data, layout):
+def test_matches_one_process(worlds, module, data, layout):
     report = check(worlds, module, layout, make_data=data)
     assert report.outcome == "same", str(report)
     assert report.steps == 2

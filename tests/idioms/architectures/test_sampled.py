@@ -32,14 +32,14 @@ def miss_trials(trials):
     return {name: f"{trial.outcome}: {trial.message}" for name, trial in trials.items() if trial.outcome != "parity"}
 
 
-def test_a_few(trials):
+def test_few_architectures(trials):
     few = trials(FEW)
     assert len(few) == FEW and not miss_trials(few)
     assert all(all(trial.units) for trial in few.values()), "no stage is empty"
 
 
 @pytest.mark.slow
-def test_many(trials):
+def test_many_architectures(trials):
     assert not miss_trials(trials(SOME))
     many = trials(MANY)
     wrong = {name: text for name, text in miss_trials(many).items() if text.startswith("wrong")}

@@ -100,7 +100,7 @@ class Make:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(COUNT))
-def test_same_numbers(worlds, number):
+def test_matches_one_process(worlds, number):
     class_name = classes()[number]
     try:
         precision = made(class_name)[2]

@@ -139,9 +139,9 @@ CASES = [
 ]
 
 
-# T5 and ViT are among the architectures of `trainer/test_parity.py`.
+# T5 and ViT are among the architectures of `pipeline/test_parity.py`.
 @each_under("module,data,precision", CASES, [PP2, BOTH], replicated=[], covered_by={CASES[2]: CASES[0]})
-def test_same_numbers(worlds, module, data, precision, layout):
+def test_matches_one_process(worlds, module, data, precision, layout):
     report = check(worlds, module, layout, make_data=data, precision=precision)
     assert report.outcome == "same", str(report)
     assert report.steps == 2

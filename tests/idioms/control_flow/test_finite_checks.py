@@ -132,7 +132,7 @@ class InsideLayers(Guarded):
 @each_under(
     "module", [AsTensors, AsNumbers, Skips, InsideLayers], [LAYOUTS[0], *LAYOUTS[3:], TP2, M2], slow=[TENSOR, COMBINED]
 )
-def test_same_numbers(worlds, module, layout):
+def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout, steps=3)
     assert report.outcome == "same", str(report)
 

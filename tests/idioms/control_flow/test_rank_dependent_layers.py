@@ -93,7 +93,7 @@ def data():
 
 @pytest.mark.parametrize(("module", "layout"), CASES, ids=named)
 @pytest.mark.parametrize("count", [1, 2])
-def test_same_numbers(worlds, module, layout, count):
+def test_matches_one_process(worlds, module, layout, count):
     # What the first sample of a microbatch decides is no mean over samples.
     count = 1 if module in (InAnyOrder, ManyOrNone) else count
     report = check(worlds, module, layout, make_data=data, steps=3, num_microbatches=count)

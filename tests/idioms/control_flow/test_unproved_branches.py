@@ -244,7 +244,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("module", "layout"), CASES, ids=named)
-def test_same_numbers(worlds, module, layout):
+def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout, make_data=data, steps=6, num_microbatches=1)
     assert report.outcome == "same", str(report)
 

@@ -362,7 +362,7 @@ SAME = [
     replicated=[BatchNormEverywhere],
     covered_by={ForcesThroughShared: ForcesOfSpecies, MaskLikeHidden: LazyMask, ComplexStream: Fourier},
 )
-def test_same_numbers(worlds, module, layout):
+def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout, steps=2, trainer={"inference_mode": False})
     assert report.outcome == "same", str(report)
 

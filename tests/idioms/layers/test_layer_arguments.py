@@ -239,6 +239,6 @@ CASES += [UndoneByAMethod, ReadsItsGates]
 
 
 @each_under("module", CASES, LAYOUTS[:3])
-def test_same_numbers(worlds, module, layout):
+def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout, steps=3)
     assert report.outcome == "same", str(report)

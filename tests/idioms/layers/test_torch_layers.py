@@ -267,7 +267,7 @@ CHOSEN = {"replicated": [Normed, WritesBuffers], "covered_by": {FullTransformer:
 
 
 @each_under("module", MODULES, [*LAYOUTS, COMBINED], **CHOSEN, slow=[TENSOR])
-def test_same_numbers(worlds, module, layout):
+def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
     assert report.outcome == "same", str(report)
 

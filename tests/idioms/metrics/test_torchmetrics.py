@@ -131,6 +131,6 @@ MODULES = [LoggedObject, Aggregated, Listing, AsLoss, SyncsEachStep, AsFunctions
 
 @all_layouts
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_same_numbers(worlds, module, layout):
+def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
     assert report.outcome == "same", str(report)

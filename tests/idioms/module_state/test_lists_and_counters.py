@@ -98,7 +98,7 @@ class Last(Stores):
 
 @one_replica
 @pytest.mark.parametrize("module", [Lists, Anneals], ids=lambda module: module.__name__)
-def test_same_numbers(worlds, module, layout):
+def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 

@@ -119,7 +119,7 @@ CASES = [*BY_DEFAULT, *(pytest.param(*case, marks=pytest.mark.slow) for case in 
 
 
 @pytest.mark.parametrize(("module", "layout"), CASES, ids=lambda value: getattr(value, "__name__", None) or value.name)
-def test_same_numbers(worlds, module, layout):
+def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 

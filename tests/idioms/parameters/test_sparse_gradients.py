@@ -71,7 +71,7 @@ CASES = [
 
 @pytest.mark.parametrize(("module", "layout"), CASES, ids=lambda v: getattr(v, "__name__", None) or v.name)
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_same_numbers(worlds, module, layout, accumulated):
+def test_matches_one_process(worlds, module, layout, accumulated):
     options = {"trainer": {"accumulate_grad_batches": accumulated}}
     report = check(worlds, module, layout, make_data=data, steps=4, num_microbatches=1, **options)
     assert report.outcome == "same", str(report)

@@ -119,7 +119,7 @@ def test_parity(worlds, run):
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [pytest.param("32-true", 1e-3, marks=SLOW), ("bf16-mixed", 0.2)])
-def test_number_formats(worlds, precision, tolerance):
+def test_precisions(worlds, precision, tolerance):
     """Where rounding changes the routing, as in a tiny Mixtral, plain replicas differ as much."""
     options = {"trainer": {"precision": precision}, "dtype": torch.float32, "change": with_sgd}
     check(worlds, shared(Looped, **options), tolerance=tolerance)
