@@ -64,18 +64,18 @@ class Run:
         return loader(8 * self.pp // self.size, num)
 
     def trainer(self, *, callbacks=(), microbatches=2, strategy_options=None, **options):
-        self.sees = RecordsBatches()
+        self.recorder = RecordsBatches()
         strategy_arguments = (
             {} if self.plain else {"num_microbatches": microbatches, **self.strategy, **(strategy_options or {})}
         )
         options = {"log_every_n_steps": 1, "num_sanity_val_steps": 0, "default_root_dir": self.folder, **options}
         return trainer_of(
-            self.size, self.pp, strategy_options=strategy_arguments, callbacks=[*callbacks, self.sees], **options
+            self.size, self.pp, strategy_options=strategy_arguments, callbacks=[*callbacks, self.recorder], **options
         )
 
     def numbers(self, trainer, module, **more):
         """Values that must match one process on every rank."""
-        seen = self.sees
+        seen = self.recorder
         lists = {"rates": [r for row in seen.rates for r in row], "losses": seen.losses, "batches": seen.batches}
         return {
             **{f"parameter {name}": p.detach().clone() for name, p in module.named_parameters()},

@@ -1,6 +1,6 @@
 """All stages of a step in one process: the smallest pipeline, and its reference.
 
-While a stage runs, the parameters that it does not hold are NaN; what a stage is sent is what its portals carry.
+While a stage runs, parameters of other stages are NaN; it receives only the values of its portals.
 """
 
 from __future__ import annotations

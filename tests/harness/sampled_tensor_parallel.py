@@ -57,7 +57,7 @@ def _verified(class_name: str, precision: str, run: Callable[..., Any]) -> tuple
     def run_quietly(n: int, function: Callable[..., Any], /, *args: Any, timeout: float) -> list[Any]:
         return run(n, quietly, function, args, timeout=timeout)
 
-    noting = RecordingRun(run_quietly)
+    recording_run = RecordingRun(run_quietly)
     experiment = Experiment(
         make_module=functools.partial(module_of, class_name),
         make_data=functools.partial(data_of, class_name),
@@ -66,7 +66,7 @@ def _verified(class_name: str, precision: str, run: Callable[..., Any]) -> tuple
         precision=precision,
         trainer={"callbacks": [RecordsFraction()]},
     )
-    return Verification(experiment, run=noting, timeout=TIMEOUT_SECONDS).check(TENSOR), noting.cut
+    return Verification(experiment, run=recording_run, timeout=TIMEOUT_SECONDS).check(TENSOR), recording_run.cut
 
 
 def quietly(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

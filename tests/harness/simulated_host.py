@@ -1,8 +1,8 @@
 """A second device where there is one: the host is treated as another device than the CPU that computes.
 
-Tensors that are moved to it stay where they are and are marked by their storage. `tensor.device` says what they are
-marked as, and what two real devices refuse is refused: an operation that reads both, a gradient on another device than
-its parameter, a message of what is on the host.
+Tensors that are moved to it are not copied, but marked by their storage. `tensor.device` returns the marked
+device, and errors of two real devices are raised: for an operation that reads both, a gradient on another device than
+its parameter, a message from the host.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@
 * Operations of one communicator run one after the other, in the order in which a rank began them. The collectives of a
   group have one communicator, and each pair of its ranks one for both directions, made at the first transfer; or, for
   groups bound to a device (``device_id=``), all of them have a single one.
-* Transfers have no tags: the k-th of one rank of a pair meets the k-th of the other, and both wait for it.
-* Only the types that NCCL knows travel, and only tensors without gaps.
+* Transfers have no tags: the k-th of one rank of a pair matches the k-th of the other, and both wait for it.
+* Only dtypes that NCCL supports are sent, and only contiguous memory.
 
-What cannot be seen here: that a tensor is on the wrong device, and whatever the streams of a device do.
+Not detected here: a tensor on the wrong device, and races between streams of a device.
 """
 
 from __future__ import annotations

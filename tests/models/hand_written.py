@@ -352,7 +352,7 @@ class ToOrderedDict(ToDict):
 
 
 class Containers(Lit):
-    """Units that speak in dicts, dataclasses and named tuples."""
+    """Units that pass dicts, dataclasses and named tuples."""
 
     def __init__(self):
         super().__init__()

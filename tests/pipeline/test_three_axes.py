@@ -56,7 +56,7 @@ def test_batch_statistics_and_paired_convolutions(worlds):
     def run(n, function, /, *args, timeout):
         return worlds.run(n, call_quietly, function, args, timeout=timeout)
 
-    noting = RecordingRun(run)
+    recording_run = RecordingRun(run)
     experiment = Experiment(
         make_module=functools.partial(make, ResNet),
         make_data=images,
@@ -64,9 +64,9 @@ def test_batch_statistics_and_paired_convolutions(worlds):
         trainer={"callbacks": [RecordsFraction()]},
     )
     sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
-    report = Verification(experiment, run=noting, timeout=180).check(Layout("2x2x2", devices=8, strategy=sizes))
+    report = Verification(experiment, run=recording_run, timeout=180).check(Layout("2x2x2", devices=8, strategy=sizes))
     assert report.outcome == "same" and report.steps == 3, str(report)
-    assert {name.split(": ")[0] for name in noting.cut.why} == {"downsample.0.weight"}, noting.cut
+    assert {name.split(": ")[0] for name in recording_run.cut.why} == {"downsample.0.weight"}, recording_run.cut
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Runs programs in threads, one per rank, over a channel as strict as NCCL's.
 
-`check_program` proves the same without values and with its own idea of the channel; here the channel is written a
+`check_program` proves the same without values and with its own model of the channel; here the channel is written a
 second time, threads race, and the values that arrive are compared with those of one process.
 """
 

@@ -1,6 +1,6 @@
 """Faults planted into the package on the ranks only: each is found and named, and none is found without one.
 
-What tells of a fault is the first number that differs; a fault that shows in the first step must also be found by
+A fault is identified by the first number that differs; a fault of the first step must also be found by
 `verify_first_step=True`, before any parameter changes.
 """
 

@@ -123,7 +123,7 @@ def assert_close(got, expected):
     ],
 )
 def test_parity(worlds, case, size, options):
-    """And each replica has its share of the states."""
+    """Each replica also has only its share of the states."""
     [(expected, full_sizes)] = worlds.run(1, train, case, 1, None)
     ranks = worlds.run(size, train, case, size, options)
     for state, _ in ranks:

@@ -1,7 +1,7 @@
 """The child side of a world: one rank, which runs tasks until its world ends.
 
 A task names a function of a test module; the rank loads that module, calls the function inside a fresh process group,
-and reports what became of it. `worlds_plugin.py` is the parent side.
+and reports its outcome. `worlds_plugin.py` is the parent side.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Messages between the two sides of a world.
 
-Free of torch: pytest itself imports this file, and stays light for tests without ranks.
+Free of torch: pytest itself imports this file, and starts fast for tests without ranks.
 """
 
 from __future__ import annotations

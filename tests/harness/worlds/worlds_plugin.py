@@ -10,7 +10,7 @@ Two uses of a world:
         assert worlds.run(4, train)[0] == expected
 
 Ranks are forked from a server that has torch and Lightning loaded, never from pytest: forking a process that has run
-torch operations hangs. A world that failed is ended and started anew, since its ranks may be anywhere.
+torch operations hangs. A world that failed is restarted, since its ranks may be in any state.
 """
 
 from __future__ import annotations

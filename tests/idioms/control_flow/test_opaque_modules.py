@@ -32,7 +32,7 @@ class Matches(nn.Module):
 
 
 class SetLoss(nn.Module):
-    """Of matched pairs, with a buffer of weights and a matcher inside."""
+    """A loss of matched pairs, with a buffer of weights and a matcher."""
 
     def __init__(self):
         super().__init__()

@@ -125,8 +125,8 @@ class Normed(Regressor):
         return self.head(x)
 
 
-class NormedOfOld(Normed):
-    """The functions that came before."""
+class OldNorms(Normed):
+    """The older norm functions of torch."""
 
     @staticmethod
     def norms():
@@ -255,7 +255,7 @@ MODULES = [
     Convolutions,
     Embeddings,
     Normed,
-    NormedOfOld,
+    OldNorms,
     WritesBuffers,
     Scan,
     Experts,

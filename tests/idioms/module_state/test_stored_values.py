@@ -186,7 +186,7 @@ _KEEP = [AppendsLosses, WritesItsBatch, Appends, Meters, Contents, SteersNext, C
 
 
 _CUTS = {"pp2-m1": (PP2, 1), "pp2-m3": (PP2, 3), "pp2 x 2 stages-m2": (INTERLEAVED, 2)}
-_alone = {}  # stored values of one process, by module
+_one_process = {}  # stored values of one process, by module
 
 
 def each_cut():
@@ -199,11 +199,11 @@ def each_cut():
 
 @pytest.mark.parametrize(("make", "cut"), list(each_cut()))
 def test_every_rank_stores_the_values_of_one_process(worlds, make, cut):
-    if make not in _alone:
-        [_alone[make]] = worlds.run(1, run, make, 1, {})
+    if make not in _one_process:
+        [_one_process[make]] = worlds.run(1, run, make, 1, {})
     layout, num_microbatches = _CUTS[cut]
     for rank in worlds.run(2, run, make, 2, {**layout.strategy, "num_microbatches": num_microbatches}):
-        for actual, wanted in zip(rank, _alone[make], strict=True):
+        for actual, wanted in zip(rank, _one_process[make], strict=True):
             assert_equal(actual, wanted)
 
 

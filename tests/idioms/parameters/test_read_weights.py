@@ -34,7 +34,7 @@ class ValidatesNorms(Wide):
 
 
 class PenalizesLater(Wide):
-    """Not in the first batch."""
+    """A penalty from the second batch on."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

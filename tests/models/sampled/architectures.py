@@ -1,7 +1,7 @@
 """Architectures sampled from transformers, each built tiny from its configuration by rules for field names.
 
 Nothing here knows an architecture: sizes are recognised by the words in their names, inputs by the parameters of
-``forward``. What these rules cannot build, or cannot run in one process, is ``Unavailable`` and drawn again.
+``forward``. Models that they cannot build, or run in one process, are ``Unavailable`` and sampled again.
 """
 
 from __future__ import annotations

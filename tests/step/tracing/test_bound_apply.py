@@ -1,6 +1,6 @@
 """Autograd functions called by a stored bound ``apply``, which since torch 2.14 calls no Python.
 
-Here it is the built-in one with every version of torch, and looked for with every version.
+Here ``apply`` is the built-in one, and searched for, with every version of torch.
 """
 
 import sys
@@ -124,7 +124,7 @@ def test_only_applies_are_found():
 
 
 def test_applies_stored_later_are_found(monkeypatch):
-    module, this_module, another, keeping = (
+    module, this_module, another, reverse_apply = (
         Reversing("variable"),
         sys.modules[__name__],
         types.ModuleType("another"),
@@ -136,10 +136,10 @@ def test_applies_stored_later_are_found(monkeypatch):
 
     monkeypatch.setattr(this_module, "reverse", None)
     assert (this_module, "reverse") not in found()
-    this_module.reverse = another.kept = keeping
+    this_module.reverse = another.kept = reverse_apply
     monkeypatch.setitem(sys.modules, "another", another)
     assert {(this_module, "reverse"), (another, "kept")} <= found()
     another.kept = None
     assert (another, "kept") not in found()
-    another.later = keeping
+    another.later = reverse_apply
     assert (another, "later") in found()

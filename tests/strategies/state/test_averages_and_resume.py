@@ -274,7 +274,7 @@ def requeued(run, ranks):
         module = Net()
         again = run.trainer(plugins=[SLURMEnvironment(auto_requeue=True)], max_epochs=2)
         again.fit(module, Stateful(run), run.val_data())
-        return first, run.numbers(again, module), again.ckpt_path, len(run.sees.rates)
+        return first, run.numbers(again, module), again.ckpt_path, len(run.recorder.rates)
     finally:
         signal.signal(signal.SIGUSR1, before)
 

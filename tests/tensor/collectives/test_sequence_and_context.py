@@ -29,7 +29,7 @@ def name_of(run):
 
 
 def slow(*runs):
-    """Layers that are sharded as those of the others are."""
+    """Slow runs: their layers are sharded like those of others."""
     return [pytest.param(run, marks=pytest.mark.slow) for run in runs]
 
 

@@ -103,7 +103,7 @@ def test_weight_gradient_wrong_in_eval_mode_only(monkeypatch):
 
 
 class OtherLinesInEval(OtherInEval):
-    """The same numbers in both modes, by other code."""
+    """The same numbers in both modes, by different code."""
 
     def forward(self, x):
         h = self.up(x)
