@@ -213,7 +213,7 @@ def test_examples_without_content():
 
 @pytest.mark.parametrize("batch, length", [(2, 3), (4, 3), (4, 4)])
 def test_causal_mask_of_few_positions_stays_causal(batch, length):
-    """With random future positions, a mask in evaluation and `is_causal` in training would differ."""
+    """With random mask entries, evaluation by the mask and training by `is_causal` would differ."""
     unit = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
     keywords = {"src_mask": nn.Transformer.generate_square_subsequent_mask(length), "is_causal": True}
     plan = plan_unit(unit, (torch.randn(batch, length, 8),), keywords, 2)
