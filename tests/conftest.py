@@ -1,11 +1,11 @@
 import pytest
 
-from harness.worlds import patches_left
+from harness.worlds import leaked_patches
 
 pytest_plugins = ["harness.worlds.worlds_plugin"]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_replaced():
+def _no_patches_left():
     yield
-    patches_left.check()
+    leaked_patches.check()

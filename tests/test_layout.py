@@ -36,7 +36,7 @@ def test_coordinates_are_those_of_the_rank_and_replicas_cover_the_world():
     assert tuple(Coordinates.__dataclass_fields__) == AXES
 
 
-def test_resolve_gives_the_remaining_ranks_to_data():
+def test_resolve_assigns_remaining_ranks_to_data():
     layout = ParallelLayout.resolve(16, pipeline_parallel_size=2, tensor_parallel_size=2)
     assert layout == ParallelLayout(pipeline_parallel_size=2, data_replicate_size=4, tensor_parallel_size=2)
     layout = ParallelLayout.resolve(16, pipeline_parallel_size=2, data_shard_size=4)
@@ -81,7 +81,7 @@ def test_resolve_gives_the_remaining_ranks_to_data():
         ),
     ],
 )
-def test_a_misfit_names_both_numbers_and_the_repair(world_size, sizes, message):
+def test_misfit_names_both_numbers_and_the_fix(world_size, sizes, message):
     with pytest.raises(LayoutError) as error:
         ParallelLayout.resolve(world_size, **sizes)
     assert str(error.value) == message
@@ -105,7 +105,7 @@ def test_experts_must_fit_over_data_and_context():
         ParallelLayout(data_shard_size=6, expert_parallel_size=4)
 
 
-def test_places_outside_the_world_are_refused():
+def test_ranks_outside_the_world_are_refused():
     layout = ParallelLayout(data_shard_size=2)
     with pytest.raises(LayoutError, match="rank 2 is not in a world of 2 ranks"):
         layout.coordinates(2)

@@ -1,4 +1,4 @@
-"""The groups of a mesh hold the ranks that the layout computes, on real ranks and, at 64, on a fake process group."""
+"""The groups of a mesh contain the ranks of the layout, on real ranks and, at 64, on a fake process group."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def check_groups(mesh):
 @pytest.mark.parametrize(
     "layout", [pytest.param(layout, marks=pytest.mark.world(layout.world_size)) for layout in LAYOUTS]
 )
-def test_a_mesh_is_what_the_layout_computes(layout):
+def test_mesh_matches_the_layout(layout):
     mesh = Mesh.build(layout, "cpu")
     assert mesh.rank == dist.get_rank()
     check_groups(mesh)
@@ -94,7 +94,7 @@ EXPERTS = {
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("sizes", list(EXPERTS), ids=str)
-def test_experts_are_laid_over_context_and_data_axes(sizes):
+def test_expert_groups_span_context_and_data(sizes):
     replicate, shard, experts, context, tensor = sizes
     layout = ParallelLayout(
         data_replicate_size=replicate,
@@ -112,7 +112,7 @@ def test_experts_are_laid_over_context_and_data_axes(sizes):
 
 
 @pytest.mark.world(4)
-def test_an_axis_that_fills_a_flattened_one_gives_it_its_group():
+def test_axis_equal_to_a_flattened_one_shares_its_group():
     mesh = Mesh.build(ParallelLayout(data_shard_size=2, tensor_parallel_size=2), "cpu")
     assert mesh.group("data") is mesh.group("dp_shard")
     assert mesh.group("replica") is mesh.group("tp")
@@ -120,21 +120,21 @@ def test_an_axis_that_fills_a_flattened_one_gives_it_its_group():
 
 
 @pytest.mark.world(2)
-def test_an_axis_of_one_rank_communicates_nothing():
+def test_axis_of_size_1_does_not_communicate():
     mesh = Mesh.build(ParallelLayout(pipeline_parallel_size=2), "cpu")
-    if mesh.rank == 0:  # alone; a collective over both ranks would hang
+    if mesh.rank == 0:  # on one rank; a collective over both would hang
         mesh.all_reduce(torch.ones(1), "data")
 
 
 @pytest.mark.world(2)
-def test_a_layout_that_does_not_fill_the_world_is_refused():
+def test_layout_that_does_not_fill_the_world_is_refused():
     layout = ParallelLayout(pipeline_parallel_size=2, tensor_parallel_size=2)
     with pytest.raises(LayoutError, match=r"= 2\*1\*1\*1\*2 = 4 ranks but the world has 2; set devices=4"):
         Mesh.build(layout, "cpu")
 
 
 @pytest.mark.world(1)
-def test_unknown_names_are_refused_with_the_known_ones():
+def test_unknown_axes_are_refused_with_the_known_ones():
     mesh = Mesh.build(ParallelLayout(), "cpu")
     with pytest.raises(ValueError, match="no axis 'dp'; use one of pp, dp_replicate, dp_shard, cp, tp, data, replica"):
         mesh.group("dp")
@@ -142,7 +142,7 @@ def test_unknown_names_are_refused_with_the_known_ones():
         mesh.all_reduce(torch.ones(1), "tp", "product")
 
 
-def test_building_needs_a_process_group():
+def test_mesh_needs_a_process_group():
     with pytest.raises(RuntimeError, match="needs the world's process group"):
         Mesh.build(ParallelLayout(), "cpu")
 
@@ -177,7 +177,7 @@ def test_groups_at_64_ranks(rank):
     ],
     ids=str,
 )
-def test_ranks_along_some_axes_become_ranks_of_a_shard(layout, shared):
+def test_axis_ranks_to_shard_ranks(layout, shared):
     plain = Mesh.build(layout, "cpu")
     mesh = plain.with_shards_over(shared)
     wider = {

@@ -1,4 +1,4 @@
-"""Attributes are replaced for a while, in several layers, and come back in whatever order these are undone."""
+"""Attributes are patched temporarily, in several layers, and restored in any order of undoing."""
 
 import copy
 import functools
@@ -58,7 +58,7 @@ def bracket(kind):
 
 @pytest.mark.parametrize("order", list(itertools.permutations("([{")), ids="".join)
 @pytest.mark.parametrize("make", [on_instance, on_class, on_module])
-def test_layers_are_undone_in_any_order(make, order):
+def test_patches_are_undone_in_any_order(make, order):
     owner = make()
     before = dict(vars(owner))
     kinds = {"(": "()", "[": "[]", "{": "{}"}
@@ -78,7 +78,7 @@ def test_layers_are_undone_in_any_order(make, order):
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
-def test_values_and_functions_in_layers(order):
+def test_stacked_values_and_functions(order):
     for owner in (Named(), type("Other", (Named,), {})):
         before = dict(vars(owner))
         values = [2, len, 3, max]
@@ -93,7 +93,7 @@ def test_values_and_functions_in_layers(order):
 
 
 @pytest.mark.parametrize("is_first_undone", [False, True])
-def test_what_an_owner_has_comes_back(is_first_undone):
+def test_instance_members_are_restored(is_first_undone):
     module = Named()
     own = module.step = lambda batch: f"own{batch}"
     undo = [around(module, "step", bracket(kind), reason=REASON) for kind in ("()", "[]")]
@@ -104,7 +104,7 @@ def test_what_an_owner_has_comes_back(is_first_undone):
     assert module.step is own
 
 
-def test_a_class_gets_its_own_kind_of_member_back():
+def test_class_members_keep_their_kind():
     member = vars(Named)["double"]
     with replaced(Named, "double", staticmethod(lambda value: 3 * value), reason=REASON):
         assert Named.double(2) == Named().double(2) == 6
@@ -114,7 +114,7 @@ def test_a_class_gets_its_own_kind_of_member_back():
     assert "__len__" not in vars(Named)
 
 
-def test_what_others_have_set_stays():
+def test_changes_by_others_are_kept():
     for owner in (Named(), ModuleType("other")):
         undo = replace(owner, "limit", 2, reason=REASON)
         owner.limit = 7
@@ -122,7 +122,7 @@ def test_what_others_have_set_stays():
         assert owner.limit == 7 and not active_patches()
 
 
-def test_an_error_undoes_all():
+def test_error_undoes_all_patches():
     module = Named()
     with pytest.raises(ZeroDivisionError), replaced(module, "step", lambda *_: "", reason=REASON):
         raise ZeroDivisionError
@@ -132,7 +132,7 @@ def test_an_error_undoes_all():
     assert not {"step", "forward"} & set(vars(module)) and not active_patches()
 
 
-def test_signatures_are_those_of_the_originals():
+def test_signatures_are_preserved():
     for make in (on_instance, on_class, on_module):
         owner = make()
         expected = inspect.signature(owner.step)
@@ -144,7 +144,7 @@ def test_signatures_are_those_of_the_originals():
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_copies_and_pickles_have_the_originals(duplicate):
     module = Named()
-    module.size, module.held = 4, module.step
+    module.size, module.slot = 4, module.step
     undo = [
         around(module, "step", bracket("()"), reason=REASON),
         replace(module, "size", 5, reason=REASON),
@@ -160,7 +160,7 @@ def test_copies_and_pickles_have_the_originals(duplicate):
     assert module.size == 4
 
 
-def test_methods_of_callbacks_stay_on_deep_copies():
+def test_deep_copies_keep_callback_methods():
     module = Named()
 
     def of(kind):
@@ -179,7 +179,7 @@ def test_methods_of_callbacks_stay_on_deep_copies():
     assert "step" not in vars(module) and not active_patches()
 
 
-def test_the_registry_describes_each():
+def test_registry_describes_each_patch():
     module = Named()
     undo = [replace(owner, "limit", 2, reason="why") for owner in (module, Named, ModuleType("there"))]
     undo.append(replace(module, "step", functools.partial(max, 1), reason="why not"))

@@ -1,4 +1,4 @@
-"""The folder list is the architecture: a file imports only from floors below its own (docs/design, the house)."""
+"""The folders are the architecture: a file imports only from floors below its own (docs/architecture.md)."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "lightning_hybrid"
+PACKAGE, TESTS = ROOT / "lightning_hybrid", ROOT / "tests"
 MAX_LINES, MAX_FILES, MAX_FUNCTION = 400, 12, 60
 
 # Low to high. The rooms of one floor do not import each other, except those of plain Python; nor do peers.
@@ -55,7 +55,7 @@ PURE = FLOORS[0] | FLOORS[1]
 FRAMEWORKS = {"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 MAY_IMPORT_LIGHTNING = {"strategies", "precision", "callbacks", "cli", "__init__"}
-# Words that once had a meaning of their own here; the field has others for each of them.
+# Private words of earlier versions; the field has a word for each of them.
 COINAGES = {
     *("alike", "asked", "bookkeeping", "deal", "dealing", "dealt", "dear", "heard", "held", "knock", "lend", "lent"),
     *("looks", "nobody", "noted", "rehearsal", "rehearse", "somebody", "told", "uncut", "ways", "whoever", "whole"),
@@ -99,7 +99,7 @@ def imports_of(source, path):
 
 
 def violations(source, path):
-    """What the imports of a file do that its floor forbids, one sentence each."""
+    """Forbidden imports of a file on its floor, one sentence each."""
     room = room_of(module_parts(path))
     floor = floor_of(room)
     if floor is None:
@@ -130,7 +130,7 @@ def test_imports_point_down(path):
 
 
 @pytest.mark.parametrize("path", sources(), ids=str)
-def test_a_file_holds_one_idea(path):
+def test_file_sizes_and_names(path):
     num_lines = len((PACKAGE / path).read_text().splitlines())
     assert num_lines <= MAX_LINES, f"{path} has {num_lines} lines; above {MAX_LINES} it holds two ideas: split it"
     assert not VAGUE_NAMES & set(path.with_suffix("").parts), f"{path} has a name that says nothing; name its idea"
@@ -176,19 +176,27 @@ def names_in(source, path):
     return {name: {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)} for name in names}
 
 
+def coinages_in(path):
+    return [name for name, words in names_in(path.read_text(), path).items() if words & COINAGES]
+
+
 @pytest.mark.parametrize("path", sources(), ids=str)
 def test_names_are_those_of_the_field(path):
-    found = names_in((PACKAGE / path).read_text(), path)
-    assert not [name for name, words in found.items() if words & COINAGES], f"{path}: use the field's word"
+    assert not coinages_in(PACKAGE / path), f"{path}: use the field's word"
 
 
-def test_a_coinage_is_found():
+def test_names_of_tests_are_those_of_the_field():
+    found = {str(path.relative_to(TESTS)): coinages_in(path) for path in sorted(TESTS.rglob("*.py"))}
+    assert not {path: names for path, names in found.items() if names}, "use the field's word"
+
+
+def test_coinages_are_found():
     source = "class WholeAgain:\n    def run(self, is_held):\n        self._ways = is_held"
     assert sum(bool(words & COINAGES) for words in names_in(source, Path("zero/lent_parts.py")).values()) == 4
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in sources()}), ids=str)
-def test_a_folder_holds_one_idea(folder):
+def test_folder_sizes(folder):
     count = len([path for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"])
     assert count <= MAX_FILES, f"{folder} has {count} files; above {MAX_FILES} it holds two ideas: split it"
 
@@ -221,7 +229,7 @@ def test_a_folder_holds_one_idea(folder):
         ("misplaced.py", ""),
     ],
 )
-def test_a_wrong_import_is_found(path, source):
+def test_wrong_imports_are_found(path, source):
     assert len(list(violations(source, Path(path)))) == 1
 
 
@@ -243,11 +251,11 @@ def test_a_wrong_import_is_found(path, source):
         ("cli/plan.py", "from lightning_hybrid.schedule import simulator"),
     ],
 )
-def test_a_right_import_passes(path, source):
+def test_right_imports_pass(path, source):
     assert not list(violations(source, Path(path)))
 
 
-def test_each_room_is_in_the_docs():
+def test_docs_name_every_room():
     text = (ROOT / "docs" / "architecture.md").read_text()
     rooms = {path.parent for path in sources() if path.name == "__init__.py"} - {Path(), Path("step")}
     rooms -= {Path("for_pytorch_lightning")}
@@ -267,7 +275,7 @@ def rooms_with_lines():
 
 
 @pytest.mark.parametrize("room", sorted(room for room, lines in rooms_with_lines().items() if lines > MIN_TESTED_LINES))
-def test_each_room_has_tests_of_its_name(room):
+def test_every_room_has_tests(room):
     tests = ROOT / "tests" / room
     files = [*tests.glob("test_*.py"), *tests.glob("*/test_*.py"), *tests.parent.glob(f"test_{tests.name}.py")]
     assert files, f"no test file in tests/{room}, and no {tests.parent.relative_to(ROOT)}/test_{tests.name}.py"

@@ -30,14 +30,14 @@ def found_in(text, names):
     return [name for name in inside if re.search(rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", text)]
 
 
-def test_no_file_of_the_package_names_an_architecture():
+def test_package_names_no_architecture():
     words = names()
     found = {str(path.relative_to(PACKAGE)): found_in(path.read_text(), words) for path in PACKAGE.rglob("*.py")}
     assert len(found) > 50
     assert not {path: hits for path, hits in found.items() if hits}
 
 
-def test_a_name_would_be_found():
+def test_architecture_names_are_found():
     assert found_in("if config.model_type == 'llama': ...  # Mixtral, gpt2_block", names()) == [
         "gpt2",
         "llama",

@@ -1,4 +1,4 @@
-"""AdaScale's gains and steps are fairscale's, on the same gradients."""
+"""AdaScale's gains and steps equal fairscale's on the same gradients."""
 
 import contextlib
 
@@ -64,7 +64,7 @@ def fairscale_run(accumulate, scale=None, smoothing=None):
 
 
 class Module(LightningModule):
-    """Averages its gradients over the ranks itself, where a reducer is given."""
+    """Averages its gradients over the ranks itself if it has a reducer."""
 
     def __init__(self, loader):
         super().__init__()
@@ -142,9 +142,9 @@ def test_two_data_parallel_ranks(accumulate, monkeypatch):
 
 
 @pytest.mark.world(2)
-def test_stages_of_a_pipeline_sum_their_squares():
-    """Each rank holds both layers but counts one; the gains are those of the whole."""
-    gains, weights = fairscale_run_alone(2)
+def test_stages_sum_their_squared_norms():
+    """Each rank has both layers but counts one; the gains are those of the full model."""
+    gains, weights = fairscale_run_on_one_rank(2)
     model = Module(batches(2))
     mesh = Mesh.build(ParallelLayout(pipeline_parallel_size=2), "cpu")
     callback = AdaScale()
@@ -153,7 +153,7 @@ def test_stages_of_a_pipeline_sum_their_squares():
     assert_same(model, gains, weights)
 
 
-def fairscale_run_alone(accumulate):
+def fairscale_run_on_one_rank(accumulate):
     """`fairscale_run` as if there were one rank."""
     size, rank = dist.get_world_size, dist.get_rank
     dist.get_world_size, dist.get_rank = lambda: 1, lambda: 0
@@ -163,25 +163,25 @@ def fairscale_run_alone(accumulate):
         dist.get_world_size, dist.get_rank = size, rank
 
 
-def test_a_checkpoint_goes_on_with_the_averages(tmp_path):
-    whole, first, second = (Module(batches(2)) for _ in range(3))
-    trainer_of(AdaScale(smoothing=0.9), 2, max_epochs=2).fit(whole)
+def test_resume_keeps_moving_averages(tmp_path):
+    uninterrupted, first, second = (Module(batches(2)) for _ in range(3))
+    trainer_of(AdaScale(smoothing=0.9), 2, max_epochs=2).fit(uninterrupted)
     trainer = trainer_of(AdaScale(smoothing=0.9), 2)
     trainer.fit(first)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     trainer_of(AdaScale(smoothing=0.9), 2, max_epochs=2).fit(second, ckpt_path=tmp_path / "a.ckpt")
-    assert first.gains + second.gains == whole.gains
-    assert all(torch.equal(p, q) for p, q in zip(second.parameters(), whole.parameters(), strict=True))
+    assert first.gains + second.gains == uninterrupted.gains
+    assert all(torch.equal(p, q) for p, q in zip(second.parameters(), uninterrupted.parameters(), strict=True))
 
 
-def test_gains_are_the_same_with_a_loss_scale_and_overflows_count_for_nothing():
+def test_gains_under_loss_scaling_skip_overflows():
     from lightning_hybrid.precision import HybridPrecision
 
     plain, scaled = Module(batches(2)), Module(batches(2))
     trainer_of(AdaScale(), 2).fit(plain)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
     precision = HybridPrecision("16-mixed", scaler=scaler)
-    precision.forward_context = contextlib.nullcontext  # the scale alone, with float64 arithmetic
+    precision.forward_context = contextlib.nullcontext  # only the scale, with float64 arithmetic
     trainer_of(AdaScale(), 2, plugins=[precision]).fit(scaled)
     assert precision.loss_scale > 2.0**8
     assert scaled.gains == pytest.approx(plain.gains, rel=1e-9)
@@ -193,7 +193,7 @@ def test_gains_are_the_same_with_a_loss_scale_and_overflows_count_for_nothing():
     assert overflowing.gains[2] == overflowing.gains[1] != overflowing.gains[3]
 
 
-def test_wrong_uses_are_refused():
+def test_invalid_uses_are_refused():
     with pytest.raises(ValueError, match=r"scale=0.5 is below 1"):
         AdaScale(scale=0.5)
     with pytest.raises(ValueError, match=r"smoothing=1 must be"):

@@ -1,4 +1,4 @@
-"""AdaScale through the Trainer: the gain over stages and replicas is that of one process."""
+"""AdaScale through the Trainer: the gain over stages and replicas matches one process."""
 
 import functools
 
@@ -58,7 +58,7 @@ def fit(devices, pipeline, accumulated, module_class=Regression, **options):
     return gains.seen, [p.detach() for p in module.parameters()]
 
 
-def test_gain_over_stages_is_that_of_one_process(worlds):
+def test_gain_over_stages_matches_one_process(worlds):
     [(gains, parameters)] = worlds.run(1, fit, 1, 1, 3)
     assert len(gains) >= 4
     assert any(gain > 1.001 for gain in gains), "the callback did nothing"
@@ -67,7 +67,7 @@ def test_gain_over_stages_is_that_of_one_process(worlds):
         torch.testing.assert_close(staged, parameters, rtol=1e-9, atol=1e-12)
 
 
-def test_gain_over_replicas_and_stages_is_the_same_on_every_rank(worlds):
+def test_gain_is_equal_on_all_ranks_of_stages_and_replicas(worlds):
     results = worlds.run(4, fit, 4, 2, 1)
     gains, parameters = results[0]
     assert any(gain > 1.001 for gain in gains), "the callback did nothing"
@@ -87,7 +87,7 @@ ZERO = {
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("pipeline", [1, 2])
 @pytest.mark.parametrize("stage", ZERO)
-def test_gain_where_replicas_shard_gradients(worlds, stage, pipeline, accumulated):
+def test_gain_with_sharded_gradients(worlds, stage, pipeline, accumulated):
     devices = 2 * pipeline
     expected = worlds.run(devices, fit, devices, pipeline, accumulated)
     found = worlds.run(devices, functools.partial(fit, **ZERO[stage]), devices, pipeline, accumulated)
@@ -98,7 +98,7 @@ def test_gain_where_replicas_shard_gradients(worlds, stage, pipeline, accumulate
 
 
 @pytest.mark.parametrize(("devices", "accumulated"), [(2, 3), (4, 1), (4, 2)])
-def test_gain_where_stages_are_sharded(worlds, devices, accumulated):
+def test_gain_with_sharded_stages(worlds, devices, accumulated):
     expected, *_ = worlds.run(devices // 2, fit, devices // 2, 1, accumulated)
     for found in worlds.run(devices, fit, devices, 2, accumulated, Decides):
         torch.testing.assert_close(found[0], expected[0], rtol=1e-9, atol=0)
@@ -106,13 +106,13 @@ def test_gain_where_stages_are_sharded(worlds, devices, accumulated):
 
 
 class Scaled(AdaScale):
-    noted = None
+    recorded = None
 
     def __init__(self):
         super().__init__(scale=2.0, smoothing=0.5)
 
 
-def test_context_ranks_step_equally_with_the_gain_of_one_process(worlds):
+def test_gain_over_context_ranks_matches_one_process(worlds):
     accumulated = {"accumulate_grad_batches": 2}
     run = Run("GPT2", cp=2, microbatches=1, num_batches=6, callback=Scaled, trainer=accumulated)
     expected = reference_of(worlds, run)

@@ -1,4 +1,4 @@
-"""How evenly experts are used: metrics of reports, what is seen of each layer, and the picture."""
+"""ExpertLoadMonitor: metrics of routing reports, the layers that it observes, and the picture."""
 
 import math
 
@@ -37,14 +37,14 @@ def test_metrics_of_two_reports():
         LoadBalance(4).update(report([1.0, 1.0, 1.0]))
 
 
-def test_nothing_routed_counts_as_even():
+def test_zero_routed_tokens_count_as_balanced():
     metric = LoadBalance(4)
     metric.update(report([0.0] * 4))
     assert float(metric.compute()) == 1.0
 
 
 class Router(nn.Module):
-    """As others write them: scores, and the indices of the chosen."""
+    """A third-party router: scores, and the chosen indices."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ class Router(nn.Module):
 
 
 class Mixed(Lit):
-    """A layer of ours, and somebody else's router."""
+    """One MoE layer of this package, and a foreign router."""
 
     def __init__(self):
         super().__init__()
@@ -67,15 +67,19 @@ class Mixed(Lit):
         self.seen = []
 
     def loss(self, batch):
-        y, said = self.moe(batch["x"])
+        y, routing_report = self.moe(batch["x"])
         scores, _, indices = self.gate(y)
         self.seen.append(
-            (said.load.tolist(), float(said.dropped), torch.bincount(indices.flatten(), minlength=3).tolist())
+            (
+                routing_report.load.tolist(),
+                float(routing_report.dropped),
+                torch.bincount(indices.flatten(), minlength=3).tolist(),
+            )
         )
-        return y.square().mean() + said.loss + scores.square().mean()
+        return y.square().mean() + routing_report.loss + scores.square().mean()
 
 
-def test_a_monitor_sees_each_layer_in_training_alone(tmp_path):
+def test_monitor_reports_each_layer_in_training_only(tmp_path):
     module = make("Layers")
     with pytest.raises(ValueError, match="finds no experts in Layers"):
         fit(module, ExpertLoadMonitor())
@@ -112,6 +116,6 @@ def fit(module, monitor):
         ({"every_n_steps": 1.5}, TypeError, "every_n_steps=1.5 must be an int"),
     ],
 )
-def test_arguments_are_checked(options, error, message):
+def test_arguments_are_validated(options, error, message):
     with pytest.raises(error, match=message):
         ExpertLoadMonitor(**options)

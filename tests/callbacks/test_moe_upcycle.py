@@ -1,11 +1,11 @@
-"""Upcycled modules through the Trainer: over stages and replicas their numbers are those of one process."""
+"""MoEUpcycle through the Trainer: over stages and replicas it matches single-process training."""
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness.fits import Notes
+from harness.fits import FitRecorder
 from harness.one_process_pipeline import assert_same_gradients
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import ExpertLoadMonitor, MoEUpcycle
@@ -15,8 +15,8 @@ MLPS = {"GPT2": "model.transformer.h.*.mlp", "Llama": "model.model.layers.*.mlp"
 MICROBATCH, COUNT, STEPS = 2, 2, 2
 
 
-class Balance(Notes):
-    """Notes the balance loss of each batch too."""
+class Balance(FitRecorder):
+    """Records the balance loss of each batch too."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Balance(Notes):
 
 def fit(case, dp, devices, strategy):
     """COUNT microbatches per step and replica: of the strategy, or as batches that plain Lightning accumulates."""
-    notes, monitor = Balance(), ExpertLoadMonitor(every_n_steps=1)
+    recorder, monitor = Balance(), ExpertLoadMonitor(every_n_steps=1)
     module = make(case)
     torch.manual_seed(1)
     upcycle = MoEUpcycle(MLPS[case], num_experts=4, top_k=2, balance_loss=0.5, router_std=0.5)
@@ -39,7 +39,7 @@ def fit(case, dp, devices, strategy):
         devices=devices,
         strategy="auto" if plain else strategy if ddp else Hybrid3DStrategy(**strategy),
         accumulate_grad_batches=dp * COUNT if plain else COUNT if ddp else 1,
-        callbacks=[monitor, notes, upcycle],
+        callbacks=[monitor, recorder, upcycle],
         max_epochs=1,
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
@@ -54,11 +54,15 @@ def fit(case, dp, devices, strategy):
     else:
         loader = DataLoader(data, MICROBATCH if ddp else MICROBATCH * COUNT)
     trainer.fit(module, loader)
-    notes.fitted.state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    recorder.fitted.state = {name: value.detach().clone() for name, value in module.state_dict().items()}
     assert "training_step" not in vars(module)
     assert not any("forward" in vars(inner) for inner in list(module.modules())[1:])
-    notes.fitted.extra = {"losses": notes.fitted.losses, "balance": notes.balance, "loads": monitor.history.shares}
-    return notes.fitted
+    recorder.fitted.extra = {
+        "losses": recorder.fitted.losses,
+        "balance": recorder.balance,
+        "loads": monitor.history.shares,
+    }
+    return recorder.fitted
 
 
 def sums(numbers, count, over):
@@ -78,7 +82,7 @@ def sums(numbers, count, over):
         pytest.param("GPT2", 2, 2, {"zero_stage": 3, "reshard_after_forward": True}, marks=pytest.mark.slow),
     ],
 )
-def test_stages_replicas_and_recomputation_change_no_number(worlds, case, pp, dp, options):
+def test_upcycled_fit_matches_one_process(worlds, case, pp, dp, options):
     [expected] = worlds.run(1, fit, case, dp, 1, None)
     strategy = {"pipeline_parallel_size": pp, "num_microbatches": COUNT, **options}
     size = pp * dp * options.get("tensor_parallel_size", 1)
@@ -87,11 +91,11 @@ def test_stages_replicas_and_recomputation_change_no_number(worlds, case, pp, dp
     for index, grads in enumerate(expected.grads):
         gathered = {name: grad for rank in ranks for name, grad in rank.grads[index].items()}
         assert_same_gradients(gathered, grads, tolerance=1e-10)
-    for noted in ("losses", "balance"):
-        by_replica = [rank.extra[noted] for rank in ranks[:dp]]
+    for recorded in ("losses", "balance"):
+        by_replica = [rank.extra[recorded] for rank in ranks[:dp]]
         given = [sum(map(float, values)) / dp for values in zip(*by_replica, strict=True)]
         # Lightning has divided the losses of accumulated batches.
-        wanted = sums(expected.extra[noted], dp * COUNT, 1 if noted == "losses" else dp * COUNT)
+        wanted = sums(expected.extra[recorded], dp * COUNT, 1 if recorded == "losses" else dp * COUNT)
         assert given == pytest.approx(wanted, rel=1e-10)
     loads = expected.extra["loads"]
     assert len(loads) == 4 and all(len(rows) == STEPS for rows in loads.values())
@@ -100,7 +104,7 @@ def test_stages_replicas_and_recomputation_change_no_number(worlds, case, pp, dp
         torch.testing.assert_close(rank.state, expected.state, rtol=1e-8, atol=1e-10)
 
 
-def test_under_another_strategy_the_numbers_are_the_same(worlds):
+def test_upcycling_under_other_strategies(worlds):
     [expected] = worlds.run(1, fit, "Llama", 2, 1, None)
     ranks = worlds.run(2, fit, "Llama", 2, 2, "ddp")
     for rank in ranks:

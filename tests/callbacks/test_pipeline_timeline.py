@@ -1,4 +1,4 @@
-"""PipelineTimeline draws what the ranks of a pipeline really did, and does nothing without one."""
+"""PipelineTimeline draws what the pipeline ranks executed, and does nothing without a pipeline."""
 
 import dataclasses
 import random
@@ -56,7 +56,7 @@ def lanes_of(path):
 
 
 @pytest.mark.world(2)
-def test_the_picture_holds_every_action_of_every_rank():
+def test_timeline_contains_every_action_of_every_rank():
     fit(PipelineTimeline("pictures/step.svg", step=2), pipeline_parallel_size=2, num_microbatches=4)
     assert written("pictures") == ["step.svg"]
     names, actions = lanes_of("pictures/step.svg")
@@ -66,22 +66,22 @@ def test_the_picture_holds_every_action_of_every_rank():
 
 
 @pytest.mark.world(2)
-def test_the_picture_may_be_png():
+def test_timeline_as_png():
     fit(PipelineTimeline("step.png", step=1), max_steps=1, pipeline_parallel_size=2, num_microbatches=2)
     assert written() == ["step.png"]
     assert Path("step.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.world(2)
-def test_steps_are_those_of_the_optimizer_and_may_recur():
+def test_steps_count_optimizer_steps_and_may_repeat():
     callback = PipelineTimeline(step=1, every_n_steps=2)
     fit(callback, max_steps=4, accumulate=2, pipeline_parallel_size=2, num_microbatches=2)
     assert written() == ["timeline-1.svg", "timeline-3.svg"]
 
 
 @pytest.mark.world(2)
-def test_ranks_measure_the_step_that_the_first_was_told():
-    """Whoever waited for a rank with another step would wait for ever."""
+def test_ranks_measure_the_step_chosen_by_rank_0():
+    """A rank that measured another step would never be joined."""
     fit(PipelineTimeline(step=1 + dist.get_rank()), max_steps=3, pipeline_parallel_size=2, num_microbatches=2)
     assert written() == ["timeline.svg"]
 
@@ -95,7 +95,7 @@ def test_one_replica_is_drawn():
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("axis", ["tensor_parallel_size", "context_parallel_size"])
-def test_one_pipeline_of_a_replica_is_drawn(axis):
+def test_one_pipeline_per_replica_is_drawn(axis):
     with mock.patch.object(PipelineTimeline, "_report") as reported:
         fit(PipelineTimeline(step=1), max_steps=1, pipeline_parallel_size=2, num_microbatches=2, **{axis: 2})
     drawn = [None] * dist.get_world_size()
@@ -104,15 +104,15 @@ def test_one_pipeline_of_a_replica_is_drawn(axis):
 
 
 @pytest.mark.world(2)
-def test_without_stages_nothing_is_drawn():
-    with mock.patch.object(pipeline_timeline, "rank_zero_info") as told:
+def test_nothing_is_drawn_without_stages():
+    with mock.patch.object(pipeline_timeline, "rank_zero_info") as info:
         fit(PipelineTimeline(step=1), max_steps=1)
     assert written() == []
-    assert "one pipeline stage" in told.call_args.args[0]
+    assert "one pipeline stage" in info.call_args.args[0]
 
 
 @pytest.mark.world(2)
-def test_a_step_that_never_comes_is_told():
+def test_unreached_step_is_reported():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(PipelineTimeline(step=9), max_steps=2, pipeline_parallel_size=2, num_microbatches=2)
@@ -131,7 +131,7 @@ def test_a_step_that_never_comes_is_told():
         ({"every_n_steps": -1}, ValueError, "every_n_steps=-1 must be at least 1"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, error, message):
+def test_invalid_arguments_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         PipelineTimeline(**arguments)
 
@@ -143,7 +143,7 @@ SCHEDULES = pytest.mark.parametrize(
 
 
 def simulated(name, stages_per_rank, transfer=0.0):
-    """A timeline with four microbatches, and what hands values to what in it."""
+    """A timeline with four microbatches, and the data dependencies in it."""
     schedule = make_schedule(name, 2, 4, stages_per_rank)
     links = chain(schedule.num_stages)
     assignment = SimpleNamespace(
@@ -156,7 +156,7 @@ def simulated(name, stages_per_rank, transfer=0.0):
 
 
 @SCHEDULES
-def test_the_bound_of_a_timeline_without_losses_is_itself(name, stages_per_rank):
+def test_bound_of_an_ideal_timeline_is_itself(name, stages_per_rank):
     ideal, assignment = simulated(name, stages_per_rank)
     worked, bound = work_and_bound(ideal, assignment)
     assert worked == ideal
@@ -165,7 +165,7 @@ def test_the_bound_of_a_timeline_without_losses_is_itself(name, stages_per_rank)
 
 
 @SCHEDULES
-def test_what_transfers_take_is_no_part_of_the_bound(name, stages_per_rank):
+def test_bound_excludes_transfer_time(name, stages_per_rank):
     slow, assignment = simulated(name, stages_per_rank, transfer=0.25)
     ideal, _ = simulated(name, stages_per_rank)
     worked, bound = work_and_bound(slow, assignment)
@@ -175,7 +175,7 @@ def test_what_transfers_take_is_no_part_of_the_bound(name, stages_per_rank):
 
 
 @SCHEDULES
-def test_an_action_that_begins_early_only_waits(name, stages_per_rank):
+def test_early_action_only_waits(name, stages_per_rank):
     ideal, assignment = simulated(name, stages_per_rank)
     last = {}
     early = []
@@ -191,10 +191,10 @@ def test_an_action_that_begins_early_only_waits(name, stages_per_rank):
 
 @SCHEDULES
 @pytest.mark.parametrize("seed", range(8))
-def test_no_measured_step_is_faster_than_its_bound(seed, name, stages_per_rank):
+def test_no_measured_step_beats_its_bound(seed, name, stages_per_rank):
     chance = random.Random(seed)
     ideal, assignment = simulated(name, stages_per_rank, transfer=0.1)
-    # Time passes more slowly here and there, alike on all ranks: whatever each action takes then, the order holds.
+    # Actions take longer at times, equally on all ranks: the order holds for any duration.
     points = sorted({time for span in ideal.spans for time in span[2:]})
     clock, now = {}, 0.0
     for before, after in zip([points[0], *points], points, strict=False):

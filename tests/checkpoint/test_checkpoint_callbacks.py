@@ -1,4 +1,4 @@
-"""Lightning's features around checkpoints, where these are folders that are written while training goes on."""
+"""Lightning's checkpoint features with checkpoint folders that are written asynchronously during training."""
 
 import os
 import threading
@@ -29,29 +29,29 @@ def fit(run, module, *callbacks, max_epochs=4, resume=None, tp=1, **more):
     return trainer
 
 
-def keeps(run, **more):
+def fit_with_checkpoints(run, **more):
     return ModelCheckpoint(f"{run.folder}/kept", filename="{step}", every_n_epochs=1, **more)
 
 
 def best_and_last(run):
     """The best one and the last one of two epochs, and on from the last one; as in a run without a break."""
     module = Net()
-    whole = run.numbers(fit(run, module), module)
-    callback = keeps(run, monitor="step", mode="max", save_top_k=1, save_last=True)
+    uninterrupted = run.numbers(fit(run, module), module)
+    callback = fit_with_checkpoints(run, monitor="step", mode="max", save_top_k=1, save_last=True)
     fit(run, Net(), callback, max_epochs=2, enable_checkpointing=True)
     kept = sorted(os.listdir(callback.dirpath))
     module = Net()
-    resumed = keeps(run, monitor="step", mode="max", save_top_k=1, save_last=True)
+    resumed = fit_with_checkpoints(run, monitor="step", mode="max", save_top_k=1, save_last=True)
     trainer = fit(run, module, resumed, resume="last", enable_checkpointing=True)
-    return whole, kept, run.numbers(trainer, module), Path(resumed.best_model_path).name
+    return uninterrupted, kept, run.numbers(trainer, module), Path(resumed.best_model_path).name
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, id="pp2"), pytest.param(4, id="dp2 x pp2", marks=pytest.mark.slow)])
-def test_the_best_and_the_last_are_saved_and_resumed_to_the_bit(worlds, tmp_path, size):
-    for whole, kept, resumed, best in worlds.run(size, on_rank, best_and_last, size, 2, str(tmp_path)):
+def test_best_and_last_resume_bitwise(worlds, tmp_path, size):
+    for uninterrupted, kept, resumed, best in worlds.run(size, on_rank, best_and_last, size, 2, str(tmp_path)):
         assert (kept, best) == (["last.ckpt", "step=8.ckpt"], "step=16.ckpt")
-        names = [name for name in whole if name.startswith(("parameter", "metric"))]
-        compare({n: resumed[n] for n in names}, {n: whole[n] for n in names}, rtol=0, atol=0)
+        names = [name for name in uninterrupted if name.startswith(("parameter", "metric"))]
+        compare({n: resumed[n] for n in names}, {n: uninterrupted[n] for n in names}, rtol=0, atol=0)
     assert sorted(os.listdir(tmp_path / "kept")) == ["last.ckpt", "step=16.ckpt"]
     manifest = SavedFolder(tmp_path / "kept" / "last.ckpt").manifest
     assert manifest["step"] == 16 and manifest["layout"]["pp"] == 2
@@ -67,7 +67,7 @@ class Saves(Callback):
 
 
 def averaged(run, save, tp=1):
-    """An average is kept; saved in the middle of an epoch, or resumed there."""
+    """With an average of the weights, saved or resumed in the middle of an epoch."""
     path, average = f"{run.folder}/half.ckpt", EMAWeightAveraging(decay=0.7, device=None)
     module = Net()
     if save:
@@ -86,7 +86,7 @@ def averaged(run, save, tp=1):
         pytest.param((4, 1, 2, 3), (4, 2, 2, 0), id="zero x tp2 by pp2 x tp2", marks=pytest.mark.slow),
     ],
 )
-def test_averages_go_on_under_another_layout(worlds, tmp_path, saving, loading):
+def test_averages_resume_under_another_layout(worlds, tmp_path, saving, loading):
     folder, file, plain = str(tmp_path), str(tmp_path / "one"), (1, 1, 1, 0)
     worlds.run(saving[0], on_rank_in, averaged, *saving, folder, True)
     worlds.run(1, on_rank_in, averaged, *plain, file, True)
@@ -114,10 +114,10 @@ def on_rank_in(feature, size, pp, tp, zero, folder, save):
     return feature(InTp(size, pp, tp, zero, folder), save, tp)
 
 
-# -- beside training --------------------------------------------------------------------------------------------------
+# -- during training --------------------------------------------------------------------------------------------------
 
 
-class Goes(Callback):
+class SavesTwiceDuringTraining(Callback):
     """Saves twice; the first save is not written before three more batches are trained."""
 
     def __init__(self, folder):
@@ -135,14 +135,14 @@ class Goes(Callback):
 
 
 def trains_on(run):
-    callback, write = Goes(run.folder), background.write
+    callback, write = SavesTwiceDuringTraining(run.folder), background.write
 
-    def write_later(save, *others):
+    def delayed_write(save, *others):
         assert callback.open.wait(30)
         callback.begun.append(save.path.name)
         write(save, *others)
 
-    background.write = write_later
+    background.write = delayed_write
     try:
         fit(run, Net(), callback, max_epochs=2)
     finally:
@@ -150,7 +150,7 @@ def trains_on(run):
     return callback.seen, callback.begun
 
 
-def test_training_goes_on_while_one_save_is_written(worlds, tmp_path):
+def test_training_continues_during_an_async_save(worlds, tmp_path):
     for seen, begun in worlds.run(2, on_rank, trains_on, 2, 2, str(tmp_path)):
         assert [(count, entries) for step, count, entries in seen if step <= 5] == [(0, [])] * 5
         assert seen[5][1] >= 1 and "manifest.json" in seen[5][2]  # the second one waited for the first
@@ -159,36 +159,42 @@ def test_training_goes_on_while_one_save_is_written(worlds, tmp_path):
         assert SavedFolder(tmp_path / f"{step}.ckpt").manifest["step"] == step
 
 
-def keeps_last(run):
-    """What is written beside training when two epochs keep a last checkpoint each."""
+def fit_saving_last(run):
+    """Files written during training when two epochs save a last checkpoint each."""
     begun, write = [], background.write
 
-    def noted(save, *others):
+    def recorded(save, *others):
         begun.append((save.path.name, save.path.is_dir() and any(save.path.iterdir())))
         write(save, *others)
 
-    background.write = noted
+    background.write = recorded
     try:
-        fit(run, Net(), keeps(run, monitor="step", mode="max", save_last=True), max_epochs=3, enable_checkpointing=True)
+        fit(
+            run,
+            Net(),
+            fit_with_checkpoints(run, monitor="step", mode="max", save_last=True),
+            max_epochs=3,
+            enable_checkpointing=True,
+        )
     finally:
         background.write = write
     return begun
 
 
-def test_ckpt_path_last_never_finds_an_empty_folder(worlds, tmp_path):
-    """The first one is waited for, so a kill leaves none; the later ones are written while it is still there."""
-    for begun in worlds.run(2, on_rank, keeps_last, 2, 2, str(tmp_path)):
+def test_ckpt_path_last_skips_incomplete_folders(worlds, tmp_path):
+    """The first save blocks, so a kill leaves none; later ones are written while it still exists."""
+    for begun in worlds.run(2, on_rank, fit_saving_last, 2, 2, str(tmp_path)):
         assert [is_there for name, is_there in begun if name == "last.ckpt"] == [True, True]
 
 
 def links(run):
     with pytest.raises(ValueError) as error:
-        fit(run, Net(), keeps(run, save_last="link"), enable_checkpointing=True)
+        fit(run, Net(), fit_with_checkpoints(run, save_last="link"), enable_checkpointing=True)
     return str(error.value)
 
 
-def test_a_link_to_what_is_still_written_is_refused(worlds, tmp_path):
-    assert all("set save_last=True" in said for said in worlds.run(2, on_rank, links, 2, 2, str(tmp_path)))
+def test_link_to_an_unfinished_save_is_refused(worlds, tmp_path):
+    assert all("set save_last=True" in message for message in worlds.run(2, on_rank, links, 2, 2, str(tmp_path)))
 
 
 def one_rank_cannot_write(run):
@@ -220,15 +226,15 @@ def first_rank_cannot_pickle(run):
     return "".join([str(error.value), *getattr(error.value, "__notes__", [])])
 
 
-def test_every_rank_learns_that_one_could_not_write(worlds, tmp_path):
-    for said in worlds.run(2, on_rank, one_rank_cannot_write, 2, 2, str(tmp_path)):
-        assert "full.ckpt could not be written: rank 1: AttributeError" in said
-    for said in worlds.run(2, on_rank, first_rank_cannot_pickle, 2, 2, str(tmp_path)):
-        assert "full.ckpt could not be written: rank 0" in said and "lambda" in said
+def test_write_error_of_one_rank_reaches_all(worlds, tmp_path):
+    for message in worlds.run(2, on_rank, one_rank_cannot_write, 2, 2, str(tmp_path)):
+        assert "full.ckpt could not be written: rank 1: AttributeError" in message
+    for message in worlds.run(2, on_rank, first_rank_cannot_pickle, 2, 2, str(tmp_path)):
+        assert "full.ckpt could not be written: rank 0" in message and "lambda" in message
     assert os.listdir(tmp_path) == []
 
 
-# -- other models, other ways in --------------------------------------------------------------------------------------
+# -- other models and loaders -----------------------------------------------------------------------------------------
 
 
 class Wider(Net):
@@ -240,7 +246,7 @@ class Wider(Net):
 
 
 class Edits(Net):
-    """What users do in this hook: leave out, rename, add."""
+    """Typical edits in this hook: omit, rename, add."""
 
     def on_save_checkpoint(self, checkpoint):
         state = checkpoint["state_dict"]
@@ -268,15 +274,15 @@ def saved_and_misused(run):
     return dict(module.state_dict()), str(another.value)
 
 
-def test_loaded_without_a_trainer_and_refused_by_another_model(worlds, tmp_path):
-    for state, said in worlds.run(2, on_rank, saved_and_misused, 2, 2, str(tmp_path)):
+def test_load_without_trainer_and_into_another_model(worlds, tmp_path):
+    for state, message in worlds.run(2, on_rank, saved_and_misused, 2, 2, str(tmp_path)):
         saved = SavedFolder(tmp_path / "half.ckpt").checkpoint()["state_dict"]
         compare({n: v for n, v in state.items()}, saved, rtol=0, atol=0)
         edited = SavedFolder(tmp_path / "edited.ckpt").checkpoint()
         assert set(edited["state_dict"]) == {*saved, "first.weight"} - {"head.2.bias", "backbone.0.0.weight"}
         assert edited["mine"][0] == 0
-        assert "does not fit Wider" in said and "more.weight is in the model only" in said
-        assert "head.0.weight has shape (4, 4) in the checkpoint and (6, 4) in the model" in said
+        assert "does not fit Wider" in message and "more.weight is in the model only" in message
+        assert "head.0.weight has shape (4, 4) in the checkpoint and (6, 4) in the model" in message
 
 
 def built_empty(run):
@@ -288,11 +294,11 @@ def built_empty(run):
     with trainer.init_module(empty_init=True):
         empty = Net()
 
-    def noted(self, wanted):
+    def recorded(self, wanted):
         keys.extend(each.key for each in wanted)
         read(self, wanted)
 
-    SavedFolder.read = noted
+    SavedFolder.read = recorded
     try:
         trainer.fit(empty, run.data(), run.val_data(), ckpt_path=path)
     finally:
@@ -300,12 +306,12 @@ def built_empty(run):
     return dict(module.state_dict()), dict(empty.state_dict()), keys
 
 
-def test_a_model_built_empty_is_read_by_the_first_rank(worlds, tmp_path):
+def test_empty_model_is_read_by_rank_0(worlds, tmp_path):
     for rank, (expected, got, keys) in enumerate(worlds.run(2, on_rank, built_empty, 2, 2, str(tmp_path))):
         compare(got, expected, rtol=0, atol=0)
         kinds = [key.partition("/")[0] for key in keys]
         assert kinds.count("model") == (0 if rank else len(expected))
-        assert 0 < kinds.count("optimizer") < len(expected)  # each stage reads its own
+        assert 0 < kinds.count("optimizer") < len(expected)  # each stage reads its shard
 
 
 def searched(run):
@@ -317,7 +323,7 @@ def searched(run):
 
 
 @pytest.mark.slow
-def test_a_search_for_a_learning_rate_in_between(worlds, tmp_path):
+def test_lr_finder_during_training(worlds, tmp_path):
     [expected] = worlds.run(1, on_rank, searched, 1, 1, str(tmp_path / "one"))
     for result in worlds.run(2, on_rank, searched, 2, 2, str(tmp_path / "two")):
         compare(result, expected)

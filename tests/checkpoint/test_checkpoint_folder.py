@@ -1,4 +1,4 @@
-"""Folders of distributed checkpoints by themselves: whole or refused, whatever happened to them."""
+"""Folders of distributed checkpoints: complete or refused after any interruption."""
 
 import io
 import json
@@ -63,7 +63,7 @@ def save(path, step):
     return prepare(checkpoint(step), path, None, {"layout": {}, "versions": {}, "step": step, "epoch": 0})
 
 
-def test_a_file_and_a_folder_are_made_of_each_other(saved, tmp_path, capsys):
+def test_file_and_folder_convert_into_each_other(saved, tmp_path, capsys):
     back = tmp_path / "back.ckpt"
     assert command_line(["checkpoint", "convert", str(saved), str(back)]) == 0
     got, expected = torch.load(back), torch.load(tmp_path / "plain.ckpt")
@@ -80,14 +80,14 @@ def test_a_file_and_a_folder_are_made_of_each_other(saved, tmp_path, capsys):
     assert "head.weight" not in shown  # saved once
 
 
-def test_large_tensors_go_by_the_disk(tmp_path):
-    whole = {"state_dict": {"w": torch.randn(700, 1000), "half": torch.randn(700_000).bfloat16()}}
-    torch.save(whole, tmp_path / "plain.ckpt")
+def test_large_tensors_convert_on_disk(tmp_path):
+    saved_dict = {"state_dict": {"w": torch.randn(700, 1000), "half": torch.randn(700_000).bfloat16()}}
+    torch.save(saved_dict, tmp_path / "plain.ckpt")
     to_folder(tmp_path / "plain.ckpt", tmp_path / "saved.ckpt")
-    told = []
-    to_file(tmp_path / "saved.ckpt", tmp_path / "back.ckpt", tell=told.append)
-    assert told == ["model/w (700, 1000)", "model/half (700000,)"]
-    torch.testing.assert_close(torch.load(tmp_path / "back.ckpt"), whole, rtol=0, atol=0)
+    progress = []
+    to_file(tmp_path / "saved.ckpt", tmp_path / "back.ckpt", tell=progress.append)
+    assert progress == ["model/w (700, 1000)", "model/half (700000,)"]
+    torch.testing.assert_close(torch.load(tmp_path / "back.ckpt"), saved_dict, rtol=0, atol=0)
 
 
 CONVERTS = """
@@ -129,8 +129,8 @@ print(convert("large", 30))
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is counted by Linux's /proc")
-def test_converting_holds_few_tensors_at_a_time(tmp_path):
-    # Of a process of its own, whose allocator gives back what is freed.
+def test_conversion_memory_is_bounded(tmp_path):
+    # In a separate process, whose allocator returns freed memory.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", CONVERTS]
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
@@ -138,11 +138,11 @@ def test_converting_holds_few_tensors_at_a_time(tmp_path):
 
 
 class Killed(BaseException):
-    """Nothing is tidied up after it."""
+    """A kill without cleanup."""
 
 
 @pytest.mark.parametrize("last_words", ["write_file", "finish", "_publish"])
-def test_a_save_that_is_killed_leaves_the_one_before(saved, monkeypatch, last_words):
+def test_killed_save_leaves_the_previous_checkpoint(saved, monkeypatch, last_words):
     def dies(*_):
         raise Killed
 
@@ -158,7 +158,7 @@ def test_a_save_that_is_killed_leaves_the_one_before(saved, monkeypatch, last_wo
         IncompleteCheckpoint, match=r"fresh.ckpt is not there: a save to it began.*beside it: .*saved.ckpt"
     ):
         SavedFolder(fresh)
-    for path in (saved, fresh):  # over what the killed ones left
+    for path in (saved, fresh):  # over the files of the killed saves
         writing.write(save(path, 5), None)
         assert step_of(path) == 5 and not folder.incomplete_path(path).exists()
 
@@ -175,7 +175,7 @@ for step in itertools.count(1):
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_leaves_a_complete_one(tmp_path):
+def test_killed_process_leaves_a_complete_checkpoint(tmp_path):
     path, last = tmp_path / "model.ckpt", 0
     for number in range(3):
         command = [sys.executable, "-c", _SAVES_FOR_EVER, str(path)]
@@ -193,18 +193,18 @@ def test_a_process_that_is_killed_leaves_a_complete_one(tmp_path):
     assert last >= 3
 
 
-def test_options_that_need_each_other():
+def test_dependent_options():
     with pytest.raises(ValueError, match="async_checkpoint=True writes distributed checkpoints"):
         Hybrid3DStrategy(async_checkpoint=True)
 
 
-def test_without_a_swap_of_two_names(saved, monkeypatch):
+def test_save_without_atomic_exchange(saved, monkeypatch):
     monkeypatch.setattr(folder, "_exchange", lambda *_: False)
     writing.write(save(saved, 6), None)
     assert step_of(saved) == 6 and {p.name for p in saved.parent.iterdir()} == {"plain.ckpt", "saved.ckpt"}
 
 
-def test_a_folder_takes_the_place_of_a_file(saved):
+def test_folder_replaces_a_file(saved):
     writing.write(save(saved.with_name("plain.ckpt"), 7), None)
     assert step_of(saved.with_name("plain.ckpt")) == 7
 
@@ -216,7 +216,7 @@ def flip(path):
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("harm", "message"),
     [
         (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda path: (path / "meta.pt").write_bytes(b""), "meta.pt has 0 bytes instead of"),
@@ -225,9 +225,9 @@ def flip(path):
         (lambda path: [entry.unlink() for entry in path.iterdir()], "is empty: a save to it began"),
     ],
 )
-def test_what_is_not_complete_is_refused(saved, harm, said, capsys):
+def test_incomplete_folders_are_refused(saved, harm, message, capsys):
     harm(saved)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         SavedFolder(saved)
     assert command_line(["checkpoint", "verify", str(saved)]) == 1
     assert command_line(["checkpoint", "inspect", str(saved)]) == 2
@@ -241,7 +241,7 @@ def test_verify_reads_every_byte(saved, capsys):
     assert "__0_0.distcp has other content" in capsys.readouterr().out
 
 
-def test_folders_of_others_are_named(tmp_path):
+def test_foreign_folders_are_identified(tmp_path):
     torch.distributed.checkpoint.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with pytest.raises(CheckpointError, match=r"no checkpoint of lightning_hybrid.*torch.distributed.checkpoint"):
         SavedFolder(tmp_path / "dcp")
@@ -259,7 +259,7 @@ class Runs:
 
 
 class Member:
-    """As some versions of Python write members of an enum."""
+    """Enum members as some versions of Python pickle them."""
 
     def __init__(self, owner, name):
         self.owner, self.name = owner, name
@@ -268,7 +268,7 @@ class Member:
         return getattr, (self.owner, self.name)
 
 
-def test_members_of_the_one_enum_of_an_index_are_read_however_they_are_written():
+def test_index_enum_spellings_are_read():
     def read(value):
         return _Index(io.BytesIO(pickle.dumps(value)), "folder").load()
 
@@ -279,7 +279,7 @@ def test_members_of_the_one_enum_of_an_index_are_read_however_they_are_written()
             read(Member(owner, name))
 
 
-def test_nothing_is_run_that_a_folder_asks_for(saved, capsys):
+def test_loading_runs_no_code_from_the_folder(saved, capsys):
     (saved / ".metadata").write_bytes(pickle.dumps(Runs()).ljust((saved / ".metadata").stat().st_size, b"."))
     with pytest.raises(CheckpointError, match=r"names builtins\.print"):
         SavedFolder(saved)
@@ -294,7 +294,7 @@ def test_nothing_is_run_that_a_folder_asks_for(saved, capsys):
 
 
 @pytest.mark.parametrize(
-    ("boxes", "said"),
+    ("boxes", "message"),
     [
         ([((0, 0), (2, 4)), ((2, 0), (1, 4))], ""),
         ([((0, 0), (2, 4))], "of which 8 are saved"),
@@ -302,11 +302,11 @@ def test_nothing_is_run_that_a_folder_asks_for(saved, capsys):
         ([((0, 0), (2, 4)), ((2, 0), (2, 4))], "outside"),
     ],
 )
-def test_every_element_lies_in_one_box(boxes, said):
-    assert said in covered((3, 4), boxes) and bool(said) == bool(covered((3, 4), boxes))
+def test_every_element_is_in_exactly_one_box(boxes, message):
+    assert message in covered((3, 4), boxes) and bool(message) == bool(covered((3, 4), boxes))
 
 
-def test_an_error_of_the_thread_is_told_and_leaves_the_one_before(saved, monkeypatch):
+def test_writer_thread_error_is_raised_and_keeps_the_previous_checkpoint(saved, monkeypatch):
     background = BackgroundSave()
 
     def full(*_):
@@ -315,7 +315,7 @@ def test_an_error_of_the_thread_is_told_and_leaves_the_one_before(saved, monkeyp
     monkeypatch.setattr(folder, "finish", full)
     new = saved.with_name("new.ckpt")
     background.start(save(new, 4), None)
-    background.remove(saved)  # as a callback does that keeps the best one alone
+    background.remove(saved)  # as a callback with save_top_k=1 does
     with pytest.raises(CheckpointError, match=r"new.ckpt could not be written.*No space left.*kept.*saved.ckpt"):
         background.wait()
     monkeypatch.undo()

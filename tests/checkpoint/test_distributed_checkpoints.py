@@ -1,4 +1,4 @@
-"""Distributed checkpoints: every rank writes its own bytes, and any layout goes on from them."""
+"""Distributed checkpoints: every rank writes its own shards, and any layout resumes from them."""
 
 import random
 import tempfile
@@ -42,7 +42,7 @@ ZERO_PP2 = Layout(2, dp=2, options=(("zero_stage", 3), ("reshard_after_forward",
 
 
 def refusals_of(path):
-    """What a fit says that is to go on from a path."""
+    """The refusals of a fit that resumes from a path."""
     module = make("Layers")
     trainer = trainer_of(1, Hybrid3DStrategy(), [])
     with pytest.raises(CheckpointError) as refused:
@@ -50,19 +50,19 @@ def refusals_of(path):
     return str(refused.value)
 
 
-def test_what_a_killed_first_save_leaves_is_refused_with_what_to_give_instead(worlds, tmp_path):
-    """An empty folder that took the name, and beside it what was written; the latter alone says it too."""
+def test_killed_first_save_is_refused_with_an_alternative(worlds, tmp_path):
+    """An empty folder with the final name and the incomplete one beside it; also the latter alone."""
     (tmp_path / "step=2.ckpt.incomplete").mkdir()
     (tmp_path / "step=2.ckpt.incomplete" / "__0_0.distcp").write_bytes(b"half")
     (tmp_path / "step=2.ckpt").mkdir()
-    [said] = worlds.run(1, refusals_of, str(tmp_path / "step=2.ckpt"))
-    assert "step=2.ckpt" in said and "began and did not end" in said and "none to begin anew" in said
+    [message] = worlds.run(1, refusals_of, str(tmp_path / "step=2.ckpt"))
+    assert "step=2.ckpt" in message and "began and did not end" in message and "none to begin anew" in message
     worlds.run(1, save_halfway, "Layers", folders(PP1), str(tmp_path / "step=1.ckpt"))
-    [said] = worlds.run(1, refusals_of, str(tmp_path / "step=2.ckpt"))
-    assert "set ckpt_path to one of the complete ones beside it: step=1.ckpt" in said
+    [message] = worlds.run(1, refusals_of, str(tmp_path / "step=2.ckpt"))
+    assert "set ckpt_path to one of the complete ones beside it: step=1.ckpt" in message
 
 
-def whole(path):
+def as_single_file(path):
     """A folder as one file of Lightning's would have it."""
     checkpoint = SavedFolder(Path(path)).checkpoint()
     return {**checkpoint, "optimizer_states": [dict(state) for state in checkpoint["optimizer_states"]]}
@@ -84,21 +84,21 @@ def assert_same_checkpoint(got, expected, tolerance):
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
-        pytest.param("OwnOptimizer", PP2TP2, id="two groups, tied, pp2 x tp2"),
+        pytest.param("BuildsOptimizerInInit", PP2TP2, id="two groups, tied, pp2 x tp2"),
         pytest.param("GPT2", DP2PP2, id="dp2 x pp2", marks=pytest.mark.slow),
         pytest.param("GPT2", PP2TP2, id="fused projections, pp2 x tp2", marks=pytest.mark.slow),
-        pytest.param("Decoder", TP2, id="unequal parts, tp2", marks=pytest.mark.slow),
+        pytest.param("Decoder", TP2, id="unequal shards, tp2", marks=pytest.mark.slow),
         pytest.param("Tied", INTERLEAVED, id="interleaved", marks=pytest.mark.slow),
-        pytest.param("Decoder", ZERO_TP2, id="shared out, dp2 x tp2", marks=pytest.mark.slow),
-        pytest.param("OwnOptimizer", ZERO_PP2, id="shared out, dp2 x pp2", marks=pytest.mark.slow),
+        pytest.param("Decoder", ZERO_TP2, id="zero, dp2 x tp2", marks=pytest.mark.slow),
+        pytest.param("BuildsOptimizerInInit", ZERO_PP2, id="zero, dp2 x pp2", marks=pytest.mark.slow),
         pytest.param("Tied", ON_DISK, id="states on disk", marks=pytest.mark.slow),
     ],
 )
-def test_a_folder_holds_what_the_file_holds_to_the_bit(worlds, tmp_path, case, layout):
+def test_folder_equals_the_single_file_bitwise(worlds, tmp_path, case, layout):
     file, folder = str(tmp_path / "file.ckpt"), str(tmp_path / "folder.ckpt")
     worlds.run(layout.world_size, save_halfway, case, layout, file)
     worlds.run(layout.world_size, save_halfway, case, folders(layout), folder)
-    assert_same_checkpoint(whole(folder), load(file), tolerance=0)
+    assert_same_checkpoint(as_single_file(folder), load(file), tolerance=0)
     sizes = [path.stat().st_size for path in Path(folder).glob("__*")]
     assert len(sizes) == layout.world_size and min(sizes) > 0
     assert command_line(["checkpoint", "verify", folder]) == 0
@@ -115,8 +115,10 @@ def test_a_folder_holds_what_the_file_holds_to_the_bit(worlds, tmp_path, case, l
         pytest.param(PP1, (PP2TP2, DP2PP2), id="one process by others", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("case", ["Tied", *(pytest.param(c, marks=pytest.mark.slow) for c in ("GPT2", "OwnOptimizer"))])
-def test_resumed_under_every_layout(worlds, tmp_path, case, saving, loading):
+@pytest.mark.parametrize(
+    "case", ["Tied", *(pytest.param(c, marks=pytest.mark.slow) for c in ("GPT2", "BuildsOptimizerInInit"))]
+)
+def test_resume_under_every_layout(worlds, tmp_path, case, saving, loading):
     path = str(tmp_path / "half.ckpt")
     [(expected, steps)] = worlds.run(1, train, case, PLAIN, 2)
     worlds.run(saving.world_size, save_halfway, case, folders(saving), path)
@@ -131,7 +133,7 @@ def test_resumed_under_every_layout(worlds, tmp_path, case, saving, loading):
 
 
 class Drawing(LightningModule):
-    """Draws in its layers, in its step, and in its loader; in half precision with a scaler of its own."""
+    """Draws in its layers, step and loader; in half precision with its own scaler."""
 
     def __init__(self):
         super().__init__()
@@ -184,7 +186,7 @@ def drawn(size, sizes, path, seed, *, save=False, resume=False):
         pytest.param(2, {"tensor_parallel_size": 2}, id="tp2", marks=pytest.mark.slow),
     ],
 )
-def test_a_resumed_run_draws_and_scales_to_the_bit(worlds, tmp_path, size, sizes):
+def test_resumed_draws_and_loss_scale_are_bitwise_equal(worlds, tmp_path, size, sizes):
     """The seed of the process that resumes is another one."""
     path = str(tmp_path / "half.ckpt")
     expected = worlds.run(size, drawn, size, sizes, path, 11, save=True)

@@ -1,4 +1,4 @@
-"""One ordinary checkpoint: saved under any layout, loaded by plain Lightning and by any other layout."""
+"""Single-file checkpoints: saved under any layout, loaded by plain Lightning and by any other layout."""
 
 import dataclasses
 from pathlib import Path
@@ -29,7 +29,7 @@ from models.hand_written import Tied
 
 
 class SaveAndTry(Callback):
-    """Saves in the middle of a run, while the module is in parts, and notes what `state_dict()` says then."""
+    """Saves in a run, while the module is sharded, and records the error of `state_dict()`."""
 
     def __init__(self, path):
         self.path, self.message = path, ""
@@ -56,23 +56,23 @@ def train_and_save(case: str, layout: Layout, path: str):
 
 
 def each_written():
-    """Stages alone are in both by default, parts of tied weights in the one, several stages of a rank in the other."""
+    """Both default cases have stages; one adds shards of tied weights, the other several stages per rank."""
     layouts = {"pp2": PP2, "interleaved": INTERLEAVED, "tp2": TP2, "pp2 x tp2": PP2TP2}
     for name, layout in layouts.items():
-        for case in ("GPT2", "OwnOptimizer"):
-            default = (case, layout) in (("GPT2", PP2TP2), ("OwnOptimizer", INTERLEAVED))
+        for case in ("GPT2", "BuildsOptimizerInInit"):
+            default = (case, layout) in (("GPT2", PP2TP2), ("BuildsOptimizerInInit", INTERLEAVED))
             yield pytest.param(case, layout, id=f"{name}-{case}", marks=[] if default else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize(("case", "layout"), list(each_written()))
-def test_the_file_is_the_one_that_plain_lightning_writes(worlds, tmp_path, case, layout):
-    plain, ours = str(tmp_path / "plain.ckpt"), str(tmp_path / "ours.ckpt")
+def test_file_equals_the_one_of_plain_lightning(worlds, tmp_path, case, layout):
+    plain, saved = str(tmp_path / "plain.ckpt"), str(tmp_path / "saved.ckpt")
     [(expected, _, _)] = worlds.run(1, train_and_save, case, PLAIN, plain)
-    for state, still, message in worlds.run(layout.world_size, train_and_save, case, layout, ours):
+    for state, still, message in worlds.run(layout.world_size, train_and_save, case, layout, saved):
         assert_same_state(state, expected)
         assert not still, f"trained parameters that did not move: {still}"
         assert "are on other ranks" in message and "save_checkpoint" in message
-    a, b = load(plain), load(ours)
+    a, b = load(plain), load(saved)
     assert a["global_step"] == b["global_step"] == 2
     assert_same_state(b["state_dict"], a["state_dict"])
     assert all(type(value) is torch.Tensor for value in b["state_dict"].values())
@@ -88,12 +88,12 @@ def test_the_file_is_the_one_that_plain_lightning_writes(worlds, tmp_path, case,
     "layouts",
     [
         pytest.param((PLAIN, DP2PP2, PP2TP2), id="combined"),
-        pytest.param((PP1, PP2, PP4, TP2), id="alone", marks=pytest.mark.slow),
+        pytest.param((PP1, PP2, PP4, TP2), id="few axes", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("case", ["GPT2", pytest.param("OwnOptimizer", marks=pytest.mark.slow)])
-def test_resumed_under_every_layout(worlds, tmp_path, case, layouts):
-    """Saved by two stages; each layout goes on to where an uninterrupted run ends."""
+@pytest.mark.parametrize("case", ["GPT2", pytest.param("BuildsOptimizerInInit", marks=pytest.mark.slow)])
+def test_resume_under_every_layout(worlds, tmp_path, case, layouts):
+    """Saved by two stages; each layout ends where an uninterrupted run ends."""
     path = str(tmp_path / "half.ckpt")
     [(expected, steps)] = worlds.run(1, train, case, PLAIN, 2)
     worlds.run(2, train_and_save, case, PP2, path)
@@ -103,7 +103,7 @@ def test_resumed_under_every_layout(worlds, tmp_path, case, layouts):
             assert_same_state(state, expected)
 
 
-def test_rows_in_unequal_shards(worlds, tmp_path):
+def test_unequal_row_shards(worlds, tmp_path):
     path = str(tmp_path / "half.ckpt")
     [(expected, _)] = worlds.run(1, train, "Decoder", PLAIN, 2)
     worlds.run(2, train_and_save, "Decoder", TP2, path)
@@ -112,7 +112,7 @@ def test_rows_in_unequal_shards(worlds, tmp_path):
             assert_same_state(state, expected)
 
 
-def test_a_plain_file_is_resumed_by_stages(worlds, tmp_path):
+def test_stages_resume_a_plain_file(worlds, tmp_path):
     path = str(tmp_path / "plain.ckpt")
     [(expected, _)] = worlds.run(1, train, "Tied", PLAIN, 3)
     worlds.run(1, train, "Tied", PLAIN, 1, None, path)
@@ -121,7 +121,7 @@ def test_a_plain_file_is_resumed_by_stages(worlds, tmp_path):
         assert_same_state(state, expected)
 
 
-def test_saved_after_fit(worlds, tmp_path):
+def test_save_after_fit(worlds, tmp_path):
     path = str(tmp_path / "after.ckpt")
     states = worlds.run(4, train, "Tied", DP2PP2, 1, None, path)
     assert_same_state(load(path)["state_dict"], states[0][0], tolerance=0)
@@ -142,7 +142,7 @@ def test_load_from_checkpoint_in_one_process(worlds, tmp_path):
 
 
 def save_and_infer(path):
-    """What users do after fit, on every rank."""
+    """User code after fit, on every rank."""
     module = make("GPT2")
     trainer = trainer_of(2, PP2.strategy(), [])
     trainer.fit(module, DataLoader(Samples(module.kind, 16), batch_size=8))
@@ -159,7 +159,7 @@ def save_and_infer(path):
         return loss, fresh.loss(batch_of("tokens", range(4)))
 
 
-def test_the_module_is_full_after_fit_on_every_rank(worlds, tmp_path):
+def test_module_is_full_after_fit_on_every_rank(worlds, tmp_path):
     results = worlds.run(2, save_and_infer, str(tmp_path))
     assert len({float(loss) for pair in results for loss in pair}) == 1
     a, b = (torch.load(Path(tmp_path) / f"{rank}.pt") for rank in range(2))
@@ -167,7 +167,7 @@ def test_the_module_is_full_after_fit_on_every_rank(worlds, tmp_path):
 
 
 def fit_twice(case):
-    """A second fit of the same module goes on from the first."""
+    """A second fit of the same module continues the first."""
     module = make(MODULES[case])
     data = DataLoader(Samples(module.kind, 16), batch_size=8)
     for layout in (PP2, dataclasses.replace(PP2)):
@@ -183,7 +183,7 @@ def fit_twice_plainly(case):
     return dict(module.state_dict())
 
 
-def test_a_module_is_fitted_twice(worlds):
+def test_module_is_fitted_twice(worlds):
     [expected] = worlds.run(1, fit_twice_plainly, "Tied")
     for state in worlds.run(2, fit_twice, "Tied"):
         assert_same_state(state, expected)

@@ -1,4 +1,4 @@
-"""Ranks of the command: results by rank; a rank that fails, dies or hangs is told, and no process stays."""
+"""The `verify` command: results by rank; a rank that fails, dies or hangs is reported, and no process is left."""
 
 import os
 import time
@@ -35,7 +35,7 @@ def is_running(pid):
 
 
 @pytest.mark.slow
-def test_ranks_return_and_end():
+def test_ranks_return_results_and_exit():
     results = run_ranks(2, rank_and_pid, timeout=60)
     assert [result[:2] for result in results] == [("0", "2"), ("1", "2")]
     assert not any(is_running(pid) for *_, pid in results)
@@ -45,32 +45,32 @@ def test_ranks_return_and_end():
 @pytest.mark.parametrize(
     ("how", "text"), [("raises", "rank 1: ValueError: rank 1 cannot"), ("dies", "rank 1: the process died")]
 )
-def test_a_rank_that_fails_is_told(how, text):
+def test_failing_rank_is_reported(how, text):
     with pytest.raises(RanksFailed, match=text):
         run_ranks(2, fail_on_rank_1, how, timeout=60)
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_ended():
+def test_hanging_rank_is_killed():
     with pytest.raises(RanksFailed, match=r"ranks \[1\] of 2 still run after 20 s"):
         run_ranks(2, fail_on_rank_1, "hangs", timeout=20)
 
 
 @pytest.mark.slow
-def test_the_command_on_an_example(capfd):
+def test_command_on_an_example(capfd):
     assert main(["verify", *DIGITS, *SMALL, "--layout", "pp=2", "--layout", "dp=2"]) == 0
     out = capfd.readouterr().out
     assert out.count("same") == 2 and "mixes samples" in out
 
 
 @pytest.mark.slow
-def test_the_command_tells_a_refusal(capfd):
+def test_command_reports_a_refusal(capfd):
     command = ["verify", *DIGITS, *SMALL, "--layout", "pp=2,stages=40"]
     assert main(command) == 0 and main([*command, "--strict"]) == 1
     assert "refused" in capfd.readouterr().out
 
 
-def test_arguments_of_the_classes():
+def test_constructor_arguments():
     others = ["--module.width", "8", "--data.names=['a']", "--module.act", "gelu", "--data.rate", "1e-3"]
     assert arguments_of(others) == ({"width": 8, "act": "gelu"}, {"names": ["a"], "rate": 1e-3})
 
@@ -90,10 +90,10 @@ def test_arguments_of_the_classes():
         (["x:Y", "--data.a", "1"], "without --data"),
     ],
 )
-def test_mistakes_in_the_command_line(arguments, text, capsys):
+def test_command_line_errors(arguments, text, capsys):
     assert main(["verify", *arguments]) == 2
     assert text in capsys.readouterr().err
 
 
-def test_a_target_is_called_with_its_arguments():
+def test_target_is_called_with_its_arguments():
     assert Target("fractions:Fraction", {"numerator": 3})() == 3

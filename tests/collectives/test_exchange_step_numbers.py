@@ -24,7 +24,7 @@ def test_each_number_is_that_of_the_first_rank_that_has_it():
 
 
 @pytest.mark.world(2)
-def test_ranks_that_differ_are_told_in_what():
+def test_ranks_that_differ_learn_in_what():
     here = dist.get_rank()
     for others, message in [
         ({"batch": here}, "the batch differs between the ranks of one replica"),

@@ -1,4 +1,4 @@
-"""Examples run as their users run them."""
+"""The examples run as their users run them."""
 
 import os
 import re
@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--devices", "2", "--pipeline", "2"]], ids=["alone", "two stages"])
-def test_a_gpt_is_upcycled_and_compared(tmp_path, options):
+@pytest.mark.parametrize("options", [[], ["--devices", "2", "--pipeline", "2"]], ids=["one process", "two stages"])
+def test_gpt_is_upcycled_and_compared(tmp_path, options):
     small = {"dense-steps": 2, "steps": 3, "width": 16, "layers": 2, "length": 32, "batch": 4, "val-batches": 1}
     arguments = [text for name, value in small.items() for text in (f"--{name}", str(value))]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Hooks of the user read gradients and parameters of the whole model, as in one process; parity in float64."""
+"""User hooks read gradients and parameters of the full model as in one process; parity in float64."""
 
 import copy
 from datetime import timedelta
@@ -15,7 +15,7 @@ from lightning_hybrid.full_params import check_hook_agreement as known
 from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
 from models.tiny import Tiny, loader
 
-# Two tensor ranks cost a quarter of what they do with stages, which is left to the slow tests but for a few cases.
+# Two tensor ranks cost a quarter of those with stages, which only the slow tests run but for a few cases.
 TENSOR = {"tp2": (2, 1, 2), "pp2xtp2": (4, 2, 2)}
 OF_ALL_AXES = {"ClipsInClipping", "TiedWeights"}
 # What they read and write is what others do, which run over tensor ranks by default.
@@ -28,49 +28,49 @@ COVERED_OVER_TENSOR_RANKS = {
 MAX_NORM = 0.05
 
 
-class Noting(Tiny):
+class RecordsGradients(Tiny):
     def __init__(self):
         super().__init__()
-        self.noted = []
+        self.recorded = []
 
     def gradients(self):
         return [p.grad for p in self.parameters() if p.grad is not None]
 
 
-class ClipsInClipping(Noting):
+class ClipsInClipping(RecordsGradients):
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        self.noted.append(float(clip_grad_norm_(self.parameters(), MAX_NORM)))
+        self.recorded.append(float(clip_grad_norm_(self.parameters(), MAX_NORM)))
 
 
-class ClipsBeforeStep(Noting):
+class ClipsBeforeStep(RecordsGradients):
     def on_before_optimizer_step(self, optimizer):
-        self.noted.append(clip_grad_norm_(self.parameters(), MAX_NORM, error_if_nonfinite=True).item())
+        self.recorded.append(clip_grad_norm_(self.parameters(), MAX_NORM, error_if_nonfinite=True).item())
 
 
-class ClipsInLists(Noting):
+class ClipsInLists(RecordsGradients):
     def on_before_optimizer_step(self, optimizer):
         norms = torch._foreach_norm(self.gradients(), 2.0)
         total = torch.linalg.vector_norm(torch.stack(norms))
         torch._foreach_mul_(self.gradients(), (MAX_NORM / total).clamp(max=1.0))
-        self.noted += [float(norm) for norm in norms]
+        self.recorded += [float(norm) for norm in norms]
 
 
-class ClipsValues(Noting):
+class ClipsValues(RecordsGradients):
     def on_before_optimizer_step(self, optimizer):
         clip_grad_value_(self.parameters(), 1e-2)
-        self.noted.append(max(float(g.abs().max()) for g in self.gradients()))
+        self.recorded.append(max(float(g.abs().max()) for g in self.gradients()))
 
 
-class ClipsByLightning(Noting):
-    """Lightning's own clipping is global already; read before and after."""
+class ClipsByLightning(RecordsGradients):
+    """Lightning's clipping is global already; read before and after."""
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        self.noted.append(get_total_norm(self.gradients()).item())
+        self.recorded.append(get_total_norm(self.gradients()).item())
         self.clip_gradients(optimizer, MAX_NORM, gradient_clip_algorithm="norm")
-        self.noted.append(get_total_norm(self.gradients()).item())
+        self.recorded.append(get_total_norm(self.gradients()).item())
 
 
-class LogsNorms(Noting):
+class LogsNorms(RecordsGradients):
     def on_before_optimizer_step(self, optimizer):
         self.log_dict(grad_norm(self, 2))
         self.log("total", get_total_norm(self.gradients()))
@@ -78,7 +78,7 @@ class LogsNorms(Noting):
         self.log("last", self.layers[-1].weight.grad.norm())
 
 
-class Loops(Noting):
+class Loops(RecordsGradients):
     def on_after_backward(self):
         total = 0.0
         for p in self.parameters():
@@ -89,11 +89,18 @@ class Loops(Noting):
         for g in self.gradients():
             running += g.square().sum()
         ranked = sorted(float(g.mean()) for g in self.gradients())
-        mine = sum(g.sum() for g in self.gradients())
-        self.noted += [total**0.5, float(largest), running.sqrt().item(), *ranked, mine.item(), len(self.gradients())]
+        actual = sum(g.sum() for g in self.gradients())
+        self.recorded += [
+            total**0.5,
+            float(largest),
+            running.sqrt().item(),
+            *ranked,
+            actual.item(),
+            len(self.gradients()),
+        ]
 
 
-class Edits(Noting):
+class Edits(RecordsGradients):
     def on_before_optimizer_step(self, optimizer):
         for index, p in enumerate(self.parameters()):
             if index == 0:
@@ -110,11 +117,11 @@ class Edits(Noting):
         last[0] = first.norm()
         with torch.no_grad():
             self.layers[-1].weight += 0.01  # sets the module's attribute too
-        self.noted += [first.norm().item(), last.norm().item(), self.layers[0][0].weight.grad is None]
+        self.recorded += [first.norm().item(), last.norm().item(), self.layers[0][0].weight.grad is None]
 
 
-class AddsNoise(Noting):
-    """Every rank draws the whole model's noise, so the generators stay those of one process."""
+class AddsNoise(RecordsGradients):
+    """Every rank draws the noise of the full model, so the generators stay as in one process."""
 
     def on_fit_start(self):
         torch.manual_seed(3)
@@ -124,20 +131,20 @@ class AddsNoise(Noting):
             g.add_(torch.randn_like(g), alpha=0.1)
         last = self.layers[-1].weight.grad
         last += torch.empty_like(last).normal_()
-        self.noted.append(torch.rand(()).item())
+        self.recorded.append(torch.rand(()).item())
 
 
-class TiedWeights(Noting):
+class TiedWeights(RecordsGradients):
     def __init__(self):
         super().__init__()
         self.layers[3][0].weight = self.layers[0][0].weight
 
     def on_before_optimizer_step(self, optimizer):
-        self.noted.append(float(clip_grad_norm_(self.parameters(), MAX_NORM)))
+        self.recorded.append(float(clip_grad_norm_(self.parameters(), MAX_NORM)))
         self.log("tied", self.layers[0][0].weight.grad.norm())
 
 
-class LogsWeights(Noting):
+class LogsWeights(RecordsGradients):
     def on_train_batch_start(self, batch, batch_idx):
         self.kept = [p.detach().norm() for p in self.parameters()]
 
@@ -145,8 +152,8 @@ class LogsWeights(Noting):
         self.log("loss", outputs["loss"])
         for index, norm in enumerate(self.kept):
             self.log(f"norm_{index}", norm)
-        self.noted.append(f"{self.layers[-1].weight.norm():.6f}")
-        self.noted += parameters_to_vector(self.parameters()).tolist()
+        self.recorded.append(f"{self.layers[-1].weight.norm():.6f}")
+        self.recorded += parameters_to_vector(self.parameters()).tolist()
 
     def validation_step(self, batch, batch_idx):
         self.log("val", self.loss(batch))
@@ -155,8 +162,8 @@ class LogsWeights(Noting):
         self.log("weights", torch.stack([p.norm() for p in self.parameters()]).norm())
 
 
-class Averages(Noting):
-    """A moving average of the weights, kept on each rank for its part."""
+class Averages(RecordsGradients):
+    """A moving average of the weights, on each rank of its shard."""
 
     def on_fit_start(self):
         self.averages = {name: p.detach().clone() for name, p in self.named_parameters()}
@@ -169,19 +176,19 @@ class Averages(Noting):
             self.copied[0].weight.lerp_(self.layers[-1].weight, 0.5)
 
     def on_train_epoch_end(self):
-        self.noted += [average.norm().item() for average in self.averages.values()]
-        self.noted.append(self.copied[0].weight.norm().item())
+        self.recorded += [average.norm().item() for average in self.averages.values()]
+        self.recorded.append(self.copied[0].weight.norm().item())
 
 
 class Reads(Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        pl_module.noted.append(get_total_norm(gradients, float("inf")).item())
+        pl_module.recorded.append(get_total_norm(gradients, float("inf")).item())
         for g in gradients:
             g.div_(torch.stack([other.norm() for other in gradients]).sum())
 
     def on_before_zero_grad(self, trainer, pl_module, optimizer):
-        pl_module.noted += [float(g.norm()) for g in pl_module.gradients()]
+        pl_module.recorded += [float(g.norm()) for g in pl_module.gradients()]
 
 
 CASES = {
@@ -205,7 +212,7 @@ CASES = {
 
 def run_fit(size, pp, tp, case, options):
     ignore_warnings()
-    model = CASES.get(case, Noting)()
+    model = CASES.get(case, RecordsGradients)()
     callbacks = [Reads()] if case == "callback" else []
     options = dict(options)
     zero = options.pop("zero", 0)
@@ -216,7 +223,7 @@ def run_fit(size, pp, tp, case, options):
     trainer.fit(model, loader(each, replicas=1 if size == pp * tp else None), val)
     logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name not in ("loss", "val")}
     assert not any(name.startswith(("on_", "log", "configure_")) for name in model.__dict__)
-    return weights_of(model), logged, model.noted
+    return weights_of(model), logged, model.recorded
 
 
 references = {}
@@ -226,14 +233,14 @@ def assert_parity(worlds, size, pp, tp, case, **options):
     key = case, *((name, value) for name, value in options.items() if name != "zero")
     if key not in references:
         [references[key]] = worlds.run(1, run_fit, 1, 1, 1, case, options)
-    weights, logged, noted = references[key]
-    assert noted or logged
-    for ours in worlds.run(size, run_fit, size, pp, tp, case, options):
-        assert_same(ours[1], logged)
-        assert len(ours[2]) == len(noted)
-        for mine, expected in zip(ours[2], noted, strict=True):
-            assert mine == (expected if isinstance(expected, str) else pytest.approx(expected, rel=1e-10, abs=1e-12))
-        assert_same(ours[0], weights)
+    weights, logged, recorded = references[key]
+    assert recorded or logged
+    for result in worlds.run(size, run_fit, size, pp, tp, case, options):
+        assert_same(result[1], logged)
+        assert len(result[2]) == len(recorded)
+        for actual, expected in zip(result[2], recorded, strict=True):
+            assert actual == (expected if isinstance(expected, str) else pytest.approx(expected, rel=1e-10, abs=1e-12))
+        assert_same(result[0], weights)
 
 
 # Gradients are means over the replicas before any hook sees them; noise must be the same on all.
@@ -255,61 +262,61 @@ def test_tensor_ranks_read_and_edit_the_full_model(worlds, size, pp, tp, case):
     assert_parity(worlds, size, pp, tp, case)
 
 
-def shared_out_cases():
+def zero_cases():
     by_default = {"ClipsBeforeStep", "Edits", "TiedWeights", "Averages"}
     for case in [*CASES, "callback"]:
         yield pytest.param(2, 1, 1, case, id=case, marks=[] if case in by_default else [pytest.mark.slow])
         yield pytest.param(8, 2, 2, case, id=f"{case}-dp2tp2pp2", marks=[pytest.mark.slow])
 
 
-@pytest.mark.parametrize(("size", "pp", "tp", "case"), list(shared_out_cases()))
+@pytest.mark.parametrize(("size", "pp", "tp", "case"), list(zero_cases()))
 def test_sharded_replicas_read_and_edit_the_full_model(worlds, size, pp, tp, case):
     assert_parity(worlds, size, pp, tp, case, zero=3)
 
 
 @pytest.mark.parametrize("case", ["ClipsBeforeStep", "TiedWeights", "callback"])
-def test_gradients_are_read_where_an_accumulation_ends(worlds, case):
+def test_gradients_are_read_at_the_end_of_accumulation(worlds, case):
     assert_parity(worlds, 2, 2, 1, case, accumulate_grad_batches=2)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-class ReadsOnFirstRank(Noting):
+class ReadsOnFirstRank(RecordsGradients):
     def on_before_optimizer_step(self, optimizer):
         if self.trainer.is_global_zero:
-            self.noted.append(self.layers[0][0].weight.grad.norm().item())
+            self.recorded.append(self.layers[0][0].weight.grad.norm().item())
 
 
-class ReadsOnSecondRank(Noting):
+class ReadsOnSecondRank(RecordsGradients):
     def on_train_batch_start(self, batch, batch_idx):
         if self.trainer.strategy.mesh.rank == 1:
-            self.noted.append(self.layers[0][0].weight.norm().item())
+            self.recorded.append(self.layers[0][0].weight.norm().item())
 
 
-class ReadsDifferently(Noting):
+class ReadsDifferently(RecordsGradients):
     def on_after_backward(self):
         gradients = self.gradients()
-        self.noted.append(gradients[0 if self.trainer.is_global_zero else 1].norm().item())
+        self.recorded.append(gradients[0 if self.trainer.is_global_zero else 1].norm().item())
 
 
-class ReadsTiedTooEarly(Noting):
+class ReadsTiedTooEarly(RecordsGradients):
     def __init__(self):
         super().__init__()
         self.layers[3][0].weight = self.layers[0][0].weight
 
     def on_after_backward(self):
-        self.noted.append(self.layers[0][0].weight.grad.norm().item())
+        self.recorded.append(self.layers[0][0].weight.grad.norm().item())
 
 
-class RunsBackward(Noting):
+class RunsBackward(RecordsGradients):
     def on_before_optimizer_step(self, optimizer):
         self.layers[0][0].weight.norm().backward()
 
 
-class FetchesMuch(Noting):
+class FetchesMuch(RecordsGradients):
     def on_before_optimizer_step(self, optimizer):
-        self.noted += [g.tolist() for g in self.gradients()]
+        self.recorded += [g.tolist() for g in self.gradients()]
 
 
 REFUSED = {
@@ -350,28 +357,28 @@ def run_refused(name, pp=2, strategy=None):
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
-def test_reads_that_cannot_be_global_are_refused_on_every_rank_before_the_step(worlds, case):
+def test_reads_that_cannot_be_global_are_refused_on_every_rank(worlds, case):
     for message in worlds.run(2, run_refused, case.__name__):
         assert all(word in message for word in REFUSED[case]), message
 
 
 @pytest.mark.parametrize("case", [ReadsOnFirstRank, ReadsOnSecondRank], ids=lambda case: case.__name__)
 @pytest.mark.parametrize("strategy", [{"zero_stage": 3}, {"tensor_parallel_size": 2}], ids=["zero3", "tp2"])
-def test_reads_of_some_ranks_of_sharded_layers_are_refused(worlds, case, strategy):
+def test_reads_by_some_ranks_of_sharded_layers_are_refused(worlds, case, strategy):
     for message in worlds.run(2, run_refused, case.__name__, 1, strategy, timeout=60):
         assert all(word in message for word in REFUSED[case][:3]), message
 
 
-class ReadsLateOnFirstRank(Noting):
+class ReadsLateOnFirstRank(RecordsGradients):
     def on_before_optimizer_step(self, optimizer):
         if self.trainer.fit_loop.epoch_loop.batch_idx == 3 and self.trainer.is_global_zero:
-            self.noted.append(float(self.gradients()[-1].norm()))
+            self.recorded.append(float(self.gradients()[-1].norm()))
 
 
 def run_late(patience_seconds):
     ignore_warnings()
     known._PATIENCE = timedelta(seconds=patience_seconds)
-    num_checks = count_meetings()
+    num_checks = count_agreements()
     try:
         trainer_of(2, 2, strategy_options={"num_microbatches": 2}).fit(ReadsLateOnFirstRank(), loader(2))
     except Exception as error:
@@ -379,7 +386,7 @@ def run_late(patience_seconds):
     return "nothing was raised", len(num_checks)
 
 
-def count_meetings():
+def count_agreements():
     num_checks = []
     agree_on = known.HookAgreement.agree_on
 
@@ -391,7 +398,7 @@ def count_meetings():
     return num_checks
 
 
-def test_hooks_that_read_nothing_stop_being_compared_and_a_late_reader_gives_up(worlds):
+def test_hooks_without_reads_stop_being_compared_and_late_reads_fail(worlds):
     (first, num_first), (second, num_second) = worlds.run(2, run_late, 2.0)
     assert "ReadsLateOnFirstRank.on_before_optimizer_step" in first and "within 2 s" in first
     assert "ReadsLateOnFirstRank" in second and "rank 0" in second

@@ -1,4 +1,4 @@
-"""What to run first where there are GPUs: `python -m pytest -m gpu tests/gpu`. Docs: docs/gpus.md.
+"""The first tests to run on GPUs: `python -m pytest -m gpu tests/gpu`. Docs: docs/gpus.md.
 
 Fits on CUDA devices against plain Lightning on one of them. With one device only the first half runs.
 """
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
 
-from harness.fits import Run, assert_parity, fit, fit_reference, fit_whole, trainer_of
+from harness.fits import Run, assert_parity, fit, fit_joined_batches, fit_reference, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from models.cases import Samples, make
 from models.hand_written import Layers
@@ -32,7 +32,7 @@ def needs(count):
 
 
 class Measured(Layers):
-    """Feeds a metric, whose state goes from the rank that has the values to the others."""
+    """Updates a metric, whose state is sent from the rank with the values to the others."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class Measured(Layers):
 
 
 class ToHost(Layers):
-    """Takes values of the model to the host, keeps and returns them there."""
+    """Moves values of the model to the host, stores and returns them there."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +96,7 @@ def check(worlds, run, *, how=fit, reference=fit_reference, tolerance=1e-8):
 
 
 def fit_plain(run):
-    """Under the strategy with nothing asked for."""
+    """Under the strategy with default options."""
     return fit(dataclasses.replace(run, strategy={}))
 
 
@@ -107,11 +107,11 @@ ONE = {
     "offload": Run("GPT2", strategy={"offload": "cpu"}, trainer=ON),
     "compiled": Run("Layers", strategy={"compile": "units"}, trainer=ON),
     "experts of transformers": Run(Mixtral, trainer=ON),
-    "experts of ours": Run(Experts, microbatches=1, trainer=ON),
+    "moe layers": Run(Experts, microbatches=1, trainer=ON),
 }
 DRAWN = {
     "recomputed": Run("Dropouts", strategy={"recompute": "full"}, trainer=ON),
-    "recomputed in part": Run("GPT2Dropout", strategy={"recompute": "selective"}, trainer=ON),
+    "partly recomputed": Run("GPT2Dropout", strategy={"recompute": "selective"}, trainer=ON),
     "stages": Run("Dropouts", strategy={"stages_per_rank": 2}, trainer=ON),
 }
 TWO = {
@@ -149,7 +149,7 @@ def test_one_device(worlds, name):
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs(1)) for name in DRAWN])
-def test_draws_on_the_device_are_keyed(worlds, name):
+def test_device_draws_are_keyed(worlds, name):
     check(worlds, DRAWN[name], reference=fit_plain)
 
 
@@ -168,7 +168,7 @@ def test_two_devices(worlds, name):
 @pytest.mark.parametrize("pp", [pytest.param(2, marks=needs(2))])
 def test_mixed_precision_over_stages(worlds, pp):
     run = Run("GPT2", pp=pp, dtype=torch.float32, microbatches=2, trainer={**ON, "precision": "16-mixed"})
-    check(worlds, run, reference=fit_whole, tolerance=2e-2)
+    check(worlds, run, reference=fit_joined_batches, tolerance=2e-2)
 
 
 def fit_twice(folder, strategy):
@@ -194,7 +194,7 @@ def fit_twice(folder, strategy):
         pytest.param(2, {"data_parallel_size": 2, "zero_stage": 3, "offload": "cpu"}, marks=needs(2), id="zero3"),
     ],
 )
-def test_a_run_goes_on_from_its_checkpoint(worlds, tmp_path, size, strategy):
-    for whole, _, resumed in worlds.run(size, fit_twice, str(tmp_path), strategy, timeout=300):
-        for name, value in whole.items():
+def test_resume_from_checkpoint(worlds, tmp_path, size, strategy):
+    for uninterrupted, _, resumed in worlds.run(size, fit_twice, str(tmp_path), strategy, timeout=300):
+        for name, value in uninterrupted.items():
             torch.testing.assert_close(resumed[name], value, rtol=1e-8, atol=1e-10)

@@ -1,4 +1,4 @@
-"""Cutting a step graph: the balance is exact, the rule gives every operation its stage, and refusals name names."""
+"""Partition of a step graph: exact balance, the stage of every operation, and refusals that name units."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ def largest(costs, starts):
     return max(sum(costs[a:b]) for a, b in zip(starts, ends, strict=True))
 
 
-def test_balance_is_exact_against_brute_force():
+def test_balance_matches_brute_force():
     draw = random.Random(0)
     for _ in range(300):
         costs = [draw.choice([0, 0, 1, 2, 3, 5, 8, 100]) for _ in range(draw.randint(1, 9))]
@@ -34,7 +34,7 @@ def test_balance_refuses_empty_parts(parts):
 
 
 def graph_of(*rows, loss=None):
-    """Nodes as (name, inputs, parameters), each of which makes one value, the one of its own number."""
+    """Nodes as (name, inputs, parameters); node number i makes value number i."""
     nodes = tuple(
         Node(index, name, tuple(inputs), tuple(parameters), (index,), flops=1.0)
         for index, (name, inputs, parameters) in enumerate(rows)
@@ -50,7 +50,7 @@ def chain(count):
     return graph_of(*rows, ("mean", [count - 1], []))
 
 
-def test_no_stage_begins_between_a_unit_and_what_computes_its_weight():
+def test_no_cut_between_a_unit_and_its_computed_weight():
     """A hook reads two parameters of each unit in two steps; the unit itself reads a third."""
     rows = []
     for i in range(2):
@@ -65,7 +65,7 @@ def test_no_stage_begins_between_a_unit_and_what_computes_its_weight():
         owner_stages(graph, 3)
 
 
-def test_a_chain_is_cut_evenly_and_hands_on_one_value():
+def test_chain_is_cut_evenly_and_sends_one_value():
     graph = chain(8)
     homes = owner_stages(graph, 4)
     assert [homes[f"blocks.{i}.weight"] for i in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -76,11 +76,11 @@ def test_a_chain_is_cut_evenly_and_hands_on_one_value():
     assert sum(assignment.costs()) == pytest.approx(9 + 8 * 4 * 8)  # FLOPs, and the bytes of the weights
 
 
-def test_the_stage_of_an_operation_is_the_latest_of_what_it_reads():
+def test_operation_runs_on_the_latest_stage_of_its_inputs():
     graph = graph_of(
         ("@a", [], ["a"]),  # 0
         ("@b", [0], ["b"]),  # 1
-        ("add", [0, 0], []),  # 2: reads stage 0 alone, though it runs after b
+        ("add", [0, 0], []),  # 2: reads only stage 0, though it runs after b
         ("@c", [1], ["c"]),  # 3
         ("add", [2, 3], []),  # 4: a long skip from 0 to 2
         ("mul", [4], ["a"]),  # 5: reads an early parameter late
@@ -92,7 +92,7 @@ def test_the_stage_of_an_operation_is_the_latest_of_what_it_reads():
     assert assignment.gradient_portals() == assignment.portals
 
 
-def test_values_without_gradients_have_no_way_back():
+def test_values_without_gradient_have_no_backward_portal():
     graph = chain(2)
     values = (*graph.values[:0], Value(0, (2, 2), "int64", (2, 1), requires_grad=False), *graph.values[1:])
     graph = StepGraph("training_step", graph.nodes, values, graph.parameter_bytes, loss=graph.loss)
@@ -101,7 +101,7 @@ def test_values_without_gradients_have_no_way_back():
     assert assignment.gradient_portals() == {}
 
 
-def test_a_value_handed_through_a_unit_stays_where_it_was_made():
+def test_value_passed_through_a_unit_stays_on_its_stage():
     nodes = (
         Node(0, "@a", (), ("a",), (0, 1)),
         Node(1, "@b", (0, 1), ("b",), (2, 1)),  # returns its second input
@@ -114,7 +114,7 @@ def test_a_value_handed_through_a_unit_stays_where_it_was_made():
     assert assignment.portals == {(0, 1): (0, 1), (0, 2): (1,), (1, 2): (2,)}
 
 
-def test_what_is_written_lives_with_what_it_is_written_from():
+def test_written_value_lives_with_its_source():
     graph = graph_of(
         ("@student.0", [], ["student.0"]),
         ("@student.1", [0], ["student.1"]),
@@ -131,7 +131,7 @@ def test_what_is_written_lives_with_what_it_is_written_from():
     assert homes["teacher.0"] == homes["student.0"] and homes["teacher.1"] == homes["student.1"]
 
 
-def test_a_chain_of_updates_is_no_first_use_and_ties_what_it_reads():
+def test_update_chain_is_no_first_use_and_ties_its_inputs():
     # teacher.data = teacher * m + student * (1 - m), first thing in the step
     values = tuple(Value(i, (2,), "float32", (1,), False) for i in range(9))
     nodes = []
@@ -147,7 +147,7 @@ def test_a_chain_of_updates_is_no_first_use_and_ties_what_it_reads():
     graph = StepGraph("training_step", tuple(nodes), values, {}, loss=8)
     homes = owner_stages(graph, 2, ["student.1"])
     assert homes["student.0"] == 0 and homes["student.1"] == 1  # as if there were no updates
-    # teacher.0 is read after student.1, and what is written lies where it is read
+    # teacher.0 is read after student.1, and a written value is on the stage of its reader
     assert homes["teacher.0"] == homes["teacher.1"] == 1
     assignment = assign(graph, homes, 2)
     assert assignment.holders["teacher.0"] == (1,) and assignment.node_stage[2] == 1
@@ -156,32 +156,32 @@ def test_a_chain_of_updates_is_no_first_use_and_ties_what_it_reads():
 # --- cuts by name ----------------------------------------------------------------------------------------------------
 
 
-def test_cuts_begin_the_stages():
+def test_cuts_start_the_stages():
     homes = owner_stages(chain(8), 3, ["blocks.1", "blocks.7"])
     assert [homes[f"blocks.{i}.weight"] for i in range(8)] == [0, 1, 1, 1, 1, 1, 1, 2]
 
 
-def test_an_unknown_cut_lists_the_nearest_names():
+def test_unknown_cut_lists_the_nearest_names():
     with pytest.raises(PartitionError, match=r"'block\.3', which training_step never uses; nearest: \['blocks\.3'"):
         owner_stages(chain(8), 2, ["block.3"])
 
 
-def test_cuts_must_come_in_the_order_of_the_step():
+def test_cuts_must_be_in_step_order():
     with pytest.raises(PartitionError, match=r"not in the order of training_step: 'blocks\.2'"):
         owner_stages(chain(8), 3, ["blocks.4", "blocks.2"])
 
 
-def test_a_cut_at_the_first_unit_would_leave_stage_0_empty():
+def test_cut_at_the_first_unit_leaves_stage_0_empty():
     with pytest.raises(PartitionError, match=r"'blocks\.0'"):
         owner_stages(chain(8), 2, ["blocks.0"])
 
 
-def test_one_cut_twice_would_leave_a_stage_empty():
+def test_repeated_cut_leaves_a_stage_empty():
     with pytest.raises(PartitionError, match=r"'blocks\.4'"):
         owner_stages(chain(8), 3, ["blocks.4", "blocks.4"])
 
 
-def test_the_number_of_cuts_must_fit():
+def test_number_of_cuts_must_match():
     with pytest.raises(PartitionError, match="has 1 entries but 4 stages need 3"):
         owner_stages(chain(8), 4, ["blocks.4"])
 
@@ -191,7 +191,7 @@ def test_more_stages_than_units():
         owner_stages(chain(3), 4)
 
 
-def test_a_recurrent_step_is_refused():
+def test_recurrent_step_is_refused():
     rows = [(f"@blocks.{i % 4}", [i - 1] if i else [], [f"blocks.{i % 4}.weight"]) for i in range(8)]
     graph = graph_of(*rows)
     with pytest.raises(PartitionError, match=r"recurrent through its stages: \d+ of 16 .*'blocks\.\d\.weight'.*=1"):
@@ -205,13 +205,13 @@ def with_derivative(graph, through):
     return dataclasses.replace(graph, nodes=(*nodes, last))
 
 
-def test_what_a_derivative_goes_through_is_on_its_latest_stage():
+def test_inner_derivative_runs_on_its_latest_stage():
     graph = with_derivative(chain(4), (2, 3))
     assert owner_stages(graph, 3)["blocks.3.weight"] == owner_stages(graph, 3)["blocks.2.weight"] == 2
     # A cut by name inside of it: what comes before the cut follows.
     assert assign(graph, owner_stages(graph, 2, ["blocks.3"]), 2).node_stage == (0, 0, 1, 1, 1)
-    whole = with_derivative(chain(4), (0, 1, 2, 3))
+    with_inner = with_derivative(chain(4), (0, 1, 2, 3))
     with pytest.raises(PartitionError, match=r"leaves nothing to stages \[0\]"):
-        assign(whole, owner_stages(whole, 2, ["blocks.2"]), 2)
+        assign(with_inner, owner_stages(with_inner, 2, ["blocks.2"]), 2)
     with pytest.raises(PartitionError, match="only 1 unit with parameters, counting all that the derivative"):
-        owner_stages(whole, 2)
+        owner_stages(with_inner, 2)

@@ -1,4 +1,4 @@
-"""Cuts of real modules: balanced, at the asked places, or refused with names."""
+"""Cuts of real modules: balanced, where the user puts them, or refused with names."""
 
 import pytest
 from torch import nn
@@ -26,7 +26,7 @@ def test_no_stage_costs_much_more_than_the_mean(case):
     assert max(costs) <= 1.35 * sum(costs) / 2, costs
 
 
-def test_a_large_unit_is_opened():
+def test_large_unit_is_opened():
     class Nested(Layers):
         def __init__(self):
             super().__init__()
@@ -47,7 +47,7 @@ def test_a_large_unit_is_opened():
         (["layers.3"], ["layers.0", "layers.1", "layers.2"]),
     ],
 )
-def test_cuts_are_where_the_user_puts_them(cuts, first):
+def test_user_cuts(cuts, first):
     module = make("Layers")
     batch = batch_of(module.kind, range(4))
     got = run(module, 2, cuts)
@@ -55,7 +55,7 @@ def test_cuts_are_where_the_user_puts_them(cuts, first):
     assert_same_gradients(got.grads, reference(module, lambda: module.loss(batch)).grads)
 
 
-def test_a_cut_inside_a_unit_opens_it():
+def test_cut_inside_a_unit_opens_it():
     module = make("Layers")
     got = run(module, 2, ["layers.2.2"])
     assert "layers.2.0" in got.units[0] and "layers.2.2" in got.units[1]
@@ -66,12 +66,12 @@ def test_cuts_inside_hugging_face_models():
     assert [units[0] for units in got.units[1:]] == ["model.transformer.h.1", "model.transformer.h.3"]
 
 
-def test_an_unknown_cut_lists_the_nearest_names():
+def test_unknown_cut_lists_the_nearest_names():
     with pytest.raises(PartitionError, match=r"'layer\.2', which training_step never uses; nearest: \['layers\.2"):
         run(make("Layers"), 2, ["layer.2"])
 
 
-def test_cuts_in_another_order_than_the_step():
+def test_cuts_out_of_step_order():
     with pytest.raises(PartitionError, match=r"not in the order of training_step: 'layers\.1'"):
         run(make("Layers"), 3, ["layers.3", "layers.1"])
 
@@ -86,7 +86,7 @@ def test_more_stages_than_units():
         run(make(Two), 4)
 
 
-def test_a_recurrent_model_is_refused():
+def test_recurrent_model_is_refused():
     class Loops(Layers):
         def loss(self, batch):
             x = batch["x"]

@@ -1,1 +1,1 @@
-"""How tests run: worlds of ranks, fits that are compared, layouts, and verification against one process."""
+"""Test harness: worlds of ranks, fits that are compared, layouts, and verification against one process."""

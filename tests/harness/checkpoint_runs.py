@@ -20,7 +20,7 @@ from models.wide import GPT2Wide
 MICROBATCHES = 2
 
 
-class OwnOptimizer(Tied):
+class BuildsOptimizerInInit(Tied):
     """Builds its optimizer in `__init__`, with two groups, before any strategy is there."""
 
     def __init__(self):
@@ -37,7 +37,13 @@ class TwoLayers(GPT2):
     layers = 2
 
 
-MODULES = {"GPT2": TwoLayers, "Tied": Tied, "Layers": Layers, "OwnOptimizer": OwnOptimizer, "Decoder": Decoder}
+MODULES = {
+    "GPT2": TwoLayers,
+    "Tied": Tied,
+    "Layers": Layers,
+    "BuildsOptimizerInInit": BuildsOptimizerInInit,
+    "Decoder": Decoder,
+}
 MODULES |= {"Mixtral": Mixtral, "Looped": Looped, "GPT2Wide": GPT2Wide}
 
 
@@ -80,7 +86,7 @@ def loader_of(module, layout: Layout, trainer) -> DataLoader:
 
 
 def train(case: str, layout: Layout, max_epochs: int, resume: str | None = None, save: str | None = None):
-    """Fit, two batches of 8 samples over all replicas per epoch, and give the state of module and optimizers."""
+    """Fit, two batches of 8 samples over all replicas per epoch; the state of module and optimizers."""
     module = make(MODULES[case])
     trainer = trainer_of(layout.world_size, layout.strategy(), [], max_epochs=max_epochs)
     trainer.fit(module, loader_of(module, layout, trainer), ckpt_path=resume)

@@ -1,4 +1,4 @@
-"""A module and its runs for the tests of Lightning's own features: one process, stages, replicas, and both."""
+"""A module and its runs for tests of Lightning's features: one process, stages, replicas, and both."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _OPTIONS = {"dp2 x zero3": {"zero_stage": 3}}
 _references: dict[Any, Any] = {}
 
 
-class Sees(Callback):
-    """Notes the learning rates and losses of each batch, and where each epoch ended."""
+class RecordsBatches(Callback):
+    """Records the learning rates and losses of each batch, and the step at each epoch end."""
 
     def __init__(self):
         self.rates, self.losses, self.batches = [], [], []
@@ -64,14 +64,18 @@ class Run:
         return loader(8 * self.pp // self.size, num)
 
     def trainer(self, *, callbacks=(), microbatches=2, strategy_options=None, **options):
-        self.sees = Sees()
-        ours = {} if self.plain else {"num_microbatches": microbatches, **self.strategy, **(strategy_options or {})}
+        self.recorder = RecordsBatches()
+        strategy_arguments = (
+            {} if self.plain else {"num_microbatches": microbatches, **self.strategy, **(strategy_options or {})}
+        )
         options = {"log_every_n_steps": 1, "num_sanity_val_steps": 0, "default_root_dir": self.folder, **options}
-        return trainer_of(self.size, self.pp, strategy_options=ours, callbacks=[*callbacks, self.sees], **options)
+        return trainer_of(
+            self.size, self.pp, strategy_options=strategy_arguments, callbacks=[*callbacks, self.recorder], **options
+        )
 
     def numbers(self, trainer, module, **more):
-        """What must be the same on every rank as in one process."""
-        seen = self.sees
+        """Values that must match one process on every rank."""
+        seen = self.recorder
         lists = {"rates": [r for row in seen.rates for r in row], "losses": seen.losses, "batches": seen.batches}
         return {
             **{f"parameter {name}": p.detach().clone() for name, p in module.named_parameters()},
@@ -102,7 +106,7 @@ def check(worlds, tmp_path, feature, layout, *, rtol=1e-9):
 
 
 def refusal(worlds, tmp_path, feature, layout):
-    """What each rank says that refuses."""
+    """The error text of each rank that refuses."""
     size, pp = LAYOUTS[layout]
     return worlds.run(size, refused_on_rank, feature, size, pp, str(tmp_path / "many"))
 
@@ -116,7 +120,7 @@ def refused_on_rank(feature, size, pp, folder):
 
 
 def compare(result, expected, *, rtol=1e-9, atol=1e-12):
-    """Both hold the same numbers under the same names; says which do not."""
+    """Asserts the same numbers under the same names, and names those that differ."""
     assert set(result) == set(expected), sorted(set(result) ^ set(expected))
     for name, value in expected.items():
         got = torch.as_tensor(result[name], dtype=torch.float64)

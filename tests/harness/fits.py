@@ -1,4 +1,4 @@
-"""Fits on the ranks of a world and their one-process reference, and what is compared between them."""
+"""Fits on the ranks of a world, their one-process reference, and the comparison of both."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from models.cases import Samples, make
 
 @dataclass
 class Fitted:
-    """What one rank saw of a run.
+    """The record of one rank of a run.
 
     Attributes:
         losses: Of each batch.
-        grads: What each optimizer step worked with, by FQN; of the parameters that this rank holds.
+        grads: Gradients of each optimizer step, by FQN; of this rank's parameters.
         state: The module's state dict after the run.
         stages: For each parameter and tracked buffer its stages; empty without a pipeline.
         units: By stage, the FQNs of its units.
         plans: How each tensor unit is cut, by FQN.
-        extra: What a test's own callback noted.
+        extra: Records of a test's callback.
     """
 
     losses: list[Tensor] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Fitted:
     extra: Any = None
 
 
-class Notes(Callback):
+class FitRecorder(Callback):
     """Fills a `Fitted` while a Trainer runs."""
 
     def __init__(self):
@@ -55,11 +55,11 @@ class Notes(Callback):
         names = {id(p): name for name, p in pl_module.named_parameters()}
 
         def after_step(optimizer, args, kwargs):
-            held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            assert not any(is_absent(p) or is_absent(p.grad) for p in held)
+            with_gradient = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            assert not any(is_absent(p) or is_absent(p.grad) for p in with_gradient)
             parts = getattr(getattr(trainer.strategy, "run", None), "parts", None)
-            whole = {id(p): p.grad if parts is None else parts.full_state_of(p, p.grad) for p in held}
-            self.fitted.grads.append({names[id(p)]: whole[id(p)].detach().clone() for p in held})
+            full_grads = {id(p): p.grad if parts is None else parts.full_state_of(p, p.grad) for p in with_gradient}
+            self.fitted.grads.append({names[id(p)]: full_grads[id(p)].detach().clone() for p in with_gradient})
 
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(after_step)
@@ -107,7 +107,7 @@ class Run:
         strategy: Further arguments of the strategy.
         trainer: Further arguments of the Trainer.
         change: Called with the module before the fit.
-        callback: Makes a further callback, whose `noted` is returned as `extra`.
+        callback: Makes a further callback, whose `recorded` is returned as `extra`.
     """
 
     case: str
@@ -154,7 +154,7 @@ def fit(run: Run) -> Fitted:
 
 
 def refusal(function: Callable[[Any], Any], argument: Any) -> str:
-    """On a rank: type and text of what a function raises, on each rank alike, so that the world lives on."""
+    """On a rank: type and text of a function's exception, on each rank, so that the world survives."""
     try:
         return f"not refused: {function(argument)}"
     except Exception as error:
@@ -166,7 +166,7 @@ def fit_reference(run: Run) -> Fitted:
     return _fit(run, 1, None, batch_sampler=joined_batches(run))
 
 
-def fit_whole(run: Run) -> Fitted:
+def fit_joined_batches(run: Run) -> Fitted:
     """In one process, under the strategy without stages, on the concatenation of the replicas' batches."""
     strategy = Hybrid3DStrategy(num_microbatches=run.dp * run.microbatches)
     return _fit(run, 1, strategy, batch_sampler=joined_batches(run))
@@ -191,19 +191,19 @@ def _fit(run: Run, world_size: int, strategy: Any, **loading: Any) -> Fitted:
     module = make(run.case, run.dtype)
     if run.change is not None:
         run.change(module)
-    notes = Notes()
+    recorder = FitRecorder()
     kwargs = dict(run.trainer)
     if run.precision is not None:
         from lightning_hybrid import HybridPrecision
 
         kwargs["plugins"] = [HybridPrecision(run.precision)]
-    trainer = trainer_of(world_size, strategy, [notes, *([own] if own else [])], **kwargs)
+    trainer = trainer_of(world_size, strategy, [recorder, *([own] if own else [])], **kwargs)
     data = Samples(module.kind, run.num_samples, run.dtype)
     loader = DataLoader(data, collate_fn=run.collate, **loading)
     val = DataLoader(data, collate_fn=run.collate, **loading) if run.validate else None
     before = {name: p.tolist() for name, p in module.named_parameters()}  # no tensors: a test counts their bytes
     trainer.fit(module, loader, val)
-    fitted = notes.fitted
+    fitted = recorder.fitted
     fitted.state = {name: value.detach().clone() for name, value in module.state_dict().items()}
     trained = {name for grads in fitted.grads for name, grad in grads.items() if float(grad.abs().max()) > 1e-6}
     for name in trained:
@@ -211,7 +211,7 @@ def _fit(run: Run, world_size: int, strategy: Any, **loading: Any) -> Fitted:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     fitted.scale = 1.0 if scaler is None else scaler.get_scale()
     fitted.logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    fitted.extra = own.noted if own is not None else None
+    fitted.extra = own.recorded if own is not None else None
     return fitted
 
 
@@ -240,14 +240,14 @@ def assert_parity(ranks: list[Fitted], expected: Fitted, run: Run, *, tolerance:
     for rank in ranks:
         assert rank.state.keys() == expected.state.keys()
         for name, value in expected.state.items():
-            scale = max(float(value.double().abs().max()), 1e-2)  # a key's bias stays zero but for rounding
+            scale = max(float(value.double().abs().max()), 1e-2)  # a key's bias remains zero but for rounding
             error = float((rank.state[name].double() - value.double()).abs().max()) / scale
             assert error <= tolerance * 10, f"{name} after the run: relative error {error:.3g}"
-    assert_cut(ranks, run)
+    assert_stages(ranks, run)
 
 
-def assert_cut(ranks: list[Fitted], run: Run) -> None:
-    """The run was cut as meant: so many stages, none of them empty, and each rank holds its own only."""
+def assert_stages(ranks: list[Fitted], run: Run) -> None:
+    """Asserts the number of stages, none of them empty, and that each rank has only its own."""
     num_stages = run.pp * run.strategy.get("stages_per_rank", 1) if run.pp > 1 else 1
     for index, rank in enumerate(ranks):
         assert rank.num_microbatches == run.microbatches or run.microbatches == 1
@@ -255,10 +255,10 @@ def assert_cut(ranks: list[Fitted], run: Run) -> None:
             continue
         assert len(rank.units) == num_stages and all(rank.units), rank.units
         pipeline_rank = index // (run.dp * run.tp * run.cp)
-        mine = {n for n, stages in rank.stages.items() if any(s % run.pp == pipeline_rank for s in stages)}
-        assert mine
+        local_names = {n for n, stages in rank.stages.items() if any(s % run.pp == pipeline_rank for s in stages)}
+        assert local_names
         for grads in rank.grads:
-            assert grads.keys() <= mine, f"rank {index} has gradients of {sorted(grads.keys() - mine)}"
+            assert grads.keys() <= local_names, f"rank {index} has gradients of {sorted(grads.keys() - local_names)}"
 
 
 def reference_of(worlds: Any, run: Run, reference: Callable[[Run], Fitted] = fit_reference) -> Fitted:

@@ -1,4 +1,4 @@
-"""Jobs of several processes, started as a shell starts them."""
+"""Multi-process jobs, started as from a shell."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ def environment():
 
 
 def start(command):
-    # A session of its own: what a failed job leaves behind is ended with it.
+    # A new session: processes that a failed job leaves are ended with it.
     return subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

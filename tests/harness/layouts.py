@@ -1,11 +1,11 @@
-"""Which of a test's layouts run by default: those that no other one covers. The slow tests run them all.
+"""Which layouts of a test run by default: those that no other one covers. The slow tests run all.
 
-Two replicas of two stages have stages and replicas, so what breaks with either breaks there. Several stages per rank
-and tensor ranks are covered by nothing that has none of them.
+Two replicas of two stages have stages and replicas, so a failure of either shows there. Several stages per rank
+and tensor ranks are covered only by layouts that have them.
 
-Where a test has a list of modules, what one of them does in its step cannot tell how many replicas there are. So the
-first one runs over replicas of stages by default, and the others over stages alone, on half as many ranks. Of two
-that go the same way through the strategy one is enough: `covered_by` names it.
+In a test with a list of modules, the step of a module does not depend on the number of replicas. So the
+first one runs over replicas of stages by default, and the others over stages only, on half as many ranks. Of two
+that take the same path through the strategy one is enough: `covered_by` names it.
 """
 
 from __future__ import annotations
@@ -176,8 +176,11 @@ def covered(sizes: Mapping[str, tuple[int, ...]]) -> set[str]:
     """Names of those which another one equals or exceeds in every size."""
     return {
         name
-        for name, mine in sizes.items()
-        if any(mine != other and all(m <= o for m, o in zip(mine, other, strict=True)) for other in sizes.values())
+        for name, own_sizes in sizes.items()
+        if any(
+            own_sizes != other and all(m <= o for m, o in zip(own_sizes, other, strict=True))
+            for other in sizes.values()
+        )
     }
 
 

@@ -1,4 +1,4 @@
-"""What is still held of what a stretch of code has made."""
+"""Tensors, storages and graphs that are still alive after a block of code."""
 
 import time
 
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveStorages(TorchDispatchMode):
-    """The storages that were made inside and still live."""
+    """The storages that were made inside and are still alive."""
 
     def __init__(self):
         super().__init__()
@@ -26,7 +26,7 @@ class LiveStorages(TorchDispatchMode):
         return sum(size == nbytes for reference, size in self.made.values() if not reference.expired())
 
     def least(self, nbytes, seconds=0.2):
-        """The least of some counts: gloo's threads hold what they exchanged for a moment after the wait."""
+        """The minimum of some counts: gloo's threads reference exchanged tensors for a moment after the wait."""
         end, least = time.monotonic() + seconds, self.count(nbytes)
         while time.monotonic() < end:
             time.sleep(0.005)

@@ -16,7 +16,7 @@ def samples():
 
 
 class Classifier(LightningModule):
-    """Logs in each step what the tests compare."""
+    """Logs in each step the compared values."""
 
     def __init__(self):
         super().__init__()
@@ -46,9 +46,9 @@ def assert_steps_agree(expected, ranks, tolerance=1e-10):
     assert len(expected) == SAMPLES // BATCH
     for steps in zip(expected, *ranks, strict=True):
         loss, logged, grads = steps[0]
-        for ours, our_logged, our_grads in steps[1:]:
-            assert ours == pytest.approx(loss, rel=tolerance)
-            # A torchmetrics object keeps float32; as its numbers are counts of samples, these are the same.
+        for actual, our_logged, our_grads in steps[1:]:
+            assert actual == pytest.approx(loss, rel=tolerance)
+            # A torchmetrics object stores float32; its counts of samples are exact in it.
             assert our_logged == pytest.approx(logged, rel=tolerance)
             for name, grad in our_grads.items():
                 torch.testing.assert_close(grad, grads[name], rtol=tolerance, atol=tolerance / 100)

@@ -1,4 +1,4 @@
-"""A small module, and one run of it with the plain Trainer and one with hybrid3d on the same single device."""
+"""A small module, run with the plain Trainer and with hybrid3d on the same single device."""
 
 import tempfile
 import traceback
@@ -27,30 +27,30 @@ OWN_HOOKS = sorted(
 OWN_HOOKS.remove("on_gpu")  # a property
 
 
-def _noting(kind, names, prefix, seen):
-    """A class of a kind whose methods note that they are called."""
+def _recording_class(kind, names, prefix, seen):
+    """A subclass whose methods record their calls."""
 
-    def noting(name):
+    def recording(name):
         def method(self, *args, **kwargs):
             seen.append(f"{prefix}.{name}")
             return getattr(super(kind_that_notes, self), name)(*args, **kwargs)
 
         return method
 
-    kind_that_notes = type(kind.__name__, (kind,), {name: noting(name) for name in names})
+    kind_that_notes = type(kind.__name__, (kind,), {name: recording(name) for name in names})
     return kind_that_notes
 
 
-def noting_callback(seen):
-    return _noting(Callback, HOOKS, "callback", seen)()
+def recording_callback(seen):
+    return _recording_class(Callback, HOOKS, "callback", seen)()
 
 
-def noting_module(seen, kind=Small):
-    return _noting(kind, [name for name in OWN_HOOKS if hasattr(kind, name)], "module", seen)()
+def recording_module(seen, kind=Small):
+    return _recording_class(kind, [name for name in OWN_HOOKS if hasattr(kind, name)], "module", seen)()
 
 
 def plain(value):
-    """What can be compared: tensors become lists."""
+    """A comparable value: tensors become lists."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, dict):
@@ -59,7 +59,7 @@ def plain(value):
 
 
 def result_of(trainer, module):
-    """All that a fit leaves."""
+    """The full result of a fit."""
     return {
         "losses": module.seen,
         "weights": plain(module.state_dict()),
@@ -69,8 +69,8 @@ def result_of(trainer, module):
     }
 
 
-def in_both_ways(case, *args):
-    """On the one rank of a world: what a case gives with the plain Trainer, and with hybrid3d.
+def with_both_strategies(case, *args):
+    """On the one rank of a world: the result of a case with the plain Trainer, and with hybrid3d.
 
     Args:
         case: Called with a function that makes a Trainer with further options.
@@ -95,9 +95,9 @@ def in_both_ways(case, *args):
 
 
 def compared(worlds, case, *args):
-    """What both ways gave alike."""
-    [[expected, ours]] = worlds.run(1, in_both_ways, case, *args)
+    """The equal result of both."""
+    [[expected, actual]] = worlds.run(1, with_both_strategies, case, *args)
     assert not isinstance(expected, str), expected
-    assert not isinstance(ours, str), ours
-    assert ours == expected
+    assert not isinstance(actual, str), actual
+    assert actual == expected
     return expected

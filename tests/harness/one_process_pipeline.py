@@ -1,6 +1,6 @@
-"""All stages of a step in one process: the smallest pipeline, and what it is compared with.
+"""All stages of a step in one process: the smallest pipeline, and its reference.
 
-While a stage runs, the parameters that it does not hold are NaN; what a stage is sent is what its portals carry.
+While a stage runs, parameters of other stages are NaN; it receives only the values of its portals.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OneRank:
 
 @dataclass
 class Outcome:
-    """What a step gave: its loss, its gradients by FQN, and for a pipeline how it was cut."""
+    """The result of a step: its loss, its gradients by FQN, and for a pipeline its cut."""
 
     loss: Tensor
     grads: dict[str, Tensor]
@@ -73,16 +73,16 @@ def keyed(seed: int = 0) -> KeyedRandomness:
     return KeyedRandomness(seed, torch.device("cpu"))
 
 
-def cut(module, step, num_stages, *, cuts=None, batch=None, randomness=None) -> TraceVariant:
+def record_and_cut(module, step, num_stages, *, cuts=None, batch=None, randomness=None) -> TraceVariant:
     """Record a training step and cut it."""
     plan = StagePlan(module, OneRank(), randomness or keyed(), stages_per_rank=num_stages, cuts=cuts)
     return record_variant(plan, "training_step", step, contextlib.nullcontext, train=True)
 
 
 def pipeline(module, step, num_stages, *, cuts=None, again=None, randomness=None, step_number=0) -> Outcome:
-    """The step, cut into stages; `again` is the step that is replayed, if another batch than the recorded one."""
+    """The step, cut into stages; `again` is the replayed step, if on another batch than the recorded one."""
     randomness = randomness or keyed()
-    variant = cut(module, step, num_stages, cuts=cuts, randomness=randomness)
+    variant = record_and_cut(module, step, num_stages, cuts=cuts, randomness=randomness)
     assignment, graph = variant.assignment, variant.assignment.graph
     names = {id(p): name for name, p in module.named_parameters()}
     names.update((id(b), name) for name, b in module.named_buffers() if name in assignment.holders)

@@ -1,4 +1,4 @@
-"""What comes of a drawn architecture: its step in one process against the same step cut into stages."""
+"""Outcome of a sampled architecture: its step in one process against the same step cut into stages."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Trial:
     """One architecture under one number of stages.
 
     Attributes:
-        outcome: "parity"; "refused" with an error of ours; "failed" with another; or "wrong" numbers.
+        outcome: "parity"; "refused" with an error of this package; "failed" with another; or "wrong" numbers.
         message: Why, for all but parity.
         dtype: Of the parameters.
         loss_error: Relative.
         gradient_error: The largest over all gradients, each relative to its largest entry.
-        noise: What rounding alone makes of the gradients, measured the same way.
+        noise: The rounding error of the gradients, measured the same way.
         worst: FQN of the parameter with that gradient.
         units: The units of each stage.
     """
@@ -59,7 +59,7 @@ def compare(module: Drawn, batch: dict[str, Tensor], num_stages: int) -> Trial:
     def step() -> Tensor:
         return module.training_step(batch)
 
-    def whole(number: int = 0) -> Outcome:
+    def as_int(number: int = 0) -> Outcome:
         with keyed().isolated(), keyed().microbatch(number, 0):
             outcome = reference(module, step)
         module.load_state_dict(state)
@@ -67,9 +67,9 @@ def compare(module: Drawn, batch: dict[str, Tensor], num_stages: int) -> Trial:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = whole()
-        noise = _noise(module, expected, whole)
-        draws = not torch.equal(whole(1).loss, expected.loss)
+        expected = as_int()
+        noise = _noise(module, expected, as_int)
+        draws = not torch.equal(as_int(1).loss, expected.loss)
         try:
             if draws:  # from generators: keyed by module where there are stages
                 expected = pipeline(module, step, 1)
@@ -88,13 +88,13 @@ def compare(module: Drawn, batch: dict[str, Tensor], num_stages: int) -> Trial:
     return Trial("parity" if same else "wrong", message, name, loss_error, error, noise, worst, units)
 
 
-def _noise(module: Drawn, expected: Outcome, whole: Any) -> float:
-    """What the last bits of the parameters are worth: models may compute in float32, or sort, inside."""
+def _noise(module: Drawn, expected: Outcome, as_int: Any) -> float:
+    """The effect of the parameters' last bits: models may compute in float32, or sort, inside."""
     epsilon = 4 * torch.finfo(expected.loss.dtype).eps
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(1 + epsilon)
-    return gradient_error(whole().grads, expected.grads)[0]
+    return gradient_error(as_int().grads, expected.grads)[0]
 
 
 def gradient_error(grads: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:

@@ -1,4 +1,4 @@
-"""What comes of a drawn architecture on two tensor ranks: its numbers, and how much of its layers is cut."""
+"""Outcome of a sampled architecture on two tensor ranks: its parity, and the fraction of its layers that is sharded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from harness.sharded_fraction import Cut, NotesCut, Noting
+from harness.sharded_fraction import RecordingRun, RecordsFraction, ShardedFraction
 from lightning_hybrid.verify import Experiment, Layout, Report, Verification
 from models.sampled.modules import data_of, module_of, precision_of
 
@@ -25,16 +25,16 @@ class TensorTrial:
     """One architecture on two tensor ranks.
 
     Attributes:
-        outcome: "parity"; "refused" with an error of ours; "failed" with another; or "wrong" numbers.
+        outcome: "parity"; "refused" with an error of this package; "failed" with another; or "wrong" numbers.
         message: Why, for all but parity.
         precision: As Lightning spells it.
-        cut: What became of its weights.
+        cut: The fractions of its weights.
     """
 
     outcome: str
     message: str
     precision: str
-    cut: Cut
+    cut: ShardedFraction
 
 
 def tensor_trial(class_name: str, run: Callable[..., Any]) -> TensorTrial:
@@ -53,24 +53,24 @@ def tensor_trial(class_name: str, run: Callable[..., Any]) -> TensorTrial:
     return TensorTrial(_OUTCOMES[report.outcome], report.message, precision, cut)
 
 
-def _verified(class_name: str, precision: str, run: Callable[..., Any]) -> tuple[Report, Cut]:
+def _verified(class_name: str, precision: str, run: Callable[..., Any]) -> tuple[Report, ShardedFraction]:
     def run_quietly(n: int, function: Callable[..., Any], /, *args: Any, timeout: float) -> list[Any]:
         return run(n, quietly, function, args, timeout=timeout)
 
-    noting = Noting(run_quietly)
+    recording_run = RecordingRun(run_quietly)
     experiment = Experiment(
         make_module=functools.partial(module_of, class_name),
         make_data=functools.partial(data_of, class_name),
         steps=2,
         num_microbatches=1,
         precision=precision,
-        trainer={"callbacks": [NotesCut()]},
+        trainer={"callbacks": [RecordsFraction()]},
     )
-    return Verification(experiment, run=noting, timeout=TIMEOUT_SECONDS).check(TENSOR), noting.cut
+    return Verification(experiment, run=recording_run, timeout=TIMEOUT_SECONDS).check(TENSOR), recording_run.cut
 
 
 def quietly(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call it; what is printed and warned is not what this is about."""
+    """Call it without output and warnings."""
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         return function(*args)

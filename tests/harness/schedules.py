@@ -1,4 +1,4 @@
-"""Schedules and portals that several tests go through."""
+"""Schedules and portals that several tests use."""
 
 from lightning_hybrid.schedule import Portals, chain
 from lightning_hybrid.schedule.generators import forward_only, gpipe, interleaved_1f1b

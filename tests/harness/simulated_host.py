@@ -1,8 +1,8 @@
-"""A second device where there is one: the host is said to be another one than the CPU that computes.
+"""A second device where there is one: the host is treated as another device than the CPU that computes.
 
-Tensors that are moved to it stay where they are and are marked by their storage. `tensor.device` says what they are
-marked as, and what two real devices refuse is refused: an operation that reads both, a gradient on another device than
-its parameter, a message of what is on the host.
+Tensors that are moved to it are not copied, but marked by their storage. `tensor.device` returns the marked
+device, and errors of two real devices are raised: for an operation that reads both, a gradient on another device than
+its parameter, a message from the host.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class Marks:
             return tensor
         self.num_moved += 1
         content = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        # The copy of what is away is not away, whatever made it.
+        # The copy of an offloaded tensor is not offloaded.
         self._away.pop(content.untyped_storage()._cdata, None)
         content.copy_(tensor)
         return self.mark(content) if device == PRETENDED else content
 
 
 class Operations(TorchDispatchMode):
-    """Each reads what is on one device, and its results are there."""
+    """Each operation reads tensors of one device, and its results are on it."""
 
     def __init__(self, marks):
         super().__init__()
@@ -88,7 +88,7 @@ class Operations(TorchDispatchMode):
 
 
 class Devices(TorchFunctionMode):
-    """What code says and asks about devices."""
+    """Device queries and arguments of code."""
 
     def __init__(self, marks):
         super().__init__()
@@ -116,9 +116,9 @@ class Devices(TorchFunctionMode):
 
 
 class SimulatedHost(Callback):
-    """A fit in which the host is another device; notes on which each kind was between steps and within them."""
+    """A fit in which the host is another device; records the device of each kind within and between steps."""
 
-    noted = None
+    recorded = None
 
     def __init__(self):
         self._undo = contextlib.ExitStack()
@@ -161,7 +161,7 @@ class SimulatedHost(Callback):
         zero._finish = seen_in_the_step
 
     def on_train_batch_end(self, trainer, pl_module, *_):
-        with torch._C.DisableTorchFunction():  # otherwise wholes are read
+        with torch._C.DisableTorchFunction():  # otherwise full tensors are read
             for p in pl_module.parameters():
                 if p.grad is not None and p.numel() > 1:
                     assert self._marks.device(p) == self._marks.device(p.grad)
@@ -171,7 +171,7 @@ class SimulatedHost(Callback):
             self.seen["states"] |= {value.device.type for value in tensors if value.numel() > 1}
 
     def on_train_end(self, *_):
-        self.noted = self.seen
+        self.recorded = self.seen
 
     def teardown(self, trainer, pl_module, stage):
         self._undo.close()
@@ -181,10 +181,10 @@ class SimulatedHost(Callback):
 
 
 @contextlib.contextmanager
-def on_hosts_of_their_own():
+def on_separate_hosts():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "_host", lambda: f"host {dist.get_rank()}")
         yield
 
 
-TRANSPORTS = {"one host": contextlib.nullcontext, "two hosts": on_hosts_of_their_own, "as on GPUs": as_on_gpus}
+TRANSPORTS = {"one host": contextlib.nullcontext, "two hosts": on_separate_hosts, "as on GPUs": as_on_gpus}

@@ -1,4 +1,4 @@
-"""Process groups on the CPU that refuse what NCCL refuses, and let operations wait for each other as NCCL does.
+"""CPU process groups that refuse what NCCL refuses, and let operations wait for each other as NCCL does.
 
     with as_on_gpus():           every group made inside, the world's among them
         fit(run)
@@ -6,10 +6,10 @@
 * Operations of one communicator run one after the other, in the order in which a rank began them. The collectives of a
   group have one communicator, and each pair of its ranks one for both directions, made at the first transfer; or, for
   groups bound to a device (``device_id=``), all of them have a single one.
-* Transfers have no tags: the k-th of one rank of a pair meets the k-th of the other, and both wait for it.
-* Only the types that NCCL knows travel, and only tensors without gaps.
+* Transfers have no tags: the k-th of one rank of a pair matches the k-th of the other, and both wait for it.
+* Only dtypes that NCCL supports are sent, and only contiguous memory.
 
-What cannot be seen here: that a tensor is on the wrong device, and whatever the streams of a device do.
+Not detected here: a tensor on the wrong device, and races between streams of a device.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Work(torch._C._distributed_c10d.Work):
 
 
 class _Communicator:
-    """Runs operations one after the other, in a thread of its own."""
+    """Runs operations one after the other, in its own thread."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[_Work] = queue.SimpleQueue()
@@ -149,16 +149,16 @@ class StrictGroup(dist.ProcessGroup):
         tag = 2 * number
 
         def run() -> None:
-            mine = torch.tensor([int(sends), tensor.nbytes])
-            theirs = torch.empty_like(mine)
-            works = [self._inner.send([mine], peer, tag), self._inner.recv([theirs], peer, tag)]
+            local = torch.tensor([int(sends), tensor.nbytes])
+            remote = torch.empty_like(local)
+            works = [self._inner.send([local], peer, tag), self._inner.recv([remote], peer, tag)]
             for work in works:
                 work.wait(_PATIENCE)
-            if theirs.tolist() != [int(not sends), tensor.nbytes]:
+            if remote.tolist() != [int(not sends), tensor.nbytes]:
                 does = "sends" if sends else "receives"
                 raise Refused(
                     f"transfer {number} between ranks {self.rank()} and {peer}: one {does} {tensor.nbytes}"
-                    f" bytes, the other {'sends' if theirs[0] else 'receives'} {int(theirs[1])}"
+                    f" bytes, the other {'sends' if remote[0] else 'receives'} {int(remote[1])}"
                 )
             transfer = self._inner.send if sends else self._inner.recv
             transfer([tensor], peer, tag + 1).wait(_PATIENCE)
@@ -199,7 +199,7 @@ def _check(args: Any) -> None:
 
 
 def _as_bytes(value: Any) -> Any:
-    """Booleans as bytes, which gloo knows."""
+    """Booleans as bytes, which gloo supports."""
     if isinstance(value, Tensor):
         return value.view(torch.uint8) if value.dtype is torch.bool else value
     return type(value)(map(_as_bytes, value)) if isinstance(value, list | tuple) else value

@@ -6,12 +6,12 @@ from harness.verification import COMBINED, LAYOUTS
 SIZES = {layout.name: sizes_of(layout) for layout in LAYOUTS}
 
 
-def test_stages_and_replicas_are_covered_where_both_are_combined():
+def test_combined_layout_covers_stages_and_replicas():
     assert covered(SIZES) == {"pp2", "dp2", "dp2 x zero3"}
     assert covered({**SIZES, COMBINED.name: sizes_of(COMBINED)}) == set(SIZES)
 
 
-def test_each_without_the_other_is_not_covered():
+def test_stages_or_replicas_alone_do_not_cover_the_combination():
     assert not covered({name: SIZES[name] for name in ("pp2", "dp2")})
     assert not covered({name: SIZES[name] for name in ("dp2 x pp2", "pp2 x 2 stages")})
     assert not covered({"twice the same": (2, 1), "again": (2, 1)})
@@ -21,7 +21,7 @@ def by_default(mark):
     return [param.id for param in mark.args[1] if not param.marks]
 
 
-def test_the_first_module_runs_over_replicas_and_the_others_over_stages_alone():
+def test_first_module_runs_over_replicas_and_others_over_stages():
     mark = each_under("module", ["a", "b"], [*LAYOUTS, COMBINED])
     assert by_default(mark) == [f"a-{COMBINED.name}", "b-pp2 x 2 stages"]
     assert len(mark.args[1]) == 2 * (len(LAYOUTS) + 1), "the slow tests run the others"

@@ -1,4 +1,4 @@
-"""A tiny LightningModule with its data, and how the tests of the Trainer run it on a rank."""
+"""A tiny LightningModule, its data, and its runs on a rank for tests of the Trainer."""
 
 import contextlib
 import logging
@@ -40,7 +40,7 @@ def weights_of(module):
 
 
 def assert_same(result, expected, *, rtol=1e-10, atol=1e-12):
-    """Both hold the same numbers under the same names."""
+    """Asserts the same numbers under the same names."""
     assert set(result) == set(expected)
     far = {
         name: (result[name], expected[name])
@@ -62,7 +62,7 @@ def ignore_warnings():
 
 @contextlib.contextmanager
 def lines_of_lightning():
-    """What is logged inside on this rank, at the level that users see; make the Trainer before.
+    """The log lines inside on this rank, at the level that users see; make the Trainer before.
 
     Where `pytorch_lightning` has been imported too, what either package says on the first rank is logged by that one.
     """
@@ -88,7 +88,7 @@ def fit_until_error(module, pp):
     try:
         trainer_of(2 * pp, pp).fit(model, regression_data()["train_dataloaders"])
     except Exception as error:
-        held = [(a, b) for a, b in zip(before, model.parameters(), strict=True) if a.shape == b.shape]
-        moved = any(not torch.equal(a, b.detach()) for a, b in held if type(b.data) is torch.Tensor)
+        pairs = [(a, b) for a, b in zip(before, model.parameters(), strict=True) if a.shape == b.shape]
+        moved = any(not torch.equal(a, b.detach()) for a, b in pairs if type(b.data) is torch.Tensor)
         return type(error).__name__, str(error), moved
     return "", "nothing was refused", True

@@ -29,7 +29,7 @@ __all__ = [
 COMBINED = Layout("dp2 x pp2 x 2 stages", devices=4, strategy={"pipeline_parallel_size": 2, "stages_per_rank": 2})
 # Two tensor ranks in each of two stages.
 TENSOR = Layout("pp2 x tp2", devices=4, strategy={"pipeline_parallel_size": 2, "tensor_parallel_size": 2})
-verifications = {}  # references are run once per experiment and way to cut the data
+verifications = {}  # references are run once per experiment and split of the data
 
 
 def check(worlds, make_module, layout, *, make_data=regression_data, steps=2, timeout=60, **options):
@@ -42,12 +42,12 @@ def check(worlds, make_module, layout, *, make_data=regression_data, steps=2, ti
 
 
 def check_there_and_back(worlds, make_module, layout, **options):
-    """The same for steps that change: the third one is like the first again."""
+    """The same for changing steps: the third one equals the first."""
     return check(worlds, make_module, layout, **{"steps": 3, **options})
 
 
 class _Quiet:
-    """Runs on a world; what Lightning prints and warns there is not what these tests are about."""
+    """Runs on a world, without Lightning's output and warnings."""
 
     def __init__(self, worlds):
         self._worlds = worlds

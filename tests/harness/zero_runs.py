@@ -1,4 +1,4 @@
-"""Runs under ZeRO, with and without offload, and their comparison to the bit."""
+"""Runs under ZeRO, with and without offload, and their bitwise comparison."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ KINDS = {"p": "parameters", "g": "gradients", "s": "optimizer_states"}
 
 
 # Where parameters, gradients and states are within a step, and where both are between steps: on the CPU that computes,
-# or on a host that is said to be another device.
+# or on a host that is simulated as another device.
 
 
 def zero(stage, case="GPT2", *, per_layer=False, slow=False, **options):
@@ -39,7 +39,7 @@ def assert_same_bits(worlds, run, where):
 
 
 def assert_bits(plain, offloaded, *, by_other_kernels=False):
-    """The same bits; what is stepped on another device than the CPU is not fused, and so rounded otherwise."""
+    """Bitwise equal; steps on another device than the CPU are not fused, and so round differently."""
     rounding = {"rtol": 1e-12, "atol": 1e-14} if by_other_kernels else {"rtol": 0, "atol": 0}
     for one, other in zip(plain, offloaded, strict=True):
         assert one.state.keys() == other.state.keys()

@@ -1,4 +1,4 @@
-"""What layers that are computed again keep for their backward."""
+"""What recomputed layers save for their backward."""
 
 import torch
 from torch import nn
@@ -13,8 +13,8 @@ def block(width):
     return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
 
-def test_a_layer_saves_its_input_alone():
-    """Twelve layers: of the eleven values that each keeps, one is its input."""
+def test_layer_saves_only_its_input():
+    """Twelve layers: of the eleven values that each saves, one is its input."""
     model = nn.Sequential(*(block(16) for _ in range(12)))
     x = torch.randn(64, 16, requires_grad=True)
     layers = find_layers({"": model})
@@ -31,7 +31,7 @@ def test_a_layer_saves_its_input_alone():
         assert all(torch.equal(a, b) for a, b in zip(grads["keep"], grads[recompute], strict=True))
 
 
-def test_statistics_are_written_once():
+def test_statistics_are_updated_once():
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
     again = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
     again.load_state_dict(model.state_dict())
@@ -46,7 +46,7 @@ def test_statistics_are_written_once():
 
 
 class Filling(nn.Module):
-    """Keeps what it has computed in an object that it is given, and uses what is there."""
+    """Caches its results in an object that is passed to it, and uses cached ones."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ class Filling(nn.Module):
         return x * cache["keys"].exp() * len(cache["calls"])
 
 
-def test_a_cache_is_as_it_was():
+def test_cache_is_restored():
     layer, x, grads = Filling(), torch.randn(3, 4), {}
     for policy in ("keep", "full", "selective"):
         cache = {"calls": []}
@@ -71,7 +71,7 @@ def test_a_cache_is_as_it_was():
         assert all(torch.equal(a, b) for a, b in zip(grads["keep"], grads[policy], strict=True))
 
 
-def test_weights_that_a_layer_was_given_for_one_call():
+def test_weights_passed_for_one_call():
     layer, x, grads = block(4), torch.randn(3, 4), {}
     scale = torch.tensor(0.5, requires_grad=True)
     for policy in ("keep", "full", "selective"):

@@ -1,4 +1,4 @@
-"""Layers that keep what is dear to make again: fewer bytes, the same bits, whatever the layer's code does."""
+"""Selective activation checkpointing saves expensive values: fewer bytes, bitwise equal, for any layer code."""
 
 import gc
 
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 def bytes_and_gradients(model, x, recompute):
-    """What is kept for the backward beside weights, and all gradients."""
+    """Bytes saved for the backward except weights, and all gradients."""
     torch.manual_seed(3)
     layers = find_layers({"": model})
     with LiveStorages() as live, Recomputation(layers, layer_policies(recompute, list(layers))).running():
@@ -46,8 +46,8 @@ def bytes_and_gradients(model, x, recompute):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_twelve_layers_save_a_fraction(dropout):
-    """The bounds: selective 40 %, full 25 %. States of generators, a few kB for each dropout, are beside them."""
+def test_twelve_layers_save_less(dropout):
+    """The bounds: selective 40 %, full 25 %. Generator states, a few kB for each dropout, are extra."""
     model = nn.Sequential(*(Block(dropout=dropout) for _ in range(12)))
     x = torch.randn(4, 64, 32, requires_grad=True)
     kept, results = {}, {}
@@ -77,8 +77,8 @@ class Written(nn.Module):
         self.seen.add_(x.detach().mean((0, 1)))
         self.before.data.mul_(0.5).add_(self.seen)  # the next call writes to what this one's backward reads
         x = (x * 1).unsqueeze_(0).squeeze_(0) * self.before.exp().sin()
-        h = F.relu(self.a(x).mul_(2).add_(self.seen), inplace=True)  # over the whole of a result
-        self.seen.mul_(0.5)  # read by what has to be made again
+        h = F.relu(self.a(x).mul_(2).add_(self.seen), inplace=True)  # over a full result
+        self.seen.mul_(0.5)  # read by recomputed operations
         h = h + F.dropout(self.a(h), 0.3, inplace=True)
         out = torch.empty_like(h)
         out[..., :3] = self.b(h)[..., 3:].tanh()  # through a view
@@ -103,8 +103,8 @@ class Squares(torch.autograd.Function):
         return grad * 3 * square + 0 * ctx.once
 
 
-class Odd(nn.Module):
-    """A function of its own, a stretch that is checkpointed already, convolutions, recurrence, a branch, bfloat16."""
+class UnusualOps(nn.Module):
+    """A custom function, a user checkpoint, convolutions, recurrence, a branch, bfloat16."""
 
     def __init__(self):
         super().__init__()
@@ -127,9 +127,9 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("share", ["selective", 0.01])
-@pytest.mark.parametrize("kind", [Written, Odd])
-def test_odd_layers(kind, share):
-    """As many calls wait for their backward as a schedule lets wait; buffers are written once for each."""
+@pytest.mark.parametrize("kind", [Written, UnusualOps])
+def test_unusual_layers(kind, share):
+    """As many calls wait for their backward as in a schedule; buffers are written once for each."""
     results = {}
     for recompute in ("keep", share):
         torch.manual_seed(1)
@@ -149,7 +149,7 @@ def test_odd_layers(kind, share):
 
 @pytest.mark.parametrize("recompute", ["selective", 0.01, "full"])
 def test_derivatives_inside_a_step(recompute):
-    """Forces: the graph of the gradient has gradients too; and a graph that is kept runs twice."""
+    """Forces: the graph of the gradient has gradients too; and a retained graph runs twice."""
     results = {}
     for policy in ("keep", recompute):
         torch.manual_seed(2)
@@ -194,8 +194,8 @@ def test_derivatives_inside_a_layer(recompute):
 
 
 @pytest.mark.parametrize("recompute", ["selective", 0.01, "full"])
-def test_what_is_changed_after_the_layer_is_refused(recompute):
-    """Its second run would read what was written."""
+def test_changes_after_the_layer_are_refused(recompute):
+    """Its recomputation would read the written values."""
     layer = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
     x = torch.randn(4, 6, requires_grad=True) * 1
     with Recomputation({"body.0": layer}, {"body.0": recompute}).running():
@@ -206,7 +206,7 @@ def test_what_is_changed_after_the_layer_is_refused(recompute):
 
 
 def test_nothing_is_left_behind():
-    """A graph that goes takes its recipes and what they hold along, without the garbage collector."""
+    """A freed graph frees its recipes and their tensors, without the garbage collector."""
     model = nn.Sequential(*(Block() for _ in range(2)))
     layers = find_layers({"": model})
     gc.collect()
@@ -226,8 +226,8 @@ def test_nothing_is_left_behind():
         gc.enable()
 
 
-def test_the_choice():
-    """A linear, its activation, a dear and a cheap product that read it."""
+def test_choice_of_saved_operations():
+    """A linear, its activation, and an expensive and a cheap product that read it."""
     steps = [
         Step(work=100, reads=(), nbytes=40, is_saved=True),
         Step(work=1, reads=(0,), nbytes=40, is_saved=True),

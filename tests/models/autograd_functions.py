@@ -14,7 +14,7 @@ class Reverse(torch.autograd.Function):
         return -ctx.strength * gradient, None
 
 
-class ByHand(torch.autograd.Function):
+class ManualCheckpoint(torch.autograd.Function):
     """A checkpoint as older libraries write it."""
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A regression whose samples have names, and its samples."""
+"""A regression on named samples, and its data."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from models.regression import FEATURES, EncoderDecoder
 
 BY_LAYOUT = [*LAYOUTS[2:], COMBINED]
 by_layout = under(BY_LAYOUT, slow=[TENSOR])
-WHOLE = {"num_microbatches": None}  # the strategy chooses: one microbatch where a batch cannot be split
+UNSPLIT_BATCHES = {"num_microbatches": None}  # the strategy chooses: one microbatch where a batch cannot be split
 
 
 class Samples(Dataset):
@@ -35,7 +35,7 @@ def columns(samples):
 
 
 class Regression(EncoderDecoder):
-    """Each module below says in `shared_step` what it does with its batches."""
+    """Each module below defines in `shared_step` how it uses its batches."""
 
     def shared_step(self, batch):
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Models by name, each with samples that are a function of the sample's index.
+"""Models by name, each with samples that are a function of their index.
 
 `CASES[name]` makes the module; `samples(name, indices)` makes the batch of these samples. All of them are float64.
 """
@@ -20,13 +20,13 @@ from models.hand_written import (
     Encoder,
     EncoderDecoder,
     GlueParameters,
-    HandsThrough,
     InPlace,
     LateReaders,
     Layers,
     Lit,
     Masks,
     Recurrent,
+    ReturnsInputs,
     SeveralForwards,
     Tied,
     UNet,
@@ -35,7 +35,7 @@ from models.hugging_face import GPT2, T5, Bert, GPT2Dropout, Llama, ViT
 
 HAND_WRITTEN = [
     SeveralForwards, EncoderDecoder, UNet, Branches, GlueParameters, LateReaders, AuxiliaryLosses, Tied, InPlace,
-    HandsThrough, Containers, Masks, BatchNorms, Recurrent, Attention, Encoder,
+    ReturnsInputs, Containers, Masks, BatchNorms, Recurrent, Attention, Encoder,
 ]  # fmt: skip
 HUGGING_FACE = [GPT2, Llama, T5, Bert, ViT]
 CASES = {case.__name__: case for case in [Layers, Dropouts, *HAND_WRITTEN, *HUGGING_FACE, GPT2Dropout]}
@@ -52,7 +52,7 @@ def make(case, dtype: torch.dtype = torch.float64) -> Lit:
 
 
 def sample(kind: str, index: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """One sample, a function of its index alone."""
+    """One sample, a function of its index only."""
     draw = torch.Generator().manual_seed(1000 + index)
     if kind == "tokens":
         ids = torch.randint(1, VOCABULARY, (LENGTH,), generator=draw)

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 class SwappedNames(nn.Module):
-    """Stacked weights, arguments in an order of its own, and a width that equals its number of experts."""
+    """Stacked weights, another argument order, and a width equal to its number of experts."""
 
     def __init__(self):
         super().__init__()

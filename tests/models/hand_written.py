@@ -15,7 +15,7 @@ LENGTH = 6
 
 
 class Lit(LightningModule):
-    """What the cases share: an optimizer with a state, and a logged loss."""
+    """Base of the cases: an optimizer with a state, and a logged loss."""
 
     kind = "vectors"
     optimizer = "adam"
@@ -76,7 +76,7 @@ class Dropouts(Layers):
 
 
 class SeveralForwards(Lit):
-    """The step calls the network on two views of each sample, and once more without gradients."""
+    """The step calls the network on two views of each sample, and again without gradients."""
 
     def __init__(self):
         super().__init__()
@@ -177,7 +177,7 @@ class LateReaders(Lit):
 
 
 class AuxiliaryLosses(Lit):
-    """Every layer adds a term of its own to the loss."""
+    """Every layer adds its own term to the loss."""
 
     def __init__(self):
         super().__init__()
@@ -211,7 +211,7 @@ class Tied(Lit):
 
 
 class Decoder(Lit):
-    """A language model as written by hand; its vocabulary is odd, and the loss is in the step."""
+    """A hand-written language model with an odd vocabulary size, and the loss in the step."""
 
     kind = "tokens"
     rows = 35
@@ -240,8 +240,8 @@ class Decoder(Lit):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
-class TiedByHand(Decoder):
-    """The embedding's weight is read by the step."""
+class TiedInStep(Decoder):
+    """The step reads the embedding's weight."""
 
     def make_head(self):
         pass
@@ -273,7 +273,7 @@ class InPlace(Lit):
 
 
 class Passes(nn.Module):
-    """Returns what it was given beside its result: the very same tensor."""
+    """Returns its input, the same tensor, beside its result."""
 
     def __init__(self):
         super().__init__()
@@ -294,8 +294,8 @@ class Identity(nn.Module):
         return x
 
 
-class HandsThrough(Lit):
-    """Units that return an input."""
+class ReturnsInputs(Lit):
+    """Units that return one of their inputs."""
 
     def __init__(self):
         super().__init__()
@@ -352,7 +352,7 @@ class ToOrderedDict(ToDict):
 
 
 class Containers(Lit):
-    """Units that speak in dicts, dataclasses and named tuples."""
+    """Units that pass dicts, dataclasses and named tuples."""
 
     def __init__(self):
         super().__init__()

@@ -33,7 +33,7 @@ class Transformer(Lit):
 
 
 class Causal(Transformer):
-    """The loss of transformers' causal models is float32 whatever the model's dtype; this one is the model's."""
+    """The loss of transformers' causal models is float32 for any model dtype; this one has the model's."""
 
     def loss(self, batch):
         logits = self.model(input_ids=batch["input_ids"]).logits[:, :-1]

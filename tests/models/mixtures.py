@@ -1,4 +1,4 @@
-"""Models with experts: of transformers, and written by hand."""
+"""Mixture-of-experts models: of transformers, and hand-written."""
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ class Mixtral(Causal):
 
 
 def moe_sizes(**further):
-    """Of transformers' mixtures; one shared expert where there are any, and as many heads as all of them can divide."""
+    """Of transformers' mixtures; one shared expert where there are any, and a divisible number of heads."""
     return {
         "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 32, "moe_intermediate_size": 16,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16, "bos_token_id": 0,
@@ -130,7 +130,7 @@ class Looped(Lit):
 
 
 class FewTokens(Looped):
-    """More experts than are chosen: one that nobody chose has no gradient, and its momentum stays."""
+    """More experts than are chosen: one that no token chose has no gradient, and its momentum stays."""
 
     skips = True
 
@@ -142,25 +142,25 @@ class FewTokens(Looped):
 
 
 class FewTokensForAll(FewTokens):
-    """All experts are called, also with no rows: one that nobody chose has a gradient of zeros."""
+    """All experts are called, also with no rows: one that no token chose has a gradient of zeros."""
 
     skips = False
 
 
 class Routed(nn.Module):
-    """Asks how many samples take each of two ways."""
+    """Branches on how many samples take each of two linears."""
 
     def __init__(self):
         super().__init__()
         self.router = nn.Linear(WIDTH, 1)
-        self.ways = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.kinds = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x):
         left = self.router(x).squeeze(-1) > 0
         order = left.int().argsort(descending=True, stable=True)
         sizes = torch.stack([left.sum(), (~left).sum()]).tolist()
-        parts = [way(part) for way, part in zip(self.ways, x[order].split(sizes), strict=True)]
+        parts = [linear(part) for linear, part in zip(self.kinds, x[order].split(sizes), strict=True)]
         x = x + torch.zeros_like(x).index_copy(0, order, torch.cat(parts))
         return x + self.down(torch.relu(self.up(x)))
 

@@ -1,4 +1,4 @@
-"""Modules with this package's layers of experts."""
+"""Modules with MoE layers of this package."""
 
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from models.hand_written import WIDTH, Lit
 
 
 class Experts(Lit):
-    """Residual layers of experts; each adds losses of its own to the step's."""
+    """Residual MoE layers; each adds its own losses to the step's."""
 
     options: ClassVar[dict[str, Any]] = {}
 
@@ -32,6 +32,6 @@ class Experts(Lit):
 
 
 class Balanced(Experts):
-    """Losses of its routers are means over each batch, so they are left out: replicas have others than one process."""
+    """Without router losses, which are means over each batch: those of replicas differ from one process."""
 
     options: ClassVar = {"balance_loss": 0.0, "shared_experts": 1}

@@ -1,4 +1,4 @@
-"""A language model in the manner of nanoGPT."""
+"""A language model in the style of nanoGPT."""
 
 import math
 
@@ -10,7 +10,7 @@ from models.hand_written import LENGTH, VOCABULARY, WIDTH, Lit
 
 
 class CausalSelfAttention(nn.Module):
-    """One projection for queries, keys and values, a mask in a buffer, and sizes in terms of the whole."""
+    """One projection for queries, keys and values, a mask in a buffer, and sizes of the full module."""
 
     def __init__(self, heads):
         super().__init__()

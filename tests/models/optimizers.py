@@ -1,4 +1,4 @@
-"""Optimizers as people write them: their steps look at more than one parameter at a time."""
+"""Optimizers of users: their steps read more than one parameter at a time."""
 
 import torch
 
@@ -48,7 +48,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 class ScaledByNorm(torch.optim.SGD):
-    """The step is as long as the norm of all gradients says; the number is read."""
+    """The step size depends on the norm of all gradients, which is read as a number."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -66,7 +66,7 @@ class ScaledByNorm(torch.optim.SGD):
 
 
 class ScaledByRows(torch.optim.Optimizer):
-    """Keeps one number for each row of a parameter, made by the gradient's own `new_zeros`."""
+    """Stores one number for each row of a parameter, made by the gradient's `new_zeros`."""
 
     def __init__(self, params, lr=0.05):
         super().__init__(params, {"lr": lr})
@@ -114,7 +114,7 @@ class SharpnessAware(torch.optim.Optimizer):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Goes back half the way every second step; a wrapper without torch's `__init__`, with copies made at its birth."""
+    """Interpolates back every second step; a wrapper without torch's `__init__`, with copies made in its own."""
 
     def __init__(self, base):
         self.base, self.param_groups, self.defaults, self.state = base, base.param_groups, base.defaults, base.state

@@ -1,4 +1,4 @@
-"""A module as users write it and what they pickle of it; nothing here imports the package that is tested.
+"""A user's module and what users pickle of it; nothing here imports the package under test.
 
 Run as a script, it loads pickles where that package cannot be imported: for each line with a path a line of numbers.
 """
@@ -18,7 +18,7 @@ FEATURES, CLASSES = 4, 3
 
 
 class Weighted(nn.Module):
-    """A loss with a buffer of its own."""
+    """A loss with its own buffer."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Weighted(nn.Module):
 
 
 class Forecaster(LightningModule):
-    """Its hyperparameters hold a layer, a loss and a metric, as those of forecasting packages do."""
+    """Its hyperparameters contain a layer, a loss and a metric, as those of forecasting packages do."""
 
     def __init__(self, first, loss, metric, width=4, norm=True):
         super().__init__()
@@ -68,7 +68,7 @@ class Forecaster(LightningModule):
 
 
 class Writes(Callback):
-    """Pickles what there is in a batch, and keeps a copy of the module."""
+    """Pickles objects in a batch, and stores a copy of the module."""
 
     def __init__(self, prefix):
         self.prefix, self.copy = prefix, None
@@ -90,7 +90,7 @@ WHEN = ("batch", "epoch", "after")
 
 
 def write(trainer, module, when, **further):
-    """Pickle all that users pickle, each into a file of its own."""
+    """Pickles everything that users pickle, each into its own file."""
     [writes] = [callback for callback in trainer.callbacks if isinstance(callback, Writes)]
     optimizer = trainer.optimizers[0]
     things = {
@@ -124,7 +124,7 @@ def data(batch_size, reference_of_replicas=False):
 
 
 def numbers(thing):
-    """What a loaded object holds, as plain numbers and names."""
+    """The content of a loaded object, as plain numbers and names."""
     if isinstance(thing, torchmetrics.Metric):
         return {name: numbers(getattr(thing, name)) for name in thing._defaults} | {"value": numbers(thing.compute())}
     if isinstance(thing, nn.Module):
@@ -159,8 +159,8 @@ def numbers(thing):
     return thing if isinstance(thing, (int, float, str, type(None))) else str(type(thing))
 
 
-def load_alone():
-    from harness.worlds.not_installed import hide
+def load_without_package():
+    from harness.worlds.hidden_packages import hide
 
     hide(("lightning_hybrid",))
     for line in sys.stdin:
@@ -174,6 +174,6 @@ def load_alone():
 
 
 if __name__ == "__main__":
-    # classes are those of this module under its own name
+    # classes are those of this module under its real name
 
-    load_alone()
+    load_without_package()

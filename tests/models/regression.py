@@ -1,4 +1,4 @@
-"""Small regressions that tests change in one thing, and their data."""
+"""Small regressions that tests vary, and their data."""
 
 import torch
 from lightning.pytorch import LightningModule
@@ -37,7 +37,7 @@ class Regression(LightningModule):
 
 
 class Manual(Regression):
-    """Optimizes by hand."""
+    """Manual optimization."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ def mlp(layers=4, width=FEATURES):
 
 
 class Regressor(LightningModule):
-    """What the modules below have in common; each defines `forward`."""
+    """Base of the modules below; each defines `forward`."""
 
     def shared_step(self, batch):
         x, y = batch
@@ -107,7 +107,7 @@ class Plain(LightningModule):
 
 
 class EncoderDecoder(LightningModule):
-    """Two parts of two layers each; logs nothing."""
+    """Two halves of two layers each; logs nothing."""
 
     def __init__(self):
         super().__init__()

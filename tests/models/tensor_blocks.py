@@ -1,4 +1,4 @@
-"""Hand-written units as users write them, each with a way of its own to arrange features: `BLOCKS[name]`."""
+"""Hand-written units as users write them, each with its own arrangement of features: `BLOCKS[name]`."""
 
 import math
 
@@ -11,7 +11,7 @@ HEAD_DIM = WIDTH // HEADS
 
 
 class FusedAttention(nn.Module):
-    """One projection for queries, keys and values, and sizes in terms of the whole."""
+    """One projection for queries, keys and values, and sizes of the full module."""
 
     def __init__(self):
         super().__init__()
@@ -208,7 +208,7 @@ class Bottleneck(nn.Module):
 
 
 class SqueezeAndExcite(nn.Module):
-    """Channels are weighed by what their means over all places say."""
+    """Channels are weighted by a function of their means over all positions."""
 
     def __init__(self):
         super().__init__()
@@ -235,8 +235,8 @@ class LoneFirst(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class CastsByHand(nn.Module):
-    """In another dtype than float32 it runs only where casts are watched."""
+class ManualCasts(nn.Module):
+    """In another dtype than float32 it runs only if casts are intercepted."""
 
     def __init__(self):
         super().__init__()
@@ -357,7 +357,7 @@ BLOCKS = {
     "group norm": lambda: (Bottleneck(lambda channels: nn.GroupNorm(4, channels)), (images(8),)),
     "squeeze and excite": lambda: (SqueezeAndExcite(), (images(8),)),
     "lone linear before a pair": lambda: (LoneFirst(), (tokens(),)),
-    "casts by hand": lambda: (CastsByHand(), (tokens(),)),
+    "manual casts": lambda: (ManualCasts(), (tokens(),)),
     "convolutions": lambda: (Convolutions(), (images(3),)),
     "transposed": lambda: (
         nn.Sequential(nn.ConvTranspose1d(8, 16, 2, stride=2), nn.ReLU(), nn.ConvTranspose1d(16, 4, 3)),

@@ -46,7 +46,7 @@ class Tiny(LightningModule):
 
 
 def loader(batch_size, num=16, *, replicas=None, **options):
-    """A loader in order; with `replicas`, in the order in which Lightning deals shuffled samples to that many ranks."""
+    """A loader in order; with `replicas`, in the order of Lightning's shuffled shards for that many ranks."""
     samples = Samples(num)
     if replicas is not None:
         options["sampler"] = DistributedSampler(samples, num_replicas=1, rank=0, shuffle=True, seed=0)

@@ -1,4 +1,4 @@
-"""A backbone and a head, as examples of transfer learning have them."""
+"""A backbone and a head, as in examples of transfer learning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are wide enough to be sharded over tensor ranks."""
+"""Models wide enough to be sharded over tensor ranks."""
 
 from models.hand_written import Encoder
 from models.hugging_face import GPT2, T5, Bert, Llama, ViT

@@ -1,4 +1,4 @@
-"""`lightning.pytorch` and `pytorch_lightning`: which one a file means, and one source for both."""
+"""`lightning.pytorch` and `pytorch_lightning`: which one a user file uses, and one source for both."""
 
 import inspect
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.worlds.not_installed import OPTIONAL
+from harness.worlds.hidden_packages import OPTIONAL
 from lightning_hybrid.namespaces import detect_lightning_namespace as namespaces
 from lightning_hybrid.namespaces import import_modules_twice as twins
 from lightning_hybrid.namespaces.detect_lightning_namespace import namespace_for
@@ -24,7 +24,7 @@ SOURCES = [path for room in twins._TWIN_PACKAGES for path in sorted((ROOT / "lig
 
 @pytest.fixture
 def imported(monkeypatch):
-    """Sets which namespaces are imported and installed; both are installed unless said otherwise."""
+    """Sets which namespaces are imported and installed; both are installed by default."""
 
     def pretend(*tops, installed=("lightning", "pytorch_lightning")):
         for namespace in (LIGHTNING, PYTORCH_LIGHTNING):
@@ -36,56 +36,56 @@ def imported(monkeypatch):
     return pretend
 
 
-def asked_in(source, name="user", **names):
-    """The namespace for a file, where `frame()` stands for asking; imports that are not run still count."""
+def namespace_of(source, name="user", **names):
+    """The namespace for a file that calls `frame()` to find it; imports that are not run still count."""
     file = {"__name__": name, "frame": lambda: sys._getframe(1), **names}
     exec(textwrap.dedent(source), file)
-    return namespace_for(file["asked"])
+    return namespace_for(file["found"])
 
 
-NOT_RUN = "asked = frame()\nif not asked:\n    "
+NOT_RUN = "found = frame()\nif not found:\n    "
 
 
 @pytest.mark.parametrize("others", [(), ("lightning",), ("lightning", "pytorch_lightning")], ids=str)
 @pytest.mark.parametrize(
     "source", ["import pytorch_lightning as pl", "from pytorch_lightning.callbacks import Callback"]
 )
-def test_a_file_means_the_namespace_that_it_imports_even_further_down(imported, source, others):
+def test_file_uses_the_namespace_of_its_imports(imported, source, others):
     imported(*others)
-    assert asked_in(NOT_RUN + source) is PYTORCH_LIGHTNING
+    assert namespace_of(NOT_RUN + source) is PYTORCH_LIGHTNING
 
 
-def test_a_file_with_only_a_model_means_the_models_namespace(imported):
+def test_file_with_only_a_model_uses_the_namespace_of_the_model(imported):
     imported("lightning", "pytorch_lightning")
     base = type("LightningModule", (), {"__module__": "pytorch_lightning.core.module"})
     model = type("Model", (base,), {"__module__": "project.model"})
-    assert asked_in("def build():\n    return frame()\nasked = build()", Model=model) is PYTORCH_LIGHTNING
+    assert namespace_of("def build():\n    return frame()\nfound = build()", Model=model) is PYTORCH_LIGHTNING
 
 
 @pytest.mark.parametrize("named", ["", "import lightning.pytorch, pytorch_lightning"])
-def test_otherwise_the_one_that_is_imported(imported, named):
+def test_default_is_the_imported_namespace(imported, named):
     imported("pytorch_lightning")
-    assert asked_in(NOT_RUN + (named or "pass")) is PYTORCH_LIGHTNING
+    assert namespace_of(NOT_RUN + (named or "pass")) is PYTORCH_LIGHTNING
     imported("lightning")
-    assert asked_in(NOT_RUN + (named or "pass")) is LIGHTNING
+    assert namespace_of(NOT_RUN + (named or "pass")) is LIGHTNING
 
 
-def test_with_both_imported_the_one_that_runs_and_otherwise_lightning(imported):
+def test_running_namespace_wins_and_lightning_is_the_default(imported):
     imported("lightning", "pytorch_lightning")
-    assert asked_in("asked = frame()") is LIGHTNING
+    assert namespace_of("found = frame()") is LIGHTNING
     cli = {"__name__": "pytorch_lightning.cli"}
     exec("def run(function):\n    return function()", cli)
-    assert asked_in("def find():\n    return frame()\nasked = run[0](find)", "jsonargparse", run=[cli["run"]]) is (
+    assert namespace_of("def find():\n    return frame()\nfound = run[0](find)", "jsonargparse", run=[cli["run"]]) is (
         PYTORCH_LIGHTNING
     )
 
 
-def test_one_that_is_not_installed_is_never_meant(imported):
+def test_missing_namespace_is_never_used(imported):
     imported(installed=("lightning",))
-    assert asked_in(NOT_RUN + "import pytorch_lightning as pl") is LIGHTNING
+    assert namespace_of(NOT_RUN + "import pytorch_lightning as pl") is LIGHTNING
     imported(installed=())
     with pytest.raises(ModuleNotFoundError, match="lightning or pytorch-lightning, but neither is installed"):
-        asked_in("asked = frame()")
+        namespace_of("found = frame()")
 
 
 # -- one source -------------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def compiled(source):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_no_file_imports_the_first_namespace_when_loaded_for_the_second(path):
+def test_second_copy_does_not_import_the_first_namespace(path):
     loaded = twins._TwinLoader("twin", str(path)).source_to_code(path.read_bytes(), str(path))
     codes, imports = [loaded], []
     for code in codes:
@@ -117,12 +117,12 @@ def test_no_file_imports_the_first_namespace_when_loaded_for_the_second(path):
         "def late():\n    import lightning.fabric",
     ],
 )
-def test_an_import_that_cannot_be_renamed_is_refused(source):
+def test_unrenamable_import_is_refused(source):
     with pytest.raises(ImportError, match=r"twin\.py:\d: write"):
         compiled(source)
 
 
-def test_lightnings_own_frames_are_not_the_users_line():
+def test_lightning_frames_are_not_user_lines():
     inner = {"__name__": "pytorch_lightning.core.module", "user_line": watch.user_line}
     exec(compile("def log():\n    return user_line()", "/site/pytorch_lightning/core/module.py", "exec"), inner)
     user = {"__name__": "project.lightning.model", "log": inner["log"]}
@@ -135,7 +135,7 @@ def test_lightnings_own_frames_are_not_the_users_line():
 BLOCK = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "tests")!r})
-from harness.worlds.not_installed import hide
+from harness.worlds.hidden_packages import hide
 hide({{missing}})
 """
 # The imports are in the order in which isort puts them.
@@ -170,13 +170,13 @@ MODULES = [f"{path.parent.name}.{path.stem}".removesuffix(".__init__") for path 
 @pytest.mark.parametrize(
     ("namespace", "missing"),
     [
-        # By default in trainer/test_launchers.py, whose script hides the other one and trains.
+        # By default in strategies/world/test_launchers.py, whose script hides the other one and trains.
         pytest.param(LIGHTNING, {"pytorch_lightning", "lightning_fabric"}, marks=pytest.mark.slow),
         (PYTORCH_LIGHTNING, {"lightning"}),
     ],
     ids=lambda value: getattr(value, "top", ""),
 )
-def test_everything_is_there_where_the_other_one_is_missing(namespace, missing):
+def test_everything_imports_with_one_namespace_missing(namespace, missing):
     missing = {*missing, *OPTIONAL}
     code = BLOCK.format(missing=missing) + USE.format(
         package=namespace.package, home=namespace.explicit_home, modules=MODULES, missing=missing
@@ -192,7 +192,7 @@ def test_everything_is_there_where_the_other_one_is_missing(namespace, missing):
     assert done.returncode == 0, done.stderr
 
 
-def test_files_that_both_share_are_one_module():
+def test_shared_files_are_one_module():
     # A scaler of a user's passes the check for its class in both.
     assert PYTORCH_LIGHTNING.counterpart_of("lightning_hybrid.precision.scaler") is None
     assert PYTORCH_LIGHTNING.counterpart_of("lightning_hybrid.step.recording.recorder") is None

@@ -1,4 +1,4 @@
-"""A Trainer of `pytorch_lightning` does what one of `lightning.pytorch` does, with objects of either."""
+"""A Trainer of `pytorch_lightning` equals one of `lightning.pytorch`, with objects of either."""
 
 import gc
 import logging
@@ -19,7 +19,7 @@ PACKAGES = {"lightning": lightning.pytorch, "pytorch_lightning": pytorch_lightni
 
 
 class Single:
-    """What half precision needs, and something that is logged; for a LightningModule of either namespace."""
+    """A half-precision step with a log; for a LightningModule of either namespace."""
 
     def training_step(self, batch, batch_idx):
         loss = torch.nn.functional.mse_loss(self.layers(batch["x"].float()), batch["y"].float())
@@ -79,11 +79,11 @@ def fit(top, objects_of, precision=None, *, as_plugin=False, late=False):
         ("lightning", {"precision": "16-mixed", "as_plugin": True}),
         pytest.param("lightning", {"late": True}, marks=pytest.mark.slow),
     ],
-    ids=["own", "own-16-plugin", "others-16-plugin", "others-late"],
+    ids=["same", "same-16-plugin", "others-16-plugin", "others-late"],
 )
-def test_stages_under_pytorch_lightning_are_bitwise_those_under_lightning(worlds, objects_of, options):
-    alike = {name: value for name, value in options.items() if name in ("precision", "as_plugin")}
-    expected = worlds.run(2, fit, "lightning", "lightning", **alike)[0]
+def test_stages_are_bitwise_equal_under_both_namespaces(worlds, objects_of, options):
+    shared_options = {name: value for name, value in options.items() if name in ("precision", "as_plugin")}
+    expected = worlds.run(2, fit, "lightning", "lightning", **shared_options)[0]
     assert {"loss", "val", "adascale_gain"} <= set(expected)
     for result in worlds.run(2, fit, "pytorch_lightning", objects_of, **options):
         assert_same(result, expected, rtol=0, atol=0)
@@ -107,10 +107,10 @@ def moved(top, other):
     trainer = PACKAGES[top].Trainer(strategy=strategy, callbacks=callback, logger=False, accelerator="cpu", devices=1)
     assert (trainer.strategy, strategy.note, str(callback.path)) == (strategy, "mine", "there.svg")
     assert type(callback) is own.PipelineTimeline
-    # What it holds, Lightning's own defaults included, is of one namespace.
-    held = [strategy, *reachable_from(strategy, [])]
-    held += reachable_from(strategy.precision_plugin, [])
-    tops = {type(value).__module__.split(".")[0] for value in held}
+    # All of its objects, Lightning's defaults included, are of one namespace.
+    reachable = [strategy, *reachable_from(strategy, [])]
+    reachable += reachable_from(strategy.precision_plugin, [])
+    tops = {type(value).__module__.split(".")[0] for value in reachable}
     assert (PACKAGES[other].__name__.split(".")[0] in tops) is False and PACKAGES[top].__name__.split(".")[0] in tops
 
     class Derived(made.Hybrid3DStrategy):
@@ -121,7 +121,7 @@ def moved(top, other):
 
 
 @pytest.mark.world(1)
-def test_a_trainer_takes_our_objects_of_the_other_namespace():
+def test_trainer_accepts_objects_of_the_other_namespace():
     ignore_warnings()
     moved("pytorch_lightning", "lightning")
     moved("lightning", "pytorch_lightning")
@@ -186,13 +186,13 @@ def run_cli(top, config):
     return weights_of(cli.model)
 
 
-def test_class_paths_under_both_command_lines(worlds, tmp_path):
+def test_class_paths_of_both_command_lines(worlds, tmp_path):
     config = tmp_path / "layout.yaml"
     config.write_text(CONFIG.replace("FOLDER", str(tmp_path)))
     expected = worlds.run(2, run_cli, "lightning", str(config))[0]
     assert_same(worlds.run(2, run_cli, "pytorch_lightning", str(config))[0], expected, rtol=0, atol=0)
     assert (tmp_path / "timeline.svg").exists()
-    # What a command line saved can be read again.
+    # The saved config of a command line can be read again.
     saved = tmp_path / "config.yaml"
     assert "Hybrid3DStrategy" in saved.read_text()
     assert_same(worlds.run(2, run_cli, "pytorch_lightning", str(saved))[0], expected, rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""Fits under the strategy are parity with one process: losses, every gradient, parameters after three steps."""
+"""Fits under the strategy match one process: losses, every gradient, parameters after three steps."""
 
 import dataclasses
 import gc
@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from harness.fits import Run, assert_parity, check, fit, fit_whole, joined_batches, reference_of
+from harness.fits import Run, assert_parity, check, fit, fit_joined_batches, joined_batches, reference_of
 from harness.schedules import EAGER, GPIPE, INTERLEAVED, ONE_F_ONE_B
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from models.cases import sample
@@ -20,7 +20,7 @@ def name_of(run):
 
 
 def covered(run):
-    """What is in it, other runs have: the module with replicas, and the layout with another module."""
+    """Other runs cover it: the module with replicas, and the layout with another module."""
     return pytest.param(run, marks=pytest.mark.slow)
 
 
@@ -75,10 +75,10 @@ def test_parity(worlds, run):
     ],
     ids=lambda value: value if isinstance(value, str) else value["schedule"],
 )
-def test_dropout_is_that_of_one_process(worlds, case, strategy):
+def test_dropout_matches_one_process(worlds, case, strategy):
     run = Run(case, pp=2, dp=2, strategy=strategy)
-    _, expected = check(worlds, run, fit_whole)
-    other = reference_of(worlds, dataclasses.replace(run, change=without_dropout), fit_whole)
+    _, expected = check(worlds, run, fit_joined_batches)
+    other = reference_of(worlds, dataclasses.replace(run, change=without_dropout), fit_joined_batches)
     assert not torch.equal(other.losses[0], expected.losses[0]), "dropout must be on"
 
 
@@ -170,7 +170,7 @@ def masked_unevenly(samples):
 
 
 def test_loss_masked_unevenly(worlds):
-    """The loss is the mean over the unmasked labels of the whole batch, not of the microbatches' means."""
+    """The loss is the mean over the unmasked labels of the full batch, not of the microbatches' means."""
     run = Run("GPT2", pp=2, microbatches=2, collate=masked_unevenly)
     ranks = worlds.run(2, fit, run)
     expected = reference_of(worlds, run)
@@ -195,7 +195,7 @@ def test_mask_selects_different_number_of_rows(worlds):
 class Unfreeze(Callback):
     """The last layers train from the start, the first from the second step on."""
 
-    noted = None
+    recorded = None
 
     def on_fit_start(self, trainer, pl_module):
         pl_module.layers[0].requires_grad_(False)
@@ -214,7 +214,7 @@ def test_unfrozen_mid_run(worlds):
     assert "layers.0.0.weight" not in expected.grads[0] and "layers.0.0.weight" in expected.grads[1]
 
 
-def keep_outputs(module):
+def store_outputs(module):
     """The documented idiom: append in validation_step, stack at the end of the epoch."""
     module.outputs = []
 
@@ -229,13 +229,13 @@ def keep_outputs(module):
     module.on_validation_epoch_end = on_validation_epoch_end
 
 
-class KeepsOutputs(Callback):
+class StoresOutputs(Callback):
     def on_validation_end(self, trainer, pl_module):
-        self.noted = pl_module.stacked.clone()
+        self.recorded = pl_module.stacked.clone()
 
 
-def test_outputs_stored_on_self(worlds):
-    run = Run("Layers", pp=2, validate=True, change=keep_outputs, callback=KeepsOutputs)
+def test_values_stored_on_self(worlds):
+    run = Run("Layers", pp=2, validate=True, change=store_outputs, callback=StoresOutputs)
     ranks, expected = check(worlds, run)
     assert expected.extra.shape == (8, 4)
     for rank in ranks:
@@ -258,9 +258,9 @@ def test_buffers_after_run(worlds, strategy):
 
 
 def tiny_loss(module):
-    """A loss whose gradients are zero in float16 unless they are scaled, on the way over the border too."""
-    whole = module.loss
-    module.loss = lambda batch: whole(batch) * 1e-7
+    """A loss whose gradients are zero in float16 unless they are scaled, also when sent between stages."""
+    original = module.loss
+    module.loss = lambda batch: original(batch) * 1e-7
     module.optimizer = "sgd"
 
 
@@ -278,8 +278,8 @@ def test_fp16_loss_gradient_that_is_zero_unscaled(worlds, change):
 
 
 def huge_loss(module):
-    whole = module.loss
-    module.loss = lambda batch: whole(batch) * 1e3
+    original = module.loss
+    module.loss = lambda batch: original(batch) * 1e3
     module.optimizer = "sgd"
 
 
@@ -294,7 +294,7 @@ def test_fp16_overflow_is_seen_by_all_ranks(worlds):
 @pytest.mark.parametrize(
     ("precision", "tolerance"), [("bf16-mixed", 0.1), ("64-true", 1e-10), ("bf16-true", 0.2)], ids=lambda v: str(v)
 )
-def test_number_formats(worlds, precision, tolerance):
+def test_precisions(worlds, precision, tolerance):
     run = Run("Layers", pp=2, dtype=torch.float32, trainer={"precision": precision}, change=use_sgd)
     ranks, _ = check(worlds, run, tolerance=tolerance)
     meant = {"bf16-mixed": torch.float32, "64-true": torch.float64, "bf16-true": torch.bfloat16}[precision]
@@ -328,10 +328,10 @@ class CountsBytes(Callback):
         if batch_idx == 1:
             own = [p for p in pl_module.parameters() if not is_absent(p)]
             absent = [p for p in pl_module.parameters() if is_absent(p)]
-            with torch._C.DisableTorchFunction():  # hooks see the gradients of all ranks; this is about what is here
+            with torch._C.DisableTorchFunction():  # hooks see the gradients of all ranks; this is about local ones
                 assert all(p.grad is None for p in absent)
             assert not any(p in trainer.optimizers[0].state for p in absent)
-            self.noted = {
+            self.recorded = {
                 "after_setup": self.after_setup,
                 "live": self.count(),
                 "own": sum(p.nbytes for p in own),
@@ -347,14 +347,14 @@ def many_layers(module):
     module.layers.extend(mlp(16).double() for _ in range(28))
 
 
-def test_foreign_parameters_are_absent(worlds):
+def test_parameters_of_other_stages_are_absent(worlds):
     run = Run("Layers", pp=4, change=many_layers, callback=CountsBytes)
     ranks = worlds.run(4, fit, run)
     notes = [rank.extra for rank in ranks]
     assert sum(note["own"] for note in notes) == notes[0]["all"]
     for note in notes:
         assert note["own"] < 0.4 * note["all"]
-        # Parameters, gradients and two moments of Adam, and two copies of the gradients in the harness's own notes;
+        # Parameters, gradients and two moments of Adam, and two copies of the gradients in the harness's records;
         # the rest is the batches and values of one step.
         rest = 0.05 * note["all"]
         assert note["own"] <= note["after_setup"] < note["own"] + rest, note
@@ -368,12 +368,12 @@ def num_unmasked(microbatch):
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_loss_masked_unevenly_and_weighted_by_count(worlds, dp):
-    """With ``microbatch_weight`` the loss is the whole batch's mean over unmasked labels, replicas included."""
+    """With ``microbatch_weight`` the loss is the full batch's mean over unmasked labels, replicas included."""
     run = Run("GPT2", pp=2, dp=dp, microbatches=2, collate=masked_unevenly)
     weighted = dataclasses.replace(run, strategy={"microbatch_weight": num_unmasked})
     ranks = worlds.run(2 * dp, fit, weighted)
     expected = reference_of(worlds, run)
-    # Each replica returns its part of the loss, so that the mean over replicas is the whole batch's.
+    # Each replica returns its share of the loss, so that the mean over replicas is the full batch's.
     means = [torch.stack(losses).mean(0) for losses in zip(*(rank.losses for rank in ranks), strict=True)]
     torch.testing.assert_close(means, expected.losses, rtol=1e-10, atol=0)
     for rank in ranks:

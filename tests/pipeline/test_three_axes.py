@@ -1,4 +1,4 @@
-"""Two stages x two replicas x two tensor ranks train well-known architectures to the numbers of one process."""
+"""Two stages x two replicas x two tensor ranks of well-known architectures match single-process training."""
 
 import functools
 
@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from harness import checkpoint_runs as checkpoint
 from harness.fits import Run, assert_parity, fit, reference_of
-from harness.sharded_fraction import NotesCut, Noting, cut_of
+from harness.sharded_fraction import RecordingRun, RecordsFraction, fraction_of
 from harness.verification import call_quietly
 from lightning_hybrid.verify import Experiment, Layout, Verification
 from models.cases import CASES, Samples, make
@@ -30,19 +30,19 @@ MODELS = [  # a small one with tied weights is in the grid of tensor parallelism
 ]
 
 
-def assert_cut(cut):
+def assert_fully_sharded(cut):
     assert cut.share == 1 and not cut.gathered, cut
     assert cut.seconds and max(cut.seconds.values()) < MOST_SECONDS, cut.seconds
 
 
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.__name__)
-def test_parity_and_nothing_gathered(worlds, case):
+def test_parity_without_full_tensors(worlds, case):
     run = Run(case, **EIGHT)
     expected = reference_of(worlds, run)
     ranks = worlds.run(8, fit, run, timeout=180)
     assert_parity(ranks, expected, run)
     # The experts of Mixtral are batched; they are a matter of expert parallelism.
-    assert_cut(cut_of(make(case), ranks[0].plans, within="self_attn." if case is Mixtral else ""))
+    assert_fully_sharded(fraction_of(make(case), ranks[0].plans, within="self_attn." if case is Mixtral else ""))
 
 
 def images():
@@ -50,24 +50,27 @@ def images():
 
 
 @pytest.mark.slow
-def test_statistics_of_replicas_and_convolutions_in_pairs(worlds):
-    """Each microbatch of each replica has statistics of its own, and the reference is run in these parts."""
+def test_batch_statistics_and_paired_convolutions(worlds):
+    """Each microbatch of each replica has its own statistics, and the reference runs these microbatches."""
 
     def run(n, function, /, *args, timeout):
         return worlds.run(n, call_quietly, function, args, timeout=timeout)
 
-    noting = Noting(run)
+    recording_run = RecordingRun(run)
     experiment = Experiment(
-        make_module=functools.partial(make, ResNet), make_data=images, steps=3, trainer={"callbacks": [NotesCut()]}
+        make_module=functools.partial(make, ResNet),
+        make_data=images,
+        steps=3,
+        trainer={"callbacks": [RecordsFraction()]},
     )
     sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
-    report = Verification(experiment, run=noting, timeout=180).check(Layout("2x2x2", devices=8, strategy=sizes))
+    report = Verification(experiment, run=recording_run, timeout=180).check(Layout("2x2x2", devices=8, strategy=sizes))
     assert report.outcome == "same" and report.steps == 3, str(report)
-    assert {name.split(": ")[0] for name in noting.cut.why} == {"downsample.0.weight"}, noting.cut
+    assert {name.split(": ")[0] for name in recording_run.cut.why} == {"downsample.0.weight"}, recording_run.cut
 
 
 @pytest.mark.slow
-def test_clipping_counts_each_element_of_each_rank_once(worlds):
+def test_clipping_counts_each_element_once(worlds):
     run = Run("Llama", **EIGHT, trainer={"gradient_clip_val": 0.05})
     expected = reference_of(worlds, run)
     assert_parity(worlds.run(8, fit, run, timeout=180), expected, run)
@@ -76,7 +79,7 @@ def test_clipping_counts_each_element_of_each_rank_once(worlds):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_eight_ranks_is_read_by_any_number(worlds, tmp_path):
+def test_eight_rank_checkpoint_loads_on_any_number(worlds, tmp_path):
     path = str(tmp_path / "half.ckpt")
     eight = checkpoint.Layout(2, 2, tp=2)
     [(expected, steps)] = worlds.run(1, checkpoint.train, "GPT2", checkpoint.PLAIN, 2)

@@ -1,4 +1,4 @@
-"""Three stages from layers that do not divide by three, and of unequal size."""
+"""Three stages of layers that do not divide by three, and of unequal size."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ WIDTHS = {"4 layers": (8, 8, 8, 8), "7 layers": (6,) * 7, "large first": (64, 4,
 
 @pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b"])
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=list(WIDTHS))
-def test_uneven_layers_train_as_in_one_process(worlds, widths, schedule):
+def test_uneven_layers_match_one_process(worlds, widths, schedule):
     [(expected, loss, _)] = worlds.run(1, run, 1, 1, widths, {})
     options = {"num_microbatches": 4, "schedule": schedule}
     for weights, our_loss, units in worlds.run(3, run, 3, 3, widths, options):

@@ -47,7 +47,7 @@ def test_parity(worlds, model, schedule, sizes):
 
 
 @pytest.mark.parametrize("model", [pytest.param(name, marks=[pytest.mark.slow] * (name != "Bert")) for name in MODELS])
-def test_replicas_alone(worlds, model):
+def test_replicas_only(worlds, model):
     check(worlds, Run(model, dp=2, microbatches=1))
 
 
@@ -64,7 +64,7 @@ def test_accumulation_over_batches_stages_and_replicas(worlds, schedule):
     assert all(len(rank.grads) == 2 and len(rank.losses) == 6 for rank in ranks)
     each = [loss for rank in ranks[:2] for loss in rank.losses]
     assert len({float(loss) for loss in each}) == 12, "batches and replicas must have gradients of their own"
-    # Of one microbatch: were all microbatches alike, a lost one would be scaled away.
+    # Of one microbatch: if all microbatches were equal, scaling would hide a lost one.
     halves = Run("Tied", pp=2, dp=2, num_batches=6, batch_size=2, microbatches=1)
     other = reference_of(worlds, halves)
     assert not torch.allclose(other.losses[0] / 3, expected.losses[0])

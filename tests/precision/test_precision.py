@@ -1,4 +1,4 @@
-"""HybridPrecision is Lightning's plugin in one process, and one loss scale and one gradient norm over a mesh."""
+"""HybridPrecision equals Lightning's plugin in one process, with one loss scale and one gradient norm over a mesh."""
 
 import copy
 
@@ -26,7 +26,7 @@ two_ranks = pytest.mark.world(2)
 
 
 def parameters_with_gradients(num, dtype=torch.float64):
-    """The same on every rank: parameters of a whole model with their gradients."""
+    """The same on every rank: parameters of a full model with their gradients."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(3, index + 2, dtype=dtype)) for index in range(num)]
     for parameter in parameters:
@@ -55,7 +55,7 @@ def stage_of(parameters):
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=str
 )
 @pytest.mark.parametrize("clip_val", [0.5, 1e3])
-def test_clipping_is_parity_with_one_process(dtype, tolerance, clip_val):
+def test_clipping_matches_one_process(dtype, tolerance, clip_val):
     parameters = parameters_with_gradients(4, dtype)
     reference = copy.deepcopy(parameters)
     for p, q in zip(reference, parameters, strict=True):
@@ -68,16 +68,16 @@ def test_clipping_is_parity_with_one_process(dtype, tolerance, clip_val):
     torch.testing.assert_close(plugin.grad_norm(local), norm, rtol=tolerance, atol=0, check_dtype=False)
     plugin.clip_gradients(torch.optim.SGD([*local, foreign], lr=0.1), clip_val)
     for p, q in zip(reference, parameters, strict=True):
-        if any(q is mine for mine in local):
+        if any(q is own_parameter for own_parameter in local):
             torch.testing.assert_close(q.grad, p.grad, rtol=tolerance, atol=0)
     assert foreign.grad is None
 
 
 @two_ranks
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_norm_that_is_not_finite_does_what_torch_does(value):
+def test_non_finite_norm_behaves_as_in_torch(value):
     parameters = parameters_with_gradients(4)
-    parameters[1].grad[0, 0] = value  # on rank 0 alone
+    parameters[1].grad[0, 0] = value  # on rank 0 only
     reference = copy.deepcopy(parameters)
     for p, q in zip(reference, parameters, strict=True):
         p.grad = q.grad.clone()
@@ -85,12 +85,12 @@ def test_a_norm_that_is_not_finite_does_what_torch_does(value):
     local, owned = stage_of(parameters)
     two_stages(owned=owned).clip_gradients(torch.optim.SGD(local, lr=0.1), 1.0)
     for p, q in zip(reference, parameters, strict=True):
-        if any(q is mine for mine in local):
+        if any(q is own_parameter for own_parameter in local):
             torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0, equal_nan=True)
 
 
 @two_ranks
-def test_a_rank_without_gradients_takes_part_in_the_norm():
+def test_rank_without_gradients_joins_the_norm():
     [parameter] = parameters_with_gradients(1)
     expected = parameter.grad.norm()
     if dist.get_rank() == 1:
@@ -110,7 +110,7 @@ def test_values_are_clipped_locally():
 
 @pytest.mark.world(1)
 @pytest.mark.parametrize("connected", [False, True])
-def test_alone_the_norm_is_bitwise_torchs(connected):
+def test_one_process_norm_is_bitwise_equal_to_torch(connected):
     parameters = parameters_with_gradients(3, torch.float32)
     reference = copy.deepcopy(parameters)
     for p, q in zip(reference, parameters, strict=True):
@@ -135,7 +135,7 @@ def scaled_step(plugin, parameter, optimizer, gradient):
 
 @two_ranks
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_overflow_on_one_rank_skips_the_step_on_both(fused):
+def test_overflow_on_one_rank_skips_the_step_on_both(fused):
     plugin = two_stages("16-mixed")
     parameter = nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([parameter], lr=1.0, fused=fused)
@@ -158,7 +158,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(fused):
 
 
 @two_ranks
-def test_a_wholly_frozen_rank_skips_and_steps_with_the_other():
+def test_fully_frozen_rank_skips_and_steps_with_the_other():
     plugin = two_stages("16-mixed")
     parameter = nn.Parameter(torch.zeros(3), requires_grad=dist.get_rank() == 0)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -169,11 +169,11 @@ def test_a_wholly_frozen_rank_skips_and_steps_with_the_other():
 
 
 @two_ranks
-def test_teardown_forgets_the_mesh():
+def test_teardown_releases_the_mesh():
     plugin = two_stages("16-mixed")
     plugin.teardown()
     assert plugin.mesh is None and plugin.scaler.mesh is None
-    if dist.get_rank() == 0:  # alone; a collective would hang
+    if dist.get_rank() == 0:  # on one rank; a collective would hang
         scaled_step(plugin, *one_step(), 1.0)
 
 
@@ -231,7 +231,7 @@ def fit(model, tmp_path, ckpt_path=None, max_steps=-1, **kwargs):
     return trainer
 
 
-def test_float16_with_a_loss_scale_on_the_cpu(tmp_path):
+def test_float16_with_loss_scale_on_cpu(tmp_path):
     plugin = HybridPrecision("16-mixed", scaler=torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2))
     model = OverflowingRegression(overflow_at=2)
     trainer = fit(model, tmp_path, plugins=[plugin], gradient_clip_val=1.0)
@@ -244,10 +244,10 @@ def test_float16_with_a_loss_scale_on_the_cpu(tmp_path):
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_a_checkpoint_goes_over_to_lightnings_plugin_and_back(tmp_path, ours_first):
-    def plugin(ours):
+def test_checkpoint_is_interchangeable_with_the_plugin_of_lightning(tmp_path, ours_first):
+    def plugin(is_hybrid):
         scaler = torch.amp.GradScaler("cpu", init_scale=32.0, growth_interval=2)
-        return HybridPrecision("16-mixed", scaler=scaler) if ours else MixedPrecision("16-mixed", "cpu", scaler)
+        return HybridPrecision("16-mixed", scaler=scaler) if is_hybrid else MixedPrecision("16-mixed", "cpu", scaler)
 
     first = fit(OverflowingRegression(), tmp_path, plugins=[plugin(ours_first)], max_steps=5)
     first.save_checkpoint(tmp_path / "a.ckpt")
@@ -259,7 +259,7 @@ def test_a_checkpoint_goes_over_to_lightnings_plugin_and_back(tmp_path, ours_fir
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "16-mixed"])
-def test_a_fit_is_bitwise_lightnings(tmp_path, name):
+def test_fit_is_bitwise_equal_to_lightning(tmp_path, name):
     stock = {
         "32-true": Precision,
         "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cpu"),
@@ -278,24 +278,24 @@ def test_a_fit_is_bitwise_lightnings(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_own_plugin_stays(name):
+def test_user_plugin_is_kept(name):
     plugin = HybridPrecision(name)
     assert HybridPrecision.of(plugin) is plugin
     assert plugin.precision == name
     assert plugin.loss_scale == (2.0**16 if name == "16-mixed" else 1.0)
 
 
-def test_a_users_scaler_keeps_its_settings():
+def test_user_scaler_keeps_its_settings():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=7)
-    ours = HybridPrecision.of(MixedPrecision("16-mixed", "cpu", scaler)).scaler
-    assert isinstance(ours, MeshGradScaler)
-    assert ours.state_dict() == scaler.state_dict()
+    is_hybrid = HybridPrecision.of(MixedPrecision("16-mixed", "cpu", scaler)).scaler
+    assert isinstance(is_hybrid, MeshGradScaler)
+    assert is_hybrid.state_dict() == scaler.state_dict()
     parameter, optimizer = one_step()
-    scaled_step(HybridPrecision("16-mixed", scaler=ours), parameter, optimizer, float("inf"))
-    assert ours.get_scale() == 2.0
+    scaled_step(HybridPrecision("16-mixed", scaler=is_hybrid), parameter, optimizer, float("inf"))
+    assert is_hybrid.get_scale() == 2.0
     again = MeshGradScaler("cpu")
-    again.load_state_dict(ours.state_dict())
-    assert again.state_dict() == ours.state_dict()
+    again.load_state_dict(is_hybrid.state_dict())
+    assert again.state_dict() == is_hybrid.state_dict()
     assert not MeshGradScaler.of(torch.amp.GradScaler("cpu", enabled=False)).is_enabled()
 
 
@@ -308,28 +308,28 @@ def test_clipping_with_a_fused_optimizer():
     torch.testing.assert_close(parameter.grad.norm(), torch.tensor(0.5))
 
 
-class OwnPrecision(MixedPrecision):
+class UserPrecision(MixedPrecision):
     pass
 
 
-class OwnScaler(torch.amp.GradScaler):
+class UserScaler(torch.amp.GradScaler):
     pass
 
 
 @pytest.mark.parametrize(
     "plugin",
-    [lambda: FSDPPrecision("32-true"), lambda: OwnPrecision("bf16-mixed", "cpu")],
+    [lambda: FSDPPrecision("32-true"), lambda: UserPrecision("bf16-mixed", "cpu")],
     ids=["other strategy", "subclass"],
 )
-def test_plugins_with_behaviour_of_their_own_are_refused(plugin):
+def test_plugins_with_overrides_are_refused(plugin):
     with pytest.raises(TypeError, match="supported are Precision, MixedPrecision, HalfPrecision"):
         HybridPrecision.of(plugin())
 
 
-def test_wrong_arguments_are_refused():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match="precision='8-bit' is unknown; use one of 32-true, bf16-mixed"):
         HybridPrecision("8-bit")
     with pytest.raises(ValueError, match="takes no scaler"):
         HybridPrecision("bf16-mixed", scaler=torch.amp.GradScaler("cpu"))
-    with pytest.raises(TypeError, match="the scaler is a OwnScaler"):
-        HybridPrecision("16-mixed", scaler=OwnScaler("cpu"))
+    with pytest.raises(TypeError, match="the scaler is a UserScaler"):
+        HybridPrecision("16-mixed", scaler=UserScaler("cpu"))

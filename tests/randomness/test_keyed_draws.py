@@ -1,4 +1,4 @@
-"""What counts as a draw, and that the count does not depend on what is watched."""
+"""Which calls count as draws, and that the count does not depend on the observed modules."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from lightning_hybrid.randomness.drawing_ops import draws
         ("add", (1, 2), {}, False),
     ],
 )
-def test_a_call_draws_only_if_it_is_switched_on(name, args, kwargs, expected):
+def test_call_draws_only_if_enabled(name, args, kwargs, expected):
     assert draws(name, args, kwargs) is expected
 
 
@@ -50,7 +50,7 @@ class DrawsInTheGlue(nn.Module):
         return self.head(x).square().mean()
 
 
-def test_draws_of_the_glue_do_not_depend_on_which_modules_are_units():
+def test_glue_draws_do_not_depend_on_the_units():
     torch.manual_seed(0)
     module = DrawsInTheGlue().double()
     x = torch.randn(4, 8, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Buffers of replicas are treated as DDP treats them: those of the first replica are sent to all before each step."""
+"""Buffers of replicas are broadcast as by DDP: those of the first replica are sent to all before each step."""
 
 import pytest
 import torch
@@ -12,15 +12,15 @@ from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
 from models.hand_written import BatchNorms
 
 
-class Sees(Callback):
-    """The buffers that this rank has around steps and validation."""
+class RecordsBuffers(Callback):
+    """Records the buffers of this rank around steps and validation."""
 
     def __init__(self):
-        self.noted = []
+        self.recorded = []
 
     def see(self, when, module):
-        held = {name: b.detach().clone() for name, b in module.named_buffers() if b.is_floating_point()}
-        self.noted.append((when, held))
+        clones = {name: b.detach().clone() for name, b in module.named_buffers() if b.is_floating_point()}
+        self.recorded.append((when, clones))
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         self.see("step", pl_module)
@@ -34,38 +34,44 @@ def under_ddp(run):
 
 
 def assert_same(run, ranks, expected):
-    """Each rank has seen what its replica saw under DDP."""
-    val_loss = sum(each.logged["val_loss"] for each in expected) / run.dp  # there each rank logs its own
+    """Each rank has the records of its replica under DDP."""
+    val_loss = sum(each.logged["val_loss"] for each in expected) / run.dp  # there each rank logs its own value
     for rank, fitted in enumerate(ranks):
         replica = rank % run.dp
         assert [when for when, _ in fitted.extra] == [when for when, _ in expected[replica].extra]
-        for (when, held), (_, theirs) in zip(fitted.extra, expected[replica].extra, strict=True):
-            assert held.keys() == theirs.keys()
-            for name, buffer in held.items():
+        for (when, clones), (_, reference) in zip(fitted.extra, expected[replica].extra, strict=True):
+            assert clones.keys() == reference.keys()
+            for name, buffer in clones.items():
                 if run.pp > 1 and not any(name.startswith(f"{unit}.") for unit in fitted.units[rank // run.dp]):
                     continue  # of a layer of another stage
-                torch.testing.assert_close(buffer, theirs[name], rtol=1e-10, atol=1e-12, msg=f"{rank} {when} {name}")
+                torch.testing.assert_close(buffer, reference[name], rtol=1e-10, atol=1e-12, msg=f"{rank} {when} {name}")
         assert fitted.logged["val_loss"] == pytest.approx(val_loss, rel=1e-9)
 
 
 ACCUMULATED = {"accumulate_grad_batches": 2, "val_check_interval": 2}
 RUNS = {
-    "dp2": Run("BatchNorms", dp=2, microbatches=1, num_batches=3, validate=True, callback=Sees),
+    "dp2": Run("BatchNorms", dp=2, microbatches=1, num_batches=3, validate=True, callback=RecordsBuffers),
     "accumulated": Run(
-        "BatchNorms", dp=2, microbatches=1, num_batches=5, validate=True, callback=Sees, trainer=ACCUMULATED
+        "BatchNorms", dp=2, microbatches=1, num_batches=5, validate=True, callback=RecordsBuffers, trainer=ACCUMULATED
     ),
-    "pp2": Run("BatchNorms", pp=2, dp=2, microbatches=1, num_batches=3, validate=True, callback=Sees),
+    "pp2": Run("BatchNorms", pp=2, dp=2, microbatches=1, num_batches=3, validate=True, callback=RecordsBuffers),
     "zero": Run(
-        "BatchNorms", dp=2, microbatches=1, num_batches=3, validate=True, callback=Sees, strategy={"zero_stage": 3}
+        "BatchNorms",
+        dp=2,
+        microbatches=1,
+        num_batches=3,
+        validate=True,
+        callback=RecordsBuffers,
+        strategy={"zero_stage": 3},
     ),
 }
 
 
 @pytest.mark.parametrize("run", list(RUNS.values()), ids=list(RUNS))
-def test_as_under_ddp(worlds, run):
+def test_matches_ddp(worlds, run):
     expected = worlds.run(2, under_ddp, run)
-    last = [held for when, held in expected[0].extra if when == "step"][-1]
-    others = [held for when, held in expected[1].extra if when == "step"][-1]
+    last = [clones for when, clones in expected[0].extra if when == "step"][-1]
+    others = [clones for when, clones in expected[1].extra if when == "step"][-1]
     assert any((last[name] != others[name]).any() for name in last), "replicas have statistics of their own in a step"
     assert_same(run, worlds.run(run.world_size, fit, run, timeout=60), expected)
 
@@ -92,7 +98,7 @@ def shared():
     module = Many(7 if rank == 0 else 0)
     buffers = ReplicaBufferBroadcast(module, dist.group.WORLD, torch.device("cpu"))
     if rank == 1:
-        module.small = torch.zeros(2, dtype=torch.bfloat16)  # a cache that was made anew, of another size
+        module.small = torch.zeros(2, dtype=torch.bfloat16)  # a recreated cache, of another size
     buffers.share()
     first = {name: buffer.clone() for name, buffer in module.named_buffers()}
     module.number.fill_(rank)
@@ -120,8 +126,8 @@ def test_buffers_of_every_kind(worlds):
 def test_one_replica_sends_nothing():
     module = BatchNorms()
 
-    class Alone:
+    class SingleRank:
         def size(self):
             return 1
 
-    ReplicaBufferBroadcast(module, Alone(), torch.device("cpu")).share()
+    ReplicaBufferBroadcast(module, SingleRank(), torch.device("cpu")).share()

@@ -1,4 +1,4 @@
-"""GradientReducer leaves the mean of the ranks' gradients, whatever each rank trained, froze or used."""
+"""GradientReducer leaves the mean of the ranks' gradients for any trained, frozen or unused parameters."""
 
 import copy
 
@@ -24,7 +24,7 @@ def gathered(value):
 
 
 def mean_over_ranks(gradient, like):
-    """The mean computed by hand, out of everybody's gradient; None counts as zeros unless all are None."""
+    """The manual mean over the ranks' gradients; None counts as zeros unless all are None."""
     gradients = gathered(None if gradient is None else gradient.clone())
     if all(other is None for other in gradients):
         return None
@@ -66,7 +66,7 @@ def backward(model, order, seed=None, width=8, dtype=torch.float32):
 
 
 def checked_step(model, reducer, orders, **kwargs):
-    """Backwards over `orders`, of which the last one is armed, against the mean computed by hand."""
+    """Backwards over `orders`, of which the last one is armed, against the manual mean."""
     oracle = copy.deepcopy(model)
     for parameter, own in zip(oracle.parameters(), model.parameters(), strict=True):
         parameter.requires_grad_(own.requires_grad)
@@ -107,7 +107,7 @@ class Counter:
 
 @two_ranks
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_bitwise_the_mean_of_the_ranks(dtype):
+def test_bitwise_mean_over_ranks(dtype):
     model = Layers(dtype=dtype)
     reducer = small_buckets(model)
     for _ in range(3):
@@ -116,7 +116,7 @@ def test_bitwise_the_mean_of_the_ranks(dtype):
 
 
 @two_ranks
-def test_bitwise_when_gradients_are_zeroed_in_place():
+def test_bitwise_with_gradients_zeroed_in_place():
     model = Layers()
     reducer = small_buckets(model)
     for _ in range(3):
@@ -128,7 +128,7 @@ def test_bitwise_when_gradients_are_zeroed_in_place():
 
 
 @two_ranks
-def test_what_was_accumulated_before_counts_in():
+def test_accumulated_gradients_are_included():
     model = Layers()
     reducer = small_buckets(model)
     checked_step(model, reducer, [range(6), range(6), [0, 2]])
@@ -136,7 +136,7 @@ def test_what_was_accumulated_before_counts_in():
 
 
 @two_ranks
-def test_a_parameter_that_one_rank_did_not_use():
+def test_parameter_unused_on_one_rank():
     model = Layers()
     reducer = small_buckets(model)
     for unused in range(6):
@@ -145,7 +145,7 @@ def test_a_parameter_that_one_rank_did_not_use():
 
 
 @two_ranks
-def test_a_parameter_that_no_rank_used_has_no_gradient():
+def test_parameter_unused_on_all_ranks_has_no_gradient():
     model = Layers()
     reducer = small_buckets(model)
     checked_step(model, reducer, [[0, 1, 4, 5]])
@@ -157,7 +157,7 @@ def test_a_parameter_that_no_rank_used_has_no_gradient():
 
 
 @two_ranks
-def test_nobody_has_any_gradient():
+def test_no_rank_has_gradients():
     model = Layers()
     small_buckets(model).reduce()
     assert all(p.grad is None for p in model.parameters())
@@ -165,7 +165,7 @@ def test_nobody_has_any_gradient():
 
 @two_ranks
 @pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [2, 0, 5, 1, 4, 3]], ids=str)
-def test_hooks_may_come_in_any_order(order):
+def test_hooks_fire_in_any_order(order):
     model = Layers()
     reducer = small_buckets(model)
     # Even in another one on every rank.
@@ -209,7 +209,7 @@ def test_parameters_frozen_on_one_rank_only():
 
 
 @two_ranks
-def test_reduce_takes_the_gradients_that_are_there():
+def test_reduce_uses_existing_gradients():
     model = Layers()
     reducer = small_buckets(model)
     backward(model, [dist.get_rank(), 2])
@@ -239,7 +239,7 @@ def test_views_keep_strides():
 
 
 @two_ranks
-def test_dtypes_travel_apart():
+def test_dtypes_have_separate_buckets():
     torch.manual_seed(0)
     dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float16]
     parameters = [(str(i), nn.Parameter(torch.zeros(7, dtype=dtype))) for i, dtype in enumerate(dtypes)]
@@ -329,7 +329,7 @@ def test_one_message_per_bucket():
 
 
 @two_ranks
-def test_full_buckets_leave_during_the_backward():
+def test_full_buckets_are_sent_during_backward():
     model = Layers()
     reducer = small_buckets(model)
     reducer.reduce()
@@ -342,7 +342,7 @@ def test_full_buckets_leave_during_the_backward():
 
 
 @two_ranks
-def test_a_parameter_under_two_names_counts_once():
+def test_parameter_with_two_names_counts_once():
     model = Layers(num_layers=2)
     parameters = list(model.named_parameters())
     reducer = GradientReducer([*parameters, ("again", parameters[0][1])], group())
@@ -350,7 +350,7 @@ def test_a_parameter_under_two_names_counts_once():
 
 
 class Log:
-    """Notes what an observer sees."""
+    """Records the calls of an observer."""
 
     def __init__(self):
         self.before, self.after = {}, {}
@@ -368,7 +368,7 @@ class Log:
 
 
 @two_ranks
-def test_an_observer_sees_every_gradient_on_both_sides():
+def test_observer_sees_gradients_before_and_after():
     model = Layers()
     model.layers[3].requires_grad_(False)
     reducer = small_buckets(model)
@@ -386,7 +386,7 @@ def test_an_observer_sees_every_gradient_on_both_sides():
 
 
 @two_ranks
-def test_an_observer_sees_sparse_gradients_once():
+def test_observer_sees_sparse_gradients_once():
     model = Embeddings()
     reducer = GradientReducer(list(model.named_parameters()), group())
     for _ in range(2):
@@ -401,7 +401,7 @@ def test_an_observer_sees_sparse_gradients_once():
 
 
 @two_ranks
-def test_wrong_order_of_calls_is_refused():
+def test_wrong_call_order_is_refused():
     reducer = small_buckets(Layers())
     with pytest.raises(RuntimeError, match=r"without arm\(\)"):
         reducer.finish()
@@ -412,7 +412,7 @@ def test_wrong_order_of_calls_is_refused():
 
 
 @two_ranks
-def test_a_gradient_after_its_bucket_left_is_refused():
+def test_gradient_after_its_bucket_was_sent_is_refused():
     model = Layers(num_layers=2)
     reducer = small_buckets(model)
     reducer.arm()

@@ -1,4 +1,4 @@
-"""SyncedBatchNorm is BatchNorm on what all ranks have, whatever each of them has."""
+"""SyncedBatchNorm equals BatchNorm on the data of all ranks, for any sizes of it."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ def sync(kind, rows):
     """This rank's rows of outputs and gradients, and the same of one BatchNorm on all rows."""
     torch.manual_seed(0)
     make, shape = KINDS[kind]
-    whole, mine = make().double(), make().double()
-    mine.load_state_dict(whole.state_dict())
+    reference, local = make().double(), make().double()
+    local.load_state_dict(reference.state_dict())
     x = (torch.randn(shape, dtype=torch.float64) * 3 + 1).requires_grad_()
     weights = torch.randn(shape, dtype=torch.float64)
     first = sum(rows[: dist.get_rank()])
@@ -28,27 +28,27 @@ def sync(kind, rows):
     own = x.detach()[part].requires_grad_()
     outputs = []
     for _ in range(2):  # twice, for the running averages
-        y = whole(x)
+        y = reference(x)
         (y * weights).sum().backward()
         with SyncedBatchNorm(dist.group.WORLD).running():
-            z = mine(own)
+            z = local(own)
             (z * weights[part]).sum().backward()
         outputs.append((z, y[part]))
-    for parameter in mine.parameters():
+    for parameter in local.parameters():
         dist.all_reduce(parameter.grad)
-    gradients = [(p.grad, q.grad) for p, q in zip(mine.parameters(), whole.parameters(), strict=True)]
-    states = list(zip(mine.buffers(), whole.buffers(), strict=True))
+    gradients = [(p.grad, q.grad) for p, q in zip(local.parameters(), reference.parameters(), strict=True)]
+    states = list(zip(local.buffers(), reference.buffers(), strict=True))
     pairs = [*outputs, (own.grad, x.grad[part]), *gradients, *states]
     return [(a.detach().clone(), b.detach().clone()) for a, b in pairs]
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_as_one_process(worlds, kind, rows):
+def test_matches_one_process(worlds, kind, rows):
     for pairs in worlds.run(2, sync, kind, ROWS[rows]):
         assert len(pairs) >= 3
-        for ours, expected in pairs:
-            torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
+        for actual, expected in pairs:
+            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def in_half(dtype):
@@ -60,7 +60,7 @@ def in_half(dtype):
     return y.dtype, x.grad.dtype, norm.weight.grad.dtype, float(y.float().std()), norm.running_mean.dtype
 
 
-def test_half_precision_has_statistics_in_single(worlds):
+def test_half_precision_has_float32_statistics(worlds):
     for *dtypes, deviation, buffer in worlds.run(2, in_half, torch.bfloat16):
         assert {*dtypes, buffer} == {torch.bfloat16}
         assert abs(deviation - 1) < 0.02
@@ -74,5 +74,5 @@ def evaluates():
     return torch.batch_norm is norm.__class__ or "SyncedBatchNorm" in repr(torch.batch_norm)
 
 
-def test_evaluation_asks_nobody_and_nothing_is_left_behind(worlds):
+def test_evaluation_does_not_communicate_or_keep_state(worlds):
     assert worlds.run(2, evaluates) == [False, False]

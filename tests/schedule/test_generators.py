@@ -20,7 +20,7 @@ def test_gpipe_runs_all_forwards_then_all_backwards():
     )
 
 
-def test_gpipe_with_several_stages_goes_breadth_first():
+def test_gpipe_with_several_stages_is_breadth_first():
     assert rows_of(gpipe(2, 2, stages_per_rank=2)) == (
         "0F0 0F1 2F0 2F1 2B0 2B1 2R 0B0 0B1 0R",
         "1F0 1F1 3F0 3F1 3B0 3B1 3R 1B0 1B1 1R",
@@ -39,21 +39,21 @@ def test_1f1b_with_fewer_microbatches_than_ranks():
     assert rows_of(one_f_one_b(3, 1)) == ("0F0 0B0 0R", "1F0 1B0 1R", "2F0 2B0 2R")
 
 
-def test_interleaved_1f1b_hands_groups_of_microbatches_through_the_stages():
+def test_interleaved_1f1b_passes_groups_of_microbatches_through_the_stages():
     assert rows_of(interleaved_1f1b(2, 4, stages_per_rank=2)) == (
         "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 2R 0B2 0B3 0R",
         "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 3R 1B2 1B3 1R",
     )
 
 
-def test_interleaved_1f1b_with_a_ragged_number_of_microbatches_makes_the_first_group_larger():
+def test_interleaved_1f1b_with_a_remainder_enlarges_the_first_group():
     assert rows_of(interleaved_1f1b(2, 3, stages_per_rank=2)) == (
         "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 2R 0B0 0B1 0B2 0R",
         "1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 3R 1B0 1B1 1B2 1R",
     )
 
 
-def test_forward_only_has_nothing_to_reduce():
+def test_forward_only_reduces_nothing():
     assert rows_of(forward_only(2, 3)) == ("0F0 0F1 0F2", "1F0 1F1 1F2")
     assert rows_of(forward_only(2, 4, stages_per_rank=2)) == (
         "0F0 0F1 2F0 2F1 0F2 0F3 2F2 2F3",
@@ -72,7 +72,7 @@ def bubble(schedule, forward_seconds, backward_seconds):
 
 @pytest.mark.parametrize("backward_seconds", [1.0, 2.0])
 @pytest.mark.parametrize("p", [1, 2, 4, 7])
-def test_bubbles_are_the_known_ones(p, backward_seconds):
+def test_bubble_formulas(p, backward_seconds):
     for m in (1, 2, 4, 5, 11):
         known = (p - 1) / (m + p - 1)
         assert bubble(gpipe(p, m), 1.0, backward_seconds) == pytest.approx(known)
@@ -85,14 +85,14 @@ def test_bubbles_are_the_known_ones(p, backward_seconds):
                 assert interleaved <= known + 1e-9
 
 
-def test_1f1b_holds_few_activations_where_gpipe_holds_all():
+def test_1f1b_keeps_fewer_activations_than_gpipe():
     portals = chain(4)
     assert check_schedule(gpipe(4, 8), portals) == (8, 8, 8, 8)
     assert check_schedule(one_f_one_b(4, 8), portals) == (4, 3, 2, 1)
     assert check_schedule(forward_only(4, 8), portals) == (0, 0, 0, 0)
 
 
-def test_eager_1f1b_starts_with_twice_the_forwards():
+def test_eager_1f1b_doubles_the_warmup():
     assert rows_of(eager_1f1b(3, 6)) == (
         "0F0 0F1 0F2 0F3 0F4 0B0 0F5 0B1 0B2 0B3 0B4 0B5 0R",
         "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5 1R",
@@ -109,7 +109,7 @@ def test_eager_1f1b_starts_with_twice_the_forwards():
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
-def test_eager_1f1b_waits_for_no_transfer_but_the_first_and_the_last(p):
+def test_eager_1f1b_waits_only_for_the_first_and_last_transfer(p):
     for m in (1, 2, 4, 7, 16):
         schedule, portals = eager_1f1b(p, m), chain(p)
         assert check_schedule(schedule, portals) == tuple(min(2 * (p - rank) - 1, m) for rank in range(p))
@@ -124,7 +124,7 @@ def test_eager_1f1b_waits_for_no_transfer_but_the_first_and_the_last(p):
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b"])
-def test_every_schedule_sums_gradients_in_ascending_order_and_reduces_right_after(name):
+def test_gradients_are_summed_in_ascending_order_and_reduced_at_once(name):
     for p, m, v in [(1, 3, 2), (2, 5, 1), (3, 7, 2), (4, 6, 3)]:
         schedule = make_schedule(name, p, m, v)
         for stage in range(schedule.num_stages):
@@ -145,11 +145,11 @@ def test_schedules_by_name():
 
 
 @pytest.mark.parametrize("text", ["2F0", "0B13", "11I4", "3W2", "2R"])
-def test_an_action_has_a_short_form(text):
+def test_action_text(text):
     assert str(action_of(text)) == text
 
 
-def test_stages_are_assigned_to_ranks_in_turn():
+def test_stages_are_assigned_round_robin():
     schedule = interleaved_1f1b(3, 3, 2)
     assert schedule.num_stages == 6
     assert [schedule.rank_of(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
@@ -170,7 +170,7 @@ def test_zero_bubble():
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
-def test_zero_bubble_has_a_third_of_the_bubble_for_a_few_activations_more(p):
+def test_zero_bubble_has_a_third_of_the_bubble(p):
     for m in (1, 2, 4, 7, 16):
         schedule, known = zero_bubble(p, m), (p - 1) / (3 * m + p - 1)
         assert check_schedule(schedule, chain(p)) == (min(p, m),) * p

@@ -30,7 +30,7 @@ def test_text_shows_the_schedule():
     ]
 
 
-def test_text_shortens_what_does_not_fit():
+def test_text_is_truncated():
     lanes = to_text(simulated(p=2, m=30), width=60).splitlines()[:2]
     assert all(len(lane) == len("rank 0 ") + 60 for lane in lanes)
     assert "F" in lanes[0] and "B" in lanes[0]
@@ -41,7 +41,7 @@ def texts_of(svg):
     return ["".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text")]
 
 
-def test_svg_shows_lanes_numbers_bubble_units_and_legend():
+def test_svg_elements():
     texts = texts_of(to_svg(simulated(reduce_seconds=2.0), title="1F1B <of> 3 & 4"))
     assert "1F1B <of> 3 & 4" in texts
     assert {"rank 0", "rank 1", "rank 2", "forward", "backward", "reduce"} <= set(texts)
@@ -52,14 +52,14 @@ def test_svg_shows_lanes_numbers_bubble_units_and_legend():
 
 
 @pytest.mark.parametrize(("seconds", "unit"), [(1e-8, "ns"), (1e-5, "µs"), (1e-3, "ms"), (1.0, "s"), (3600.0, "s")])
-def test_times_carry_a_unit_that_fits(seconds, unit):
+def test_time_units(seconds, unit):
     timeline = simulated(forward_seconds=seconds, backward_seconds=seconds)
     ticks = [text for text in texts_of(to_svg(timeline)) if text.endswith(f" {unit}")]
     assert 5 <= len(ticks) <= 12
     assert to_text(timeline).splitlines()[-2].endswith(f" {unit}")
 
 
-def test_a_measured_timeline_may_have_gaps_overlaps_and_a_late_start():
+def test_measured_timeline_with_gaps_overlaps_and_late_start():
     timeline = Timeline(spans("0 0F0 100 101", "0 0B0 100.5 102", "1 1F0 101 102", "1 1B0 103 104"), num_ranks=2)
     assert timeline.makespan_seconds == 4.0
     assert timeline.busy_seconds == (2.0, 2.0)
@@ -68,7 +68,7 @@ def test_a_measured_timeline_may_have_gaps_overlaps_and_a_late_start():
     assert to_text(timeline, width=8).splitlines()[1] == "rank 1 ..F0..B0"
 
 
-def test_an_empty_timeline_can_be_drawn():
+def test_empty_timeline():
     timeline = Timeline((), num_ranks=2)
     assert timeline.bubble == 0.0
     ElementTree.fromstring(to_svg(timeline))

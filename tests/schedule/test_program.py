@@ -22,7 +22,7 @@ from lightning_hybrid.schedule.generators import eager_1f1b, gpipe, one_f_one_b,
 from lightning_hybrid.schedule.linked_stages_and_messages import made_by, needed_by
 
 
-def test_a_lowered_program():
+def test_lowered_program():
     program = lower(one_f_one_b(2, 2), chain(2))
     assert [" ".join(map(str, row)) for row in program.instructions] == [
         "0F0 send(0>1F0) 0F1 send(0>1F1) recv(1>0B0) recv(1>0B1) 0B0 0B1 0R",
@@ -52,7 +52,7 @@ def test_every_schedule_is_proved_with_every_kind_of_portals(kind, p):
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("kind", ["chain", "skips", "all pairs"])
-def test_schedules_of_one_stage_per_rank_are_proved_too(kind, p):
+def test_single_stage_schedules_are_proved(kind, p):
     portals = portals_of(kind, p)
     for m in range(1, 10) if kind == "chain" else (1, 2, 5):
         for generate in (zero_bubble, eager_1f1b):
@@ -61,13 +61,13 @@ def test_schedules_of_one_stage_per_rank_are_proved_too(kind, p):
             check_programs(schedule, portals)
 
 
-def test_gradients_leave_before_those_of_the_weights_are_made():
+def test_input_gradients_are_sent_before_weight_gradients():
     [_, row] = lower(zero_bubble(2, 3), chain(2)).instructions
     words = [str(instruction) for instruction in row]
     assert words.index("1I2") < words.index("send(1>0B2)") < words.index("1W2")
 
 
-def test_with_tags_the_last_stage_posts_its_next_receive_before_it_sends_a_gradient():
+def test_tagged_last_stage_posts_its_receive_before_it_sends():
     schedule, portals = one_f_one_b(4, 8), chain(4)
     queue, tags = (lower(schedule, portals, channel=channel).instructions[-1] for channel in ("queue", "tags"))
     receive, send = Receive(Message("forward", 2, 3, 4)), Send(Message("backward", 3, 2, 3))
@@ -77,7 +77,7 @@ def test_with_tags_the_last_stage_posts_its_next_receive_before_it_sends_a_gradi
         check_program(dataclasses.replace(lower(schedule, portals, channel="tags"), channel="queue"))
 
 
-def test_small_messages_are_received_for_while_a_rank_is_idle():
+def test_small_messages_are_received_while_idle():
     schedule, portals = one_f_one_b(4, 8), chain(4)
     rows = [" ".join(map(str, r)) for r in lower(schedule, portals, channel="tags", idle_within=100).instructions]
     assert rows[3].startswith(" ".join(f"recv(2>3F{m})" for m in range(8)) + " 3F0")
@@ -88,7 +88,7 @@ def test_small_messages_are_received_for_while_a_rank_is_idle():
     assert max(check_program(near)) < max(check_program(lower(schedule, portals, channel="tags", idle_within=100)))
 
 
-def test_with_tags_an_unposted_receive_is_still_found():
+def test_tagged_unposted_receive_is_found():
     program = lower(one_f_one_b(2, 2), chain(2), channel="tags")
     rows = (
         program.instructions[0],
@@ -98,7 +98,7 @@ def test_with_tags_an_unposted_receive_is_still_found():
         check_program(dataclasses.replace(program, instructions=rows))
 
 
-def test_posting_ahead_costs_one_buffer_per_peer():
+def test_posting_ahead_needs_one_buffer_per_peer():
     schedule, portals = one_f_one_b(4, 16), chain(4)
     assert check_program(lower(schedule, portals, post_ahead=0)) == (1, 2, 2, 1)
     assert check_program(lower(schedule, portals)) == (2, 2, 2, 2)
@@ -106,7 +106,7 @@ def test_posting_ahead_costs_one_buffer_per_peer():
         assert max(check_program(lower(schedule, portals, post_ahead=post_ahead))) <= 2 + 2 * post_ahead
 
 
-def test_what_an_action_needs_and_makes():
+def test_inputs_and_outputs_of_actions():
     portals = Portals(frozenset({(0, 1), (1, 2), (0, 2)}), frozenset({(0, 1), (0, 2)}))
     assert needed_by(action_of("2F3"), portals) == (Message("forward", 0, 2, 3), Message("forward", 1, 2, 3))
     assert made_by(action_of("0F3"), portals) == (Message("forward", 0, 1, 3), Message("forward", 0, 2, 3))
@@ -117,7 +117,7 @@ def test_what_an_action_needs_and_makes():
     assert made_by(action_of("2W3"), portals) == needed_by(action_of("2R"), portals) == ()
 
 
-def test_split_backwards_are_proved_and_lowered_too():
+def test_split_backward_programs():
     rows = ("0F0 0F1 0I0 0W0 0I1 0W1 0R", "1F0 1I0 1F1 1I1 1W0 1W1 1R")
     schedule = schedule_of(*rows, num_microbatches=2)
     assert check_schedule(schedule, chain(2)) == (2, 2)
@@ -146,7 +146,7 @@ def schedule_of(*rows, num_microbatches):
         (("0F0 0B0 0R", "1F0 1B0 2F0 1R"), "2F0 is of a stage that does not exist", "2F0  <-- ERROR HERE"),
     ],
 )
-def test_a_wrong_schedule_is_shown_with_the_spot(rows, message, pointer):
+def test_wrong_schedule_is_shown_with_its_position(rows, message, pointer):
     with pytest.raises(ScheduleError, match=re.escape(message)) as error:
         check_schedule(schedule_of(*rows, num_microbatches=1), chain(2))
     assert "\nrank 0: " in str(error.value)
@@ -154,7 +154,7 @@ def test_a_wrong_schedule_is_shown_with_the_spot(rows, message, pointer):
     assert (pointer or "rank") in str(error.value)
 
 
-def test_ranks_that_wait_for_each_other_are_all_named():
+def test_deadlock_names_all_waiting_ranks():
     rows = ("0F0 0B0 0F1 0B1 0R", "1F0 1F1 1B0 1B1 1R")
     with pytest.raises(ScheduleError) as error:
         check_schedule(schedule_of(*rows, num_microbatches=2), chain(2))
@@ -172,7 +172,7 @@ def test_portals_beyond_the_last_stage_are_refused():
         check_schedule(gpipe(2, 1), chain(3))
 
 
-def test_portals_lead_forward_and_gradients_retrace_them():
+def test_portals_point_forward_and_gradients_backward():
     with pytest.raises(ValueError, match=r"do not: \[\(1, 1\), \(2, 1\)\]"):
         Portals(frozenset({(2, 1), (1, 1), (0, 1)}), frozenset())
     with pytest.raises(ValueError, match=r"add these pairs to forward: \[\(0, 2\)\]"):
@@ -194,7 +194,7 @@ def edited(*edits):
     return dataclasses.replace(program, instructions=tuple(map(tuple, rows)))
 
 
-def test_crossing_sends_without_a_posted_receive_are_a_deadlock():
+def test_crossing_sends_without_a_posted_receive_deadlock():
     # Rank 1 posts its second receive only after it has sent a gradient, while rank 0 sends both activations first.
     with pytest.raises(ScheduleError) as error:
         check_program(edited((1, Receive(F1), 3)))
@@ -220,14 +220,14 @@ def test_crossing_sends_without_a_posted_receive_are_a_deadlock():
         ([(1, Send(Message("backward", 1, 0, 1)), None)], "rank 0 waits at 0B1 for 1>0B1\n"),
     ],
 )
-def test_a_wrong_program_is_shown_with_the_spot(edits, message):
+def test_wrong_program_is_shown_with_its_position(edits, message):
     program = edited(*edits)
     with pytest.raises(ScheduleError, match=re.escape(message)) as error:
         check_program(program)
     assert "\nrank 1: " in str(error.value)
 
 
-def test_a_transfer_without_its_other_half_is_found_at_the_end():
+def test_unmatched_transfer_is_found():
     program = lower(gpipe(2, 1), chain(2))
     stray = Send(Message("forward", 0, 1, 0))
     rows = (program.instructions[0], (*program.instructions[1], Receive(Message("forward", 0, 1, 7))))

@@ -1,6 +1,6 @@
-"""Run programs for real, rank by rank in threads, over a channel as strict as NCCL's.
+"""Runs programs in threads, one per rank, over a channel as strict as NCCL's.
 
-`check_program` proves the same without values and with its own idea of the channel; here the channel is written a
+`check_program` proves the same without values and with its own model of the channel; here the channel is written a
 second time, threads race, and the values that arrive are compared with those of one process.
 """
 
@@ -57,7 +57,7 @@ def run(program, pool, seed=0, timeout=5.0):
         local = {}
         for instruction in program.instructions[rank]:
             for _ in range(delays.randrange(3)):
-                time.sleep(0)  # let another thread go first
+                time.sleep(0)  # let another thread run first
             if isinstance(instruction, Compute):
                 inputs = []
                 for message in needed_by(instruction.action, portals):
@@ -86,8 +86,8 @@ def compute(action, inputs):
     return hash((action.kind is Kind.F, action.stage, action.microbatch, *inputs))
 
 
-def run_alone(schedule, portals):
-    """The same values from one process that knows no schedule: all forwards by stage, then all backwards."""
+def run_in_one_process(schedule, portals):
+    """The same values from one process without a schedule: all forwards by stage, then all backwards."""
     values, messages = {}, {}
     turns = {Kind.F: 0, Kind.B: 1, Kind.I: 1, Kind.W: 2, Kind.REDUCE: 3}
     everything = {action for row in schedule.actions for action in row}
@@ -105,7 +105,7 @@ def pool():
 
 @pytest.mark.parametrize("kind", ["chain", "skips", "all pairs"])
 @pytest.mark.parametrize("p", [2, 3, 4])
-def test_every_program_runs_between_racing_threads(kind, p, pool):
+def test_every_program_runs_on_racing_threads(kind, p, pool):
     for v in (1, 2):
         portals = portals_of(kind, p * v)
         for m in (2, 5):
@@ -113,18 +113,18 @@ def test_every_program_runs_between_racing_threads(kind, p, pool):
             if v == 1:
                 schedules += [eager_1f1b(p, m), zero_bubble(p, m)]
             for seed, schedule in enumerate(schedules):
-                assert run(lower(schedule, portals), pool, seed) == run_alone(schedule, portals)
+                assert run(lower(schedule, portals), pool, seed) == run_in_one_process(schedule, portals)
 
 
-def test_a_split_backward_sends_its_gradients_before_it_makes_those_of_weights(pool):
+def test_split_backward_sends_input_gradients_first(pool):
     schedule = zero_bubble(3, 5)
     kinds = {action.kind for row in schedule.actions for action in row}
     assert {Kind.I, Kind.W} <= kinds, "nothing is split otherwise"
     assert not any(made_by(action, chain(3)) for row in schedule.actions for action in row if action.kind is Kind.W)
-    assert run(lower(schedule, chain(3)), pool, 1) == run_alone(schedule, chain(3))
+    assert run(lower(schedule, chain(3)), pool, 1) == run_in_one_process(schedule, chain(3))
 
 
-def test_the_channel_is_strict(pool):
+def test_channel_is_strict(pool):
     program = lower(one_f_one_b(2, 2), chain(2))
     first, second = program.instructions
     late = (second[0], *second[2:5], second[1], *second[5:])  # the second receive is posted after a send

@@ -1,4 +1,4 @@
-"""Ranks of one host give each other the same numbers through memory as through gloo, and notice who is gone."""
+"""Ranks of one host exchange the same values through shared memory as through gloo, and detect dead ranks."""
 
 import contextlib
 import datetime
@@ -32,38 +32,38 @@ def numbers(rank, length, dtype=torch.float32):
 @pytest.mark.world(2)
 def test_two_ranks_sum_as_gloo_does():
     for length in (0, 1, 7, LONG):
-        mine = numbers(dist.get_rank(), length)
-        expected = mine.clone()
+        local = numbers(dist.get_rank(), length)
+        expected = local.clone()
         dist.all_reduce(expected)
-        memory().all_reduce(mine)
-        assert torch.equal(mine, expected)
+        memory().all_reduce(local)
+        assert torch.equal(local, expected)
 
 
 @pytest.mark.world(3)
-def test_three_ranks_sum_in_one_order():
+def test_three_ranks_sum_in_a_fixed_order():
     rows = [numbers(rank, 1000, torch.bfloat16).view(10, 100) for rank in range(3)]
-    mine = rows[dist.get_rank()].clone()
-    memory().all_reduce(mine)
-    assert torch.equal(mine, rows[0] + rows[1] + rows[2])
+    local = rows[dist.get_rank()].clone()
+    memory().all_reduce(local)
+    assert torch.equal(local, rows[0] + rows[1] + rows[2])
 
 
 @pytest.mark.world(3)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_all_ranks_have_is_gathered(dtype):
+def test_all_gather(dtype):
     rows = [numbers(rank, 12, dtype).view(3, 4) for rank in range(3)]
     gathered = memory().all_gather(rows[dist.get_rank()])
     assert all(map(torch.equal, gathered, rows))
 
 
 @pytest.mark.world(2)
-def test_more_than_a_slot_is_gathered_in_rounds():
+def test_gather_larger_than_a_slot_takes_rounds():
     gathered = memory().all_gather(numbers(dist.get_rank(), LONG))
     assert all(map(torch.equal, gathered, [numbers(0, LONG), numbers(1, LONG)]))
 
 
 @pytest.mark.world(3)
-def test_parts_of_any_lengths_are_exchanged():
-    """Some pairs have nothing for each other, others more than fits into a round."""
+def test_exchange_of_uneven_lengths():
+    """Some pairs exchange nothing, others more than fits into a round."""
     here, lengths = dist.get_rank(), [[0, 5, SLOT_BYTES], [1, 0, 0], [3, SLOT_BYTES // 2, 2]]
     given = [numbers(10 * here + peer, lengths[here][peer]) for peer in range(3)]
     received = memory().exchange(given, [lengths[peer][here] for peer in range(3)])
@@ -74,33 +74,33 @@ def test_parts_of_any_lengths_are_exchanged():
 
 
 @pytest.mark.world(2)
-def test_a_slot_is_not_written_while_it_is_read():
-    """One rank is always late with what it does with the numbers."""
-    ours = memory()
+def test_slot_is_not_overwritten_while_read():
+    """One rank always reads the numbers late."""
+    channel = memory()
     for step in range(200):
-        mine = torch.full((1000,), float(step + dist.get_rank()))
-        ours.all_reduce(mine)
+        local = torch.full((1000,), float(step + dist.get_rank()))
+        channel.all_reduce(local)
         if step % 20 == dist.get_rank():
             time.sleep(0.002)
-        assert mine.eq(2.0 * step + 1).all(), step
+        assert local.eq(2.0 * step + 1).all(), step
 
 
 @pytest.mark.world(2)
-def test_a_group_has_one_memory():
+def test_group_has_one_memory():
     assert memory() is memory()
     streams.close_peer_sockets(dist.group.WORLD)
     assert shared_memory(dist.group.WORLD) is not None
 
 
 @pytest.mark.world(2)
-def test_ranks_of_two_hosts_share_none():
+def test_ranks_of_two_hosts_share_no_memory():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "_host", lambda: f"host {dist.get_rank()}")
         assert shared_memory(dist.group.WORLD) is None
 
 
 @pytest.mark.world(2)
-def test_all_ranks_go_without_if_one_cannot():
+def test_all_ranks_fall_back_if_one_cannot():
     def fail(name):
         raise OSError("no such system call")
 
@@ -119,25 +119,25 @@ def peer_is_gone():
 
 
 @pytest.mark.world(2)
-def test_a_rank_that_closes_is_noticed():
-    ours = memory()
-    ours.all_reduce(torch.ones(1))
+def test_closed_rank_is_detected():
+    channel = memory()
+    channel.all_reduce(torch.ones(1))
     if dist.get_rank() == 1:
         streams.close_peer_sockets(dist.group.WORLD)
         return
     with peer_is_gone():
-        ours.all_reduce(torch.ones(1))
+        channel.all_reduce(torch.ones(1))
     with peer_is_gone():
-        ours.all_reduce(torch.ones(1))
+        channel.all_reduce(torch.ones(1))
 
 
 @pytest.mark.world(2)
-def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout():
+def test_missing_rank_times_out():
     group = dist.new_group(timeout=datetime.timedelta(seconds=0.3))
-    ours = shared_memory(group)
+    channel = shared_memory(group)
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"has waited 0.3 s for rank 1 of it"):
-            ours.all_reduce(torch.ones(1))
+            channel.all_reduce(torch.ones(1))
     dist.barrier()
 
 
@@ -150,105 +150,105 @@ def transfers():
     return found
 
 
-def places_of(ours):
-    return {size: len(places) for size, places in ours._blocks.items()}
+def slots_of(channel):
+    return {size: len(places) for size, places in channel._blocks.items()}
 
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64])
-def test_tensors_of_any_kind_and_shape_arrive(dtype):
-    ours = transfers()
+def test_tensors_of_any_dtype_and_shape(dtype):
+    channel = transfers()
     shapes = [(), (0,), (3,), (2, 3), (2, 0, 4), (1, 2, 1, 2, 1, 2)]
     tensors = [
         torch.arange(max(1, len(shape) * 8)).to(dtype)[: torch.Size(shape).numel()].view(shape) for shape in shapes
     ]
     if dist.get_rank() == 0:
         for tag, tensor in enumerate(tensors):
-            ours.send(1, tag, tensor)
+            channel.send(1, tag, tensor)
     else:
-        for tag in reversed(range(len(tensors))):  # in whatever order they are asked for
-            got = ours.receive(0, tag, dtype)
+        for tag in reversed(range(len(tensors))):  # in any order of receiving
+            got = channel.receive(0, tag, dtype)
             assert torch.equal(got, tensors[tag]) and got.shape == tensors[tag].shape
 
 
 @pytest.mark.world(2)
-def test_views_arrive_as_they_look():
-    ours, base = transfers(), torch.arange(12.0).view(3, 4)
+def test_views():
+    channel, base = transfers(), torch.arange(12.0).view(3, 4)
     views = [base.t(), base[:, 1:3], base.expand(2, 3, 4), torch.view_as_complex(base.view(6, 2)).conj()]
     for view in views:
         if dist.get_rank() == 0:
-            ours.send(1, 0, view)
+            channel.send(1, 0, view)
         else:
-            assert torch.equal(ours.receive(0, 0, view.dtype), view)
+            assert torch.equal(channel.receive(0, 0, view.dtype), view)
 
 
 @pytest.mark.world(3)
-def test_messages_of_one_tag_keep_their_order_and_large_ones_make_memory_grow():
+def test_message_order_per_tag_and_memory_growth():
     """All ranks send to all others before they receive anything; the tensors may be written at once."""
-    ours, here, lengths = transfers(), dist.get_rank(), [10, 2**18 + 1, 2**19, 3]
+    channel, here, lengths = transfers(), dist.get_rank(), [10, 2**18 + 1, 2**19, 3]
     others = [peer for peer in range(3) if peer != here]
     for peer in others:
         for number, length in enumerate(lengths):
             sent = torch.full((length,), 100.0 * here + 10 * peer + number)
-            ours.send(peer, 5, sent)
+            channel.send(peer, 5, sent)
             sent.zero_()
     for peer in others:
         for number, length in enumerate(lengths):
-            got = ours.receive(peer, 5, torch.float32)
+            got = channel.receive(peer, 5, torch.float32)
             assert got.shape == (length,) and got.eq(100.0 * peer + 10 * here + number).all()
 
 
 @pytest.mark.world(2)
-def test_places_serve_again():
-    ours, peer = transfers(), 1 - dist.get_rank()
+def test_slots_are_reused():
+    channel, peer = transfers(), 1 - dist.get_rank()
     for step in range(20):
         for length in (900 + step, 5000 + step):
-            ours.send(peer, 0, torch.full((length,), float(step)))
+            channel.send(peer, 0, torch.full((length,), float(step)))
         for length in (900 + step, 5000 + step):
-            got = ours.receive(peer, 0, torch.float32)
+            got = channel.receive(peer, 0, torch.float32)
             assert got.shape == (length,) and got.eq(step).all()
     dist.barrier()
-    # A place may be read after the next message is sent, not after the one behind it.
-    assert set(places_of(ours).values()) <= {1, 2} and len(places_of(ours)) == 2, places_of(ours)
+    # A slot may be read after the next message is sent, not after the second next.
+    assert set(slots_of(channel).values()) <= {1, 2} and len(slots_of(channel)) == 2, slots_of(channel)
 
 
 @pytest.mark.world(2)
-def test_what_a_failed_run_left_behind_is_not_taken_for_the_next_ones():
-    ours, peer = transfers(), 1 - dist.get_rank()
-    ours.send(peer, 0, torch.tensor(1.0))
-    ours.generation += 1
-    ours.send(peer, 0, torch.tensor(2.0))
-    assert ours.receive(peer, 0, torch.float32) == 2
+def test_messages_of_a_failed_run_are_not_received_later():
+    channel, peer = transfers(), 1 - dist.get_rank()
+    channel.send(peer, 0, torch.tensor(1.0))
+    channel.generation += 1
+    channel.send(peer, 0, torch.tensor(2.0))
+    assert channel.receive(peer, 0, torch.float32) == 2
     dist.barrier()
 
 
 @pytest.mark.world(2)
-def test_a_rank_that_is_gone_is_noticed_by_who_receives_and_by_who_sends():
-    ours = transfers()
+def test_dead_rank_is_detected_by_receiver_and_sender():
+    channel = transfers()
     if dist.get_rank() == 1:
-        ours.send(0, 0, torch.tensor(1.0))
+        channel.send(0, 0, torch.tensor(1.0))
         streams.close_peer_sockets(dist.group.WORLD)
         return
-    assert ours.receive(1, 0, torch.float32) == 1  # what it had sent still arrives
+    assert channel.receive(1, 0, torch.float32) == 1  # what it had sent still arrives
     with peer_is_gone():
-        ours.receive(1, 0, torch.float32)
+        channel.receive(1, 0, torch.float32)
     with peer_is_gone():
         for _ in range(2):
-            ours.send(1, 0, torch.ones(1))
+            channel.send(1, 0, torch.ones(1))
 
 
 @pytest.mark.world(2)
-def test_a_tensor_that_does_not_come_is_waited_for_no_longer_than_the_timeout():
-    ours = transfers_of(dist.new_group(timeout=datetime.timedelta(seconds=0.3)))
+def test_missing_tensor_times_out():
+    channel = transfers_of(dist.new_group(timeout=datetime.timedelta(seconds=0.3)))
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"has waited 0.3 s for rank 1 of it"):
-            ours.receive(1, 0, torch.float32)
+            channel.receive(1, 0, torch.float32)
     dist.barrier()
 
 
 @pytest.mark.world(3)
 @pytest.mark.parametrize("shared", [True, False])
-def test_rows_of_all_ranks_are_gathered_in_the_order_in_which_it_was_begun(shared):
+def test_gathered_rows_keep_the_order_of_the_calls(shared):
     here = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         if not shared:
@@ -260,13 +260,13 @@ def test_rows_of_all_ranks_are_gathered_in_the_order_in_which_it_was_begun(share
 
 
 @pytest.mark.world(2)
-def test_what_began_in_inference_mode_serves_outside_of_it():
+def test_buffers_from_inference_mode_work_outside():
     """Lightning checks the validation before it trains."""
     for mode in (torch.inference_mode(), contextlib.nullcontext()):
         with mode:
-            ours, sums, peer = transfers(), memory(), 1 - dist.get_rank()
-            ours.send(peer, 0, torch.ones(3))
-            got = ours.receive(peer, 0, torch.float32)
+            channel, sums, peer = transfers(), memory(), 1 - dist.get_rank()
+            channel.send(peer, 0, torch.ones(3))
+            got = channel.receive(peer, 0, torch.float32)
             sums.all_reduce(got)
             assert got.tolist() == [2, 2, 2]
             assert len(sums.all_gather(got)) == 2
@@ -274,15 +274,15 @@ def test_what_began_in_inference_mode_serves_outside_of_it():
 
 
 @pytest.mark.world(2)
-def test_what_ranks_gave_each_other_is_not_computed_again():
-    """Activation checkpointing repeats the operations of a layer: not those that read what others have overwritten."""
+def test_received_values_are_not_recomputed():
+    """Activation checkpointing repeats a layer's operations, except reads of memory that others have overwritten."""
     ranks, here = GroupRanks(dist.group.WORLD), dist.get_rank()
     with Tape() as tape:
-        mine = torch.full((4,), 1.0 + here)
+        local = torch.full((4,), 1.0 + here)
         given = {
-            "gathered": ranks.all_gather(mine)[1 - here],
-            "exchanged": ranks.exchange([mine, 10 * mine], [torch.Size([4])] * 2)[1 - here],
-            "reduced": mine + 0,
+            "gathered": ranks.all_gather(local)[1 - here],
+            "exchanged": ranks.exchange([local, 10 * local], [torch.Size([4])] * 2)[1 - here],
+            "reduced": local + 0,
         }
         ranks.all_reduce(given["reduced"])
         expected = {name: tensor.clone() for name, tensor in given.items()}
@@ -298,18 +298,18 @@ def test_what_ranks_gave_each_other_is_not_computed_again():
 
 
 @pytest.mark.world(2)
-def test_a_send_waits_for_nobody_however_much_is_under_way():
+def test_send_never_blocks():
     """More messages than the sockets hold, from both ranks, before either receives one."""
-    ours, peer, number = transfers(), 1 - dist.get_rank(), 2000
+    channel, peer, number = transfers(), 1 - dist.get_rank(), 2000
     for index in range(number):
-        ours.send(peer, index, torch.tensor(float(index)))
+        channel.send(peer, index, torch.tensor(float(index)))
     for index in range(number):
-        assert ours.receive(peer, index, torch.float32) == index
+        assert channel.receive(peer, index, torch.float32) == index
 
 
 @pytest.mark.world(3)
 @pytest.mark.parametrize("place", ["memfd_create", "ftruncate"])
-def test_a_rank_that_can_make_no_memory_keeps_nobody_waiting(place):
+def test_rank_without_memory_blocks_no_other(place):
     def fail(*args):
         raise OSError("no memory")
 

@@ -1,4 +1,4 @@
-"""Ranks of which some are on another host: what they cannot share in memory goes through their process groups."""
+"""Ranks on two hosts: what they cannot share in memory goes through their process groups."""
 
 import pytest
 
@@ -11,10 +11,10 @@ RUN = Run(CASES["GPT2"], pp=2, tp=2)
 
 
 def fit_on_hosts(run, host_of_rank):
-    """As if these ranks were on these hosts; also how the ranks of each group communicated."""
+    """A fit with these ranks on these hosts; also how the ranks of each group communicated."""
     import torch.distributed as dist
 
-    def noted(kind, name, original):
+    def recorded(kind, name, original):
         def send(self, *args):
             used.add(name)
             return original(self, *args)
@@ -25,7 +25,7 @@ def fit_on_hosts(run, host_of_rank):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peer_sockets, "_host", lambda: f"host {host_of_rank[dist.get_rank()]}")
         for kind in (GroupTransport, HostTransport):
-            patch.setattr(*noted(kind, kind.__name__, kind.send))
+            patch.setattr(*recorded(kind, kind.__name__, kind.send))
         result = fit(run)
     shared = [made is not None for group, made in collectives.shared_memory.__self__._made.items() if group.size() > 1]
     return result, used, shared
@@ -34,7 +34,7 @@ def fit_on_hosts(run, host_of_rank):
 @pytest.mark.parametrize(
     ("host_of_rank", "transport", "shared"),
     [
-        ((0, 0, 1, 1), "GroupTransport", True),  # each stage on a host of its own
+        ((0, 0, 1, 1), "GroupTransport", True),  # each stage on its own host
         pytest.param((0, 1, 0, 1), "HostTransport", False, marks=pytest.mark.slow),  # tensor ranks apart
     ],
 )

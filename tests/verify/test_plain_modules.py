@@ -1,4 +1,4 @@
-"""Plain modules train to the numbers of one process under every layout, and a wrong one is found out."""
+"""Plain modules match single-process training under every layout, and a wrong one is detected."""
 
 import os
 
@@ -20,8 +20,8 @@ class DroppingNormalised(Normalised):
 MODULES = [Plain, Normalised, Logging, Dropping, DroppingNormalised]
 
 
-def each_alone():
-    """Each over replicas of stages; without stages, and with several on each rank, the last has what others have."""
+def each_case():
+    """Each over replicas of stages; without stages, and with several per rank, the last one covers the others."""
     for module in MODULES:
         for layout in LAYOUTS:
             default = layout is LAYOUTS[2] or (layout in (LAYOUTS[1], LAYOUTS[3]) and module is DroppingNormalised)
@@ -30,8 +30,8 @@ def each_alone():
             yield pytest.param(module, layout, id=f"{module.__name__}-{layout.name}", marks=marks)
 
 
-@pytest.mark.parametrize(("module", "layout"), list(each_alone()))
-def test_same_numbers(worlds, module, layout):
+@pytest.mark.parametrize(("module", "layout"), list(each_case()))
+def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
     assert report.steps > 0
@@ -78,21 +78,21 @@ class Contrasts(Plain):
         return self(batch[0]).std()
 
 
-def test_an_unseeded_module_is_different(worlds):
+def test_unseeded_module_differs(worlds):
     report = check(worlds, Unseeded, LAYOUTS[0])
     assert report.outcome == "different" and "source without a seed" in report.message
     assert report.first is not None and report.first.key.step == 1
 
 
-def test_an_objective_of_the_layout_is_different(worlds):
+def test_objective_of_the_layout_differs(worlds):
     report = check(worlds, CountsRanks, LAYOUTS[1])
     assert report.outcome == "different"
     assert str(report.first.key) == "loss" and report.first.key.step == 1
     assert report.first.value == pytest.approx(2 * report.first.reference)
 
 
-def test_a_wrong_scale_is_different(worlds):
-    # Counts of 0 and 1 weigh microbatches in other ways in the two runs: the reference is not told of this one.
+def test_wrong_scale_differs(worlds):
+    # Counts of 0 and 1 weigh microbatches differently in the two runs: the reference does not know this one.
     layout = Layout("weighted", 2, {"pipeline_parallel_size": 2, "microbatch_weight": first_counts_double})
     report = check(worlds, Plain, layout)
     assert report.outcome == "different" and report.first.key.step == 1
@@ -107,14 +107,14 @@ def first_counts_double(microbatch):
 first_counts_double.calls = 0
 
 
-def test_a_refusal_is_an_outcome_of_its_own(worlds):
+def test_refusal_is_its_own_outcome(worlds):
     strict = Layout("strict", devices=2, strategy={**LAYOUTS[0].strategy, "strict_layout": True})
     report = check(worlds, Manual, strict)
     assert report.outcome == "refused" and "manual optimization" in report.message
     assert report.passes() and not report.passes(strict=True)
 
 
-def test_an_objective_that_mixes_samples_is_named_with_both_numbers(worlds):
+def test_objective_that_mixes_samples_is_named_with_both_numbers(worlds):
     report = check(worlds, Contrasts, LAYOUTS[0])
     assert report.outcome == "same", str(report)
     assert any("mixes samples: full batch" in note and "mean of 2 microbatches" in note for note in report.notes)
@@ -135,6 +135,6 @@ def of_pytorch_lightning():
 
 
 @pytest.mark.slow
-def test_a_module_of_pytorch_lightning(worlds):
+def test_pytorch_lightning_module(worlds):
     report = check(worlds, of_pytorch_lightning, LAYOUTS[0])
     assert report.outcome == "same", str(report)

@@ -1,6 +1,6 @@
-"""Faults planted into the package, on the ranks alone: each one is found and named, and without it nothing is found.
+"""Faults planted into the package on the ranks only: each is found and named, and none is found without one.
 
-What tells of a fault is the first number that differs; a fault that shows in the first step must also be found by
+A fault is identified by the first number that differs; a fault of the first step must also be found by
 `verify_first_step=True`, before any parameter changes.
 """
 
@@ -26,7 +26,7 @@ class Tied(Plain):
 
 
 class Skips(Plain):
-    """Two values go from stage to stage."""
+    """Two values are sent from stage to stage."""
 
     def forward(self, x):
         first = self.net[0](x)
@@ -45,13 +45,13 @@ class OptimizerInInit(Plain):
 # --- the faults; each is planted with pytest's monkeypatch on every rank ---------------------------------------------
 
 
-def shared_sum_skipped(patch):
+def tied_gradient_sum_skipped(patch):
     from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
 
     patch.setattr(TiedParameters, "sum_gradients", lambda self: None)
 
 
-def shared_sum_doubled(patch):
+def tied_gradient_sum_doubled(patch):
     from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
 
     original = TiedParameters.sum_gradients
@@ -78,7 +78,7 @@ def not_divided(patch):
 
 
 def portal_gradient_not_sent(patch):
-    """The portal with the most values forgets the last of them on the way back; both ends agree on it."""
+    """The portal with the most values omits the last gradient; both ends agree on it."""
     from lightning_hybrid.graph.partition import Assignment
 
     original = Assignment.gradient_portals
@@ -157,7 +157,7 @@ def average_lost_on_one_replica(patch):
         own.update((p, p.grad.clone()) for p in self._buckets[self._next].parameters if p.grad is not None)
         launch(self)
 
-    def finish_alone(self):
+    def finish_with_local_gradients(self):
         finish(self)
         if self._group.rank() == 1:
             for parameter, gradient in own.items():
@@ -165,7 +165,7 @@ def average_lost_on_one_replica(patch):
         own.clear()
 
     patch.setattr(GradientReducer, "_launch_next", launch_next)
-    patch.setattr(GradientReducer, "finish", finish_alone)
+    patch.setattr(GradientReducer, "finish", finish_with_local_gradients)
 
 
 def summed_over_replicas(patch):
@@ -255,8 +255,8 @@ GRADIENT = "gradient norm of "
 # Fault: module, layout, options of the Trainer, what differs first, and what `verify_first_step` names (None: the fault
 # shows later than in the gradients of the first step).
 FAULTS = {
-    shared_sum_skipped: (Tied, PP2, {}, GRADIENT + "net.0.0.weight", "the gradient of net.0.0.weight"),
-    shared_sum_doubled: (Tied, PP2, {}, GRADIENT + "net.0.0.weight", "the gradient of net.0.0.weight"),
+    tied_gradient_sum_skipped: (Tied, PP2, {}, GRADIENT + "net.0.0.weight", "the gradient of net.0.0.weight"),
+    tied_gradient_sum_doubled: (Tied, PP2, {}, GRADIENT + "net.0.0.weight", "the gradient of net.0.0.weight"),
     divided_twice: (Plain, PP2, {}, GRADIENT, "the gradient of net.0.0.weight"),
     not_divided: (Plain, PP2, {}, GRADIENT, "the gradient of net.0.0.weight"),
     portal_gradient_not_sent: (Skips, PP2, {}, GRADIENT + "net.[01]", "the gradient of net.[01].0.weight"),
@@ -277,7 +277,7 @@ FAULTS = {
 
 
 class Runs:
-    """Runs on worlds; what is planted is planted on the ranks of layouts, and not in the reference."""
+    """Runs on worlds; faults are planted on the ranks of layouts, and not in the reference."""
 
     def __init__(self, worlds):
         self.worlds, self.fault = worlds, None
@@ -312,7 +312,7 @@ def verify(worlds):
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_planted_fault_is_found(verify, fault):
+def test_planted_fault_is_found(verify, fault):
     module, layout, options, first, _ = FAULTS[fault]
     report = verify(module, layout, options, fault)
     assert report.outcome == "different", str(report)
@@ -320,7 +320,7 @@ def test_a_planted_fault_is_found(verify, fault):
 
 
 @pytest.mark.parametrize("fault", [f for f, row in FAULTS.items() if row[-1]], ids=lambda fault: fault.__name__)
-def test_the_first_step_is_not_taken(verify, fault):
+def test_first_step_is_not_applied(verify, fault):
     module, layout, options, _, first = FAULTS[fault]
     report = verify(module, layout, options, fault, verified=True)
     assert report.outcome == "refused", str(report)
@@ -337,6 +337,6 @@ PLAIN = pytest.param(False, marks=pytest.mark.slow, id="plain")
     {(row[0], row[1].name): row[:3] for row in FAULTS.values()}.values(),
     ids=lambda value: getattr(value, "__name__", getattr(value, "name", "")),
 )
-def test_without_a_fault_nothing_is_found(verify, module, layout, options, verified):
+def test_nothing_is_found_without_a_fault(verify, module, layout, options, verified):
     report = verify(module, layout, options, verified=verified)
     assert report.outcome == "same" and report.steps == 2, str(report)

@@ -1,4 +1,4 @@
-"""Manual optimization under ZeRO: what replicas share out is the steps of the optimizers, to one process's numbers."""
+"""Manual optimization under ZeRO: replicas shard the optimizer steps, and match one process."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ from harness.fits import refusal, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.zero.optimizer_states.sharded_step import numel_of_shard
 
-WIDTH = 7  # parts of three ranks are of different sizes
+WIDTH = 7  # shards of three ranks have different sizes
 
 
 class Gan(LightningModule):
-    """Two optimizers in turn, of which each step sees what the other has done."""
+    """Two alternating optimizers, each of which sees the other's steps."""
 
     optimizer = torch.optim.AdamW
 
@@ -43,7 +43,7 @@ class Gan(LightningModule):
         loss = F.binary_cross_entropy_with_logits(self.critic(real), ones)
         loss = loss + F.binary_cross_entropy_with_logits(self.critic(fake * self.scale.detach()), zeros)
         self.manual_backward(loss / 2)
-        if batch_idx % 2:  # accumulated by hand over two batches
+        if batch_idx % 2:  # manual accumulation over two batches
             assert self.critic[0].weight.grad.shape == self.critic[0].weight.shape
             for_critic.step()
             for_critic.zero_grad()
@@ -116,20 +116,20 @@ def assert_close(got, expected):
     ("case", "size", "options"),
     [
         pytest.param(Gan, 2, {"zero_stage": 1}, id="gan"),
-        pytest.param(Gan, 3, {"zero_stage": 2}, id="gan, odd parts", marks=pytest.mark.slow),
+        pytest.param(Gan, 3, {"zero_stage": 2}, id="gan, uneven shards", marks=pytest.mark.slow),
         pytest.param(Gan, 4, {"zero_stage": 1, "shard_size": 2}, id="gan, two copies", marks=pytest.mark.slow),
         pytest.param(Closures, 2, {"zero_stage": 2}, id="closures"),
         pytest.param(Gan, 2, {"zero_stage": 2, "recompute": "full"}, id="gan recomputed", marks=pytest.mark.slow),
     ],
 )
 def test_parity(worlds, case, size, options):
-    """And each replica has its share of the states."""
-    [(expected, whole)] = worlds.run(1, train, case, 1, None)
+    """Each replica also has only its share of the states."""
+    [(expected, full_sizes)] = worlds.run(1, train, case, 1, None)
     ranks = worlds.run(size, train, case, size, options)
     for state, _ in ranks:
         assert_close(state, expected)
     copies = size // options.get("shard_size", size)
-    for optimizer, numel in enumerate(whole):
+    for optimizer, numel in enumerate(full_sizes):
         assert sum(sizes[optimizer] for _, sizes in ranks) == copies * numel
 
 
@@ -155,7 +155,7 @@ class Rank:
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (2, 9), (6,), ()])
-def test_files_have_room_for_shards(shape):
+def test_files_are_sized_for_shards(shape):
     p = torch.zeros(shape)
     found = [numel_of_shard(p, Rank(rank, 3)) for rank in range(3)]
     assert sum(found) == p.numel() if p.dim() else found == [1, 1, 1]
@@ -192,6 +192,6 @@ def refused(case_and_options):
         (Adafactored, {"zero_stage": 1}, "Adafactor may read full ones"),
     ],
 )
-def test_what_cannot_be_is_refused(worlds, case, options, words):
-    for said in worlds.run(2, refusal, refused, (case, options)):
-        assert words in said
+def test_unsupported_options_are_refused(worlds, case, options, words):
+    for message in worlds.run(2, refusal, refused, (case, options)):
+        assert words in message

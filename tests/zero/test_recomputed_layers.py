@@ -1,4 +1,4 @@
-"""Layers that are computed again, where ZeRO frees their parameters between forward and backward."""
+"""Recomputed layers, where ZeRO frees their parameters between forward and backward."""
 
 import dataclasses
 
@@ -17,15 +17,15 @@ from lightning_hybrid.zero.parameter_group import ParameterGroup
 BY_LAYER = {"zero_stage": 3, "reshard_after_forward": True}
 
 
-def frozen_in_part(module):
-    """A whole layer, and one parameter of another."""
+def partly_frozen(module):
+    """A full layer, and one parameter of another."""
     for name, parameter in module.named_parameters():
         parameter.requires_grad_("h.1." not in name and "h.0.mlp.c_fc.weight" not in name)
 
 
 RUNS = {
     "GPT2": Run("GPT2", dp=2),
-    "frozen in part": Run("GPT2", dp=2, change=frozen_in_part),
+    "partly frozen": Run("GPT2", dp=2, change=partly_frozen),
     "stages": Run("GPT2", pp=2, dp=2, trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
     "dropout": Run("GPT2Dropout", dp=2),
     "T5": Run("T5", dp=2),
@@ -41,7 +41,7 @@ def recomputed(run, recompute, callback=None):
 
 
 IN_PART = {"*": "full", "*0": "selective", "*1": 0.1}
-USUAL = {"frozen in part": "selective", "stages": IN_PART}
+USUAL = {"partly frozen": "selective", "stages": IN_PART}
 
 
 def each_run():
@@ -52,7 +52,7 @@ def each_run():
 
 
 @pytest.mark.parametrize(("run", "policies"), list(each_run()))
-def test_the_same_bits(worlds, run, policies):
+def test_bitwise_equal(worlds, run, policies):
     plain = worlds.run(run.world_size, fit, recomputed(run, None))
     for recompute in policies:
         for one, other in zip(plain, worlds.run(run.world_size, fit, recomputed(run, recompute)), strict=True):
@@ -62,14 +62,14 @@ def test_the_same_bits(worlds, run, policies):
                 assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-class CountsWholes(Callback):
-    """In a step: gathers of each layer; the most that are whole at a time; what is held of wholes that were freed."""
+class CountsFullLayers(Callback):
+    """In a step: gathers of each layer; the most full layers at a time; live references to freed ones."""
 
-    noted = None
+    recorded = None
 
     def setup(self, trainer, pl_module, stage):
         counts = self
-        self.gathers, self.most, self.held = 0, 0, 0
+        self.gathers, self.most, self.referenced = 0, 0, 0
         gather, free, begin = ParameterGroup.gather, ParameterGroup.free, ZeroSharding.before_backward
         send, freed, layers = of_groups.all_gather_single, [], []
         self.before = [(ParameterGroup, "gather", gather), (ParameterGroup, "free", free)]
@@ -82,12 +82,12 @@ class CountsWholes(Callback):
                 counts.most = max(counts.most, sum(other.is_full for other in layers))
 
         def counted_free(group):
-            freed.extend(StorageWeakRef(whole.untyped_storage()) for whole in group._full.values())
+            freed.extend(StorageWeakRef(full.untyped_storage()) for full in group._full.values())
             free(group)
 
         def counted_begin(zero, *args):
             assert freed
-            counts.held = max(counts.held, sum(not reference.expired() for reference in freed))
+            counts.referenced = max(counts.referenced, sum(not reference.expired() for reference in freed))
             begin(zero, *args)
 
         def counted_send(*args, **kwargs):
@@ -103,12 +103,12 @@ class CountsWholes(Callback):
 
     def on_train_end(self, trainer, pl_module):
         groups = trainer.strategy.run.zero._all
-        self.noted = {
+        self.recorded = {
             "gathers": self.gathers,
             "layers": sum(bool(group.fqn) for group in groups),
             "outside": sum(not group.fqn for group in groups),
             "most": self.most,
-            "held": self.held,
+            "referenced": self.referenced,
         }
 
 
@@ -123,18 +123,18 @@ SLOW = [
 
 
 @pytest.mark.parametrize("recompute", ["selective", *SLOW])
-def test_within_a_step_two_layers_are_full_and_nothing_references_their_parameters(worlds, recompute):
-    run = recomputed(Run("GPT2", dp=2, num_batches=2, change=frozen_in_part), recompute, CountsWholes)
+def test_at_most_two_layers_are_full_and_unreferenced(worlds, recompute):
+    run = recomputed(Run("GPT2", dp=2, num_batches=2, change=partly_frozen), recompute, CountsFullLayers)
     for rank in worlds.run(2, fit, run):
         counted = rank.extra
-        assert counted["layers"] >= 4 and counted["most"] <= 2 and counted["held"] == 0
+        assert counted["layers"] >= 4 and counted["most"] <= 2 and counted["referenced"] == 0
         # Each microbatch of each batch: once for the forward, once for the backward, if that needs parameters. The
-        # first batch is compared with its parts: five forwards more.
+        # first batch is compared with its shares: five more forwards.
         assert counted["gathers"] <= (2 * 2 * 2 + 5) * counted["layers"] + 3 * counted["outside"]
 
 
 class Gate(nn.Module):
-    """Its backward ends with what is made of a frozen parameter alone, when all gradients of the layer are there."""
+    """Its backward ends with a result of frozen parameters only, after all gradients of the layer."""
 
     def __init__(self):
         super().__init__()
@@ -155,7 +155,7 @@ def fit_with_shares(run):
     return fit(recomputed(run, shares[dist.get_rank()]))
 
 
-def test_ranks_that_save_different_results_send_the_same(worlds):
+def test_ranks_that_save_different_results_communicate_equally(worlds):
     """Batches of different shapes may lead to different choices; when layers are gathered does not depend on them."""
     run = Run("Layers", dp=2, change=gated)
     plain = worlds.run(2, fit, recomputed(run, None))

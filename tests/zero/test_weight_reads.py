@@ -1,4 +1,4 @@
-"""ZeRO: a network reads the weight of one of its layers itself, while that layer does not run."""
+"""ZeRO: a network reads the weight of one of its layers directly, outside of that layer's forward."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ class Network(nn.Module):
         return x
 
 
-class Places(Network):
+class Positions(Network):
     """A table of positions whose rows are sliced and that is never called."""
 
     def forward(self, x):
@@ -43,7 +43,7 @@ class Places(Network):
 
 
 class Relative(Network):
-    """A table that is handed to layers."""
+    """A table that is passed to layers."""
 
     def forward(self, x):
         relative = self.table.weight
@@ -59,7 +59,7 @@ class TiedInside(Network):
 
 
 class Penalised(Network):
-    """Weights of layers that run are read once more; how many rows they have counts too."""
+    """Weights of layers that run are read again; their number of rows too."""
 
     def forward(self, x):
         weights = [block.first.weight for block in self.blocks]
@@ -79,7 +79,7 @@ def of(network):
     return Reads
 
 
-ReadsPlaces, ReadsRelative, ReadsTiedInside, ReadsPenalised = map(of, (Places, Relative, TiedInside, Penalised))
+ReadsPlaces, ReadsRelative, ReadsTiedInside, ReadsPenalised = map(of, (Positions, Relative, TiedInside, Penalised))
 
 
 class TwoNetworks(Layers):
@@ -87,7 +87,7 @@ class TwoNetworks(Layers):
 
     def __init__(self):
         super().__init__(1)
-        self.layers = nn.ModuleList([Places(), TiedInside(), mlp()])
+        self.layers = nn.ModuleList([Positions(), TiedInside(), mlp()])
 
 
 MODULES = (ReadsPlaces, ReadsRelative, ReadsTiedInside, ReadsPenalised)

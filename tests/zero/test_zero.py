@@ -1,4 +1,4 @@
-"""ZeRO: what replicas share out, to the numbers of one process."""
+"""ZeRO: what replicas shard, with the numbers of one process."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.zero.parameter_group import ParameterGroup
 from lightning_hybrid.zero.shard_layout import ShardRanks, shard_placement
 from models.cases import CASES, Samples, make
-from models.hand_written import Layers, TiedByHand
+from models.hand_written import Layers, TiedInStep
 
 
 def by_sgd(module):
@@ -45,8 +45,8 @@ RUNS = {
     "dp2tp2pp2": zero(3, tp=2, pp=2, trainer=CLIPPED, slow=True),
     "interleaved by layer": zero(3, "Layers", pp=2, strategy={"stages_per_rank": 2}, **EACH),
     "parameters of the step": zero(3, "GlueParameters", **EACH),
-    "written and tied, odd sizes": zero(3, TiedByHand, pp=2, **EACH),
-    "recomputed by layer": zero(3, strategy={"recompute": "full"}, slow=True, **EACH),  # test_zero_recompute.py
+    "written and tied, odd sizes": zero(3, TiedInStep, pp=2, **EACH),
+    "recomputed by layer": zero(3, strategy={"recompute": "full"}, slow=True, **EACH),  # test_recomputed_layers.py
     "a short last batch": zero(3, last=6, validate=True, **EACH),
     "validated while gradients add up": zero(1, validate=True, trainer=VALIDATED),
     "validated while gradients add up, by layer": zero(3, pp=2, validate=True, trainer=VALIDATED, **EACH),
@@ -63,8 +63,8 @@ RUNS = {
     "dp2tp2pp2 stage 1": zero(1, tp=2, pp=2, slow=True),
     "dp2tp2pp2 by layer": zero(3, "T5", tp=2, pp=2, slow=True, **EACH),
     "recomputed": zero(3, strategy={"recompute": "full"}, slow=True),
-    "dear operations kept": zero(3, strategy={"recompute": "selective"}, slow=True),
-    "dear operations kept, by layer": zero(3, strategy={"recompute": "selective"}, slow=True, **EACH),
+    "expensive operations saved": zero(3, strategy={"recompute": "selective"}, slow=True),
+    "expensive operations saved, by layer": zero(3, strategy={"recompute": "selective"}, slow=True, **EACH),
     "sharded positions": zero(3, tp=2, sequence=True, slow=True, **EACH),
     "context": zero(3, cp=2, slow=True),
     "SGD": zero(3, trainer=CLIPPED, change=by_sgd, slow=True),
@@ -91,7 +91,7 @@ def sgd(module):
 
 
 def each_format():
-    """What is gathered is in the format of the parameters, what is reduced in that of the gradients."""
+    """Gathers have the format of the parameters, reductions that of the gradients."""
     for precision, tolerance, default in (("32-true", 1e-4, 3), ("bf16-mixed", 0.1, 1), ("bf16-true", 0.2, 3)):
         for stage in (1, 2, 3):
             marks = [] if stage == default else [pytest.mark.slow]
@@ -99,7 +99,7 @@ def each_format():
 
 
 @pytest.mark.parametrize(("stage", "precision", "tolerance"), list(each_format()))
-def test_number_formats(worlds, stage, precision, tolerance):
+def test_precisions(worlds, stage, precision, tolerance):
     run = Run(
         "Layers",
         dp=2,
@@ -118,15 +118,15 @@ SIZES = {"dp2": {}, "dp2tp2": {"tp": 2}, "dp2pp2": {"pp": 2}, "dp2tp2pp2": {"tp"
 @pytest.mark.parametrize("sizes", list(SIZES.values()), ids=list(SIZES))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-3), ("bf16-mixed", 0.2)], ids=lambda v: str(v))
-def test_number_formats_under_every_layout(worlds, stage, precision, tolerance, sizes):
+def test_precisions_under_every_layout(worlds, stage, precision, tolerance, sizes):
     options = {"dtype": torch.float32, "trainer": {"precision": precision, **CLIPPED}, "change": sgd, **sizes}
     check(worlds, zero(stage, "Layers", per_layer=stage == 3, **options), tolerance=tolerance)
 
 
 def huge_on_one_replica(module):
     sgd(module)
-    whole = module.loss
-    module.loss = lambda batch: whole(batch) * (1e3 if module.trainer.global_rank == 1 else 1.0)
+    full = module.loss
+    module.loss = lambda batch: full(batch) * (1e3 if module.trainer.global_rank == 1 else 1.0)
 
 
 @pytest.mark.parametrize(
@@ -155,13 +155,13 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(worlds, stage, sizes):
         assert all(torch.equal(value, other.state[name]) for name, value in first.state.items())
 
 
-# --- what a rank holds ------------------------------------------------------------------------------------------------
+# --- memory of a rank ------------------------------------------------------------------------------------------------
 
 
 class CountsBytes(Callback):
     """Bytes of parameters, gradients and optimizer states between two steps."""
 
-    noted = None
+    recorded = None
 
     def on_before_zero_grad(self, trainer, pl_module, optimizer):
         with torch._C.DisableTorchFunction():
@@ -170,7 +170,7 @@ class CountsBytes(Callback):
             gradients = [p.grad for p in parameters if p.grad is not None]
             states = [v for entry in optimizer.state.values() for v in entry.values() if v.dim()]
             if states:
-                self.noted = {
+                self.recorded = {
                     "parameters": sum(storages.values()),
                     "gradients": sum(g.nbytes for g in gradients),
                     "states": sum(s.nbytes for s in states),
@@ -178,58 +178,58 @@ class CountsBytes(Callback):
                 }
 
 
-def count_whole(run):
+def count_full(run):
     return fit_reference(run).extra
 
 
 @pytest.mark.parametrize(("stage", "dp"), [(1, 2), (3, 2), pytest.param(3, 4, marks=pytest.mark.slow)])
-def test_bytes_between_steps_are_those_of_the_formula(worlds, stage, dp):
-    """Rajbhandari et al. 2020, figure 1: what is shared out is divided by the number of replicas."""
+def test_bytes_between_steps_match_the_formula(worlds, stage, dp):
+    """Rajbhandari et al. 2020, figure 1: sharded memory is divided by the number of replicas."""
     run = Run("GPT2", dp=dp, strategy={"zero_stage": stage}, callback=CountsBytes)
-    [whole] = worlds.run(1, count_whole, run)
+    [full] = worlds.run(1, count_full, run)
     for rank in worlds.run(dp, fit, run):
-        held = rank.extra
-        assert held["states"] == pytest.approx(whole["states"] / dp, rel=0.02)
-        assert held["gradients"] == pytest.approx(whole["gradients"] / dp, rel=0.02)
+        local = rank.extra
+        assert local["states"] == pytest.approx(full["states"] / dp, rel=0.02)
+        assert local["gradients"] == pytest.approx(full["gradients"] / dp, rel=0.02)
         share = dp if stage == 3 else 1
-        assert held["parameters"] == pytest.approx(whole["parameters"] / share, rel=0.02)
+        assert local["parameters"] == pytest.approx(full["parameters"] / share, rel=0.02)
 
 
-class CountsWholes(Callback):
-    """The most wholes of layers that were held at a time in a step."""
+class CountsFullLayers(Callback):
+    """The most full layers at a time in a step."""
 
-    noted = None
+    recorded = None
 
     def setup(self, trainer, pl_module, stage):
         from lightning_hybrid.zero.parameter_group import ParameterGroup
 
-        held, self.most = [], 0
+        local, self.most = [], 0
         gather, counts = ParameterGroup.gather, self
 
         def counted(group):
             gather(group)
             if group.fqn:
-                held[:] = [other for other in held if other.is_full and other is not group] + [group]
-                counts.most = max(counts.most, len(held))
+                local[:] = [other for other in local if other.is_full and other is not group] + [group]
+                counts.most = max(counts.most, len(local))
 
         self.undo = lambda: setattr(ParameterGroup, "gather", gather)
         ParameterGroup.gather = counted
 
     def on_train_end(self, *_):
         self.undo()
-        self.noted = self.most
+        self.recorded = self.most
 
 
 @pytest.mark.parametrize(("per_layer", "most"), [(True, 2), (False, 4)])
-def test_layers_whose_parameters_are_full_at_a_time(worlds, per_layer, most):
-    run = zero(3, "Layers", per_layer=per_layer, callback=CountsWholes)
+def test_number_of_full_layers_at_a_time(worlds, per_layer, most):
+    run = zero(3, "Layers", per_layer=per_layer, callback=CountsFullLayers)
     for rank in worlds.run(2, fit, run):
         assert rank.extra <= most if per_layer else rank.extra >= most
 
 
 @pytest.mark.parametrize("shape", [(8, 3), (5, 4), (3, 7), (1, 512), (2,), (1, 1, 9)])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_element_has_one_rank(shape, size):
+def test_every_element_has_one_owner_rank(shape, size):
     placement = shard_placement(torch.Size(shape), size)
     if placement is None:
         return
@@ -238,7 +238,7 @@ def test_every_element_has_one_rank(shape, size):
     assert covered == list(range(shape[placement.dim]))
 
 
-def test_a_single_number_stays_full():
+def test_scalar_parameter_stays_full():
     assert shard_placement(torch.Size(()), 2) is None and shard_placement(torch.Size((1, 1)), 2) is None
 
 
@@ -257,7 +257,7 @@ def changed_after_inference(keeps_full):
 
 
 @pytest.mark.parametrize("keeps_full", [True, False])
-def test_parameters_gathered_in_inference_mode_can_be_trained_afterwards(worlds, keeps_full):
+def test_parameters_gathered_in_inference_mode_are_trainable_later(worlds, keeps_full):
     assert worlds.run(2, changed_after_inference, keeps_full) == [[2.0] * 4] * 2
 
 
@@ -291,7 +291,7 @@ def train(layout, epochs, save=None, resume=None):
     sizes = options or {}
     replicas = size // (sizes.get("tensor_parallel_size", 1) * sizes.get("pipeline_parallel_size", 1))
     sampler = None
-    if replicas > 1:  # each replica sees every second sample of a batch: the union is what one process sees
+    if replicas > 1:  # each replica sees every second sample of a batch: the union is the batch of one process
         rank = trainer.strategy.cluster_environment.global_rank()
         replica = rank // sizes.get("tensor_parallel_size", 1) % replicas
         sampler = DistributedSampler(range(16), replicas, replica, shuffle=False)
@@ -315,7 +315,7 @@ def resumed(name, then, slow=True):
         resumed("plain", "zero3"),
     ],
 )
-def test_resumed_under_another_layout(worlds, tmp_path, first, then):
+def test_resume_under_another_layout(worlds, tmp_path, first, then):
     path = str(tmp_path / "half.ckpt")
     [expected] = worlds.run(1, train, "plain", 2)
     worlds.run(LAYOUTS[first][0], train, first, 1, path)
@@ -337,7 +337,7 @@ def test_resumed_under_another_layout(worlds, tmp_path, first, then):
         ({"zero_stage": 3, "reshard_after_forward": "often"}, "'often'"),
     ],
 )
-def test_options_that_are_none(options, message):
+def test_invalid_options(options, message):
     with pytest.raises(ValueError, match=message):
         Hybrid3DStrategy(**options)
 

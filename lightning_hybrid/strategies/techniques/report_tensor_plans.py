@@ -12,7 +12,7 @@ from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, UnitPlan
 
 
 def check_sequence_sharding(plans: Mapping[str, UnitPlan], size: int, context: int) -> None:
-    """Refuse plans of which none shards a sequence, with the reasons; a ValueError."""
+    """Refuse plans of which none shards a sequence, with the reasons; a LayoutError."""
     if any(plan.positions is not None for plan in plans.values()):
         return
     reasons = "; ".join(

@@ -1,4 +1,4 @@
-"""The MoE layer against an oracle that goes token by token and expert by expert."""
+"""The MoE layer against an oracle that loops over tokens and experts."""
 
 import math
 
@@ -57,8 +57,8 @@ def chosen(moe, scores):
     pairs = {}
     for choice in range(router.top_k):
         for token, order in enumerate(ranked):
-            mine = order[: router.top_k]
-            total = sum(scores[token, e] for e in mine) if router.normalize and router.top_k > 1 else 1
+            own_experts = order[: router.top_k]
+            total = sum(scores[token, e] for e in own_experts) if router.normalize and router.top_k > 1 else 1
             pairs[token, order[choice]] = scores[token, order[choice]] / total
     return pairs
 
@@ -102,10 +102,10 @@ def gradients(module, x, y, loss):
     return dict(zip(leaves, torch.autograd.grad(value, leaves.values(), materialize_grads=True), strict=True))
 
 
-def agree(ours, theirs):
-    for name, gradient in theirs.items():
+def agree(actual, reference):
+    for name, gradient in reference.items():
         torch.testing.assert_close(
-            ours[name], gradient, rtol=1e-10, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
+            actual[name], gradient, rtol=1e-10, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 
@@ -129,7 +129,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-def test_numbers_are_those_of_an_oracle(options):
+def test_matches_the_oracle(options):
     moe = layer(**options)
     if options.get("bias_update_rate"):
         moe.router.bias.copy_(torch.linspace(-0.3, 0.3, EXPERTS))
@@ -188,19 +188,19 @@ def test_uneven_and_empty_experts():
         assert torch.equal(experts(rows, counts), y)
 
 
-def test_experts_that_are_frozen_in_part():
+def test_partly_frozen_experts():
     experts = GroupedExperts(3, DIM, HIDDEN, bias=True).double()
     rows, counts = tokens_of(9), torch.tensor([4, 0, 5])
-    whole = gradients(experts, rows.clone().requires_grad_(), experts(rows, counts), 0)
+    full_gradients = gradients(experts, rows.clone().requires_grad_(), experts(rows, counts), 0)
     for trained in ("up", "down", "up_bias", "down_bias"):
         for name, parameter in experts.named_parameters():
             parameter.requires_grad_(name == trained)
         (gradient,) = torch.autograd.grad(value_of(experts(rows, counts)), [getattr(experts, trained)])
-        assert torch.equal(gradient, whole[trained])
+        assert torch.equal(gradient, full_gradients[trained])
 
 
 @pytest.mark.parametrize("options", [{}, {"gated": False, "activation": "gelu", "bias": True}], ids=str)
-def test_derivatives_of_derivatives(options):
+def test_double_backward(options):
     moe = layer(**options)
     x = tokens_of(4).requires_grad_()
 
@@ -212,8 +212,8 @@ def test_derivatives_of_derivatives(options):
     assert torch.autograd.gradgradcheck(run, (x, *moe.parameters()), fast_mode=True)
 
 
-@pytest.mark.parametrize("ours", [True, False], ids=["recompute=", "torch.utils.checkpoint"])
-def test_recomputation_changes_no_bit_and_counts_once(ours):
+@pytest.mark.parametrize("by_option", [True, False], ids=["recompute=", "torch.utils.checkpoint"])
+def test_recomputation_is_bitwise_equal_and_counts_once(by_option):
     moe = layer(bias_update_rate=0.1, jitter=0.1, shared_experts=1)
     x = tokens_of(TOKENS).requires_grad_()
 
@@ -222,7 +222,7 @@ def test_recomputation_changes_no_bit_and_counts_once(ours):
         moe.router.load.zero_()
         if not recomputed:
             y, report = moe(x)
-        elif ours:
+        elif by_option:
             with Recomputation({"moe": moe}, {"moe": "full"}).running():
                 y, report = moe(x)
         else:
@@ -237,7 +237,7 @@ def test_recomputation_changes_no_bit_and_counts_once(ours):
 
 
 @pytest.mark.parametrize("share", [0.2, 0.9])
-def test_selective_recomputation_changes_no_bit(share):
+def test_selective_recomputation_is_bitwise_equal(share):
     moe = layer()
     x = tokens_of(TOKENS).requires_grad_()
     kept = gradients(moe, x, *first_two(moe(x)))
@@ -252,7 +252,7 @@ def first_two(result):
     return y, report.loss
 
 
-def test_a_bias_evens_the_load_and_leaves_weights_alone():
+def test_bias_balances_load_without_changing_gates():
     moe = layer(top_k=1, score="sigmoid", normalize=False, bias_update_rate=0.004, balance_loss=0.0, z_loss=0.0)
     with torch.no_grad():
         moe.router.weight[0] += 1.0  # one expert that all like
@@ -281,7 +281,7 @@ def test_evaluation_counts_nothing():
     assert torch.equal(moe(x)[0], moe(x)[0]) and not moe.router.load.any()
 
 
-def test_the_balance_loss_evens_the_load():
+def test_balance_loss_balances_load():
     moe = layer(balance_loss=1.0, z_loss=0.0)
     with torch.no_grad():
         moe.router.weight[0] += 1.0
@@ -297,14 +297,14 @@ def test_the_balance_loss_evens_the_load():
     assert loads[0] == 100 and loads[-1] < 60
 
 
-def test_entropy_is_that_of_even_probabilities():
+def test_entropy_of_uniform_probabilities():
     moe = layer()
     nn.init.zeros_(moe.router.weight)
     assert moe(tokens_of(3))[1].entropy.item() == pytest.approx(math.log(EXPERTS))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_routes_in_32_bits(dtype):
+def test_router_computes_in_float32(dtype):
     moe = layer().float()
     x = tokens_of(TOKENS).float()
     with torch.autocast("cpu", dtype):
@@ -319,7 +319,7 @@ def test_low_precision_routes_in_32_bits(dtype):
     assert true.dtype == dtype
 
 
-def test_shapes_are_known_without_contents():
+def test_fake_tensor_shapes():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     for options in ({}, CASES["pad"], CASES["experts choose"]):
@@ -331,7 +331,7 @@ def test_shapes_are_known_without_contents():
         assert y.shape == x.shape == x.grad.shape and report.load.shape == (EXPERTS,)
 
 
-def test_logits_that_are_not_finite_name_the_layer():
+def test_non_finite_logits_name_the_layer():
     moe = layer()
     moe.name = "blocks.3.moe"
     x = tokens_of(4)
@@ -362,14 +362,14 @@ def test_refusals(message, options):
     assert message in str(refusal.value)
 
 
-def test_counts_that_are_not_those_of_the_rows():
+def test_counts_that_do_not_sum_to_the_rows():
     with pytest.raises(ValueError, match="counts of rows sum to 8, but there are 9 rows"):
         GroupedExperts(2, DIM, HIDDEN)(torch.ones(9, DIM), torch.tensor([4, 4]))
 
 
 @pytest.mark.parametrize("options", [CASES["plain experts with biases"], CASES["relu"], {"bias": True}], ids=str)
-def test_what_is_kept_in_pieces(options, monkeypatch):
-    """Rows of one expert lie in several tensors, and rows of several experts in one."""
+def test_activations_saved_in_chunks(options, monkeypatch):
+    """Rows of one expert are in several tensors, and rows of several experts in one."""
     monkeypatch.setattr("lightning_hybrid.experts.moe.grouped_mlp_operators._SAVED_CHUNK_BYTES", 3 * 8 * 2 * HIDDEN)
     moe = layer(**options)
     x = tokens_of(TOKENS).requires_grad_()

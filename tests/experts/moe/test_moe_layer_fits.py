@@ -1,11 +1,11 @@
-"""Modules with layers of experts, under the strategy."""
+"""Modules with MoE layers under the strategy."""
 
 from typing import ClassVar
 
 import pytest
 import torch
 
-from harness.fits import Run, assert_parity, fit, fit_whole, reference_of
+from harness.fits import Run, assert_parity, fit, fit_joined_batches, reference_of
 from harness.worlds.worlds_plugin import RankError
 from models.moe_layers import Experts
 
@@ -41,8 +41,8 @@ class Choosing(Experts):
     ids=lambda run: f"{run.case.__name__}-pp{run.pp}-dp{run.dp}-tp{run.tp}",
 )
 def test_parity(worlds, run):
-    """The reference sees the same microbatches: losses that balance are means over those."""
-    expected = reference_of(worlds, run, fit_whole)
+    """The reference sees the same microbatches: balance losses are means over them."""
+    expected = reference_of(worlds, run, fit_joined_batches)
     ranks = worlds.run(run.world_size, fit, run)
     assert_parity(ranks, expected, run)
     biases = [value for name, value in expected.state.items() if name.endswith("router.bias")]
@@ -62,8 +62,8 @@ class Breaking(Experts):
                 self.layers[3].router.weight.fill_(float("nan"))
 
 
-def test_logits_that_are_not_finite_name_their_layer_and_step(worlds):
+def test_non_finite_logits_name_layer_and_step(worlds):
     with pytest.raises(RankError) as caught:
-        worlds.run(2, fit, Run(Breaking, dp=2))  # on both ranks, so that none is only told of it
+        worlds.run(2, fit, Run(Breaking, dp=2))  # on both ranks, so that neither only receives the other's error
     assert "layers.3" in str(caught.value)
     assert "in training_step of batch 1 (step 1)" in str(caught.value)

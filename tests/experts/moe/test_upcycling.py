@@ -1,4 +1,4 @@
-"""Dense MLPs become experts: what is recognised, what the first output is, what is refused, what checkpoints do."""
+"""Upcycling dense MLPs to experts: detection, the first output, refusals, and checkpoints."""
 
 import copy
 
@@ -55,13 +55,13 @@ FORMS = {
     "dropout inside": (linears(nn.ReLU(), middle=[nn.Dropout(0.3)]), ""),
     "no known activation": (linears(nn.Tanh()), ""),
     "a norm": (nn.Sequential(nn.LayerNorm(WIDTH), *linears(nn.ReLU())), ""),
-    "frozen in part": (linears(nn.ReLU()), ""),
+    "partly frozen": (linears(nn.ReLU()), ""),
 }
-FORMS["frozen in part"][0][0].requires_grad_(False)
+FORMS["partly frozen"][0][0].requires_grad_(False)
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_the_first_output_is_the_dense_one(name):
+def test_first_output_equals_the_dense_one(name):
     dense, activation = FORMS[name]
     assert recognise(dense).activation == activation
     dense = copy.deepcopy(dense).double().eval()
@@ -75,10 +75,10 @@ def test_the_first_output_is_the_dense_one(name):
         assert type(module.mlp.moe.experts) is (GroupedExperts if activation else ListedExperts)
         module.mlp(x).square().sum().backward()
         reaches = float(module.mlp.moe.router.weight.grad.norm())
-        assert reaches > 1e-3 if top_k == 1 else reaches < 1e-9  # no weight of two matters while experts are alike
+        assert reaches > 1e-3 if top_k == 1 else reaches < 1e-9  # with equal experts the weights of two cancel
 
 
-def test_parts_that_are_dropped_stay_dropped():
+def test_dropout_is_kept():
     root = nn.Module()
     root.mlp = linears(nn.ReLU(), end=[nn.Dropout(0.3)])
     MoEUpcycle("mlp").upcycle(root)
@@ -86,7 +86,7 @@ def test_parts_that_are_dropped_stay_dropped():
     assert 0.2 < dropped < 0.4
 
 
-def test_each_nth_match_and_shared_modules_and_noise():
+def test_every_nth_match_shared_modules_and_noise():
     module = make("Layers")
     assert MoEUpcycle("layers.*", num_experts=2, every=2).upcycle(module) == ["layers.1", "layers.3"]
     module = make("Layers")
@@ -127,7 +127,7 @@ def test_refusals(module, options, message):
         MoEUpcycle(**options).upcycle(module())
 
 
-def test_a_module_without_weights_is_refused():
+def test_module_without_weights_is_refused():
     with torch.device("meta"):
         module = Layers()
     with pytest.raises(ValueError, match=r"layers\.0 has no weights .* built empty"):
@@ -151,7 +151,7 @@ def experts(**options):
 
 
 class Returns(Layers):
-    """Returns its loss in some other way."""
+    """Returns its loss in another type."""
 
     how = None
 
@@ -164,7 +164,7 @@ class Returns(Layers):
 
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning")
 @pytest.mark.parametrize("how", ["tensor", "loss", "nothing"])
-def test_the_balance_loss_is_added_to_whatever_the_step_returns(how):
+def test_balance_loss_is_added_to_any_step_output(how):
     module = Returns().double()
     module.how = how
     plain = module.training_step(batch_of("vectors", range(2)), 0)
@@ -179,15 +179,15 @@ def test_the_balance_loss_is_added_to_whatever_the_step_returns(how):
     torch.testing.assert_close(module.seen, plain.detach() + balance)
 
 
-def test_the_gradient_of_the_balance_loss_reaches_the_router():
+def test_balance_loss_gradient_reaches_the_router():
     module = Layers().double()
     seen = []
     module.on_before_optimizer_step = lambda optimizer: seen.append(module.layers[1].moe.router.weight.grad.norm())
     run(module, experts(), fast_dev_run=True)
-    assert float(seen[0]) > 1e-3  # alike experts alone leave it without one
+    assert float(seen[0]) > 1e-3  # equal experts alone give it none
 
 
-def test_checkpoints_resume_bitwise_and_other_runs_upcycle_nothing_again(tmp_path):
+def test_resume_is_bitwise_and_upcycles_once(tmp_path):
     torch.manual_seed(0)
     module = make("Layers")
     saved = ModelCheckpoint(tmp_path, save_top_k=-1)
@@ -215,7 +215,7 @@ def test_checkpoints_resume_bitwise_and_other_runs_upcycle_nothing_again(tmp_pat
         other.load_state_dict({"layers": ["layers.1", "layers.3"]})
 
 
-def test_a_dense_checkpoint_is_refused_by_name(tmp_path):
+def test_dense_checkpoint_is_refused_by_name(tmp_path):
     run(make("Layers"), ModelCheckpoint(tmp_path, filename="dense"), max_steps=1)
     with pytest.raises(ValueError, match=r"layers\.1 is dense in the checkpoint, which has layers\.1\.0\.weight"):
         run(make("Layers"), experts(), ckpt_path=str(tmp_path / "dense.ckpt"))
@@ -229,7 +229,7 @@ class Late(Lit):
     loss, forward = Layers.loss, Layers.forward
 
 
-def test_modules_made_in_configure_model_are_found():
+def test_modules_of_configure_model_are_found():
     module = Late()
     run(module, experts(), fast_dev_run=True)
     assert isinstance(module.layers[1], UpcycledMLP)
@@ -243,7 +243,7 @@ class Reentrant(Layers):
         return self.head(x)
 
 
-def test_a_balance_loss_without_gradient_is_refused():
+def test_balance_loss_without_gradient_is_refused():
     with pytest.raises(ValueError, match="the balance loss has no gradient"):
         run(Reentrant().double(), experts(), fast_dev_run=True)
 

@@ -1,4 +1,4 @@
-"""Rows of tokens travel to the ranks that hold their experts and back, whatever few or many there are."""
+"""All-to-all of token rows to the ranks of their experts and back, for any number of rows."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ EXPERTS, TOP, WIDTH = 4, 2, 6
 
 
 class Experts(nn.Module):
-    """As transformers has them."""
+    """Experts in the style of transformers."""
 
     def __init__(self):
         super().__init__()
@@ -31,15 +31,15 @@ class Experts(nn.Module):
         return out
 
 
-def everybody(rank, tokens):
+def all_tokens(rank, tokens):
     draw = torch.Generator().manual_seed(rank)
     return torch.rand(tokens, EXPERTS, generator=draw).argsort(1)[:, :TOP]
 
 
 CHOICES = {
-    "any": lambda rank: everybody(rank, 7),
-    "one token": lambda rank: everybody(rank, 1),
-    "none on the second rank": lambda rank: everybody(rank, 5 if rank == 0 else 0),
+    "any": lambda rank: all_tokens(rank, 7),
+    "one token": lambda rank: all_tokens(rank, 1),
+    "none on the second rank": lambda rank: all_tokens(rank, 5 if rank == 0 else 0),
     "all to one expert": lambda rank: torch.full((5, TOP), 2),
     "all to the first rank": lambda rank: torch.tensor([[0, 1]] * 4),
     "some to none": lambda rank: torch.tensor([[0, EXPERTS], [EXPERTS, EXPERTS], [3, 1]]),
@@ -80,7 +80,7 @@ def run_shared(name, chunks):
 
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("name", list(CHOICES))
-def test_the_same_as_in_one_process(worlds, name, chunks):
+def test_matches_one_process(worlds, name, chunks):
     ranks = worlds.run(2, run_shared, name, chunks)
     module = Experts()
     for rank, (out, of_hidden, of_weights, _) in enumerate(ranks):
@@ -94,5 +94,5 @@ def test_the_same_as_in_one_process(worlds, name, chunks):
             torch.testing.assert_close(of_weights, weights.grad, rtol=1e-11, atol=1e-12)
     for number, parameter in enumerate(module.parameters()):
         shared = torch.cat([gradients[number] for *_, gradients in ranks])
-        whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(shared, whole, rtol=1e-11, atol=1e-12)
+        full_grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(shared, full_grad, rtol=1e-11, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Experts in models as they are: what is recognised, what is proved, and what is not taken for experts."""
+"""Detection of experts in unmodified models: what is recognised, what is proved, what is not an expert."""
 
 import re
 
@@ -43,7 +43,7 @@ class Jittered(LoopedExperts):
 
 
 class Chained(nn.Module):
-    """A list of modules of which each gets some rows of what the one before answered: no experts."""
+    """A list of modules, each on some rows of the previous output: no experts."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ CASES = {
         lambda m: m(rows_of(9, WIDTH), torch.tensor([4, 0, 3, 2])),
         ExpertList,
     ),
-    "our own": (
+    "moe layer": (
         lambda: GroupedExperts(4, WIDTH, 8, bias=True),
         lambda m: m(rows_of(9, WIDTH), torch.tensor([4, 0, 3, 2])),
         BatchedRows,
@@ -79,7 +79,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize("size", [2, 4])
-def test_recognised_and_proved(case, size):
+def test_experts_are_recognised_and_proved(case, size):
     build, call, kind = CASES[case]
     root = Around(build())
     found = found_in(root, lambda: call(root), size)
@@ -87,7 +87,7 @@ def test_recognised_and_proved(case, size):
     assert not found.replicated
 
 
-def test_what_is_no_expert_is_not_taken_for_one():
+def test_non_experts_are_not_recognised():
     root = Around(Chained())
     found = found_in(root, lambda: root(rows_of(9, WIDTH)))
     assert not found.adapters
@@ -96,8 +96,8 @@ def test_what_is_no_expert_is_not_taken_for_one():
     )
 
 
-@pytest.mark.parametrize("fault", ["wrong part", "weights twice", "too many"])
-def test_a_planted_fault_fails_the_proof(monkeypatch, fault):
+@pytest.mark.parametrize("fault", ["wrong rows", "weights twice", "too many"])
+def test_planted_faults_fail_the_proof(monkeypatch, fault):
     root = make(Mixtral)
     [(fqn, adapter), *_] = found_in(root, lambda: root.loss(batch_of("tokens", range(4)))).adapters.items()
     module = root.get_submodule(fqn)
@@ -105,7 +105,7 @@ def test_a_planted_fault_fails_the_proof(monkeypatch, fault):
     assert not why_not_equivalent(module, adapter, (tokens, {}), 2)
     compute = type(adapter).compute
     faults = {
-        "wrong part": lambda self, m, f, rows, counts, first: compute(self, m, f, rows, counts[::-1], first),
+        "wrong rows": lambda self, m, f, rows, counts, first: compute(self, m, f, rows, counts[::-1], first),
         "weights twice": lambda self, m, f, rows, counts, first: 2 * compute(self, m, f, rows, counts, first),
         "too many": lambda self, m, f, rows, counts, first: compute(self, m, f, rows.detach(), counts, first),
     }
@@ -127,7 +127,7 @@ def mixtures():
 
 
 @pytest.mark.slow
-def test_mixtures_of_transformers():
+def test_transformers_mixtures():
     shared, others = [], []
     for name in mixtures():
         try:

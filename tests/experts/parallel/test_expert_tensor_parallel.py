@@ -1,4 +1,4 @@
-"""Stacked experts are cut over tensor ranks: how they lie is found, and what would be wrong is not done."""
+"""Stacked experts are sharded over tensor ranks: their layout is detected, and wrong shardings are not used."""
 
 import re
 
@@ -38,7 +38,7 @@ def pairs(root):
 
 
 class Normed(GroupedExperts):
-    """What lies between the products mixes features."""
+    """The operation between the products mixes features."""
 
     def forward(self, tokens, counts):
         parts = tokens.split(counts.tolist())
@@ -47,7 +47,7 @@ class Normed(GroupedExperts):
 
 
 class Scaled(nn.Module):
-    """The width is written in a number; one scale between the weights, one behind the sum, and a bias."""
+    """The width is a literal; one scale between the weights, one after the sum, and a bias."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("case", "size"), [(case, size) for case in CASES for size in (1, 2)])
-def test_found_and_proved(case, size):
+def test_sharding_is_found_and_proved(case, size):
     """With and without ranks that share the experts."""
     build, call, placements, summed = CASES[case]
     root = Around(build())
@@ -108,7 +108,7 @@ def test_in_transformers():
     ],
     ids=["mixes features", "uneven"],
 )
-def test_what_cannot_be_cut_stays_full(build, size, reason):
+def test_indivisible_experts_stay_full(build, size, reason):
     root = Around(build())
     found = found_in(root, lambda: rows(root), size)
     assert not found.widths
@@ -124,26 +124,26 @@ class OneOfTwo:
         self.sum_gradients = list
 
 
-def test_the_module_is_as_before_and_later_ranks_leave_biases_out():
+def test_module_is_unchanged_and_later_ranks_omit_biases():
     module = GroupedExperts(4, WIDTH, 8, bias=True)
     root = Around(module)
     width = found_in(root, lambda: rows(root)).widths["inner"]
     before = dict(module._parameters)
-    wholes = {name: parameter.data for name, parameter in module.named_parameters()}
+    full = {name: parameter.data for name, parameter in module.named_parameters()}
     given = rows_of(9, WIDTH), torch.tensor([4, 0, 3, 2])
-    whole, outs = module(*given), []
+    expected, outs = module(*given), []
     for rank in range(2):
         for name, placement in width.placements.items():
-            module.get_parameter(name).data = shard_tensor(wholes[name], placement, rank, 2)
+            module.get_parameter(name).data = shard_tensor(full[name], placement, rank, 2)
         cut_widths = TensorShardedExperts(root, {"inner": width}, OneOfTwo(rank))
         with cut_widths.local_widths(), cut_widths.running():
             outs.append(root(*given))
     assert "forward" not in module.__dict__
     assert all(module._parameters[name] is parameter for name, parameter in before.items())
-    torch.testing.assert_close(outs[0] + outs[1], whole)
+    torch.testing.assert_close(outs[0] + outs[1], expected)
 
 
-def test_a_planted_fault_fails_the_proof():
+def test_planted_faults_fail_the_proof():
     module = GroupedExperts(4, WIDTH, 8)
     call = (rows_of(9, WIDTH), torch.tensor([4, 0, 3, 2])), {}
     root = Around(module)

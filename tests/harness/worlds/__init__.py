@@ -1,1 +1,1 @@
-"""Ranks that tests run on: how they start, what they are sent, and what is hidden from them."""
+"""Worlds of ranks for tests: how they start, what they receive, and which packages are hidden from them."""

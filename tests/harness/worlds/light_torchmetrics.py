@@ -1,6 +1,6 @@
-"""Loads torchmetrics without what it loads wherever that is installed, which takes longer than to load torch."""
+"""Imports torchmetrics without its optional dependencies, whose import takes longer than torch's."""
 
-from harness.worlds.not_installed import hidden
+from harness.worlds.hidden_packages import hidden
 
 with hidden():
     import torchmetrics  # noqa: F401

@@ -1,7 +1,7 @@
-"""The child side of a world: one rank, which runs one task after another until its world ends.
+"""The child side of a world: one rank, which runs tasks until its world ends.
 
 A task names a function of a test module; the rank loads that module, calls the function inside a fresh process group,
-and reports what became of it. `worlds_plugin.py` is the parent side.
+and reports its outcome. `worlds_plugin.py` is the parent side.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from _pytest.outcomes import Skipped
 from lightning.fabric.utilities import registry
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from harness.worlds import patches_left
+from harness.worlds import leaked_patches
 from harness.worlds.world_messages import STOP_SIGNAL, Idle, Report, Stop, Task, output_path, stack_path
 
 # The parent stops a world that takes too long, and shows where each rank hangs; a timeout inside gloo would come first.
@@ -59,7 +59,7 @@ def serve(rank: int, world_size: int, folder: str, connection: Connection) -> No
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     # Every Trainer would read the metadata of all installed packages, which takes longer than a small fit's step.
     registry.entry_points = functools.cache(registry.entry_points)
-    gc.freeze()  # what the server loaded never becomes garbage; the collection after each task need not look at it
+    gc.freeze()  # what the server loaded never becomes garbage; the collection after each task may skip it
     connection.send("ready")
     while True:
         try:
@@ -94,7 +94,7 @@ def _run(rank: int, world_size: int, scratch: Path, task: Task) -> Report:
         store = dist.FileStore(str(scratch / "store"), world_size)
         dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=_NEVER)
         result = pickle.dumps(function(*arguments, **keywords))
-        patches_left.check()
+        leaked_patches.check()
         return Report("passed", result=result)
     except Skipped as skipped:
         return Report("skipped", text=str(skipped))
@@ -103,7 +103,7 @@ def _run(rank: int, world_size: int, scratch: Path, task: Task) -> Report:
 
 
 def _traceback_from(path: str, error: BaseException) -> str:
-    """The traceback without the frames of this file, which would only say that a task was run."""
+    """The traceback without the frames of this file, which only run the task."""
     frames = error.__traceback__
     while frames and frames.tb_frame.f_code.co_filename != path:
         frames = frames.tb_next
@@ -180,7 +180,7 @@ def _output(folder: str, rank: int, capture: bool) -> Iterator[None]:
 
 
 def _reset_global_state() -> None:
-    """Give every task the same start, whatever the one before it set."""
+    """Reset global state, so that no task depends on the one before it."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -195,17 +195,17 @@ def _leave_process_group() -> None:
         dist.destroy_process_group()
     # Sub-groups hang on reference cycles of meshes; without this their threads and sockets pile up.
     gc.collect()
-    # What is left are modules and caches, which stay: collections in and after the next task need not look at them.
+    # What remains are modules and caches, which live on: later collections may skip them.
     gc.freeze()
 
 
 def _die_with_parent() -> None:
-    """End this process when pytest ends, however that happened: a rank that hangs in gloo would stay for ever."""
+    """End this process when pytest ends for any reason: a rank that hangs in gloo would never exit."""
     parent = parent_process()
     assert parent is not None
 
-    def watch() -> None:
+    def end_with_parent() -> None:
         wait([parent.sentinel])
         os._exit(1)
 
-    threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
+    threading.Thread(target=end_with_parent, name="die-with-parent", daemon=True).start()

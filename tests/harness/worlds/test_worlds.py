@@ -84,38 +84,38 @@ def environment():
 
 
 @pytest.mark.world(2)
-def test_a_body_runs_on_two_ranks():
+def test_body_runs_on_two_ranks():
     assert dist.get_world_size() == 2
     assert sum_of_ranks(1)[1] == 1
 
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("scale", [1, 10])
-def test_a_parametrised_body_runs_on_four_ranks(scale, tmp_path):
+def test_parametrised_body_runs_on_four_ranks(scale, tmp_path):
     (tmp_path / str(dist.get_rank())).touch()
     assert sum_of_ranks(scale)[1] == 6 * scale
     assert len(list(tmp_path.iterdir())) == 4
 
 
 @pytest.mark.parametrize("n", [pytest.param(n, marks=pytest.mark.world(n)) for n in (1, 2)])
-def test_a_parameter_may_choose_the_world(n):
+def test_parameter_chooses_the_world(n):
     assert dist.get_world_size() == n
 
 
 class TestInAClass:
     @pytest.mark.world(2)
-    def test_a_method_runs_on_ranks(self):
+    def test_method_runs_on_ranks(self):
         assert dist.get_world_size() == 2
 
 
 @pytest.mark.world(2)
-def test_a_rank_may_skip():
+def test_rank_may_skip():
     pytest.skip("every rank skips")
 
 
 @pytest.mark.world(2)
 @pytest.mark.xfail(strict=True, reason="the failure of a rank is the failure of the test")
-def test_a_failing_rank_fails_its_test():
+def test_failing_rank_fails_its_test():
     assert dist.get_rank() == 0
 
 
@@ -124,7 +124,7 @@ def test_results_come_back_by_rank(worlds):
     assert worlds.run(4, sum_of_ranks, scale=2) == [(rank, 12.0) for rank in range(4)]
 
 
-def test_ranks_see_what_torchrun_would_set(worlds):
+def test_ranks_have_the_environment_of_torchrun(worlds):
     for rank, seen in enumerate(worlds.run(2, environment)):
         assert seen == {
             "RANK": str(rank),
@@ -135,11 +135,11 @@ def test_ranks_see_what_torchrun_would_set(worlds):
         }
 
 
-def test_tests_without_ranks_compute_in_one_thread_too():
+def test_single_process_tests_use_one_thread():
     assert torch.get_num_threads() == 1
 
 
-def test_a_world_lives_on_until_it_fails(worlds):
+def test_world_is_reused_until_it_fails(worlds):
     before = worlds.run(2, process_id)
     assert worlds.run(2, process_id) == before
     assert os.getpid() not in before
@@ -148,7 +148,7 @@ def test_a_world_lives_on_until_it_fails(worlds):
     assert not set(worlds.run(2, process_id)) & set(before)
 
 
-def test_a_failure_names_its_rank_and_shows_traceback_values_output_and_who_waits(worlds):
+def test_failure_report_contents(worlds):
     with pytest.raises(RankError) as caught:
         worlds.run(4, fail_on, 1, grace=2)
     message = str(caught.value)
@@ -159,12 +159,12 @@ def test_a_failure_names_its_rank_and_shows_traceback_values_output_and_who_wait
     assert "in fail_on" in message[message.index("rank 0 was at") :]
 
 
-def test_a_rank_that_dies_is_named(worlds):
+def test_dead_rank_is_named(worlds):
     with pytest.raises(RankError, match=r"rank 1.*\n*.*the process died \(exit code 7\)"):
         worlds.run(2, die_on, 1)
 
 
-def test_a_timeout_shows_where_each_rank_hangs(worlds):
+def test_timeout_shows_where_each_rank_hangs(worlds):
     with pytest.raises(RankError) as caught:
         worlds.run(2, hang_on, 1, timeout=2)
     message = str(caught.value)
@@ -172,7 +172,7 @@ def test_a_timeout_shows_where_each_rank_hangs(worlds):
     assert "in hang_on" in message[message.index("rank 1 was at") :]
 
 
-def test_what_cannot_be_sent_is_refused(worlds):
+def test_unpicklable_arguments_are_refused(worlds):
     with pytest.raises(TypeError, match="cannot be sent to a rank"):
         worlds.run(1, sum_of_ranks, lambda: None)
 

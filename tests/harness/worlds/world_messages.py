@@ -1,6 +1,6 @@
-"""What the two sides of a world say to each other.
+"""Messages between the two sides of a world.
 
-Free of torch: pytest itself imports this file, and stays light for tests without ranks.
+Free of torch: pytest itself imports this file, and starts fast for tests without ranks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Task:
 
     Attributes:
         number: counts the tasks of the world, from 0.
-        module_name: what pytest calls the module of the function.
-        module_path: where it lies.
+        module_name: pytest's name of the function's module.
+        module_path: its file.
         call: the pickled function, its positional and its keyword arguments.
-        main_port: a free port on loopback, for code that opens a store of its own.
-        capture: whether to keep what the task prints in a file instead of showing it.
+        main_port: a free port on loopback, for code that opens its own store.
+        capture: whether to write the task's output to a file instead of showing it.
     """
 
     number: int
@@ -37,7 +37,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Idle:
-    """All ranks have reported: nobody needs the process group of the last task any more."""
+    """All ranks have reported: the process group of the last task can be destroyed."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of a task on one rank: a pickled result, or a text that says why there is none."""
+    """The outcome of a task on one rank: a pickled result, or the error text."""
 
     outcome: Literal["passed", "skipped", "failed"]
     result: bytes = b""
@@ -55,7 +55,7 @@ class Report:
 
 
 def output_path(folder: str, rank: int) -> Path:
-    """Where a rank of a world keeps what its current task prints."""
+    """The file with the output of a rank's current task."""
     return Path(folder) / f"output-{rank}"
 
 

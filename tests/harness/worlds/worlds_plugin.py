@@ -1,6 +1,6 @@
 """Tests on several ranks: worlds of gloo processes that live across tests. This is the parent side, in pytest.
 
-Two ways to use a world:
+Two uses of a world:
 
     @pytest.mark.world(4)                     the body runs on four ranks; values of fixtures are sent to them
     def test_sum(): ...
@@ -10,7 +10,7 @@ Two ways to use a world:
         assert worlds.run(4, train)[0] == expected
 
 Ranks are forked from a server that has torch and Lightning loaded, never from pytest: forking a process that has run
-torch operations hangs. A world that failed is ended and started anew, since its ranks may be anywhere.
+torch operations hangs. A world that failed is restarted, since its ranks may be in any state.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from typing import Any
 
 import pytest
 
-from harness.worlds.granted_time import granted_seconds
+from harness.worlds.steal_time import seconds_without_steal
 from harness.worlds.world_messages import STOP_SIGNAL, Idle, Report, Stop, Task, output_path, stack_path
 
 DEFAULT_TIMEOUT = 60.0
 START_TIMEOUT = 180.0
-# After the first failure: how long the other ranks may take to report theirs, before they count as still running.
-# Also how long an interrupted rank may take to say where it was.
+# After the first failure: how long the other ranks may take to report too, before they count as still running.
+# Also how long an interrupted rank may take to write its stack.
 GRACE = 5.0
 SHOWN_OUTPUT_CHARS = 10_000
 
@@ -51,7 +51,7 @@ PRELOADED = [
     "torch.distributed.checkpoint",
     "harness.worlds.light_torchmetrics",
     "lightning.pytorch",
-    # What nearly every fit loads on every rank. Not under coverage: what is loaded here is not seen.
+    # Imports of nearly every fit on every rank. Not under coverage: imports here are not measured.
     *([] if "coverage" in sys.modules else ["lightning_hybrid.strategies.hybrid3d"]),
     # The models of most fits; what is not installed is passed over.
     "torch._inductor.compile_fx",  # where layers are compiled, with any backend
@@ -90,7 +90,7 @@ class Worlds:
             function: a function at the top of a module.
             args: its arguments; they and the results must be picklable.
             timeout: seconds until the ranks are stopped.
-            grace: seconds that the other ranks have to report failures of theirs after the first one.
+            grace: seconds that the other ranks have to report their failures after the first one.
             kwargs: its keyword arguments.
 
         Returns:
@@ -142,12 +142,12 @@ class _World:
         context = get_context("forkserver")
         start_server()
         for index in range(size):
-            ours, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             # Not daemons: a data loader inside a rank may start processes.
-            process = context.Process(target=_serve, args=(index, size, self._folder.name, theirs))
+            process = context.Process(target=_serve, args=(index, size, self._folder.name, child_end))
             process.start()
-            theirs.close()
-            self._connections.append(ours)
+            child_end.close()
+            self._connections.append(parent_end)
             self._processes.append(process)
         for index, connection in enumerate(self._connections):
             try:
@@ -167,15 +167,15 @@ class _World:
         self._send(task)
         reports: dict[int, Report] = {}
         bad: list[int] = []
-        end = granted_seconds() + timeout
-        while len(reports) < self.size and (left := end - granted_seconds()) > 0:
+        end = seconds_without_steal() + timeout
+        while len(reports) < self.size and (left := end - seconds_without_steal()) > 0:
             running = {self._connections[i]: i for i in range(self.size) if i not in reports}
             ready = wait(list(running), left)
             for connection in ready:
                 index = running[connection]
                 reports[index] = self._receive(index)
                 if reports[index].outcome == "failed":
-                    end = min(end, granted_seconds() + grace) if not bad else end
+                    end = min(end, seconds_without_steal() + grace) if not bad else end
                     bad.append(index)
         if bad or len(reports) < self.size:
             raise RankError(self._describe(reports, bad, timeout))
@@ -191,7 +191,7 @@ class _World:
         self.kill()
 
     def kill(self) -> None:
-        """End the ranks wherever they are."""
+        """End the ranks in any state."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -244,7 +244,7 @@ class _World:
             self._processes[index].join(max(0.0, end - time.monotonic()))
 
     def _stack(self, index: int) -> str:
-        """Where an interrupted rank was in its task; without the frames that only say that a task was run."""
+        """The stack of an interrupted rank, without the frames that only run the task."""
         stack = stack_path(self._folder.name, index).read_text()
         # One paragraph per thread; the main thread, which ran the task, comes last.
         main = re.split(r"^(?:Current thread|Thread) 0x.*\n", stack, flags=re.MULTILINE)[-1]
@@ -268,7 +268,7 @@ def start_server() -> None:
     context.set_forkserver_preload(PRELOADED)
     # gloo would listen on the interface of the host's name.
     needed = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-    # Some Pythons load the modules before they know the path that they are told, and pass over what they do not find.
+    # Some Pythons load the modules before they know the path that they receive, and skip missing ones.
     needed["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
@@ -304,12 +304,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """How many processes run tests: one for each core, up to four, since ranks need cores as well.
 
-    A single file, which is run to look at it, is not worth a second start, and slow tests want the machine to
-    themselves.
+    A single file is not worth a second start, and slow tests need all cores for themselves.
     """
-    whole = any(Path(argument).is_dir() for argument in config.args)
+    is_folder_run = any(Path(argument).is_dir() for argument in config.args)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    alone = not whole or "not slow" not in config.option.markexpr or config.getoption("capture") == "no" or cores == 1
+    alone = (
+        not is_folder_run
+        or "not slow" not in config.option.markexpr
+        or config.getoption("capture") == "no"
+        or cores == 1
+    )
     return 0 if alone else min(cores, 4)
 
 
@@ -342,7 +346,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what was loaded by now never becomes garbage; no collection need look at it again
+    gc.freeze()  # what was loaded by now never becomes garbage; collections may skip it
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Models as their authors write them train to the numbers of one process."""
+"""Models as their authors write them match single-process training."""
 
 import itertools
 
@@ -245,14 +245,14 @@ CASES = [
 
 
 @each_under("module,data", CASES, [PP2, BOTH], replicated=[], covered_by={CASES[0]: CASES[1]})
-def test_same_numbers(worlds, module, data, layout):
+def test_matches_one_process(worlds, module, data, layout):
     report = check(worlds, module, layout, make_data=data)
     assert report.outcome == "same", str(report)
     assert report.steps == 2
 
 
 @pytest.mark.parametrize("layout", [DP2, PP2], ids=lambda layout: layout.name)
-def test_forces_go_through_all_layers_which_are_one_unit(worlds, layout):
+def test_forces_through_all_layers_are_one_unit(worlds, layout):
     report = check(worlds, Energy, layout, make_data=flat_data)
     assert report.outcome == "same", str(report)
 
@@ -309,17 +309,17 @@ class GraphNetwork(Lit):
 
 
 @under([PP2, BOTH])
-def test_graphs_of_any_size_in_one_microbatch(worlds, layout):
+def test_any_graph_size_in_one_microbatch(worlds, layout):
     report = check(worlds, GraphNetwork, layout, make_data=graph_data, num_microbatches=1)
     assert report.outcome == "same", str(report)
 
 
-def test_graphs_are_not_split_blindly(worlds):
+def test_graphs_are_not_split_without_a_splitter(worlds):
     report = check(worlds, GraphNetwork, PP2, make_data=graph_data)
     assert report.outcome == "same", str(report)
 
 
-# --- by hand ---------------------------------------------------------------------------------------------------------
+# --- manual ----------------------------------------------------------------------------------------------------------
 
 
 class Gan(LightningModule):
@@ -355,6 +355,6 @@ class Gan(LightningModule):
 
 
 @under([DP2, PP2, BOTH], also=[DP2])
-def test_two_optimizers_by_hand(worlds, layout):
+def test_two_manual_optimizers(worlds, layout):
     report = check(worlds, Gan, layout, make_data=flat_data, num_microbatches=1)
     assert report.outcome == "same", str(report)

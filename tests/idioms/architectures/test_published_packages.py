@@ -1,4 +1,4 @@
-"""Habits of published packages, each of which failed under some layout: numbers of plain Lightning, and no error."""
+"""Idioms of published packages, each of which failed under some layout, match plain Lightning."""
 
 import pytest
 import torch
@@ -62,13 +62,13 @@ class PlainCounts(Base):
 
 
 class PairAccuracy(torchmetrics.MeanMetric):
-    """A mean with arguments of its own."""
+    """A mean with extra arguments."""
 
     def update(self, found, wanted):
         super().update((found * wanted > 0).double())
 
 
-class OwnMean(Base):
+class CustomMean(Base):
     def __init__(self):
         super().__init__()
         self.pairs = PairAccuracy()
@@ -94,7 +94,7 @@ class Columns(Base):
 
 
 class Moves(Base):
-    """Moves its layers once more where it makes its optimizer."""
+    """Moves its layers again in `configure_optimizers`."""
 
     def __init__(self):
         super().__init__()
@@ -112,7 +112,7 @@ class Moves(Base):
 
 
 class Padded:
-    """What layers hand on."""
+    """The value that layers pass on."""
 
     def __init__(self, payload, lengths):
         self._payload, self._lengths = payload, lengths
@@ -131,7 +131,7 @@ class Layer(nn.Module):
         return Padded(self.linear(x.payload).tanh(), x._lengths)
 
 
-class HandsOn(Base):
+class PassesPadded(Base):
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(*(Layer() for _ in range(4)))
@@ -193,12 +193,12 @@ def run(module_class, options):
 
 
 PP, TP = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
-MODULES = [PlainCounts, OwnMean, Moves, HandsOn, NoParameters, OfSeveral]
+MODULES = [PlainCounts, CustomMean, Moves, PassesPadded, NoParameters, OfSeveral]
 
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("options", [PP, {**PP, "num_microbatches": 2}, TP], ids=str)
-def test_as_plain_lightning(worlds, module, options):
+def test_matches_plain_lightning(worlds, module, options):
     [(expected, metrics, _)] = worlds.run(1, run, module, None)
     for found, logged, is_sharded in worlds.run(2, run, module, options):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -206,8 +206,8 @@ def test_as_plain_lightning(worlds, module, options):
         assert not (is_sharded and options is not TP)
 
 
-def test_replicas_share_buffers_with_strides(worlds):
-    """They are the first one's before each step; each replica writes its own in the last one."""
+def test_strided_buffers_of_replicas(worlds):
+    """They equal those of replica 0 before each step; the last step writes local values."""
     (first, *_), (second, *_) = worlds.run(2, run, Columns, {"data_parallel_size": 2})
     torch.testing.assert_close(first[1:], second[1:])
     assert first[0].shape == second[0].shape == (FEATURES,)
@@ -216,5 +216,5 @@ def test_replicas_share_buffers_with_strides(worlds):
 @pytest.mark.parametrize(
     ("samples", "stages", "count"), [(8, 2, 4), (4, 2, 2), (3, 2, 3), (64, 2, 8), (7, 2, 3), (1, 2, 1)]
 )
-def test_microbatches_have_two_samples_where_there_are_enough(samples, stages, count):
+def test_microbatches_have_two_samples_if_possible(samples, stages, count):
     assert choose_count(torch.zeros(samples, 2), None, stages, None) == count

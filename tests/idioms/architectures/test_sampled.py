@@ -1,4 +1,4 @@
-"""Architectures drawn from transformers by chance train over two stages to the numbers of one process."""
+"""Architectures sampled from transformers match single-process training over two stages."""
 
 import itertools
 
@@ -12,7 +12,7 @@ SEED, FEW, SOME, MANY = 0, 1, 8, 40
 
 @pytest.fixture(scope="module")
 def trials():
-    """The trials of the first architectures that run in one process, by name; made when first asked for."""
+    """The trials of the first architectures that run in one process, by name; made on first use."""
     order, made = candidates(SEED), {}
 
     def first(count):
@@ -28,26 +28,26 @@ def trials():
     return first
 
 
-def missed(trials):
+def miss_trials(trials):
     return {name: f"{trial.outcome}: {trial.message}" for name, trial in trials.items() if trial.outcome != "parity"}
 
 
-def test_a_few(trials):
+def test_few_architectures(trials):
     few = trials(FEW)
-    assert len(few) == FEW and not missed(few)
+    assert len(few) == FEW and not miss_trials(few)
     assert all(all(trial.units) for trial in few.values()), "no stage is empty"
 
 
 @pytest.mark.slow
-def test_many(trials):
-    assert not missed(trials(SOME))
+def test_many_architectures(trials):
+    assert not miss_trials(trials(SOME))
     many = trials(MANY)
-    wrong = {name: text for name, text in missed(many).items() if text.startswith("wrong")}
+    wrong = {name: text for name, text in miss_trials(many).items() if text.startswith("wrong")}
     assert not wrong
-    assert len(missed(many)) <= 2, missed(many)
+    assert len(miss_trials(many)) <= 2, miss_trials(many)
 
 
-def test_what_was_a_multiple_stays_one():
+def test_shrunk_sizes_keep_ratios():
     config = {
         "model_type": "any", "hidden_size": 4096, "num_attention_heads": 32, "head_dim": 128, "num_hidden_layers": 32,
         "intermediate_size": 11008, "vocab_size": 32000, "layer_types": ["a"] * 31 + ["b"], "dropout": 0.1,

@@ -1,4 +1,4 @@
-"""Architectures drawn from transformers, with options that users switch on, under layouts drawn for each."""
+"""Architectures sampled from transformers, with options of their users, under layouts sampled for each."""
 
 import functools
 import inspect
@@ -43,7 +43,7 @@ class WithOptions(Drawn):
 
 
 def varied(batch, model, draw):
-    """More samples than were drawn, each with labels that do not count and padding of its own."""
+    """More samples than were drawn, each with ignored labels and its own padding."""
     size = len(next(iter(batch.values())))
     rows = {name: value[torch.arange(SAMPLES) % size].clone() for name, value in batch.items()}
     ids = rows.get("input_ids")
@@ -90,7 +90,7 @@ class Make:
         self._class_name, self._what = class_name, what
 
     def __call__(self):
-        made.cache_clear()  # a run changes what it is given
+        made.cache_clear()  # a run changes its arguments
         module, rows, _ = made(self._class_name)
         if self._what == "module":
             return module
@@ -100,7 +100,7 @@ class Make:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(COUNT))
-def test_same_numbers(worlds, number):
+def test_matches_one_process(worlds, number):
     class_name = classes()[number]
     try:
         precision = made(class_name)[2]
@@ -110,7 +110,7 @@ def test_same_numbers(worlds, number):
     options = {"steps": 2, "precision": precision, "timeout": 120, "num_microbatches": 1 if number % 2 else 2}
     report = check(worlds, Make(class_name, "module"), layout, make_data=Make(class_name, "data"), **options)
     if report.outcome == "different" and report.first.difference < 1e-8 and precision == "64-true":
-        # Something inside is computed in float32 whatever the precision, and rounds as its parts do.
+        # Something inside computes in float32 under any precision, and rounds as its shards do.
         options["precision"] = "32-true"
         report = check(worlds, Make(class_name, "module"), layout, make_data=Make(class_name, "data"), **options)
     assert report.outcome == "same", f"{class_name}: {report}"

@@ -1,4 +1,4 @@
-"""One model of each family of transformers, tiny, trained as its users train it."""
+"""One tiny model of each family of transformers, trained as its users train it."""
 
 import torch
 import transformers
@@ -15,7 +15,7 @@ TEXT = {**SIZES, "vocab_size": VOCABULARY, "max_position_embeddings": 16, "pad_t
 
 
 class FineTuner(LightningModule):
-    """The user's own few lines around a model that returns its loss."""
+    """A minimal wrapper around a model that returns its loss."""
 
     model_class, options = None, {}
 
@@ -91,7 +91,7 @@ class Mixture(FineTuner):
 
 
 class BalancedMixture(Mixture):
-    """The loss balances the experts too: hooks inside the layers stash what their routers say."""
+    """The loss balances the experts too: hooks inside the layers stash router outputs."""
 
     options = MIXTURE | {"output_router_logits": True, "router_aux_loss_coef": 0.02}
 
@@ -127,7 +127,7 @@ def sound_data():
     return loader(input_values=draws(24, 160), labels=torch.arange(24) % 2)
 
 
-# The loss of causal models is float32 whatever the precision.
+# The loss of causal models is float32 under any precision.
 CASES = [
     (Decoder, language_data, "32-true"),
     (Encoder, sentence_data, "64-true"),
@@ -139,14 +139,14 @@ CASES = [
 ]
 
 
-# T5 and ViT are among the architectures of `trainer/test_parity.py`.
+# T5 and ViT are among the architectures of `pipeline/test_parity.py`.
 @each_under("module,data,precision", CASES, [PP2, BOTH], replicated=[], covered_by={CASES[2]: CASES[0]})
-def test_same_numbers(worlds, module, data, precision, layout):
+def test_matches_one_process(worlds, module, data, precision, layout):
     report = check(worlds, module, layout, make_data=data, precision=precision)
     assert report.outcome == "same", str(report)
     assert report.steps == 2
 
 
-def test_hooks_that_stash_what_is_inside_a_unit_are_there_from_the_second_batch_on(worlds):
+def test_values_stashed_by_hooks_inside_units_from_the_second_batch_on(worlds):
     report = check(worlds, BalancedMixture, PP2, make_data=language_data, precision="32-true")
     assert report.outcome == "same" and "sharded instead of pipelined" not in str(report), str(report)

@@ -1,4 +1,4 @@
-"""Buffers in hooks, buffers that a step binds anew, and the statistics of norms without weights."""
+"""Buffers in hooks, buffers that a step rebinds, and statistics of norms without weights."""
 
 import copy
 
@@ -67,7 +67,7 @@ class MeanTeacher(Tiny):
 
 
 class Statistics(MeanTeacher):
-    """Logs what norms of all stages know."""
+    """Logs statistics of the norms of all stages."""
 
     def on_train_batch_end(self, *_):
         for place in range(4):
@@ -77,7 +77,7 @@ class Statistics(MeanTeacher):
 
 
 class Centre(Tiny):
-    """A centre that each step binds anew, as DINO's loss does."""
+    """A centre that each step rebinds, as DINO's loss does."""
 
     def __init__(self):
         super().__init__()
@@ -94,7 +94,7 @@ class Centre(Tiny):
 
 
 class PlainNorm(Tiny):
-    """A norm without weights behind the model."""
+    """A norm without weights after the model."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +119,7 @@ class PlainNormOfInputs(Tiny):
 
 
 class CountsOfValidation(Tiny):
-    """A buffer that the training step does not know."""
+    """A buffer that the training step does not use."""
 
     def __init__(self):
         super().__init__()
@@ -154,7 +154,7 @@ CASES = [Losses, MeanTeacher, Statistics, Centre, PlainNorm, PlainNormOfInputs, 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_buffers_are_those_of_one_process(worlds, case, tmp_path):
+def test_buffers_match_one_process(worlds, case, tmp_path):
     [expected] = worlds.run(1, state_after, 1, 1, case, tmp_path, {})
     for state in worlds.run(2, state_after, 2, 2, case, tmp_path, {"num_microbatches": 1}):
         assert_same(state, expected)
@@ -168,7 +168,7 @@ def test_buffers_do_not_depend_on_the_number_of_stages(worlds, case, tmp_path):
 
 
 class Dropped(Tiny):
-    """Keeps its losses, and drops features outside of layers."""
+    """Stores its losses, and drops features outside of layers."""
 
     def __init__(self):
         super().__init__()
@@ -183,7 +183,7 @@ class Dropped(Tiny):
         return loss
 
 
-def weights_and_kept(size, pp, options):
+def weights_and_stored(size, pp, options):
     ignore_warnings()
     torch.manual_seed(3)
     model = Dropped()
@@ -192,7 +192,7 @@ def weights_and_kept(size, pp, options):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_step_that_drops_features_may_store_values(worlds, count):
-    [expected] = worlds.run(1, weights_and_kept, 1, 1, {"num_microbatches": count})
-    for state in worlds.run(2, weights_and_kept, 2, 2, {"num_microbatches": count}):
+def test_step_with_feature_dropout_may_store_values(worlds, count):
+    [expected] = worlds.run(1, weights_and_stored, 1, 1, {"num_microbatches": count})
+    for state in worlds.run(2, weights_and_stored, 2, 2, {"num_microbatches": count}):
         assert_same(state, expected)

@@ -1,4 +1,4 @@
-"""Buffers that the step writes from values of the model, and reads elsewhere."""
+"""Buffers that the step writes from values of the model and reads elsewhere."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ class Quantised(Regression):
 
 
 class Centred(Regression):
-    """What enters an early layer is centred by a moving average of what leaves the last one."""
+    """The input of an early layer is centred by a moving average of the last one's output."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Centred(Regression):
 
 
 class Rebound(Regression):
-    """Gives buffers new contents, of which torch counts no version: of the batch, and of the model."""
+    """Writes buffers without a new version in torch: from the batch, and from the model."""
 
     def __init__(self):
         super().__init__()
@@ -108,7 +108,7 @@ class InPart(Regression):
 
 
 class WritesThroughData(Regression):
-    """Writes the model's values into a tensor of its own, by another name."""
+    """Writes the model's values into its own tensor under another name."""
 
     def loss(self, batch):
         x, y = batch
@@ -173,33 +173,33 @@ class Packed(Regression):
 
 
 @under([Layout("zero 1", devices=2, strategy={"zero_stage": 1})])
-def test_sizes_that_data_decide_where_no_other_stage_waits_for_them(worlds, layout):
+def test_data_dependent_sizes_used_on_one_stage(worlds, layout):
     report = check(worlds, Packed, layout, num_microbatches=1)
     assert report.outcome == "same", str(report)
 
 
 @each_under("module", [Quantised, Centred, Rebound, Aliased, InPart, BoundAnew], [STAGES, COMBINED])
-def test_one_content_for_all_who_read_and_write(worlds, module, layout):
+def test_readers_and_writers_share_one_buffer(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 
 
 @each_under("module", [Hooked], [STAGES, COMBINED])
-def test_a_hook_sees_the_gradient_of_a_value_once(worlds, module, layout):
+def test_hook_sees_a_gradient_once(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 
 
-def test_a_write_that_stages_would_lose_is_no_pipeline(worlds):
+def test_write_that_stages_would_lose_is_not_pipelined(worlds):
     report = check(worlds, WritesThroughData, STAGES)
     assert report.outcome == "same" and "sharded instead of pipelined" in str(report), str(report)
 
 
-# --- numbers read from the model ------------------------------------------------------------------------------------
+# --- numbers read from the model -------------------------------------------------------------------------------------
 
 
 class WritesNumbers(Regressor):
-    """Other pipeline stages do not have the number, and would write a NaN that the checkpoint then holds."""
+    """Other pipeline stages lack the number, and would write a NaN into the checkpoint."""
 
     def __init__(self):
         super().__init__()
@@ -210,12 +210,12 @@ class WritesNumbers(Regressor):
     def forward(self, x):
         h = self.body(x)
         if self.training:
-            self.keep(h.detach(), h.std().item())
+            self.store(h.detach(), h.std().item())
         return self.head(h)
 
 
-def writes(name, keep):
-    made = type(name, (WritesNumbers,), {"keep": keep, "__module__": __name__, "__qualname__": name})
+def writes(name, store):
+    made = type(name, (WritesNumbers,), {"store": store, "__module__": __name__, "__qualname__": name})
     globals()[name] = made
     return made
 
@@ -238,6 +238,6 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize("module", NUMBERS, ids=lambda module: module.__name__)
-def test_numbers_of_the_model_are_the_same_on_all_ranks(worlds, module):
+def test_model_values_are_equal_on_all_ranks(worlds, module):
     report = check(worlds, module, LAYOUTS[0], steps=4)
     assert report.outcome == "same", str(report)

@@ -1,4 +1,4 @@
-"""Steps that do something else in some batches: by the number of the batch, a counter, the epoch, chance, or a task."""
+"""Steps that change between batches: by batch index, counter, epoch, chance, or task."""
 
 import random
 
@@ -19,7 +19,7 @@ from models.regression import FEATURES, Regression, regression_data
 
 
 class UsedSometimes(Regression):
-    """A branch of the model that only every other batch takes: known from the batch index."""
+    """A branch of the model that every other batch takes, by its index."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class DropsLayers(Regression):
 
 
 class DropsLayersByTorch(DropsLayers):
-    """And keeps a metric, whose last value still leads back through the model when the next way is recorded."""
+    """Also stores a metric, whose last value still references the model when the next trace is recorded."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ class DropsLayersByTorch(DropsLayers):
 
 
 class AlternatesLosses(Regression):
-    """By the run's own counter."""
+    """By the counter of the run."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ class CountsByItself(Regression):
 
 
 class Phases(Regression):
-    """A hook decides; the step itself gives no sign of it."""
+    """A hook decides; the step itself does not show it."""
 
     penalized = False
 
@@ -113,7 +113,7 @@ class Phases(Regression):
 
 
 class Lengthens(Regression):
-    """Curriculum: longer sequences in later epochs, seen by the model alone."""
+    """Curriculum: longer sequences in later epochs, visible only inside the model."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -122,8 +122,8 @@ class Lengthens(Regression):
         return F.mse_loss(h.sum(1) / h.shape[1], y)
 
 
-class KeepsSometimes(Regression):
-    """Numbers that are kept in some batches only, and shown at the end."""
+class StoresInSomeBatches(Regression):
+    """Numbers that are stored in some batches only, and logged at the end."""
 
     def __init__(self):
         super().__init__()
@@ -140,8 +140,8 @@ class KeepsSometimes(Regression):
         self.losses.clear()
 
 
-class LooksAtTask(Regression):
-    """The batch says by a string which head is trained."""
+class SelectsHead(Regression):
+    """A string in the batch selects the head that is trained."""
 
     def __init__(self):
         super().__init__()
@@ -177,7 +177,7 @@ def task_data():
     }
 
 
-class AsksItsMask(Regression):
+class BranchesOnMask(Regression):
     """A term of the loss over the rows of a mask, where there are enough of them."""
 
     def training_step(self, batch, batch_idx):
@@ -189,7 +189,7 @@ class AsksItsMask(Regression):
 
 
 class ExitsEarly(Regression):
-    """Some microbatches leave after the first layer, so that what they log is known on another stage."""
+    """Some microbatches exit after the first layer, so that another stage has their logs."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -218,7 +218,7 @@ def two_loaders():
     return {**loaders, "val_dataloaders": [loaders["val_dataloaders"]] * 2}
 
 
-ANY = [AlternatesLosses, CountsByItself, DropsLayersByTorch, Phases, Lengthens, KeepsSometimes, AsksItsMask]
+ANY = [AlternatesLosses, CountsByItself, DropsLayersByTorch, Phases, Lengthens, StoresInSomeBatches, BranchesOnMask]
 
 
 @pytest.mark.parametrize("module", ANY, ids=lambda module: module.__name__)
@@ -239,18 +239,18 @@ def test_steps_that_change_under_every_layout(worlds, module, layout):
     assert report.outcome == "same", str(report)
 
 
-def test_the_batch_names_the_task(worlds):
-    report = check(worlds, LooksAtTask, STAGES, make_data=task_data)
+def test_batch_selects_the_task(worlds):
+    report = check(worlds, SelectsHead, STAGES, make_data=task_data)
     assert report.outcome == "same", str(report)
 
 
-def test_validation_loaders_are_told_apart(worlds):
+def test_validation_loader_indices(worlds):
     report = check(worlds, ValidatesByLoader, BOTH, make_data=two_loaders)
     assert report.outcome == "same", str(report)
 
 
-class LooksAtNothing(Regression):
-    """Hands its number on, logs, and has attributes that stay."""
+class WithoutBranches(Regression):
+    """Returns its batch index, logs, and has constant attributes."""
 
     def __init__(self):
         super().__init__()
@@ -263,7 +263,7 @@ class LooksAtNothing(Regression):
         return {"loss": loss, "batch": batch_idx}
 
 
-class LooksAtTheEpoch(LooksAtNothing):
+class WeightPerEpoch(WithoutBranches):
     def on_train_epoch_start(self):
         self.weights["loss"] = 1.0 / (1 + self.current_epoch)
 
@@ -280,9 +280,9 @@ def count_dry_runs(module):
     return len(runs)
 
 
-@pytest.mark.parametrize(("module", "count"), [(LooksAtNothing, 0), (LooksAtTheEpoch, 8), (DropsLayers, 24)])
+@pytest.mark.parametrize(("module", "count"), [(WithoutBranches, 0), (WeightPerEpoch, 8), (DropsLayers, 24)])
 def test_dry_runs_are_few(worlds, module, count):
-    """None for steps that do the same; where an attribute changes, one per microbatch of each step until it stays."""
+    """None for equal steps; where an attribute changes, one per microbatch of each step until it is constant."""
     found = worlds.run(2, count_dry_runs, module)
     assert found[0] == found[1] and (found[0] == count if module is not DropsLayers else found[0] >= count)
 
@@ -293,6 +293,6 @@ class DecidesByRank(Regression):
         return loss * 2 if batch_idx and self.trainer.is_global_zero else loss
 
 
-def test_ranks_that_decide_differently_are_told_before_anything_changes(worlds):
+def test_diverging_ranks_are_reported_before_any_change(worlds):
     report = check(worlds, DecidesByRank, STAGES)
     assert "what the step does differs between the ranks of one replica" in report.message, str(report)

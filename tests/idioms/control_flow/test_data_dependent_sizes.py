@@ -1,4 +1,4 @@
-"""Sizes that depend on values of the model: a step that decides by one is refused, and told so."""
+"""Sizes that depend on values of the model: a step that branches on one is refused with a reason."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ STRICT = Layout("strict", devices=2, strategy={**PP2.strategy, "strict_layout": 
 
 
 class LoopsOverClasses(Regression):
-    """How many classes there are depends on what the model says."""
+    """The number of classes depends on the model's output."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -47,7 +47,7 @@ class DecidesByRows(Regression):
 
 
 class ReturnsByRows(Regression):
-    """What the two branches return is there in both cases."""
+    """Results of both branches exist in both cases."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -57,7 +57,7 @@ class ReturnsByRows(Regression):
 
 
 class LogsRows(Regression):
-    """Numbers of rows that the model picks, on the first stage and on the last, and what Python makes of them."""
+    """Numbers of rows that the model selects, on the first and last stage, and Python arithmetic on them."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -71,7 +71,7 @@ class LogsRows(Regression):
 
 
 class DecidesByMaskOfBatch(Regression):
-    """A size that the batch decides: a recording has seen that of another batch."""
+    """A size that depends on the batch: the recording has that of another batch."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -91,7 +91,7 @@ class DividesByRows(Regression):
 
 
 class MasksByRows(DividesByRows):
-    """It is the size of a tensor of the batch."""
+    """Compares the size with a tensor of batch size."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -101,7 +101,7 @@ class MasksByRows(DividesByRows):
 
 
 @each_under("module", [DividesByRows, MasksByRows], [PP2, TWO_MICROBATCHES, COMBINED])
-def test_a_size_is_a_number_on_every_stage(worlds, module, layout):
+def test_size_is_a_number_on_every_stage(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 
@@ -110,7 +110,7 @@ DECIDING = [(LoopsOverClasses, "unique"), (DecidesByRows, "__getitem__"), (Retur
 
 
 @each_under("module", [LogsRows], [PP2, COMBINED])
-def test_a_size_is_logged_as_it_is(worlds, module, layout):
+def test_size_is_logged(worlds, module, layout):
     report = check(worlds, module, layout, steps=4)
     assert report.outcome == "same", str(report)
     assert not any("sharded instead of" in note for note in report.notes), report.notes
@@ -118,19 +118,19 @@ def test_a_size_is_logged_as_it_is(worlds, module, layout):
 
 @pytest.mark.parametrize("layout", ONE_STAGE, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("module", [module for module, _ in DECIDING])
-def test_a_step_decides_by_a_size(worlds, module, layout):
+def test_branch_on_a_size(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 
 
 @pytest.mark.parametrize("module", [*(module for module, _ in DECIDING), DecidesByMaskOfBatch])
-def test_a_step_that_decides_by_another_size_goes_on_in_shards(worlds, module):
+def test_branch_on_another_size_continues_sharded(worlds, module):
     report = check(worlds, module, PP2, steps=4, num_microbatches=1)
     assert report.outcome == "same" and "sharded instead of pipelined" in str(report), str(report)
 
 
 @pytest.mark.parametrize(("module", "maker"), DECIDING)
-def test_a_step_that_decides_by_a_size_is_told_so_where_the_layout_is_strict(worlds, module, maker):
+def test_branch_on_a_size_is_refused_if_strict(worlds, module, maker):
     report = check(worlds, module, STRICT)
     assert report.outcome == "refused", str(report)
     message = report.message
@@ -140,7 +140,7 @@ def test_a_step_that_decides_by_a_size_is_told_so_where_the_layout_is_strict(wor
     assert "global variable" not in message
 
 
-def test_a_decision_by_a_mask_of_the_batch_is_told_to_ask_it(worlds):
+def test_branch_on_a_batch_mask_gets_a_hint(worlds):
     report = check(worlds, DecidesByMaskOfBatch, STRICT, steps=4)
     assert report.outcome != "same" and "depends on the content of the batch" in report.message, str(report)
     assert "int(mask.sum())" in report.message, report.message

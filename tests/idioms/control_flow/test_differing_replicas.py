@@ -1,4 +1,4 @@
-"""Replicas whose batches differ in what they ask of the layout: none waits for another that does something else."""
+"""Replicas whose batches need different layouts: none waits for another that runs something else."""
 
 import functools
 
@@ -65,7 +65,7 @@ class Scaled(Branches):
         return loss * self.scale if self.training else loss
 
 
-# The samples that verification deals to one replica in one batch: batch and replica are keys.
+# The samples of one replica in one batch of the verification: batch and replica are keys.
 SAMPLES = {(0, 0): 17, (0, 1): 46, (1, 0): 33, (1, 1): 2, (2, 1): 4, (3, 0): 48}
 MARKED = {place: functools.partial(marked_data, sample) for place, sample in SAMPLES.items()}
 
@@ -82,7 +82,7 @@ def named(value):
 
 
 @pytest.mark.parametrize(("module", "place", "layout"), CASES, ids=lambda v: named(v) or getattr(v, "name", None))
-def test_one_replica_has_a_batch_that_cannot_be_recorded(worlds, module, place, layout):
+def test_one_replica_has_an_unrecordable_batch(worlds, module, place, layout):
     report = check(worlds, module, layout, make_data=MARKED[place], steps=5, num_microbatches=2)
     assert report.outcome == "same", str(report)
     if place[0] > 1:
@@ -134,7 +134,7 @@ SMALL = {place: functools.partial(small_data, SAMPLES[place]) for place in ((0, 
     ("module", "make_data"),
     [*((Writes, MARKED[place]) for place in ((0, 1), (2, 1))), *((Decides, data) for data in SMALL.values())],
 )
-def test_one_replica_must_run_unsplit_batches(worlds, module, make_data):
+def test_one_replica_runs_unsplit_batches(worlds, module, make_data):
     report = check(worlds, module, REPLICAS, make_data=make_data, steps=4, num_microbatches=1)
     assert report.outcome == "same" and SHARDED in str(report), str(report)
 
@@ -162,7 +162,7 @@ def sequence_data():
 
 
 @pytest.mark.parametrize("layout", [REPLICAS, *ZERO], ids=lambda layout: layout.name)
-def test_replicas_see_new_lengths_at_other_times(worlds, layout):
+def test_replicas_see_new_lengths_at_different_steps(worlds, layout):
     report = check(worlds, Sequences, layout, make_data=sequence_data, steps=6)
     assert report.outcome == "same", str(report)
 

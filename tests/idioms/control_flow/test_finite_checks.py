@@ -1,4 +1,4 @@
-"""Steps that ask whether values of the model are finite, and raise, warn or skip the batch if they are not."""
+"""Steps that check values of the model for finiteness, and raise, warn or skip the batch if one is not."""
 
 import math
 
@@ -36,7 +36,7 @@ class Guarded(Regressor):
 
 
 class AsTensors(Guarded):
-    """What tensors are asked, in many words."""
+    """Finiteness checks of tensors, in many spellings."""
 
     def forward(self, x):
         hidden = self.body(x)
@@ -60,7 +60,7 @@ class AsTensors(Guarded):
 
 
 class AsNumbers(Guarded):
-    """What Python and NumPy are asked; the numbers are kept besides, and each batch has a dry run."""
+    """Checks by Python and NumPy; the numbers are stored too, and each batch has a dry run."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ class AsNumbers(Guarded):
 
 
 class Skips(Guarded):
-    """Leaves out a batch, and a term."""
+    """Skips a batch, and a term."""
 
     def training_step(self, batch, batch_idx):
         loss = super().shared_step(batch)
@@ -107,7 +107,7 @@ class Skips(Guarded):
 
 
 class InsideLayers(Guarded):
-    """A layer asks."""
+    """A layer checks."""
 
     class Layer(nn.Module):
         def __init__(self):
@@ -128,11 +128,11 @@ class InsideLayers(Guarded):
         pass
 
 
-# Layouts without stages run each module, in which values are there and may be parts.
+# Layouts without stages run each module, with values present and possibly sharded.
 @each_under(
     "module", [AsTensors, AsNumbers, Skips, InsideLayers], [LAYOUTS[0], *LAYOUTS[3:], TP2, M2], slow=[TENSOR, COMBINED]
 )
-def test_same_numbers(worlds, module, layout):
+def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout, steps=3)
     assert report.outcome == "same", str(report)
 
@@ -140,32 +140,32 @@ def test_same_numbers(worlds, module, layout):
 # --- a value that is not finite ---------------------------------------------------------------------------------------
 
 
-def held_by(module):
+def state_of(module):
     return {name: p.detach().clone() for name, p in module.named_parameters() if not is_absent(p)}
 
 
 class Breaks(Tiny):
-    """The model makes a NaN in the third batch of training or validation; what is asked differs."""
+    """The model makes a NaN in the third batch of training or validation; the checks differ."""
 
-    def __init__(self, ask, when, place):
+    def __init__(self, check_finite, when, place):
         super().__init__()
-        self.ask, self.when, self.place = ask, when, place
+        self.check_finite, self.when, self.place = check_finite, when, place
 
     def forward(self, x):
         hidden = self.layers[:2](x)
         if self.place == "early":
-            self.ask(hidden.mean())
+            self.check_finite(hidden.mean())
         return self.layers[2:](hidden)
 
     def loss(self, batch):
         loss = super().loss(batch)
         if self.place == "late":
-            self.ask(loss)
+            self.check_finite(loss)
         return loss
 
     def on_train_batch_start(self, batch, batch_idx):
         self.spoil(batch, batch_idx, "training")
-        self.trainer.before = held_by(self)
+        self.trainer.before = state_of(self)
 
     def on_validation_batch_start(self, batch, batch_idx):
         self.spoil(batch, batch_idx, "validation")
@@ -193,10 +193,10 @@ def warn_on_nan(value):
         print("NaN")
 
 
-def run_breaking(size, options, ask, place):
-    """What each rank says, and whether its parameters are as before the batch."""
+def run_breaking(size, options, check_finite, place):
+    """Messages of each rank, and whether its parameters are unchanged by the batch."""
     ignore_warnings()
-    model = Breaks(ask, "training", place)
+    model = Breaks(check_finite, "training", place)
     pp = options.pop("pipeline_parallel_size", 1)
     own, recorded = (TraceCache._record, TraceCache._dry_run), []
     TraceCache._record = lambda *args: recorded.append(args[1].name) or own[0](*args)
@@ -207,8 +207,9 @@ def run_breaking(size, options, ask, place):
     except Exception as error:
         TraceCache._record, TraceCache._dry_run = own
         texts = [str(error), *getattr(error, "__notes__", [])]
-        pairs = [(trainer.before[name], p) for name, p in held_by(model).items() if name in trainer.before]
-        same = all(torch.equal(before, p) for before, p in pairs if before.shape == p.shape)  # ranks end with wholes
+        pairs = [(trainer.before[name], p) for name, p in state_of(model).items() if name in trainer.before]
+        # ranks end with full parameters
+        same = all(torch.equal(before, p) for before, p in pairs if before.shape == p.shape)
         return type(error).__name__, texts, same and trainer.global_step == 2, recorded
     return None
 
@@ -226,39 +227,39 @@ ADVICE = {
 }
 
 
-ASKED = [(name, raise_on_nan, "late") for name in ADVICE]
-ASKED += [("pp2", raise_on_infinite_number, "late"), ("pp2", warn_on_nan, "early")]
+CHECKED = [(name, raise_on_nan, "late") for name in ADVICE]
+CHECKED += [("pp2", raise_on_infinite_number, "late"), ("pp2", warn_on_nan, "early")]
 
 
-@pytest.mark.parametrize(("name", "ask", "place"), ASKED)
-def test_a_batch_with_nan_is_run_again_in_shards_where_the_step_decides_itself(worlds, name, ask, place):
+@pytest.mark.parametrize(("name", "check_finite", "place"), CHECKED)
+def test_nan_batch_is_rerun_sharded(worlds, name, check_finite, place):
     size, options = BROKEN[name]
-    for result in worlds.run(size, run_breaking, size, dict(options), ask, place, timeout=30):
-        if ask is warn_on_nan:
+    for result in worlds.run(size, run_breaking, size, dict(options), check_finite, place, timeout=30):
+        if check_finite is warn_on_nan:
             assert result is None
         else:
             error, texts, unchanged, _ = result
             assert unchanged and "asks whether" not in " ".join(texts), (error, texts)
 
 
-@pytest.mark.parametrize(("name", "ask", "place"), ASKED)
-def test_a_batch_with_nan_ends_a_strict_layout_on_every_rank_before_parameters_change(worlds, name, ask, place):
+@pytest.mark.parametrize(("name", "check_finite", "place"), CHECKED)
+def test_nan_batch_fails_a_strict_layout_on_every_rank(worlds, name, check_finite, place):
     size, options = BROKEN[name]
     options = options | {"strict_layout": True}
-    results = worlds.run(size, run_breaking, size, dict(options), ask, place, timeout=30)
-    asked = ask.__code__
+    results = worlds.run(size, run_breaking, size, dict(options), check_finite, place, timeout=30)
+    checked = check_finite.__code__
     for error, texts, unchanged, recorded in results:
-        said = [text for text in texts if "asks whether values of the model are finite" in text]
-        assert said and unchanged, (error, texts)
-        assert f"{asked.co_filename}:{asked.co_firstlineno + 1}: the step" in said[0]
-        assert "in this batch some are not" in said[0] and "detect_anomaly=True" in said[0]
-        # Nothing is recorded or run dry again from batch to batch.
+        messages = [text for text in texts if "asks whether values of the model are finite" in text]
+        assert messages and unchanged, (error, texts)
+        assert f"{checked.co_filename}:{checked.co_firstlineno + 1}: the step" in messages[0]
+        assert "in this batch some are not" in messages[0] and "detect_anomaly=True" in messages[0]
+        # Nothing is recorded or dry run again from batch to batch.
         assert recorded == ["training_step"]
         assert error == "LayoutError" and texts[0].endswith(ADVICE[name])
 
 
 class SkipsInValidation(Breaks):
-    """Logs what is finite, and how often something was not."""
+    """Logs finite values, and the number of others."""
 
     def validation_step(self, batch, batch_idx):
         loss = super(Breaks, self).loss(batch)
@@ -278,7 +279,7 @@ def run_validating(size, options):
 
 
 @pytest.mark.parametrize("name", ["pp2", "tp2", "m2"])
-def test_in_evaluation_the_step_decides(worlds, name):
+def test_evaluation_branches_on_finiteness(worlds, name):
     size, options = BROKEN[name]
     [expected] = worlds.run(1, run_validating, 1, {})
     assert expected.keys() == {"val", "skipped"}
@@ -312,7 +313,7 @@ def run_deciding(size, options, on_number):
 @pytest.mark.parametrize(
     ("name", "on_number"), [("pp2", False), ("pp2", True), ("tp2", False), ("zero3", True), ("m2", False)]
 )
-def test_a_step_decides_by_values_of_the_model(worlds, name, on_number):
+def test_branch_on_model_values(worlds, name, on_number):
     size, options = BROKEN[name]
     [expected] = worlds.run(1, run_deciding, 1, {}, on_number)
     found = worlds.run(size, run_deciding, size, options, on_number)
@@ -330,5 +331,5 @@ def refuse_deciding(size, options):
     return True
 
 
-def test_a_strict_layout_refuses_it(worlds):
+def test_strict_layout_refuses_branches(worlds):
     assert all(worlds.run(2, refuse_deciding, 2, {"strict_layout": True}))

@@ -1,4 +1,4 @@
-"""Modules without parameters that no recording can follow inside, such as a loss that decides by values."""
+"""Parameter-free modules that no recording can trace inside, such as a loss that branches on values."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ SHARDED = "sharded instead of"
 
 
 class MinesHard(nn.Module):
-    """Goes by the hardest samples only while the loss is large."""
+    """Selects the hardest samples only while the loss is large."""
 
     def forward(self, predicted, wanted):
         each = (predicted - wanted).square().mean(1)
@@ -32,7 +32,7 @@ class Matches(nn.Module):
 
 
 class SetLoss(nn.Module):
-    """Of matched pairs, with a buffer of weights and a matcher inside."""
+    """A loss of matched pairs, with a buffer of weights and a matcher."""
 
     def __init__(self):
         super().__init__()
@@ -89,8 +89,8 @@ class Gate(nn.Module):
         return torch.tanh(x) if x.abs().max().item() > 0.5 else 2 * x
 
 
-class Tells(Deep):
-    """Its loss returns a number, by which the step decides: no unit."""
+class LossReturnsNumber(Deep):
+    """Its loss returns a number, on which the step branches: no unit."""
 
     def make_criterion(self):
         return WithNumber()
@@ -108,7 +108,7 @@ class WithNumber(nn.Module):
 
 
 class Counts(nn.Module):
-    """Keeps a number of its batch, which a hook reads."""
+    """Stores a number of its batch, which a hook reads."""
 
     hard = 0
 
@@ -139,16 +139,16 @@ def named(value):
 
 
 @pytest.mark.parametrize(("module", "layout"), CASES, ids=named)
-def test_pipelined_with_the_module_as_one_unit(worlds, module, layout):
+def test_opaque_module_is_one_unit(worlds, module, layout):
     report = check_there_and_back(worlds, module, layout)
     assert report.outcome == "same" and SHARDED not in str(report), str(report)
 
 
-def test_one_with_state_is_no_unit(worlds):
+def test_opaque_module_with_state_is_no_unit(worlds):
     report = check(worlds, Observed, PP2, steps=2, num_microbatches=1)
     assert report.outcome == "same" and SHARDED in str(report), str(report)
 
 
-def test_a_number_that_it_returns_is_not_hidden(worlds):
-    report = check(worlds, Tells, PP2, steps=2)
+def test_returned_number_is_not_hidden(worlds):
+    report = check(worlds, LossReturnsNumber, PP2, steps=2)
     assert report.outcome == "same" and SHARDED in str(report), str(report)

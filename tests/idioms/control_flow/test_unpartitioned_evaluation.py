@@ -1,4 +1,4 @@
-"""Steps of evaluation that no cut can be made of: they decide by values of the model, or run its layers in a loop."""
+"""Evaluation steps that cannot be cut: they branch on values of the model, or run its layers in a loop."""
 
 import warnings
 from functools import partial
@@ -30,7 +30,7 @@ WORDS, LENGTH, END = 11, 4, 3
 
 
 class Deciding(Regressor):
-    """Looks at its error before it decides what to log; weights that are computed, statistics of a norm."""
+    """Branches on its error to choose what to log; computed weights, statistics of a norm."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ class Writer(LightningModule):
 
 
 class Decoder(Regressor):
-    """A recurrent decoder that stops when what it writes is small."""
+    """A recurrent decoder that stops when its output is small."""
 
     def __init__(self):
         super().__init__()
@@ -131,7 +131,7 @@ class Decoder(Regressor):
 
 
 class Backwards(Deciding):
-    """Validates with its layers the other way round, after a buffer that training writes at its end."""
+    """Validates with its layers in reverse order, after a buffer that training writes at its end."""
 
     def __init__(self):
         super().__init__()
@@ -153,7 +153,7 @@ class Backwards(Deciding):
 
 
 class Generates(LightningModule):
-    """transformers' own search, with its cache: an encoder and a decoder, several candidates at a time."""
+    """transformers' beam search, with its cache: an encoder and a decoder, several candidates at a time."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +176,7 @@ class Generates(LightningModule):
 
 
 class Routed(LightningModule):
-    """Experts, and a validation that asks how much they are used."""
+    """Experts, and a validation that branches on their load."""
 
     def __init__(self):
         super().__init__()
@@ -303,8 +303,8 @@ def same(worlds, module, make_data, layout, **options):
     assert report.outcome == "same", str(report)
     if layout is EXPERTS:  # one stage runs every step as it is
         return
-    whole = {"validation_step", "test_step", "predict_step"} if module is Writer else {"validation_step"}
-    assert any(set(note.split(":")[0].split(", ")) == whole for note in report.notes), report.notes
+    step_names = {"validation_step", "test_step", "predict_step"} if module is Writer else {"validation_step"}
+    assert any(set(note.split(":")[0].split(", ")) == step_names for note in report.notes), report.notes
 
 
 COVERED = {(Writer, texts): (Generates, few_texts)}
@@ -316,14 +316,14 @@ def test_stages(worlds, module, make_data, layout):
 
 
 @under([PP2, TENSOR])
-def test_what_training_has_left_and_what_validation_leaves(worlds, layout):
+def test_state_written_by_training_and_by_validation(worlds, layout):
     same(worlds, Remembering, None, layout, **REMEMBERED)
 
 
 # --- what the ranks do -----------------------------------------------------------------------------------------------
 
 
-class Alone(Tiny):
+class BranchesInEvaluation(Tiny):
     """Branches in every step of evaluation."""
 
     def __init__(self):
@@ -344,34 +344,34 @@ class Alone(Tiny):
 
 
 def evaluated(size):
-    model, again = Alone(), Alone()
+    model, again = BranchesInEvaluation(), BranchesInEvaluation()
     trainer = trainer_of(size, size, limit_val_batches=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         [metrics] = trainer.validate(model, loader(4), verbose=False)
         predictions = trainer.predict(model, loader(4))
-    told = [str(w.message) for w in caught if "cannot be run in stages" in str(w.message)]
-    again.load_state_dict(model.state_dict())  # whole after the run
-    return metrics, predictions, model.seen, told, model.absent
+    warned = [str(w.message) for w in caught if "cannot be run in stages" in str(w.message)]
+    again.load_state_dict(model.state_dict())  # full after the run
+    return metrics, predictions, model.seen, warned, model.absent
 
 
-def test_a_run_that_only_evaluates(worlds):
+def test_evaluation_without_training(worlds):
     expected, predicted, _, _, absent = evaluated(1)
     assert not absent
     ranks = worlds.run(2, evaluated, 2)
     for metrics, predictions, seen, *_ in ranks:
         assert_same(metrics, expected)
-        for mine in (predictions, seen):
-            assert all(torch.equal(one, other) for one, other in zip(mine, predicted, strict=True))
-    (*_, told, first), (*_, silent, second) = ranks
-    assert [text.split()[0] for text in told] == ["validation_step", "predict_step"] and not silent
-    assert all("test_unpartitioned_evaluation.py" in text and "branches on a value" in text for text in told)
-    names = {name for name, _ in Alone().named_parameters()}
+        for tensors in (predictions, seen):
+            assert all(torch.equal(one, other) for one, other in zip(tensors, predicted, strict=True))
+    (*_, warned, first), (*_, silent, second) = ranks
+    assert [text.split()[0] for text in warned] == ["validation_step", "predict_step"] and not silent
+    assert all("test_unpartitioned_evaluation.py" in text and "branches on a value" in text for text in warned)
+    names = {name for name, _ in BranchesInEvaluation().named_parameters()}
     assert first and second and set(first) | set(second) == names and not set(first) & set(second)
 
 
-class Lent(Alone):
-    """Counts how often each parameter is sent, and what is held of it."""
+class CountsSends(BranchesInEvaluation):
+    """Counts how often each parameter is sent, and whether it is absent."""
 
     def on_validation_batch_end(self, *args):
         self.absent = sum(is_absent(p) for p in self.parameters())
@@ -387,7 +387,7 @@ def sent(share):
     gather = GatheredParameters._gather
     GatheredParameters._gather = lambda self, name, parameter: names.append(name) or gather(self, name, parameter)
     try:
-        model = Lent()
+        model = CountsSends()
         trainer = trainer_of(2, 2, limit_val_batches=1, limit_train_batches=1, num_sanity_val_steps=0)
         trainer.fit(model, loader(4), loader(4))
     finally:
@@ -396,7 +396,7 @@ def sent(share):
 
 
 @pytest.mark.parametrize(("share", "times"), [(0.25, 1), (0.0, 2)])
-def test_parameters_stay_gathered_for_a_step_where_there_is_room(worlds, share, times):
+def test_parameters_stay_gathered_if_memory_allows(worlds, share, times):
     ranks = worlds.run(2, sent, share)
     assert ranks[0][0] == ranks[1][0] and ranks[0][2] == ranks[1][2]
     for names, absent, _, count in ranks:
@@ -404,7 +404,7 @@ def test_parameters_stay_gathered_for_a_step_where_there_is_room(worlds, share, 
     assert sum(absent for _, absent, *_ in ranks) == ranks[0][3], "each parameter is on one rank again"
 
 
-class ByRank(Alone):
+class ByRank(BranchesInEvaluation):
     """One rank does more than the others."""
 
     def validation_step(self, batch, batch_idx):
@@ -413,8 +413,8 @@ class ByRank(Alone):
             self.log("more", self.loss(batch))
 
 
-class LoopsByRank(Alone):
-    """One rank reads a parameter once more than the others."""
+class LoopsByRank(BranchesInEvaluation):
+    """One rank reads a parameter once more than the other ranks."""
 
     def validation_step(self, batch, batch_idx):
         loss = self.layers[0](batch["x"]).sum()
@@ -423,7 +423,7 @@ class LoopsByRank(Alone):
 
 
 class Straight(Tiny):
-    """Can be cut, but not as asked."""
+    """Can be cut, but not as requested."""
 
     def predict_step(self, batch, batch_idx):
         return self(batch["x"])
@@ -466,14 +466,14 @@ def test_fewer_layers_than_stages(worlds):
         torch.testing.assert_close(found, expected)
 
 
-# --- parts of other ranks --------------------------------------------------------------------------------------------
+# --- shards of other ranks -------------------------------------------------------------------------------------------
 
 
 @each_under("module, make_data", [MODULES[0], (Writer, texts)], [TENSOR, ZERO])
-def test_other_ranks_with_shards(worlds, module, make_data, layout):
+def test_tensor_parallel_and_zero(worlds, module, make_data, layout):
     same(worlds, module, make_data, layout)
 
 
 @under([EXPERTS])
-def test_experts_of_replicas(worlds, layout):
+def test_expert_parallel(worlds, layout):
     same(worlds, Routed, few_texts, layout, precision="32-true")

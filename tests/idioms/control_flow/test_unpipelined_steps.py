@@ -1,4 +1,4 @@
-"""Steps that no pipeline can run: its ranks hold shards, and run shares of a batch only where numbers stay equal."""
+"""Steps that no pipeline can run: ranks hold shards, and split the batch only where the result stays equal."""
 
 import warnings
 
@@ -19,7 +19,7 @@ PP2, *_ = LAYOUTS
 
 
 class Branching(Regressor):
-    """Asks for a number that stages after the first do not know."""
+    """Branches on a number that stages after the first do not have."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Branching(Regressor):
 
 
 class Counting(Branching):
-    """Logs what adds up over the samples, and keeps the last batch, so that it runs whole."""
+    """Logs sums over the samples, and stores the last batch, so that it runs unsplit."""
 
     def training_step(self, batch, batch_idx):
         self.log("seen", float(len(batch[0])), reduce_fx="sum", on_step=False, on_epoch=True)
@@ -54,7 +54,7 @@ class Streams(Branching):
 
 
 class Returns(Branching):
-    """A hook reads what the step has returned for each sample."""
+    """A hook reads the step's outputs for each sample."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -67,7 +67,7 @@ class Returns(Branching):
 
 
 class Inner(Branching):
-    """Takes a step of its own for every four samples: half a batch would take half the steps."""
+    """Takes an inner step for every four samples: half a batch would take half the steps."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ class Contrasts(Branching):
 
 
 class SomeRows(Branching):
-    """A mean over the samples that a label leaves, another number in each half of the batch."""
+    """A mean over the samples that a label selects, another number in each half of the batch."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -105,7 +105,7 @@ class SomeRows(Branching):
 
 
 class WritesParameters(Branching):
-    """A codebook that follows what a batch holds, as a parameter that takes no gradient."""
+    """A codebook that follows the batches, as a parameter without gradient."""
 
     def __init__(self):
         super().__init__()
@@ -130,7 +130,7 @@ class CountsSamples(Branching):
 
 
 class CountsWithNumpy(Branching):
-    """Keeps a matrix of counts outside torch, which weighs the loss."""
+    """Stores a matrix of counts outside torch, which weighs the loss."""
 
     def __init__(self):
         super().__init__()
@@ -155,14 +155,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("module", "layout"), CASES, ids=lambda value: getattr(value, "__name__", None) or value.name)
-def test_same_numbers(worlds, module, layout):
+def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout, steps=3)
     assert report.outcome == "same", str(report)
     assert "sharded instead of pipelined" in str(report)
 
 
-class KeepsLater(Branching):
-    """Begins in the third batch to keep what it sees, by which it scales its loss."""
+class StoresLater(Branching):
+    """From the third batch on it stores statistics, which scale its loss."""
 
     def __init__(self):
         super().__init__()
@@ -239,7 +239,7 @@ class RampsUp(Branching):
 
 
 class Flags(Branching):
-    """Keeps a decision of one batch for the next."""
+    """Stores a decision of one batch for the next."""
 
     def __init__(self):
         super().__init__()
@@ -261,7 +261,7 @@ class SkipsSome(Branching):
 
 
 class Tracker:
-    """Holds a state, and is called."""
+    """Has a state, and is called."""
 
     def __init__(self):
         self.mean = 1.0
@@ -300,16 +300,16 @@ ALONE = [(ContrastsLater, 1), (ContrastsByEpoch, 3), (RampsUp, 1), (Flags, 1), (
 
 
 @pytest.mark.parametrize(("module", "epochs"), ALONE, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_trains_to_the_weights_of_plain_lightning(worlds, module, epochs):
-    """What shares would make another number of, from the first batch on or later."""
+def test_weights_match_plain_lightning(worlds, module, epochs):
+    """Steps whose result would change on shares, from the first batch on or later."""
     [expected] = worlds.run(1, trained, module, 1, None, epochs)
     for found in worlds.run(2, trained, module, 2, {"num_microbatches": 1}, epochs):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(("layout", "options"), LATER, ids=lambda value: getattr(value, "name", None) or str(value))
-def test_a_step_that_stores_something_only_later_runs_again_unsplit(worlds, layout, options):
-    report = check(worlds, KeepsLater, layout, make_data=longer_data, steps=5, **options)
+def test_step_that_stores_only_later_is_rerun_unsplit(worlds, layout, options):
+    report = check(worlds, StoresLater, layout, make_data=longer_data, steps=5, **options)
     assert report.outcome == "same" and "sharded instead of pipelined" in str(report), str(report)
 
 
@@ -329,7 +329,7 @@ class Pairs(Straight):
 
 
 class Correlates(Straight):
-    """Normalizes over its batch whatever the mode, which one sample alone cannot do."""
+    """Normalizes over its batch in every mode, which fails for a single sample."""
 
     def training_step(self, batch, batch_idx):
         x, _ = batch
@@ -338,7 +338,7 @@ class Correlates(Straight):
 
 
 class Rows(Straight):
-    """Its mean is known to a pipeline, which weighs microbatches by it."""
+    """A pipeline recognises its mean, and weighs microbatches by it."""
 
     training_step = SomeRows.training_step
 
@@ -369,14 +369,14 @@ MIXED = {
 
 
 @pytest.mark.parametrize("case", MIXED)
-def test_the_first_batch_shows_whether_an_objective_mixes_samples(worlds, case):
+def test_first_batch_detects_objectives_that_mix_samples(worlds, case):
     module, options, in_shares, text = MIXED[case]
     first, second = worlds.run(2, warned, module, options)
     assert first[0] == second[0] == in_shares and second[1] == []
     assert len(first[1]) == bool(text) and all(text in message for message in first[1]), first[1]
 
 
-class Keeps(nn.Module):
+class HoldsState(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
@@ -407,9 +407,9 @@ LEAVES = {
 
 
 @pytest.mark.parametrize("case", LEAVES)
-def test_what_a_step_leaves_behind(case):
+def test_side_effects_of_steps(case):
     step, leaves = LEAVES[case]
-    module = Keeps()
+    module = HoldsState()
     module.outputs.append(torch.zeros(1))
     left = ModuleChanges(module, by_content=True)
     step(module)
@@ -427,7 +427,7 @@ class Series(Straight):
 
 
 class WithBalance(Straight):
-    """A mean over some rows beside one over the samples: each weighs as it should."""
+    """A mean over some rows beside one over the samples: each is weighted correctly."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -436,6 +436,6 @@ class WithBalance(Straight):
 
 
 @pytest.mark.parametrize(("module", "count"), [(Series, 1), (WithBalance, 0)])
-def test_stages_that_weigh_means_warn_of_what_is_none(worlds, module, count):
+def test_stages_warn_if_the_loss_is_no_mean(worlds, module, count):
     first, second = worlds.run(2, warned, module, PP)
     assert len(first[1]) == count and second[1] == [], first[1]

@@ -1,4 +1,4 @@
-"""Layers that do what their tensor plan was not proved for: they run full then, to the numbers of one process."""
+"""Layers that take a branch for which their tensor plan was not proved: they run in full, as in one process."""
 
 import warnings
 
@@ -42,7 +42,7 @@ class ByAttribute(Block):
 
 
 class ByConfig(Block):
-    """Holds what it goes by in an object that layers share."""
+    """Branches on an object that layers share."""
 
     def __init__(self, config):
         super().__init__()
@@ -67,7 +67,7 @@ class ByShape(Block):
 
 
 class WithState(Block):
-    """Counts in a buffer what must not count twice."""
+    """Counts calls in a buffer, which must not count twice."""
 
     def __init__(self):
         super().__init__()
@@ -103,8 +103,8 @@ def _as_it_is(h, dim):
     return h
 
 
-class GivesMore(Block):
-    """Returns what it has between as well."""
+class ReturnsIntermediate(Block):
+    """Returns its intermediate value too."""
 
     def forward(self, x):
         h = torch.relu(self.fc1(x))
@@ -124,7 +124,7 @@ class WritesInput(Block):
 
 
 class ReadGuards(Block):
-    """Asks for values, as many do to be safe."""
+    """Reads values for validation, as many modules do."""
 
     def between(self, h, x):
         return torch.nan_to_num(h) if torch.isnan(h).any() else h
@@ -191,7 +191,7 @@ class Function(Two):
 
 
 class More(Two):
-    make_block = GivesMore
+    make_block = ReturnsIntermediate
 
     def forward(self, x):
         x, first = self.a(x)
@@ -244,7 +244,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("module", "layout"), CASES, ids=named)
-def test_same_numbers(worlds, module, layout):
+def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout, make_data=data, steps=6, num_microbatches=1)
     assert report.outcome == "same", str(report)
 
@@ -263,8 +263,8 @@ class Never(Attribute):
         pass
 
 
-@pytest.mark.parametrize(("module", "told"), [(Attribute, ["a", "b"]), (Never, [])])
-def test_each_layer_is_told_of_once(worlds, module, told):
+@pytest.mark.parametrize(("module", "reports"), [(Attribute, ["a", "b"]), (Never, [])])
+def test_each_layer_is_reported_once(worlds, module, reports):
     first, second = worlds.run(2, warned, module, 2, {"tensor_parallel_size": 2})
-    assert second == [] and [text.partition(" ")[0] for text in first] == told, first
+    assert second == [] and [text.partition(" ")[0] for text in first] == reports, first
     assert all("test_unproved_branches.py" in text for text in first)

@@ -1,4 +1,4 @@
-"""Hooks of the module and of callbacks that change how a run goes, or look at it."""
+"""Hooks of the module and of callbacks that change or observe a run."""
 
 import os
 import time
@@ -39,7 +39,7 @@ class StepsEveryOther(Regression):
             optimizer.zero_grad(set_to_none=False)
 
 
-class SchedulesByHand(Regression):
+class ManualSchedulerStep(Regression):
     def lr_scheduler_step(self, scheduler, metric):
         scheduler.step(epoch=self.trainer.global_step)
 
@@ -59,7 +59,7 @@ class ClipsValues(Regression):
         self.clip_gradients(optimizer, gradient_clip_val=1e-3, gradient_clip_algorithm="value")
 
 
-class LooksBeforeStep(Regression):
+class LogsGradientNorm(Regression):
     def on_before_optimizer_step(self, optimizer):
         norms = grad_norm(self, norm_type=2)
         self.log("grad_2.0_norm_total", norms["grad_2.0_norm_total"])
@@ -76,7 +76,7 @@ class ScalesLoss(Regression):
 
 
 class DampsInBackwardHooks(Regression):
-    """Full backward hooks of layers on each stage change the gradients that go on."""
+    """Full backward hooks of layers on each stage change the gradients that are passed on."""
 
     def __init__(self):
         super().__init__()
@@ -88,18 +88,18 @@ class DampsInBackwardHooks(Regression):
 OPTIMIZATION = [
     WarmsUpInStep,
     StepsEveryOther,
-    SchedulesByHand,
+    ManualSchedulerStep,
     ClipsLate,
     ClipsValues,
-    LooksBeforeStep,
+    LogsGradientNorm,
     ZeroesToZero,
     ScalesLoss,
     DampsInBackwardHooks,
 ]
 
 
-# Reads of gradients, and clipping by value, are those of `trainer/test_gradient_reads.py`.
-@each_under("module", OPTIMIZATION, [STAGES, BOTH], covered_by={ClipsValues: ClipsLate, LooksBeforeStep: ClipsLate})
+# Reads of gradients, and clipping by value, are those of `full_params/test_gradient_reads.py`.
+@each_under("module", OPTIMIZATION, [STAGES, BOTH], covered_by={ClipsValues: ClipsLate, LogsGradientNorm: ClipsLate})
 def test_hooks_of_optimization(worlds, module, layout):
     report = check(worlds, module, layout, epochs=2, steps=4)
     assert report.outcome == "same", str(report)
@@ -108,7 +108,7 @@ def test_hooks_of_optimization(worlds, module, layout):
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
-class TransfersByHand(Regression):
+class ManualTransfer(Regression):
     def transfer_batch_to_device(self, batch, device, dataloader_idx):
         x, y = batch
         return {"x": x.to(device), "y": y.to(device)}
@@ -141,7 +141,7 @@ class SkipsTheRest(Regression):
 
 @pytest.mark.parametrize(
     ("module", "layout"),
-    [(TransfersByHand, BOTH), (AugmentsBefore, BOTH), (ScalesInHook, STAGES), (SkipsTheRest, BOTH)],
+    [(ManualTransfer, BOTH), (AugmentsBefore, BOTH), (ScalesInHook, STAGES), (SkipsTheRest, BOTH)],
 )
 def test_hooks_of_batches(worlds, module, layout):
     report = check(worlds, module, layout, epochs=2)
@@ -152,7 +152,7 @@ def test_hooks_of_batches(worlds, module, layout):
 
 
 class ValidatesInTraining(Regression):
-    """Part of the model stays in train mode while validating."""
+    """Part of the model remains in train mode while validating."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +175,7 @@ class NeverEval(Regression):
 
 
 class NormsFrozen(ValidatesInTraining):
-    """Running statistics rest: part of the model is put into eval mode in a hook."""
+    """Frozen running statistics: a hook puts part of the model into eval mode."""
 
     def on_validation_model_eval(self):
         self.eval()
@@ -190,7 +190,7 @@ def test_hooks_of_modes(worlds, module, layout):
     assert report.outcome == "same", str(report)
 
 
-# --- what steps and callbacks hand over ------------------------------------------------------------------------------
+# --- outputs of steps and callbacks ----------------------------------------------------------------------------------
 
 
 class ReadsOutputs(Regression):
@@ -257,9 +257,9 @@ class Followed(Regression):
         return [Follows(), EarlyStopping("val_loss", patience=1, min_delta=10.0)]
 
 
-# What hooks make of outputs is of each replica's own samples, as under DDP.
+# Hooks compute from the samples of their replica, as under DDP.
 @pytest.mark.parametrize(("module", "layout"), [(ReadsOutputs, STAGES), (StacksOutputs, STAGES), (Followed, BOTH)])
-def test_what_steps_hand_to_hooks(worlds, module, layout):
+def test_step_outputs_reach_hooks(worlds, module, layout):
     report = check(worlds, module, layout, epochs=3, steps=2)
     assert report.outcome == "same", str(report)
 
@@ -268,7 +268,7 @@ def test_what_steps_hand_to_hooks(worlds, module, layout):
 
 
 class SavesMidEpoch(Regression):
-    """Saves by hand, adds to the file, and reads the file back into the weights half a run later."""
+    """Saves manually, adds to the file, and loads it into the weights half a run later."""
 
     def __init__(self):
         super().__init__()
@@ -299,12 +299,12 @@ class AddsToFile(Callback):
         checkpoint["callbacks_saw"] = "it"
 
 
-class KeepsBest(Regression):
+class SavesBest(Regression):
     def configure_callbacks(self):
-        return [Keeps(monitor="val_loss", save_top_k=1, mode="min")]
+        return [LoadsBest(monitor="val_loss", save_top_k=1, mode="min")]
 
 
-class Keeps(ModelCheckpoint):
+class LoadsBest(ModelCheckpoint):
     def on_train_end(self, trainer, pl_module):
         super().on_train_end(trainer, pl_module)
         time.sleep(0.3 * trainer.global_rank)  # later than the others
@@ -314,7 +314,7 @@ class Keeps(ModelCheckpoint):
             assert trainer.callback_metrics["val_loss"] >= self.best_model_score
 
 
-@pytest.mark.parametrize("module", [SavesMidEpoch, KeepsBest], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [SavesMidEpoch, SavesBest], ids=lambda module: module.__name__)
 def test_files_written_in_hooks(worlds, module):
     report = check(worlds, module, BOTH, epochs=2)
     assert report.outcome == "same", str(report)
@@ -323,7 +323,7 @@ def test_files_written_in_hooks(worlds, module):
 # --- with stages, a step that is not Lightning's own -----------------------------------------------------------------
 
 
-class BackwardByHand(Manual):
+class ManualBackward(Manual):
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
         optimizer.zero_grad()
@@ -335,5 +335,5 @@ class BackwardByHand(Manual):
 
 @under(LAYOUTS, also=[LAYOUTS[1]])
 def test_manual_optimization(worlds, layout):
-    report = check(worlds, BackwardByHand, layout, num_microbatches=1)
+    report = check(worlds, ManualBackward, layout, num_microbatches=1)
     assert report.outcome == "same", str(report)

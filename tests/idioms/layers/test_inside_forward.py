@@ -1,4 +1,4 @@
-"""What modules do inside forward: derivatives of the model, state on self, hooks, recurrence, several calls."""
+"""Operations inside forward: derivatives of the model, state on self, hooks, recurrence, repeated calls."""
 
 from functools import partial
 
@@ -46,7 +46,7 @@ class Forces(Regressor):
 
 
 class ForcesOfPart(Regressor):
-    """The derivative is taken inside one part of a larger model."""
+    """The derivative is taken inside one submodule of a larger model."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ class ForcesOfPart(Regressor):
 
 
 class ForcesOfSpecies(Regressor):
-    """What the energies know besides the positions comes from layers that no derivative goes through."""
+    """Other inputs of the energies come from layers without derivatives."""
 
     def __init__(self):
         super().__init__()
@@ -80,14 +80,14 @@ class ForcesOfSpecies(Regressor):
 
 
 class ForcesThroughShared(ForcesOfSpecies):
-    """A layer before the derivative is one of those that it goes through."""
+    """A layer before the derivative is also inside of it."""
 
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(self.species[0], *self.layers)
 
 
-class ForcesKept(ForcesOfSpecies):
+class ForcesOfStoredPositions(ForcesOfSpecies):
     """A layer finds the positions on itself, and not among its arguments."""
 
     class Scaled(nn.Linear):
@@ -133,7 +133,7 @@ class GradientPenalty(Regressor):
 
 
 class LazyMask(Regressor):
-    """Masks and positions are built when first needed, and kept."""
+    """Masks and positions are built on first use, and cached."""
 
     def __init__(self):
         super().__init__()
@@ -171,7 +171,7 @@ class MaskLikeHidden(Regressor):
 
 
 class Truncated(Regressor):
-    """Hidden states go from batch to batch, cut from their history."""
+    """Hidden states are carried from batch to batch, detached."""
 
     def __init__(self):
         super().__init__()
@@ -198,16 +198,16 @@ class Truncated(Regressor):
 
 
 class Stashing(Regressor):
-    """A forward hook keeps activations, and the loss uses them."""
+    """A forward hook stores activations, and the loss uses them."""
 
     def __init__(self):
         super().__init__()
         self.body, self.head = mlp(), nn.Linear(FEATURES, 1)
         self.activations = {}
         for place in (0, 2):
-            self.body[place][0].register_forward_hook(partial(self.keep, f"layer {place}"))
+            self.body[place][0].register_forward_hook(partial(self.store, f"layer {place}"))
 
-    def keep(self, name, module, args, output):
+    def store(self, name, module, args, output):
         self.activations[name] = output
 
     def forward(self, x):
@@ -294,7 +294,7 @@ class Fourier(Regressor):
 
 
 class ComplexStream(Regressor):
-    """What flows from layer to layer is complex."""
+    """The values between layers are complex."""
 
     def __init__(self):
         super().__init__()
@@ -320,7 +320,7 @@ class CompiledPart(Regressor):
 
 
 class Policy(Regressor):
-    """A distribution that checks its arguments, below modes of the user's, and a number that is kept."""
+    """A distribution that validates its arguments under user modes, and a stored number."""
 
     def __init__(self):
         super().__init__()
@@ -337,7 +337,7 @@ SAME = [
     ForcesOfPart,
     ForcesOfSpecies,
     ForcesThroughShared,
-    ForcesKept,
+    ForcesOfStoredPositions,
     GradientPenalty,
     LazyMask,
     MaskLikeHidden,
@@ -353,7 +353,7 @@ SAME = [
 ]
 
 
-# The verification looks at the real part of complex parameters alone in one place.
+# The verification compares only the real part of complex parameters in one place.
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
 @each_under(
     "module",
@@ -362,20 +362,20 @@ SAME = [
     replicated=[BatchNormEverywhere],
     covered_by={ForcesThroughShared: ForcesOfSpecies, MaskLikeHidden: LazyMask, ComplexStream: Fourier},
 )
-def test_same_numbers(worlds, module, layout):
+def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout, steps=2, trainer={"inference_mode": False})
     assert report.outcome == "same", str(report)
 
 
 @under([PP2, BOTH])
-def test_a_derivative_through_the_whole_model_is_no_pipeline(worlds, layout):
+def test_derivative_through_the_full_model_is_not_pipelined(worlds, layout):
     options = {"steps": 2, "trainer": {"inference_mode": False}}
     assert check(worlds, Forces, DP2, **options).outcome == "same"
     report = check(worlds, Forces, layout, **options)
     assert report.outcome == "same" and "sharded instead of pipelined" in str(report), str(report)
 
 
-def test_synchronised_batch_norm_has_no_reference(worlds):
-    """What it does is tested by itself: in one process replicas run one after the other."""
+def test_sync_batch_norm_has_no_reference(worlds):
+    """It is tested separately: in one process replicas run one after the other."""
     report = check(worlds, BatchNormEverywhere, DP2, steps=2, trainer={"sync_batchnorm": True})
     assert report.outcome == "failed" and "2 replicas at once" in report.message, str(report)

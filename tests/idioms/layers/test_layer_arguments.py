@@ -1,4 +1,4 @@
-"""Layers that are given more than tensors, that give a tensor twice, and hooks that a step puts on them."""
+"""Layers with arguments other than tensors, layers that return a tensor twice, and hooks that a step registers."""
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ class Blocks(Regression):
 
 
 class HooksAtFirst(Blocks):
-    """Collects what its layers return, by hooks that the first call puts there."""
+    """Collects outputs of its layers, by hooks that the first call registers."""
 
     def __init__(self):
         super().__init__()
@@ -52,17 +52,17 @@ class HooksAtFirst(Blocks):
 # --- what a layer returns ---------------------------------------------------------------------------------------------
 
 
-class Gives(nn.Linear):
+class ReturnsSkips(nn.Linear):
     def forward(self, x):
         x = super().forward(x).tanh()
         return x, (x.sin(), x)
 
 
-class GivesTwice(Blocks):
+class ReturnsTwice(Blocks):
     """Each layer returns its result also as the last of those that later layers skip to."""
 
     def make(self):
-        return Gives(FEATURES, FEATURES)
+        return ReturnsSkips(FEATURES, FEATURES)
 
     def forward(self, x):
         skipped = []
@@ -72,11 +72,11 @@ class GivesTwice(Blocks):
         return self.head(x + 0.1 * sum(skipped))
 
 
-# --- what a layer is given --------------------------------------------------------------------------------------------
+# --- arguments of layers ---------------------------------------------------------------------------------------------
 
 
 class Memory:
-    """No container that anybody knows."""
+    """A custom container class."""
 
     def __init__(self, rows):
         self.rows = list(rows)
@@ -116,8 +116,8 @@ class Biased(nn.Linear):
         return x + (super().forward(x) + positions(torch.arange(FEATURES)).squeeze(-1)).tanh()
 
 
-class HandsOnAModule(Blocks):
-    """Each layer calls a module with parameters that it is handed."""
+class PassesModule(Blocks):
+    """Each layer calls a module with parameters that is passed to it."""
 
     def __init__(self):
         super().__init__()
@@ -152,7 +152,7 @@ class CountsInInferenceMode(Blocks):
 
 
 class Reverses(nn.Module):
-    """What it takes away at first it gives back in the end; in between the numbers lie on it."""
+    """Subtracts first and adds back at the end; in between it stores the numbers."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ class Reverses(nn.Module):
 
 
 class NormsAndUndoes(Blocks):
-    """RevIN, of the input or of what the first layer makes of it."""
+    """RevIN, of the input or of the first layer's output."""
 
     def __init__(self):
         super().__init__()
@@ -182,7 +182,7 @@ class NormsAndUndoes(Blocks):
 
 
 class Inverts(Reverses):
-    """Gives it back by another method."""
+    """Returns it by another method."""
 
     def forward(self, x):
         return super().forward(x, back=False)
@@ -192,7 +192,7 @@ class Inverts(Reverses):
 
 
 class UndoneByAMethod(Blocks):
-    """As darts has it: code around layers reads what the batch alone left on one, before a value of the model."""
+    """As in darts: code around layers reads a stored value of the batch, before one of the model."""
 
     def __init__(self):
         super().__init__()
@@ -217,7 +217,7 @@ class Gated(nn.Module):
 
 
 class ReadsItsGates(Blocks):
-    """Each layer leaves on itself how open it was; the loss, and a log, ask for it."""
+    """Each layer stores how open its gate was; the loss and a log read it."""
 
     def __init__(self):
         super().__init__()
@@ -234,11 +234,11 @@ class ReadsItsGates(Blocks):
         return loss + 0.1 * sum(layer.open.mean() for layer in self.gated)
 
 
-CASES = [GivesTwice, Prefixed, HandsOnAModule, HooksAtFirst, CountsInInferenceMode, NormsAndUndoes]
+CASES = [ReturnsTwice, Prefixed, PassesModule, HooksAtFirst, CountsInInferenceMode, NormsAndUndoes]
 CASES += [UndoneByAMethod, ReadsItsGates]
 
 
 @each_under("module", CASES, LAYOUTS[:3])
-def test_same_numbers(worlds, module, layout):
+def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout, steps=3)
     assert report.outcome == "same", str(report)

@@ -1,4 +1,4 @@
-"""What people write to save memory or time, and modes of torch's that they set around it."""
+"""Idioms that save memory or time, and torch modes around them."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from harness.layouts import each_under
 from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weights_of
 from harness.verification import BOTH, LAYOUTS, STAGES, check
-from models.autograd_functions import ByHand
+from models.autograd_functions import ManualCheckpoint
 from models.regression import FEATURES, Regression
 from models.tiny import Tiny, loader
 
@@ -20,7 +20,7 @@ from models.tiny import Tiny, loader
 
 
 class ChecksPairs(Regression):
-    """Two layers at a time, with dropout inside: the second run must draw what the first drew."""
+    """Two layers at a time, with dropout inside: the second run must repeat the draws."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class ChecksPairs(Regression):
 
     def forward(self, x):
         for first in (0, 2):
-            # The keyed draws of the reference know nothing of a second run, so the reference has none.
+            # The keyed draws of the reference have no second run, so the reference does not recompute.
             again = dist.is_initialized() and dist.get_world_size() > 1
             x = checkpoint(self.pair, first, x, use_reentrant=False) if again else self.pair(first, x)
         return self.head(x)
@@ -60,7 +60,7 @@ class ChecksSegments(Regression):
 
 
 class ChecksWhenTraining(Regression):
-    """The whole forward, and only while training."""
+    """The full forward, only while training."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -69,15 +69,15 @@ class ChecksWhenTraining(Regression):
         return loss
 
 
-class Again(nn.Module):
-    """A layer that is computed again, with dropout inside."""
+class Recomputes(nn.Module):
+    """A recomputed layer, with dropout inside."""
 
     def __init__(self, layer):
         super().__init__()
         self.layer, self.drop = layer, nn.Dropout(0.2)
 
     def forward(self, x):
-        return ByHand.apply(self.run, x, *self.parameters())
+        return ManualCheckpoint.apply(self.run, x, *self.parameters())
 
     def run(self, x):
         return self.drop(F.dropout(self.layer(x), 0.1, self.training))
@@ -86,20 +86,20 @@ class Again(nn.Module):
 class ChecksByFunction(Regression):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(Again(layer) for layer in self.layers)
+        self.layers = nn.ModuleList(Recomputes(layer) for layer in self.layers)
 
 
 CHECKPOINTING = [ChecksPairs, ChecksReentrantly, ChecksAll, ChecksSegments, ChecksWhenTraining, ChecksByFunction]
 
 
 @each_under("module", CHECKPOINTING, [STAGES, BOTH])
-def test_checkpointing_by_hand(worlds, module, layout):
+def test_manual_checkpointing(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 
 
 @pytest.mark.parametrize("module", [ChecksPairs, ChecksReentrantly], ids=lambda module: module.__name__)
-def test_checkpointing_by_hand_over_several_stages_of_a_rank(worlds, module):
+def test_manual_checkpointing_with_several_stages_per_rank(worlds, module):
     report = check(worlds, module, LAYOUTS[3])
     assert report.outcome == "same", str(report)
 
@@ -178,7 +178,7 @@ class CompilesFunction(Regression):
         return self.head(x)
 
 
-class CompilesWhole(Regression):
+class CompilesNetwork(Regression):
     """The network is one compiled module."""
 
     def __init__(self):
@@ -190,7 +190,9 @@ class CompilesWhole(Regression):
         return self.net(x)
 
 
-@each_under("module", [CompilesLayers, CompilesInPlace, CompilesFunction, CompilesWhole], [STAGES, BOTH], replicated=[])
+@each_under(
+    "module", [CompilesLayers, CompilesInPlace, CompilesFunction, CompilesNetwork], [STAGES, BOTH], replicated=[]
+)
 def test_compiled_modules(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
     assert report.outcome == "same", str(report)
@@ -215,7 +217,7 @@ class NamesDevice(Regression):
 
 
 class Counts(TorchFunctionMode):
-    """A user's own mode: counts calls and replaces one function."""
+    """A user mode: counts calls and replaces one function."""
 
     def __init__(self):
         super().__init__()
@@ -260,7 +262,7 @@ class SavesOnDisk(Regression):
 
 
 @each_under("module", [NamesDevice, UnderMode, Autocasts, SavesOnDisk], [STAGES, BOTH])
-def test_modes_around_parts_of_a_step(worlds, module, layout):
+def test_modes_inside_a_step(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 

@@ -1,4 +1,4 @@
-"""Steps that ask a layer what arguments its forward takes, as transformers does before it generates."""
+"""Steps that inspect the signature of a layer's forward, as transformers does before it generates."""
 
 import inspect
 
@@ -29,12 +29,12 @@ class Layer(nn.Module):
         self.one, self.other = nn.Linear(FEATURES, 2 * FEATURES), nn.Linear(2 * FEATURES, FEATURES)
 
     def forward(self, hidden, scale=1.0):
-        torch.rand(1)  # what draws is wrapped once more
+        torch.rand(1)  # drawing modules have a further wrapper
         inner = F.gelu(self.one(hidden))
         return hidden + self.other(inner) * (scale if takes(self.one, "input") else 10.0)
 
 
-class Asks(Regressor):
+class InspectsSignature(Regressor):
     def __init__(self):
         super().__init__()
         self.layers, self.head = nn.ModuleList(Layer() for _ in range(4)), nn.Linear(FEATURES, 1)
@@ -47,11 +47,11 @@ class Asks(Regressor):
     def validation_step(self, batch, batch_idx):
         loss = self.shared_step(batch)
         self.log("val_loss", loss)
-        if loss > 1e-6:  # runs whole
-            self.log("asked", torch.tensor(float(takes(self.head, "input"))))
+        if loss > 1e-6:  # runs unsplit
+            self.log("takes_input", torch.tensor(float(takes(self.head, "input"))))
 
 
 @under([PP2, TENSOR, *REST], also=REST)
-def test_a_layer_has_the_signature_of_its_forward(worlds, layout):
-    report = check(worlds, Asks, layout)
+def test_layer_keeps_the_signature_of_forward(worlds, layout):
+    report = check(worlds, InspectsSignature, layout)
     assert report.outcome == "same", str(report)

@@ -1,4 +1,4 @@
-"""Layers of torch that have more to them than a matrix product, and buffers that are written in them or around them."""
+"""Layers of torch beyond a matrix product, and buffers that are written in or around them."""
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ class Attention(Regressor):
 
 
 class Transformers(Regressor):
-    """An encoder and a decoder of torch's own."""
+    """An encoder and a decoder of torch."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ class PaddedTransformer(Regressor):
         return self.head(self.encoder(self.embed(x.unsqueeze(-1)), src_key_padding_mask=padding)[:, 0])
 
 
-class WholeTransformer(Regressor):
+class FullTransformer(Regressor):
     def __init__(self):
         super().__init__()
         self.embed = nn.Linear(1, 8)
@@ -72,7 +72,7 @@ class WholeTransformer(Regressor):
 
 
 class Convolutions(Regressor):
-    """One to three dimensions, there and back."""
+    """Convolutions and transposed ones, in one to three dimensions."""
 
     def __init__(self):
         super().__init__()
@@ -125,8 +125,8 @@ class Normed(Regressor):
         return self.head(x)
 
 
-class NormedOfOld(Normed):
-    """The functions that came before."""
+class OldNorms(Normed):
+    """The older norm functions of torch."""
 
     @staticmethod
     def norms():
@@ -138,7 +138,7 @@ def old_weight_norm(layer):
 
 
 class Codebook(nn.Module):
-    """Entries are moved towards what they stand for, inside a layer."""
+    """Entries are moved towards their inputs, inside a layer."""
 
     def __init__(self):
         super().__init__()
@@ -215,7 +215,7 @@ class Scan(Regressor):
 
 
 class Mixture(nn.Module):
-    """Each expert sees the tokens that chose it."""
+    """Each expert gets the tokens that chose it."""
 
     def __init__(self, width=8):
         super().__init__()
@@ -251,23 +251,23 @@ MODULES = [
     Attention,
     Transformers,
     PaddedTransformer,
-    WholeTransformer,
+    FullTransformer,
     Convolutions,
     Embeddings,
     Normed,
-    NormedOfOld,
+    OldNorms,
     WritesBuffers,
     Scan,
     Experts,
 ]
 
 
-# What is written to buffers is of the samples of one replica. A whole transformer has its encoder and decoder inside.
-CHOSEN = {"replicated": [Normed, WritesBuffers], "covered_by": {WholeTransformer: Transformers}}
+# Buffers are written from the samples of one replica. A full transformer contains its encoder and decoder.
+CHOSEN = {"replicated": [Normed, WritesBuffers], "covered_by": {FullTransformer: Transformers}}
 
 
 @each_under("module", MODULES, [*LAYOUTS, COMBINED], **CHOSEN, slow=[TENSOR])
-def test_same_numbers(worlds, module, layout):
+def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
     assert report.outcome == "same", str(report)
 
@@ -302,6 +302,6 @@ class Scripted(Regressor):
 
 
 @under([LAYOUTS[0], TENSOR], slow=[*LAYOUTS[1:], COMBINED])
-def test_functions_of_torch_jit(worlds, layout):
+def test_torch_jit_functions(worlds, layout):
     report = check(worlds, Scripted, layout)
     assert report.outcome == "same", str(report)

@@ -1,4 +1,4 @@
-"""Batches of every shape that collate functions make: split where that provably is right, else whole or refused."""
+"""Batches of every container that collate functions make: split where provably right, else unsplit or refused."""
 
 import dataclasses
 from typing import NamedTuple
@@ -64,7 +64,7 @@ class OnNestedDicts(Regression):
 
 
 class OnLists(Regression):
-    """Two views of each sample, as contrastive learners' transforms give them."""
+    """Two views of each sample, as contrastive learners' transforms return them."""
 
     def shared_step(self, batch):
         (first, second), y = batch
@@ -86,7 +86,7 @@ def as_list_of_numbers(samples):
 
 
 class Names:
-    """As pandas' Index: names of columns, which are as many as a batch may have samples."""
+    """As pandas' Index: names of columns, possibly as many as the samples of a batch."""
 
     def __init__(self, names):
         self.names = names
@@ -121,7 +121,7 @@ class TableRows:
 
 
 class Tokenizer:
-    """Knows words, and a scale as a tensor of one number."""
+    """Stores words, and a scale as a tensor of one number."""
 
     def __init__(self):
         self.words = {str(number): number for number in range(10)}
@@ -129,7 +129,7 @@ class Tokenizer:
 
 
 class OnPassengers(Regression):
-    """Objects that belong to the whole batch beside lists, arrays and tables with a row per sample."""
+    """Objects that belong to the full batch beside lists, arrays and tables with a row per sample."""
 
     def shared_step(self, batch):
         count = len(batch["x"])
@@ -157,7 +157,7 @@ def as_passengers(samples):
 
 
 class Picture(torch.Tensor):
-    """As torchvision's: a tensor that carries more than its numbers, which hardly any operation hands on."""
+    """As torchvision's: a tensor with attributes, which hardly any operation propagates."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -167,7 +167,7 @@ class Picture(torch.Tensor):
 
 
 class Labelled(torch.Tensor):
-    """As monai's: a name goes with each sample, and rows that are picked take theirs along."""
+    """As monai's: each sample has a name, and selected rows keep theirs."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -206,7 +206,7 @@ class OnLabelled(Regression):
 
 
 class WeighsPictures(Regression):
-    """Operations that know no fake kernels for the class, and writes into what they gave (monai's DiceLoss)."""
+    """Operations without fake kernels for the class, and writes into their results (monai's DiceLoss)."""
 
     def shared_step(self, batch):
         x, y = batch
@@ -228,8 +228,8 @@ def as_named_targets(samples):
     return x.as_subclass(Named), y.as_subclass(Named)
 
 
-class KeepsLabelled(Regression):
-    """Keeps tensors that need what `detach` does not hand on, in a step that cannot be cut (pina's solvers)."""
+class StoresLabelled(Regression):
+    """Stores tensors with attributes that `detach` drops, in a step that cannot be cut (pina's solvers)."""
 
     class Points(torch.Tensor):
         def to(self, *args, **kwargs):
@@ -315,7 +315,7 @@ SPLIT = [
     (OnListsOfNumbers, as_list_of_numbers),
     (OnPictures, as_pictures),
     (OnLabelled, as_labelled),
-    (KeepsLabelled, as_pair),
+    (StoresLabelled, as_pair),
     (WeighsPictures, as_named_targets),
     (OnPassengers, as_passengers),
 ]
@@ -326,10 +326,10 @@ def test_containers_are_split(worlds, module, collate, layout):
     report = check(worlds, module, layout, make_data=Loaders(collate))
     assert report.outcome == "same", str(report)
     is_sharded = any("sharded instead of" in note for note in report.notes)
-    assert is_sharded == (module is KeepsLabelled and "pp" in layout.name), report.notes
+    assert is_sharded == (module is StoresLabelled and "pp" in layout.name), report.notes
 
 
 @under(LAYOUTS)
-def test_a_step_that_writes_into_its_batch(worlds, layout):
+def test_step_that_writes_into_its_batch(worlds, layout):
     report = check(worlds, WritesIntoIts, layout, make_data=Loaders(as_pair))
     assert report.outcome == "same", str(report)

@@ -12,7 +12,7 @@ from models.regression import FEATURES, Regressor, mlp, regression_data
 
 
 class Columns(MutableMapping):
-    """As a TensorDict: it iterates over its samples, and holds its columns to one number of them."""
+    """As a TensorDict: it iterates over its samples, and its columns have one length."""
 
     def __init__(self, members, batch_size=()):
         self._members, self.batch_size = {}, tuple(batch_size)

@@ -10,7 +10,7 @@ from models.tiny import Tiny, loader
 
 
 class CutMix(Tiny):
-    """As published: a part of some batches is overwritten by that of other samples."""
+    """As published: a region of some batches is overwritten by that of other samples."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch["x"], batch["y"]
@@ -30,7 +30,7 @@ def mixed(size, pp, options):
 
 
 @pytest.mark.parametrize("stages_per_rank", [1, 2])
-def test_a_step_may_write_into_some_batches(worlds, stages_per_rank):
+def test_step_that_writes_into_some_batches(worlds, stages_per_rank):
     [expected] = worlds.run(1, mixed, 1, 1, {"num_microbatches": 2})
     for weights in worlds.run(2, mixed, 2, 2, {"num_microbatches": 2, "stages_per_rank": stages_per_rank}):
         assert_same(weights, expected)

@@ -1,4 +1,4 @@
-"""Order of samples and loaders as users give them: what the step sees is what it sees in one process."""
+"""Sample order and loaders of users: the step sees the same batches as in one process."""
 
 import pytest
 import torch
@@ -53,13 +53,13 @@ def weighted():
 
 
 @by_layout
-def test_an_order_of_the_users(worlds, layout):
+def test_user_sampler_order(worlds, layout):
     report = check(worlds, Weighs, layout, make_data=in_order)
     assert report.outcome == "same", str(report)
 
 
 @one_replica
-def test_a_sampler_with_a_generator(worlds, layout):
+def test_sampler_with_a_generator(worlds, layout):
     report = check(worlds, Weighs, layout, make_data=weighted)
     assert report.outcome == "same", str(report)
 
@@ -68,7 +68,7 @@ def test_a_sampler_with_a_generator(worlds, layout):
 
 
 class DrawsLists(Dataset):
-    """Takes the whole list of indices that a batch sampler gives."""
+    """Gets the full list of indices of a batch sampler."""
 
     def __len__(self):
         return 32
@@ -99,7 +99,7 @@ def stream():
     return DataLoader(Stream(), batch_size=8)
 
 
-class WholeBatches(Dataset):
+class BatchDataset(Dataset):
     def __len__(self):
         return 8
 
@@ -109,31 +109,31 @@ class WholeBatches(Dataset):
 
 
 def without_batch_size():
-    return DataLoader(WholeBatches(), batch_size=None)
+    return DataLoader(BatchDataset(), batch_size=None)
 
 
-class OwnIterable:
+class CustomIterable:
     """No DataLoader at all."""
 
     def __iter__(self):
-        return (WholeBatches()[index] for index in range(8))
+        return (BatchDataset()[index] for index in range(8))
 
     def __len__(self):
         return 8
 
 
-def own_iterable():
-    return {"train_dataloaders": OwnIterable(), "val_dataloaders": OwnIterable()}
+def custom_iterable():
+    return {"train_dataloaders": CustomIterable(), "val_dataloaders": CustomIterable()}
 
 
 def short_last():
     return DataLoader(samples(26), batch_size=8)
 
 
-KINDS = [batch_sampler_as_sampler, stream, without_batch_size, own_iterable, short_last]
+KINDS = [batch_sampler_as_sampler, stream, without_batch_size, custom_iterable, short_last]
 
 
-# With stages alone they are among the kinds of `trainer/test_loaders.py`.
+# With stages only, they are among the kinds of `strategies/user_code/test_loaders.py`.
 @each("make_data", KINDS, covered_by={without_batch_size: stream, short_last: stream})
 @under([STAGES[0], DP_PP])
 def test_kinds_of_loaders(worlds, make_data, layout):
@@ -142,20 +142,20 @@ def test_kinds_of_loaders(worlds, make_data, layout):
 
 
 @one_replica
-def test_a_batch_sampler(worlds, layout):
+def test_batch_sampler(worlds, layout):
     report = check(worlds, Plain, layout, make_data=batch_sampler)
     assert report.outcome == "same", str(report)
 
 
-def shapes_seen(kind):
+def recorded_shapes(kind):
     ignore_warnings()
-    module, data = SeesShapes().double(), samples(24)
+    module, data = RecordsShapes().double(), samples(24)
     sampler = kind(SequentialSampler(data), batch_size=4, drop_last=True)
     trainer_of(2).fit(module, DataLoader(data, batch_sampler=sampler), DataLoader(data, batch_sampler=sampler))
     return module.seen
 
 
-class SeesShapes(Plain):
+class RecordsShapes(Plain):
     def __init__(self):
         super().__init__()
         self.seen = []
@@ -165,13 +165,13 @@ class SeesShapes(Plain):
         return super().training_step(batch, batch_idx)
 
 
-class OwnBatchSampler(BatchSampler):
+class CustomBatchSampler(BatchSampler):
     pass
 
 
-@pytest.mark.parametrize("kind", [BatchSampler, OwnBatchSampler])
-def test_with_replicas_a_batch_sampler_still_makes_batches(worlds, kind):
-    assert worlds.run(2, shapes_seen, kind) == [[(0, 4, FEATURES), (1, 4, FEATURES), (2, 4, FEATURES)]] * 2
+@pytest.mark.parametrize("kind", [BatchSampler, CustomBatchSampler])
+def test_batch_sampler_over_replicas(worlds, kind):
+    assert worlds.run(2, recorded_shapes, kind) == [[(0, 4, FEATURES), (1, 4, FEATURES), (2, 4, FEATURES)]] * 2
 
 
 class TwoSources(Plain):
@@ -192,7 +192,7 @@ class ListOfSources(Plain):
 
 
 class EitherSource(Plain):
-    """Sequential in training: the step is told which loader the batch is from."""
+    """Sequential in training: the step receives the index of the batch's loader."""
 
     def training_step(self, batch, batch_idx, dataloader_idx):
         x, y = batch
@@ -238,7 +238,7 @@ def test_batches_of_different_sizes_run_as_one_microbatch(worlds):
     assert report.outcome == "same", str(report)
 
 
-class OwnLoaders(Plain):
+class ModuleLoaders(Plain):
     """Everything on the module; validation on two sets."""
 
     def prepare_data(self):
@@ -261,12 +261,12 @@ class OwnLoaders(Plain):
 
 @by_layout
 def test_loaders_of_the_module(worlds, layout):
-    report = check(worlds, OwnLoaders, layout, make_data=None)
+    report = check(worlds, ModuleLoaders, layout, make_data=None)
     assert report.outcome == "same", str(report)
 
 
 class ReplayMemory(Plain):
-    """Reinforcement learning: the batch says little, the samples are drawn in the step."""
+    """Reinforcement learning: the batch is a placeholder, the samples are drawn in the step."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Datasets that run the model while a batch is fetched, as those of reinforcement learning do."""
+"""Datasets that run the model while a batch is fetched, as in reinforcement learning."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def mlp(out):
 
 
 class Played(IterableDataset):
-    """States of an environment that goes on, actions of the policy now, and what the critic says of them."""
+    """States of a continuing environment, actions of the current policy, and values of the critic."""
 
     def __init__(self, module):
         self.module = module
@@ -75,34 +75,34 @@ class Batches:
 
 
 class Explores(Policy):
-    """Asks its policy for some actions only, others on each replica, and none in some batches."""
+    """Runs its policy for some actions only, others on each replica, and none in some batches."""
 
     def play(self):
         rank = self.trainer.global_rank
         for turn in range(STEPS):
-            action, said = turn % 2, torch.zeros((), dtype=torch.float64)
+            action, log_prob = turn % 2, torch.zeros((), dtype=torch.float64)
             if (turn // 4 + rank) % 3 == 0 and turn % (rank + 2) == 0:
                 logits = self.actor(self.state).detach()
-                action, said = int(logits.argmax()), torch.log_softmax(logits, -1).max()
+                action, log_prob = int(logits.argmax()), torch.log_softmax(logits, -1).max()
             before, self.turns = self.state, self.turns + 1
             self.state = torch.tanh(before.roll(1) * 1.5 + 0.1 * action + 0.01 * (self.turns + rank))
-            yield before, action, said, before.sum()
+            yield before, action, log_prob, before.sum()
 
 
 class InWorkers(Policy):
     workers = 1
 
 
-class HandsOutKept(Policy):
-    """What a step kept of the model comes back in a batch."""
+class BatchOfStored(Policy):
+    """A value that a step stored of the model returns in a batch."""
 
     out = None
 
     def play(self):
         for _ in range(STEPS):
-            yield torch.ones(STATE, dtype=torch.float64), 0, torch.zeros(()), self.kept()
+            yield torch.ones(STATE, dtype=torch.float64), 0, torch.zeros(()), self.stored()
 
-    def kept(self):
+    def stored(self):
         return torch.zeros(8, dtype=torch.float64) if self.out is None else self.out
 
     def training_step(self, batch, batch_idx):
@@ -136,7 +136,7 @@ def trained(size, pp, make_module, options):
     ],
     ids=["pp2", "pp2, no DataLoader", "tp2", "m2", "dp2", "zero3", "zero3 by layer", "pp2 x zero3", "pp2, by layer"],
 )
-def test_a_policy_is_asked_while_a_batch_is_fetched(worlds, make_module, size, pp, options):
+def test_policy_runs_while_a_batch_is_fetched(worlds, make_module, size, pp, options):
     [expected] = worlds.run(1, trained, 1, 1, make_module, {})
     for found in worlds.run(size, trained, size, pp, make_module, options):
         assert_same(found, expected)
@@ -147,7 +147,7 @@ ZERO = {"zero_stage": 3}
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("options", [ZERO, {**ZERO, "reshard_after_forward": True}], ids=["by step", "by layer"])
-def test_one_replica_asks_where_another_does_not(worlds, options, accumulated):
+def test_policy_runs_on_one_replica_only(worlds, options, accumulated):
     expected = worlds.run(2, explored, {}, accumulated)
     for found, wanted in zip(worlds.run(2, explored, options, accumulated), expected, strict=True):
         assert_same(found, wanted)
@@ -164,7 +164,7 @@ def explored(options, accumulated):
 
 
 class Hidden(Policy):
-    """What its loader is made of does not show the module."""
+    """No object of its loader references the module."""
 
     def train_dataloader(self):
         POLICIES[:] = [self]
@@ -191,19 +191,19 @@ def refused(size, pp, make_module, options):
 
 
 @pytest.mark.parametrize(
-    ("make_module", "pp", "options", "said"),
+    ("make_module", "pp", "options", "refusal_text"),
     [
         (Hidden, 1, {"zero_stage": 3}, "no object of the loader refers to the module"),
         (InWorkers, 1, {"zero_stage": 3}, "in a worker"),
         (InWorkers, 2, {}, "in a worker"),
         (InWorkers, 1, {"tensor_parallel_size": 2}, "in a worker"),
-        (HandsOutKept, 2, {}, "no content"),
+        (BatchOfStored, 2, {}, "no content"),
     ],
-    ids=["zero3", "zero3, worker", "stages, worker", "tensor ranks, worker", "kept"],
+    ids=["zero3", "zero3, worker", "stages, worker", "tensor ranks, worker", "stored"],
 )
-def test_what_cannot_be_gathered_is_refused(worlds, make_module, pp, options, said):
+def test_ungatherable_policies_are_refused(worlds, make_module, pp, options, refusal_text):
     messages = worlds.run(2, refused, 2, pp, make_module, options)
-    assert any(said in message for message in messages), messages
-    if make_module is not HandsOutKept:
+    assert any(refusal_text in message for message in messages), messages
+    if make_module is not BatchOfStored:
         assert all("'actor.0.weight' while a loader fetches" in message for message in messages), messages
         assert all("on_train_batch_start" in message for message in messages), messages

@@ -12,7 +12,7 @@ from harness.layouts import each_under
 from harness.trainer_runs import ignore_warnings, trainer_of
 from harness.verification import LAYOUTS, TENSOR, check
 from lightning_hybrid.verify import Layout
-from models.batch_regression import BY_LAYOUT, WHOLE, Loaders, Regression, Samples, columns
+from models.batch_regression import BY_LAYOUT, UNSPLIT_BATCHES, Loaders, Regression, Samples, columns
 from models.regression import FEATURES
 
 # --- batches that are no stack of samples ----------------------------------------------------------------------------
@@ -141,13 +141,13 @@ UNSPLIT = [
 
 
 @each_under("module,collate", UNSPLIT, BY_LAYOUT, slow=[TENSOR])
-def test_batches_that_cannot_be_split_run_unsplit(worlds, module, collate, layout):
-    report = check(worlds, module, layout, make_data=Loaders(collate), **WHOLE)
+def test_unsplittable_batches_run_unsplit(worlds, module, collate, layout):
+    report = check(worlds, module, layout, make_data=Loaders(collate), **UNSPLIT_BATCHES)
     assert report.outcome == "same", str(report)
 
 
 @pytest.mark.parametrize(("module", "collate"), UNSPLIT, ids=lambda value: value.__name__)
-def test_a_number_of_microbatches_for_them_is_one(worlds, module, collate):
+def test_num_microbatches_is_1(worlds, module, collate):
     report = check(worlds, module, LAYOUTS[2], make_data=Loaders(collate))
     assert report.outcome == "same", str(report)
 
@@ -158,7 +158,7 @@ class Steps:
 
 
 class PredictsOne(Regression):
-    """A time series and where in time it lies, as forecasting packages predict it."""
+    """A time series and its time index, as forecasting packages predict it."""
 
     def shared_step(self, batch):
         return F.mse_loss(self(batch[0]), batch[1])
@@ -175,14 +175,14 @@ def one_predicted(pp):
     return trainer.predict(PredictsOne().double(), samples)
 
 
-def test_one_sample_needs_no_splitting(worlds):
+def test_single_samples(worlds):
     [expected] = worlds.run(1, one_predicted, 1)
     for predicted in worlds.run(2, one_predicted, 2):
         assert len(predicted) == 2 and all(map(torch.equal, predicted, expected))
 
 
 class WithGuessedSizes(OnGraphDicts):
-    """Leaves it to Lightning to guess the size of a batch: the number of nodes, another one on each replica."""
+    """Lets Lightning infer the batch size: the number of nodes, another one on each replica."""
 
     def size_of(self, batch):
         return None
@@ -197,12 +197,12 @@ def epoch_loss(pp):
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_means_over_an_epoch_are_the_same_on_all_ranks_whatever_sizes_they_guess(worlds, pp):
+def test_epoch_means_are_equal_on_all_ranks(worlds, pp):
     assert len(set(worlds.run(2 * pp, epoch_loss, pp))) == 1
 
 
 def split_graph(graph, count):
-    """In runs of whole graphs."""
+    """Into sequences of full graphs."""
     pieces = []
     for ids in torch.arange(graph.num_graphs).tensor_split(count):
         keep = torch.isin(graph.owner, ids)
@@ -212,7 +212,7 @@ def split_graph(graph, count):
     return pieces
 
 
-def test_a_splitter_of_the_users(worlds):
+def test_user_splitter(worlds):
     layout = Layout("split", 4, {"pipeline_parallel_size": 2, "num_microbatches": 2, "batch_splitter": split_graph})
     report = check(worlds, OnGraphs, layout, make_data=Loaders(as_graph))
     assert report.outcome == "same", str(report)

@@ -1,4 +1,4 @@
-"""Means over what labels or masks leave of a batch, in microbatches and shares of steps that run as plain Python."""
+"""Means over the labels that masks select, in microbatches and batch shares of steps that run as plain Python."""
 
 import warnings
 
@@ -17,7 +17,7 @@ WORDS, LENGTH, BATCH = 13, 6, 8
 
 
 class Language(LightningModule):
-    """Predicts the labels that count, logs as users do, and keeps its losses."""
+    """Predicts the labels that are not ignored, logs as users do, and stores its losses."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ class Language(LightningModule):
 
 
 class Shifted(Language):
-    """As causal models do it: the label of a token is the next one."""
+    """As in causal models: the label of a token is the next one."""
 
     def loss(self, logits, labels, mask):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -77,7 +77,7 @@ class Masked(Language):
 
 
 class Criterion(nn.Module):
-    """A loss with a parameter is one unit, whose mean is not seen from outside."""
+    """A loss with a parameter is one unit, whose mean is not visible outside."""
 
     def __init__(self):
         super().__init__()
@@ -132,10 +132,10 @@ def data(name, masks_differ=False):
 
 
 @pytest.mark.parametrize("options", [{}, {"zero_stage": 3}], ids=str)
-def test_replicas_whose_batches_have_other_masks(worlds, options):
-    whole = worlds.run(2, trained, Language, "one replica full", {"data_parallel_size": 2})
+def test_replicas_with_different_masks(worlds, options):
+    full = worlds.run(2, trained, Language, "one replica full", {"data_parallel_size": 2})
     parts = worlds.run(2, trained, Language, "one replica full", {**options, "num_microbatches": 2})
-    for (expected, metrics, _), (found, logged, _) in zip(whole, parts, strict=True):
+    for (expected, metrics, _), (found, logged, _) in zip(full, parts, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
         assert logged == pytest.approx(metrics, rel=1e-9)
 
@@ -174,7 +174,7 @@ CASES = [
     CASES,
     ids=lambda value: getattr(value, "__name__", value if isinstance(value, str) else None),
 )
-def test_as_plain_lightning_on_whole_batches(worlds, module, name, options, differ):
+def test_unsplit_batches_match_plain_lightning(worlds, module, name, options, differ):
     [(expected, metrics, _)] = worlds.run(1, trained, module, name, None, differ)
     for found, logged, is_shared in worlds.run(2, trained, module, name, options, differ):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
@@ -182,14 +182,14 @@ def test_as_plain_lightning_on_whole_batches(worlds, module, name, options, diff
         assert is_shared == (module is Branching)
 
 
-def test_a_count_must_give_the_loss_of_the_batch():
+def test_count_must_reproduce_the_batch_loss():
     batch = words(*UNEVEN[0])
     parts = [tuple(column[begin:end] for column in batch) for begin, end in ((0, 3), (3, 8))]
     shares, counts = [3 / 8, 5 / 8], [float((part[1] != -100).sum()) for part in parts]
     losses = [2.0, 1.0]
-    whole = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
-    found = find_counts(Mean(whole, [losses]), batch, [(parts, shares)], torch.float64)
+    full = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+    found = find_counts(Mean(full, [losses]), batch, [(parts, shares)], torch.float64)
     assert set(found) == {Count(1, -100), Count(2, 0)} and set(found) < set(counts_in(batch))
-    for value in (whole + 1e-3, 2.0 * shares[0] + shares[1]):
+    for value in (full + 1e-3, 2.0 * shares[0] + shares[1]):
         assert find_counts(Mean(value, [losses]), batch, [(parts, shares)], torch.float64) == ()
     assert str(found[0]) == "the entries other than -100 of tensor 1 of the batch"

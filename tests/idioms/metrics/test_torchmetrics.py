@@ -43,7 +43,7 @@ class LoggedObject(Measured):
 
 
 class Aggregated(Measured):
-    """Means, maxima and sums of what the step computes, computed by hand at the end."""
+    """Means, maxima and sums of step values, with a manual compute at the end."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ class SyncsEachStep(Measured):
 
 
 class AsFunctions(Measured):
-    """Metrics and losses that look at what they are given, and one that writes by masks without dims."""
+    """Metrics and losses that validate their inputs, and one that writes by 0-dim masks."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -131,6 +131,6 @@ MODULES = [LoggedObject, Aggregated, Listing, AsLoss, SyncsEachStep, AsFunctions
 
 @all_layouts
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_same_numbers(worlds, module, layout):
+def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
     assert report.outcome == "same", str(report)

@@ -1,4 +1,4 @@
-"""torchmetrics objects of training steps equal plain Lightning's in one process, however ranks cut the batches."""
+"""torchmetrics objects of training steps equal plain Lightning's in one process, for any batch split."""
 
 import logging
 import warnings
@@ -14,7 +14,7 @@ from models.regression import FEATURES, Regressor, mlp, regression_data
 
 
 class Measures(Regressor):
-    """Means of losses, as templates keep them, and metrics over samples; batches are of several sizes."""
+    """Means of losses, as in templates, and metrics over samples; batches are of several sizes."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Measures(Regressor):
         out = self(x)
         loss = F.mse_loss(out, y)
         self.mean(loss)
-        self.by_size.update(loss, weight=len(x))  # the user's own weights stay as they are
+        self.by_size.update(loss, weight=len(x))  # the user's weights are kept
         self.rows.update((out - y).abs().flatten())
         self.error(out, y)
         self.several.update(out, y)
@@ -71,7 +71,7 @@ class Decides(Measures):
         return self.head(h) if not self.training or h.abs().mean().item() < 10 else self.head(2 * h)
 
 
-class DecidesLater(Measures):
+class BranchesLater(Measures):
     """None does from the third batch on."""
 
     def forward(self, x):
@@ -80,8 +80,8 @@ class DecidesLater(Measures):
         return self.head(2 * h) if is_later and h.abs().mean().item() > 10 else self.head(h)
 
 
-class Keeps(Decides):
-    """Its ranks run whole batches always."""
+class StoresBatch(Decides):
+    """Its ranks always run unsplit batches."""
 
     def training_step(self, batch, batch_idx):
         self.last = batch[0]
@@ -89,7 +89,7 @@ class Keeps(Decides):
 
 
 class AtEnd(Callback):
-    """What a hook of a user finds, which is the first to ask."""
+    """The value that a user hook reads, as the first reader."""
 
     def __init__(self):
         self.found = []
@@ -99,7 +99,7 @@ class AtEnd(Callback):
 
 
 def data():
-    return regression_data(num_train=27, num_val=13)  # the last batches are shorter; one sample is left for training
+    return regression_data(num_train=27, num_val=13)  # last batches are shorter: one sample in training
 
 
 def run(module_class, devices, options):
@@ -108,31 +108,31 @@ def run(module_class, devices, options):
     torch.manual_seed(1)
     strategy = {"strategy": Hybrid3DStrategy(**options)} if options is not None else {}
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    notes = AtEnd()
+    recorder = AtEnd()
     trainer = Trainer(
-        accelerator="cpu", devices=devices, max_epochs=2, precision="64-true", callbacks=[notes], **quiet, **strategy
+        accelerator="cpu", devices=devices, max_epochs=2, precision="64-true", callbacks=[recorder], **quiet, **strategy
     )
     torch.manual_seed(1)
     loaders = data()
     loaders["train_dataloaders"] = torch.utils.data.DataLoader(loaders["train_dataloaders"].dataset, 8)
     trainer.fit(module_class(), **loaders)
-    return notes.found
+    return recorder.found
 
 
-EXPLAINED = "explained"  # torchmetrics itself keeps it in float32
+EXPLAINED = "explained"  # torchmetrics itself stores it in float32
 OPTIONS = {
     "pipelined": (Measures, {"pipeline_parallel_size": 2}),
     "pipelined in 4 microbatches": (Measures, {"pipeline_parallel_size": 2, "num_microbatches": 4}),
     "in shares": (Decides, {"pipeline_parallel_size": 2, "num_microbatches": 1}),
     "in shares and microbatches": (Decides, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
-    "pipelined, then in shares": (DecidesLater, {"pipeline_parallel_size": 2}),
-    "whole batches": (Keeps, {"pipeline_parallel_size": 2}),
+    "pipelined, then in shares": (BranchesLater, {"pipeline_parallel_size": 2}),
+    "unsplit batches": (StoresBatch, {"pipeline_parallel_size": 2}),
     "microbatches of tensor ranks": (Measures, {"tensor_parallel_size": 2, "num_microbatches": 3}),
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_equal_to_plain_lightning(worlds, name):
+def test_matches_plain_lightning(worlds, name):
     module, options = OPTIONS[name]
     ranks = worlds.run(2, run, module, 2, options)
     [expected] = worlds.run(1, run, module, 1, None)

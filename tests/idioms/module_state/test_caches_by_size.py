@@ -1,4 +1,4 @@
-"""What a module keeps for batches of one size: a mask in a buffer, bound anew when the number of samples changes."""
+"""Caches per batch size on the module: a mask in a buffer, rebound when the number of samples changes."""
 
 import itertools
 
@@ -14,7 +14,7 @@ from models.regression import FEATURES
 
 
 class WithWeights(nn.Module):
-    """A layer, and weights that it makes of sizes alone."""
+    """A layer, and weights that depend only on sizes."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +25,7 @@ class WithWeights(nn.Module):
 
 
 class Cached(LightningModule):
-    """A mask per sample for batches of one size, and the last weights and outputs kept."""
+    """A mask per sample for batches of one size, and the last weights and outputs."""
 
     def __init__(self):
         super().__init__()
@@ -75,35 +75,35 @@ class Banks(Cached):
         self.log("kept", float(self.seen))
 
 
-def odd_batches():
-    """The last batch is smaller, and the next epoch begins with a whole one."""
+def short_last_batch():
+    """The last batch is smaller, and the next epoch begins with a full one."""
     index = torch.arange(22, dtype=torch.float64).unsqueeze(1)
     x = torch.cos(index * torch.arange(1, FEATURES + 1) + index)
     return {"train_dataloaders": DataLoader(TensorDataset(x, x.sum(1, keepdim=True).tanh()), batch_size=8)}
 
 
-def kept_numbers(size, make_module, options):
+def run_cached(size, make_module, options):
     ignore_warnings()
     torch.manual_seed(0)
     module = make_module().double()
     trainer = trainer_of(size, size, max_epochs=2, strategy_options=options)
-    trainer.fit(module, **odd_batches())
+    trainer.fit(module, **short_last_batch())
     kept = module.bank if isinstance(module, Banks) else module.mask
     return trainer.callback_metrics["kept"].item(), kept.tolist()
 
 
 @pytest.mark.parametrize("make_module", [Cached, Banks], ids=lambda module: module.__name__)
 def test_caches_of_the_full_batch(worlds, make_module):
-    [expected] = worlds.run(1, kept_numbers, 1, make_module, {})
+    [expected] = worlds.run(1, run_cached, 1, make_module, {})
     stages = {"stages_per_rank": 2} if make_module is Cached else {}
-    found = worlds.run(2, kept_numbers, 2, make_module, stages)
+    found = worlds.run(2, run_cached, 2, make_module, stages)
     for logged, kept in found:
         assert logged == pytest.approx(expected[0])
         assert_same({"kept": kept}, {"kept": expected[1]})
 
 
 class Differs(Cached):
-    """It does something else each time, by a counter that nobody looks at."""
+    """It differs each time, by a counter outside of the module."""
 
     runs = itertools.count()
 
@@ -122,10 +122,10 @@ class Differs(Cached):
 def run_differing(size, options):
     ignore_warnings()
     trainer = trainer_of(size, size, strategy_options=options)
-    trainer.fit(Differs().double(), **odd_batches())
+    trainer.fit(Differs().double(), **short_last_batch())
     return trainer.global_step, trainer.strategy.run.batch_shares
 
 
-def test_a_step_that_differs_each_time_is_no_pipeline(worlds):
+def test_always_differing_step_is_not_pipelined(worlds):
     assert worlds.run(1, run_differing, 1, {"num_microbatches": 2}) == [(3, 1)]
     assert worlds.run(2, run_differing, 2, {}) == [(3, 2)] * 2

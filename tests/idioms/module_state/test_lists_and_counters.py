@@ -1,4 +1,4 @@
-"""What modules keep for later: lists stacked at the end of an epoch, counters, and the last of something."""
+"""Values that modules store for later: lists stacked at the end of an epoch, counters, and last values."""
 
 import pytest
 import torch
@@ -10,11 +10,11 @@ from harness.verification import LAYOUTS, check
 from models.regression import FEATURES, Regressor, mlp
 
 PP2, DP2, BOTH, INTERLEAVED, *_ = LAYOUTS
-# Hooks of a reference of several replicas run on the first one's module alone.
+# Hooks of a reference of several replicas run only on the first one's module.
 one_replica = under([PP2, INTERLEAVED])
 
 
-class Keeps(Regressor):
+class Stores(Regressor):
     def __init__(self):
         super().__init__()
         self.body, self.head = mlp(), nn.Linear(FEATURES, 1)
@@ -23,7 +23,7 @@ class Keeps(Regressor):
         return self.head(self.body(x))
 
 
-class Lists(Keeps):
+class Lists(Stores):
     """Outputs appended in steps and stacked when the epoch ends, in lists, dicts of lists and lists of dicts."""
 
     def __init__(self):
@@ -61,7 +61,7 @@ class Lists(Keeps):
             kept.clear()
 
 
-class Anneals(Keeps):
+class Anneals(Stores):
     """A counter of batches and a scalar that shrinks, both moved by a hook."""
 
     def __init__(self):
@@ -79,7 +79,7 @@ class Anneals(Keeps):
         self.beta = max(0.1, self.beta * 0.5)
 
 
-class Last(Keeps):
+class Last(Stores):
     """The last predictions, read in the next hook."""
 
     def training_step(self, batch, batch_idx):
@@ -98,13 +98,13 @@ class Last(Keeps):
 
 @one_replica
 @pytest.mark.parametrize("module", [Lists, Anneals], ids=lambda module: module.__name__)
-def test_same_numbers(worlds, module, layout):
+def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 
 
 @one_replica
-def test_attributes_bound_anew_have_the_full_batch(worlds, layout):
-    # The reference runs the batch whole: its attribute is what one process would have.
+def test_rebound_attributes_have_the_full_batch(worlds, layout):
+    # The reference runs the batch unsplit: its attribute is that of one process.
     report = check(worlds, Last, layout, num_microbatches=1)
     assert report.outcome == "same", str(report)

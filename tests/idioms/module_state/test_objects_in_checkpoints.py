@@ -1,4 +1,4 @@
-"""Objects that hooks put into a checkpoint, with metrics and modules inside: full, whatever the layout."""
+"""Objects that hooks put into a checkpoint, with metrics and modules inside: full under any layout."""
 
 import copy
 import io
@@ -28,7 +28,7 @@ class Holder:
         self.module, self.weight = module, module.weight
 
 
-class Keeps(Callback):
+class SavesObjects(Callback):
     def state_dict(self):
         return {"metric": self.module.mae, "modules": [self.module.body[0]]}
 
@@ -37,7 +37,7 @@ class Keeps(Callback):
 
 
 class Saves(LightningModule):
-    """Puts its metrics, layers and objects around them where a loader of the package's own expects them."""
+    """Saves its metrics, layers and objects around them where a custom loader expects them."""
 
     def __init__(self, criterion=None):
         super().__init__()
@@ -74,17 +74,17 @@ def saved(options, path):
     now = SavesNow()
     now.path = path
     stages = given.pop("pipeline_parallel_size", 1)
-    trainer = trainer_of(size, stages, strategy_options=given, max_epochs=1, callbacks=[Keeps(), now])
+    trainer = trainer_of(size, stages, strategy_options=given, max_epochs=1, callbacks=[SavesObjects(), now])
     data = TensorDataset(torch.randn(16, FEATURES), torch.randn(16, 1))
     batch = 4 if trainer.strategy.__class__.__name__ != "SingleDeviceStrategy" and "zero_stage" in options else 8
     trainer.fit(Saves(torchmetrics.MeanAbsoluteError()), DataLoader(data, batch))
 
 
 def numbers(path):
-    """All that the file holds of them, in numbers."""
+    """Their full content in the file, as numbers."""
     checkpoint = torch.load(path, weights_only=False)
     special, hyper = checkpoint["special"], checkpoint["hyper_parameters"]
-    kept = next(state for key, state in checkpoint["callbacks"].items() if "Keeps" in key)
+    kept = next(state for key, state in checkpoint["callbacks"].items() if "SavesObjects" in key)
     metrics = [special["metric"], hyper["criterion"], kept["metric"]]
     modules = [special["module"], special["holder"].module, kept["modules"][0], *special["copies"]]
     assert torch.equal(special["holder"].weight, special["holder"].module.weight)
@@ -98,12 +98,12 @@ def numbers(path):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_objects_in_a_checkpoint_are_full(worlds, tmp_path, name):
+def test_checkpointed_objects_are_full(worlds, tmp_path, name):
     worlds.run(1, saved, {}, str(tmp_path / "one.ckpt"))
     worlds.run(2, saved, LAYOUTS[name], str(tmp_path / "two.ckpt"))
     errors, counts = numbers(tmp_path / "two.ckpt")
     expected, total = numbers(tmp_path / "one.ckpt")
-    replicas = 2 if name == "zero3" else 1  # each replica's metric counts its own batches
+    replicas = 2 if name == "zero3" else 1  # each replica's metric counts local batches
     assert [count * replicas for count in counts] == total
     if replicas == 1:
         assert errors == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""What training steps return, how they are called, and what they log: as Lightning takes it, or refused by name."""
+"""What training steps return, how they are called, and what they log: as in Lightning, or refused by name."""
 
 import dataclasses
 from collections import namedtuple
@@ -25,7 +25,7 @@ DP, DP_PP = LAYOUTS[1], LAYOUTS[2]
 
 
 class WithExtras(EncoderDecoder):
-    """Hooks read what the step returned."""
+    """Hooks read the step's outputs."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -60,11 +60,11 @@ class LossDict(dict):
 
     def __getattr__(self, name):
         if name not in self:
-            raise AttributeError(name)  # as copy and pickle ask for methods that Python 3.10 does not have
+            raise AttributeError(name)  # as copy and pickle look up methods that Python 3.10 does not have
         return self[name]
 
 
-class WithMappingOfItsOwn(EncoderDecoder):
+class WithCustomMapping(EncoderDecoder):
     def training_step(self, batch, batch_idx):
         x, y = batch
         out = self(x)
@@ -74,7 +74,7 @@ class WithMappingOfItsOwn(EncoderDecoder):
 
 
 class InForward(EncoderDecoder):
-    """The network computes its own loss, as those of transformers do."""
+    """The network computes the loss, as those of transformers do."""
 
     @dataclasses.dataclass
     class Output:
@@ -134,7 +134,7 @@ class LossOfAModule(EncoderDecoder):
 
 FORMS = [
     WithNamedTuples,
-    WithMappingOfItsOwn,
+    WithCustomMapping,
     InForward,
     WithoutBatchIdx,
     WithKeywords,
@@ -144,19 +144,19 @@ FORMS = [
 
 
 @each_under("module", FORMS, BY_LAYOUT, slow=[TENSOR])
-def test_forms_of_the_loss(worlds, module, layout):
+def test_loss_return_types(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 
 
 @under([x for x in LAYOUTS if x.replicas == 1])
-def test_extras_reach_hooks(worlds, layout):
+def test_extra_outputs_reach_hooks(worlds, layout):
     report = check(worlds, WithExtras, layout)
     assert report.outcome == "same", str(report)
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_extras_of_a_replica_are_those_of_its_batch(worlds, pp):
+def test_extra_outputs_are_those_of_the_replica(worlds, pp):
     # The module itself compares them, on every rank.
     for kind, message, _ in worlds.run(2 * pp, fit_until_error, WithExtras, pp):
         assert (kind, message) == ("", "nothing was refused")
@@ -197,7 +197,7 @@ REFUSED = [ReturnsAnObject, ReturnsATuple, ReturnsADictWithoutLoss, ReturnsANumb
 
 @pytest.mark.parametrize("module", REFUSED, ids=lambda module: module.__name__)
 @pytest.mark.parametrize("pp", [1, 2])
-def test_what_lightning_refuses_is_refused_before_anything_changes(worlds, module, pp):
+def test_outputs_that_lightning_refuses_are_refused_first(worlds, module, pp):
     for outcome in worlds.run(2 * pp, fit_until_error, module, pp):
         kind, message, moved = outcome
         assert kind in ("MisconfigurationException", "StepError"), message
@@ -256,7 +256,7 @@ class SkipsBadBatches(EncoderDecoder):
         return super().training_step(batch, batch_idx)
 
 
-class Noted(Callback):
+class RecordsOutputs(Callback):
     def __init__(self):
         self.outputs, self.weights = [], []
 
@@ -268,19 +268,19 @@ class Noted(Callback):
 def fit_skipping(module, size, pp, options):
     ignore_warnings()
     torch.manual_seed(0)
-    model, noted = module().double(), Noted()
+    model, recorder = module().double(), RecordsOutputs()
     data = regression_data(batch_size=32 // (4 * size // pp))["train_dataloaders"]
     before = [p.detach().clone() for p in model.parameters()]
-    trainer = trainer_of(size, pp, callbacks=[noted], strategy_options=options, limit_train_batches=4)
+    trainer = trainer_of(size, pp, callbacks=[recorder], strategy_options=options, limit_train_batches=4)
     try:
         trainer.fit(model, data)
     except Exception as error:
         notes = "\n".join(getattr(error, "__notes__", []))
         return f"{type(error).__name__}: {error}\n{notes}"
     moved = [
-        any(not torch.equal(a, b) for a, b in zip(x, y, strict=True)) for x, y in pairwise([before, *noted.weights])
+        any(not torch.equal(a, b) for a, b in zip(x, y, strict=True)) for x, y in pairwise([before, *recorder.weights])
     ]
-    return noted.outputs, moved
+    return recorder.outputs, moved
 
 
 def fit_both(size, options):
@@ -312,29 +312,29 @@ class InTurns(torch.utils.data.Sampler):
 @pytest.mark.parametrize(
     "options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}], ids=lambda options: "".join(options)
 )
-def test_skipped_steps_leave_the_weights_of_one_process(worlds, options):
+def test_skipped_steps_match_one_process(worlds, options):
     [expected] = worlds.run(1, fit_both, 1, options)
     for weights in worlds.run(2, fit_both, 2, options):
-        for ours, theirs in zip(weights, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+        for actual, wanted in zip(weights, expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_step_that_all_replicas_skip_is_skipped(worlds, size):
+def test_step_skipped_by_all_replicas(worlds, size):
     for outputs, moved in worlds.run(size, fit_skipping, SkipsEverywhere, size, 1, {"num_microbatches": 1}):
         assert outputs == [["loss"], {}, ["loss"], ["loss"]]
-        # Adam goes on by its momentum only where there are gradients.
+        # Adam applies its momentum only where there are gradients.
         assert moved == [True, False, True, True]
 
 
-def test_a_step_that_some_replicas_skip_is_refused_on_all(worlds):
+def test_step_skipped_by_some_replicas_is_refused_on_all(worlds):
     for message in worlds.run(2, fit_skipping, SkipsBadBatches, 2, 1, {}):
         assert "training_step returned None on 1 of 2 replicas" in message, message
         assert "return a loss of zero that depends on the model" in message
 
 
 @under([LAYOUTS[0], *LAYOUTS[2:], COMBINED])
-def test_steps_that_are_skipped_in_the_first_batch_are_a_pipeline_after_it(worlds, layout):
+def test_first_step_skipped_then_pipelined(worlds, layout):
     size, pp = layout.devices, layout.strategy.get("pipeline_parallel_size", 1)
     for shares, trained in worlds.run(size, fit_skipping_first, size, pp, dict(layout.strategy)):
         assert shares == 1 and trained == [False, True, True, True]

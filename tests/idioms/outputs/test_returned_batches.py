@@ -1,4 +1,4 @@
-"""Steps of evaluation that write what they find into their batch and return it: hooks see it there."""
+"""Evaluation steps that write results into their batch and return it: hooks see them there."""
 
 import dataclasses
 
@@ -41,8 +41,8 @@ class Finds(LightningModule):
         return F.mse_loss(self.head(self.body(batch["x"])), batch["y"])
 
     def validation_step(self, batch, batch_idx):
-        held = vars(batch) if isinstance(batch, Images) else batch
-        held["found"] = self.head(self.body(held["x"]))
+        fields = vars(batch) if isinstance(batch, Images) else batch
+        fields["found"] = self.head(self.body(fields["x"]))
         return batch
 
     def configure_optimizers(self):
@@ -78,7 +78,7 @@ def found(collate, options):
     ],
     ids=str,
 )
-def test_the_batch_holds_what_the_step_has_put_there(worlds, collate, options):
+def test_returned_batch_contains_what_the_step_wrote(worlds, collate, options):
     [expected] = worlds.run(1, found, collate, {})
     for seen in worlds.run(2, found, collate, options):
         torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-6)

@@ -147,7 +147,7 @@ ANY = [
 
 
 @each_under("module", ANY, [STAGES, BOTH])
-def test_which_parameters_there_are(worlds, module, layout):
+def test_changing_parameter_sets(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 
@@ -174,7 +174,7 @@ class Finetuned(Regression):
         return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1)
 
 
-class TogglesByHand(Regression):
+class FreezesFirstEpoch(Regression):
     """Every parameter is in the optimizer from the start; the body rests in the first epoch."""
 
     def on_train_epoch_start(self):
@@ -192,7 +192,7 @@ class FreezesHead(Callback):
         pl_module.head.requires_grad_(batch_idx % 2 == 0)
 
 
-@each_under("module", [Finetuned, TogglesByHand, FreezesByCallback], [*LAYOUTS, COMBINED], slow=[TENSOR])
-def test_parameters_are_frozen_and_unfrozen(worlds, module, layout):
+@each_under("module", [Finetuned, FreezesFirstEpoch, FreezesByCallback], [*LAYOUTS, COMBINED], slow=[TENSOR])
+def test_freezing_and_unfreezing(worlds, module, layout):
     report = check(worlds, module, layout, epochs=3, steps=2)
     assert report.outcome == "same", str(report)

@@ -1,4 +1,4 @@
-"""Weights that are computed before each use: weight and spectral norm, old and new, and layers that make those."""
+"""Weights that are computed before each use: weight and spectral norm, old and new, and user parametrizations."""
 
 import warnings
 
@@ -93,8 +93,8 @@ class NewCritic(Critic):
     norm = staticmethod(parametrizations.spectral_norm)
 
 
-class Diary(Critic):
-    """Keeps numbers, so that its step runs once more for its side effects."""
+class StoresValues(Critic):
+    """Stores numbers, so that its step is re-run for its side effects."""
 
     def __init__(self):
         super().__init__()
@@ -110,13 +110,13 @@ class Diary(Critic):
 
 
 @each_under("module", [Vocoder, Critic], [*LAYOUTS, COMBINED])
-def test_hooks_of_torch_compute_the_weights(worlds, module, layout):
+def test_weight_and_spectral_norm_hooks(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
     assert report.outcome == "same", str(report)
 
 
 @each_under("module", [NewVocoder, NewCritic], [BOTH, INTERLEAVED, COMBINED], replicated=[])
-def test_parametrisations_compute_the_weights(worlds, module, layout):
+def test_parametrizations(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
     assert report.outcome == "same", str(report)
 
@@ -149,7 +149,7 @@ class Scaled(nn.Module):
 
 
 class SeesNoGrad(Regressor):
-    """Reads a weight without a gradient at the start, and uses what it saw at the end."""
+    """Reads a weight without a gradient at the start, and uses the value at the end."""
 
     def __init__(self):
         super().__init__()
@@ -164,7 +164,7 @@ class SeesNoGrad(Regressor):
 
 
 class Rebinds(Regressor):
-    """Binds its buffers anew in each step: counters of the step, and a running mean of the model's."""
+    """Rebinds its buffers in each step: counters of the step, and a running mean of the model's."""
 
     def __init__(self):
         super().__init__()
@@ -182,8 +182,8 @@ class Rebinds(Regressor):
 
 
 @under([STAGES, INTERLEAVED])
-@pytest.mark.parametrize("module", [Diary, Generates, SeesNoGrad, Rebinds], ids=lambda module: module.__name__)
-def test_what_a_step_leaves_on_its_modules(worlds, module, layout):
+@pytest.mark.parametrize("module", [StoresValues, Generates, SeesNoGrad, Rebinds], ids=lambda module: module.__name__)
+def test_side_effects_on_modules(worlds, module, layout):
     report = check(worlds, module, layout, steps=2)
     assert report.outcome == "same", str(report)
 

@@ -1,4 +1,4 @@
-"""``torch.func``: layers with other weights than their own, and transforms between layers, which no pipeline runs."""
+"""``torch.func``: layers called with other weights, and transforms across layers, which no pipeline runs."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ class Noisy(Regressor):
         return functional_call(self.net, {n: p + 0.1 * torch.randn_like(p) for n, p in self.net.named_parameters()}, x)
 
 
-class Borrowed(Regressor):
+class OtherWeights(Regressor):
     """One network runs with the weights of another, and with a plain copy of them."""
 
     def __init__(self):
@@ -106,12 +106,12 @@ PP_ZERO = Layout("pp2 x zero 3", devices=4, strategy={"pipeline_parallel_size": 
 
 BY_DEFAULT = [
     *((Produced, layout) for layout in (PP2, TENSOR2, ZERO)),
-    *((Borrowed, layout) for layout in (TENSOR2, ZERO)),
+    *((OtherWeights, layout) for layout in (TENSOR2, ZERO)),
     *((Adapts, COMBINED), (Averaged, TENSOR2), (Noisy, PP2)),
 ]
 LATER = [
     (module, layout)
-    for module in (Produced, Noisy, Borrowed, Adapts, Averaged)
+    for module in (Produced, Noisy, OtherWeights, Adapts, Averaged)
     for layout in (PP2, COMBINED, TENSOR2, ZERO, PP_ZERO)
     if (module, layout) not in [*BY_DEFAULT, (Noisy, TENSOR2)]
 ]
@@ -119,12 +119,12 @@ CASES = [*BY_DEFAULT, *(pytest.param(*case, marks=pytest.mark.slow) for case in 
 
 
 @pytest.mark.parametrize(("module", "layout"), CASES, ids=lambda value: getattr(value, "__name__", None) or value.name)
-def test_same_numbers(worlds, module, layout):
+def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 
 
-class GivesCopies(Averaged):
+class ValidatesWithCopies(Averaged):
     """Validates with copies of its weights, which nothing shows before."""
 
     def on_train_start(self):
@@ -135,8 +135,8 @@ class GivesCopies(Averaged):
         self.log("val_loss", F.mse_loss(functional_call(self.net, self.averages, (x,)), y))
 
 
-def test_weights_that_are_given_only_later(worlds):
-    report = check(worlds, GivesCopies, TENSOR2)
+def test_weights_passed_to_later_calls(worlds):
+    report = check(worlds, ValidatesWithCopies, TENSOR2)
     assert report.outcome == "same", str(report)
 
 
@@ -152,6 +152,6 @@ class Tangents(Produced):
 
 
 @pytest.mark.parametrize("module", [MapsLayer, Tangents])
-def test_transforms_between_layers_run_in_shards(worlds, module):
+def test_transforms_across_layers_run_sharded(worlds, module):
     report = check(worlds, module, PP2)
     assert report.outcome == "same" and "sharded instead of pipelined" in str(report), str(report)

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers as modules configure them: every form, and statistics over all parameters."""
+"""Optimizers and schedulers as modules configure them: every return type, and statistics over all parameters."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ class ReturnsNone(Regression):
 
 
 @each_under("module", [ReturnsList, ReturnsTwoLists, ReturnsDict, ReturnsDictOfScheduler], [STAGES, BOTH])
-def test_forms_of_configure_optimizers(worlds, module, layout):
+def test_configure_optimizers_return_types(worlds, module, layout):
     report = check(worlds, module, layout, epochs=2, steps=2)
     assert report.outcome == "same", str(report)
 
@@ -62,8 +62,8 @@ def test_no_optimizer_trains_nothing(worlds):
     assert any("did not move" in note for note in report.notes)
 
 
-class LooksAtRates(ReturnsTwoLists):
-    """Logs the learning rate, and lets the loss go by it; what `configure_optimizers` counts, it counts once."""
+class ReadsRates(ReturnsTwoLists):
+    """Logs the learning rate and scales the loss by it; `configure_optimizers` counts once."""
 
     calls = 0
 
@@ -84,12 +84,12 @@ class LooksAtRates(ReturnsTwoLists):
 
 @under([STAGES, BOTH])
 def test_steps_that_read_their_optimizers(worlds, layout):
-    report = check(worlds, LooksAtRates, layout, epochs=2, steps=2)
+    report = check(worlds, ReadsRates, layout, epochs=2, steps=2)
     assert report.outcome == "same", str(report)
 
 
 class TwoDicts(Manual):
-    """A tuple of dicts, one per optimizer; both are stepped by hand."""
+    """A tuple of dicts, one per optimizer; both are stepped manually."""
 
     def training_step(self, batch, batch_idx):
         body, head = self.optimizers()
@@ -114,7 +114,7 @@ class TwoDicts(Manual):
         )
 
 
-def test_two_optimizers_by_hand(worlds):
+def test_two_manual_optimizers(worlds):
     for layout in (REPLICAS, STAGES, BOTH):
         report = check(worlds, TwoDicts, layout, num_microbatches=1)
         assert report.outcome == "same", str(report)
@@ -165,7 +165,7 @@ class NamedParameters(Regression):
 
 
 @each_under("module", [BuiltInInit, GroupsByName, GroupsById, RatePerLayer, NamedParameters], [STAGES, BOTH])
-def test_groups_hold_the_parameters_of_the_module(worlds, module, layout):
+def test_groups_contain_the_module_parameters(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
     assert not any("did not move" in note for note in report.notes)
@@ -225,20 +225,20 @@ NOT_ELEMENTWISE = [WithSharpnessAware, WithAdafactor, WithMuon, WithLamb, WithSc
 
 
 @each_under("module", NOT_ELEMENTWISE, [STAGES, BOTH])
-def test_statistics_of_optimizers_are_global(worlds, module, layout):
+def test_optimizer_statistics_are_global(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 
 
 class WithLookahead(Regression):
-    """Around an optimizer that has its state from birth."""
+    """Around an optimizer with state from its constructor."""
 
     def configure_optimizers(self):
         return Lookahead(torch.optim.Adagrad(self.parameters(), lr=1e-2))
 
 
 @under([STAGES, TENSOR, LAYOUTS[4]], slow=[REPLICAS, COMBINED])
-def test_what_an_optimizer_copies_at_its_birth_is_where_the_parameters_are(worlds, layout):
+def test_lookahead_copies_are_on_the_parameter_device(worlds, layout):
     report = check(worlds, WithLookahead, layout, steps=4)
     assert report.outcome == "same", str(report)
 
@@ -254,7 +254,7 @@ def test_lbfgs(worlds, layout):
     assert report.outcome == "same", str(report)
 
 
-# --- schedulers that ask the Trainer ---------------------------------------------------------------------------------
+# --- schedulers that read the Trainer --------------------------------------------------------------------------------
 
 
 class OneCycle(Regression):
@@ -273,14 +273,14 @@ class WarmsUp(Regression):
 
 
 class OneCycleAndRates(OneCycle):
-    """Its step asks for optimizers, so that it is recorded with some that are built early."""
+    """Its step calls `optimizers()`, so that it is recorded with provisional ones."""
 
     def training_step(self, batch, batch_idx):
         self.log("rate", self.trainer.optimizers[0].param_groups[0]["lr"])
         return super().training_step(batch, batch_idx)
 
 
-class AsksForBatches(Regression):
+class ReadsBatchCount(Regression):
     def configure_optimizers(self):
         assert self.trainer.num_training_batches != float("inf") or self.trainer.max_steps == -1
         optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
@@ -290,8 +290,8 @@ class AsksForBatches(Regression):
         self.log("batches", float(self.trainer.num_training_batches))
 
 
-@each_under("module", [OneCycle, OneCycleAndRates, WarmsUp, AsksForBatches], [STAGES, BOTH])
-def test_schedulers_know_the_length_of_the_run(worlds, module, layout):
+@each_under("module", [OneCycle, OneCycleAndRates, WarmsUp, ReadsBatchCount], [STAGES, BOTH])
+def test_schedulers_get_the_run_length(worlds, module, layout):
     report = check(worlds, module, layout, epochs=2, steps=2)
     assert report.outcome == "same", str(report)
 
@@ -301,13 +301,13 @@ def test_max_steps_ends_every_rank(worlds):
     assert report.outcome == "same" and report.steps == 3, str(report)
 
 
-def test_accumulating(worlds):
+def test_accumulation(worlds):
     report = check(worlds, WithLamb, BOTH, steps=4, trainer={"accumulate_grad_batches": 2})
     assert report.outcome == "same", str(report)
 
 
 @under([*LAYOUTS, COMBINED], slow=[TENSOR])
-def test_tied_weights_count_once_in_an_optimizer(worlds, layout):
+def test_tied_weights_count_once(worlds, layout):
     report = check(worlds, TiedLamb, layout)
     assert report.outcome == "same", str(report)
 

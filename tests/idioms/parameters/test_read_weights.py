@@ -1,4 +1,4 @@
-"""Weights that ranks have cut are whole where a step reads them, also if the first training step did not."""
+"""Sharded weights are full where a step reads them, also if the first training step did not read them."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ class Wide(Regression):
 
 
 class ValidatesNorms(Wide):
-    """Only validation looks at the weights."""
+    """Only validation reads the weights."""
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch))
@@ -34,7 +34,7 @@ class ValidatesNorms(Wide):
 
 
 class PenalizesLater(Wide):
-    """Not in the first batch."""
+    """A penalty from the second batch on."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -44,7 +44,7 @@ class PenalizesLater(Wide):
 
 
 class ClampsLater(Wide):
-    """Writes to what it reads."""
+    """Writes to the weight that it reads."""
 
     def training_step(self, batch, batch_idx):
         if batch_idx > 0:
@@ -56,7 +56,7 @@ class ClampsLater(Wide):
 
 
 class NormalisesLater(Wide):
-    """A layer runs with weights that are made of all of its own, from the second batch on."""
+    """A layer runs with weights computed from all of its own, from the second batch on."""
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 0:
@@ -68,8 +68,8 @@ class NormalisesLater(Wide):
         return F.mse_loss(self.head(h), y)
 
 
-class LooksUpThenScores(Wide):
-    """Training looks rows up; validation multiplies by all of them, as retrieval does."""
+class EmbedsThenScores(Wide):
+    """Training embeds rows; validation multiplies by all of them, as retrieval does."""
 
     def __init__(self):
         super().__init__()
@@ -84,14 +84,14 @@ class LooksUpThenScores(Wide):
 
     def validation_step(self, batch, batch_idx):
         x, _ = batch
-        x = x + self.layers[0](self.table.weight).mean(0)  # a layer that is cut is given another's weight
+        x = x + self.layers[0](self.table.weight).mean(0)  # a sharded layer gets the weight of another
         scores = F.normalize(x, dim=-1) @ F.normalize(self.table.weight, dim=-1).t()
         self.log("best", scores.topk(3).indices.double().mean())
 
 
 @pytest.mark.parametrize("layout", [TP2, TENSOR], ids=lambda layout: layout.name)
-@pytest.mark.parametrize("module", [ValidatesNorms, PenalizesLater, ClampsLater, NormalisesLater, LooksUpThenScores])
-def test_what_a_later_step_reads(worlds, module, layout):
+@pytest.mark.parametrize("module", [ValidatesNorms, PenalizesLater, ClampsLater, NormalisesLater, EmbedsThenScores])
+def test_later_steps_read_full_weights(worlds, module, layout):
     report = check(worlds, module, layout, make_data=regression_data, steps=3)
     assert report.outcome == "same", str(report)
 
@@ -131,7 +131,7 @@ class ExpertsPenalized(Regression):
 
 
 class ExpertsMeasured(Regression):
-    """Only validation looks at the weights of experts."""
+    """Only validation reads the weights of experts."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ def test_validation_reads_experts(worlds):
     assert report.outcome == "same", str(report)
 
 
-def test_a_training_step_reads_experts(worlds):
-    """It would see those of its own rank alone."""
+def test_training_step_reads_experts(worlds):
+    """Otherwise it would see only local ones."""
     report = check(worlds, ExpertsPenalized, EP2, make_data=regression_data, steps=3)
     assert report.outcome == "refused" and "'layers.0.experts.0.0.weight'" in report.message, str(report)

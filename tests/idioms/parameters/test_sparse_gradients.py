@@ -1,4 +1,4 @@
-"""Sparse gradients of embeddings, where replicas or shards hold parts of the table."""
+"""Sparse gradients of embeddings where replicas or shards have rows of the table."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ class Adagrad(Table):
 
 
 class OnlyTables(Table):
-    """SparseAdam moves the rows that are there, also those with a gradient of zero."""
+    """SparseAdam moves all rows of the gradient, also those of zero."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ CASES = [
 
 @pytest.mark.parametrize(("module", "layout"), CASES, ids=lambda v: getattr(v, "__name__", None) or v.name)
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_same_numbers(worlds, module, layout, accumulated):
+def test_matches_one_process(worlds, module, layout, accumulated):
     options = {"trainer": {"accumulate_grad_batches": accumulated}}
     report = check(worlds, module, layout, make_data=data, steps=4, num_microbatches=1, **options)
     assert report.outcome == "same", str(report)

@@ -91,7 +91,7 @@ class SwapsByStateDict(Regression):
 
 
 class CollectsMoments(Regression):
-    """First and second moments of the weights by name, as SWAG keeps them; a sample is validated."""
+    """First and second moments of the weights by name, as in SWAG; a sample is validated."""
 
     def on_fit_start(self):
         self.moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self.named_parameters()}

@@ -1,4 +1,4 @@
-"""Parameters that are written while ranks hold parts of them: by the step (a teacher), and by a layer itself."""
+"""Parameters that are written while ranks hold shards of them: by the step (a teacher), and by a layer."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ BOTH = Layout("pp2 x tp2", 4, {"pipeline_parallel_size": 2, "tensor_parallel_siz
     "layout", [ZERO_1, ZERO_3, pytest.param(BY_LAYER, marks=pytest.mark.slow)], ids=lambda layout: layout.name
 )
 @pytest.mark.parametrize("module", [MomentumInStep, NormalisesWeights, MomentumAfterBatch, MomentumInPlaceInStep])
-def test_by_the_step(worlds, module, layout):
+def test_writes_by_the_step(worlds, module, layout):
     report = check(worlds, module, layout, steps=3)
     assert report.outcome == "same", str(report)
 
@@ -78,6 +78,6 @@ class ClipsItself(NormsItself):
     ids=lambda layout: layout.name,
 )
 @pytest.mark.parametrize("module", [NormsItself, NormsItselfToMost, ClipsItself])
-def test_by_a_layer(worlds, module, layout):
+def test_writes_by_a_layer(worlds, module, layout):
     report = check(worlds, module, layout, steps=3)
     assert report.outcome == "same", str(report)

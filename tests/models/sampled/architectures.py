@@ -1,7 +1,7 @@
-"""Architectures drawn from transformers by chance, each built tiny from its own configuration by rules for field names.
+"""Architectures sampled from transformers, each built tiny from its configuration by rules for field names.
 
 Nothing here knows an architecture: sizes are recognised by the words in their names, inputs by the parameters of
-``forward``. What these rules cannot build, or cannot run in one process, is ``Unavailable`` and drawn again.
+``forward``. Models that they cannot build, or run in one process, are ``Unavailable`` and sampled again.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ _NEVER |= {"out_features", "out_indices", "stage_names", "attn_implementation", 
 
 
 def shrunk(config: dict[str, Any], *, head_dim: int, heads: int, width: int) -> dict[str, Any]:
-    """A configuration with the sizes of each part divided alike, so that what was a multiple stays one.
+    """A configuration with the sizes of each part divided by one number, so that multiples remain multiples.
 
     Args:
         config: As a dict, parts inside as dicts.
         head_dim: The least that the dimensions of heads are divided to.
         heads: The least that counts of heads are divided to.
-        width: The least width, where there are no heads to go by.
+        width: The least width, where there are no heads.
     """
     known: dict[int, int] = {}
     for part in _parts(config):
@@ -93,7 +93,7 @@ def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _factors(part: dict[str, Any], head_dim: int, heads: int, width: int) -> tuple[int, int]:
-    """What counts of heads, and dimensions of heads, are divided by."""
+    """Divisors of head counts and head dimensions."""
     widths = [v for k, v in part.items() if _MAIN_WIDTH.search(k) for v in (v if isinstance(v, list | tuple) else [v])]
     widths = [w for w in widths if type(w) is int and w > 0]
     if not widths:
@@ -201,7 +201,7 @@ def build(class_name: str, rule: dict[str, int]) -> nn.Module:
 
 
 def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """What may be the arguments of a model's forward, the likeliest first."""
+    """Candidate arguments of a model's forward, the likeliest first."""
     config: Any = model.config
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
 
@@ -244,7 +244,7 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def labels_of(model: nn.Module, inputs: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """What may be the labels, and at last none."""
+    """Candidate labels, and at last none."""
     wanted = inspect.signature(model.forward).parameters
     if "labels" in wanted:
         for name in ("decoder_input_ids", "input_ids"):

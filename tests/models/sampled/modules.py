@@ -1,4 +1,4 @@
-"""Drawn architectures as the modules and data of a Trainer."""
+"""Sampled architectures as the modules and data of a Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses that are means over tokens, weights or rows: over microbatches they are those of the whole batch."""
+"""Losses that are means over tokens, weights or rows: over microbatches they equal those of the full batch."""
 
 from typing import ClassVar
 
@@ -74,7 +74,7 @@ class NegativeLogLikelihood(Tokens):
 
 
 class MaskedSum(Tokens):
-    """Divided by the number of tokens, of which there might be none."""
+    """Divided by the number of tokens, which may be zero."""
 
     def loss(self, logits, batch):
         each = F.cross_entropy(logits.transpose(1, 2), batch["y"] % CLASSES, reduction="none")
@@ -130,7 +130,7 @@ class SeveralTerms(Tokens):
 
 
 class TimesItsCount(Tokens):
-    """Made a sum again, per sample: no weights are wanted."""
+    """Scaled back to a sum, per sample: no weights are needed."""
 
     def loss(self, logits, batch):
         token = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten() % 5 - 1, ignore_index=-1)
@@ -172,7 +172,7 @@ class Causal(Finetuned):
     }  # fmt: skip
 
 
-class CausalByHand(Causal):
+class ManualCausal(Causal):
     def training_step(self, batch, batch_idx):
         logits = self.model(input_ids=batch["input_ids"]).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
@@ -206,10 +206,10 @@ def fit(module_class, pp, count, validates=False):
     return module.seen
 
 
-class OwnLabels(Tokens):
+class BatchLabels(Tokens):
     """Labels of the batch itself, of which none is ignored but in the last batch."""
 
-    seen: ClassVar = []  # what grows on the module itself may be what the step goes by
+    seen: ClassVar = []  # a growing attribute of the module may control the step
 
     def __init__(self):
         super().__init__()
@@ -219,7 +219,7 @@ class OwnLabels(Tokens):
         return F.cross_entropy(logits.flatten(0, 1), batch["own"].view(-1))
 
 
-def own_tokens():
+def batch_label_tokens():
     samples = tokens()
     for index, sample in enumerate(samples):
         sample["own"] = sample.pop("y").clone()
@@ -230,22 +230,22 @@ def own_tokens():
 
 
 def fit_counting(pp):
-    """The steps, and before which batches the step ran once more to count."""
+    """The steps, and the batches before which the step was re-run to count."""
     ignore_warnings()
     counted, count = [], LossMeanWeights._counted
-    module = OwnLabels()
+    module = BatchLabels()
 
-    def noted(shares, call, parts, **options):
+    def recorded(shares, call, parts, **options):
         counted.append(call.number)
         return count(shares, call, parts, **options)
 
-    LossMeanWeights._counted = noted
+    LossMeanWeights._counted = recorded
     trainer = trainer_of(pp, pp, strategy_options={"num_microbatches": 3} if pp > 1 else {})
-    trainer.fit(module, DataLoader(own_tokens(), 8))
+    trainer.fit(module, DataLoader(batch_label_tokens(), 8))
     return module.seen, counted
 
 
-def test_nothing_is_counted_where_no_label_is_ignored(worlds):
+def test_no_weights_without_ignored_labels(worlds):
     [(expected, _)] = worlds.run(1, fit_counting, 1)
     ranks = worlds.run(2, fit_counting, 2)
     assert [counted for _, counted in ranks] == [[0, 2]] * 2
@@ -257,18 +257,18 @@ def tolerance_of(module_class):
 
 
 FORMS = [Ignoring, ByClass, NegativeLogLikelihood, MaskedSum, SumByCount, Picked, SeveralTerms, TimesItsCount]
-MODELS = [Causal, CausalByHand, Masked, SequenceToSequence]
+MODELS = [Causal, ManualCausal, Masked, SequenceToSequence]
 
 
 @pytest.mark.parametrize("count", [4, 3])
 @pytest.mark.parametrize("module_class", FORMS + MODELS)
-def test_means_over_what_counts_are_those_of_the_batch(worlds, module_class, count):
+def test_weighted_means_match_the_full_batch(worlds, module_class, count):
     [expected] = worlds.run(1, fit, module_class, 1, 1)
     assert_steps_agree(expected, worlds.run(2, fit, module_class, 2, count), tolerance_of(module_class))
 
 
 @pytest.mark.parametrize("module_class", [Ignoring, MaskedSum, SeveralTerms, *MODELS])
-def test_means_of_validation_are_those_of_the_batches(worlds, module_class):
+def test_validation_means_match_the_full_batch(worlds, module_class):
     [expected] = worlds.run(1, fit, module_class, 1, 1, True)
     for logged in worlds.run(2, fit, module_class, 2, 4, True):
         assert logged == pytest.approx(expected, rel=tolerance_of(module_class))
@@ -287,7 +287,7 @@ def by_sample(microbatch):
     return len(microbatch["mask"])
 
 
-def test_the_table_names_the_means(worlds):
+def test_start_table_names_the_means(worlds):
     [line], _ = worlds.run(2, lines_at_start, SeveralTerms, {})
     assert "cross_entropy (test_recorded_means.py:" in line and "div (test_recorded_means.py:" in line
     assert worlds.run(2, lines_at_start, TimesItsCount, {"microbatch_weight": by_sample}) == [[], []]
@@ -305,7 +305,7 @@ def fit_verified(module_class):
 
 
 @pytest.mark.parametrize("module_class", [Ignoring, SequenceToSequence])
-def test_the_check_of_the_first_step_knows_the_mean_of_the_batch(worlds, module_class):
+def test_first_step_check_uses_the_batch_mean(worlds, module_class):
     assert worlds.run(2, fit_verified, module_class) == [None, None]
 
 
@@ -321,7 +321,7 @@ VERIFIED = [
 
 
 @pytest.mark.parametrize(("module_class", "layout"), VERIFIED, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_verify_compares_with_the_mean_of_the_batch(worlds, module_class, layout):
-    """Over replicas it is the mean of theirs, as under DDP."""
+def test_verify_uses_the_batch_mean(worlds, module_class, layout):
+    """Over replicas it is the mean of the replicas' means, as under DDP."""
     report = check(worlds, module_class, layout, make_data=loaders, steps=3)
     assert report.outcome == "same", str(report)

@@ -1,4 +1,4 @@
-"""torchmetrics objects: updated where their inputs are, synced over replicas, the same value everywhere."""
+"""torchmetrics objects: updated where their inputs are, synced over replicas, the same value on every rank."""
 
 import pytest
 import torch
@@ -47,20 +47,20 @@ def run_metrics(size, pp, batch_size, count):
     model = WithMetrics()
     options = {"num_microbatches": count} if size > 1 else {}
     trainer = trainer_of(size, pp, max_epochs=2, strategy_options=options)
-    # Epochs of dealt samples: the replicas see together what one process sees.
+    # Epochs of sharded samples: the replicas together see the samples of one process.
     trainer.fit(model, loader(batch_size, replicas=1 if size == pp else None), loader(batch_size))
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, model.computed
 
 
 @LAYOUTS
-def test_metrics_equal_one_process_over_all_samples_on_every_rank(worlds, size, pp):
+def test_metrics_match_one_process_on_every_rank(worlds, size, pp):
     [(expected, computed)] = worlds.run(1, run_metrics, 1, 1, 8, 1)
     results = worlds.run(size, run_metrics, size, pp, 8 * pp // size, 2)
     for values, at_ends in results:
-        # A step's value is that of the replica's own batch.
-        ours = {name: value for name, value in values.items() if name != "train_mae_step"}
+        # A step's value is that of the replica's batch.
+        actual = {name: value for name, value in values.items() if name != "train_mae_step"}
         one_process = {name: value for name, value in expected.items() if name != "train_mae_step"}
-        assert_same(ours, one_process, rtol=1e-6)
+        assert_same(actual, one_process, rtol=1e-6)
         assert at_ends == pytest.approx(computed, rel=1e-6)
 
 
@@ -93,10 +93,10 @@ def run_forward(size, pp):
     return model.steps, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def test_the_value_of_a_forward_is_that_of_the_full_batch(worlds):
+def test_forward_value_is_that_of_the_full_batch(worlds):
     [(steps, end)] = worlds.run(1, run_forward, 1, 1)
-    for ours, our_end in worlds.run(2, run_forward, 2, 2):
-        assert ours == pytest.approx(steps, rel=1e-6)
+    for actual, our_end in worlds.run(2, run_forward, 2, 2):
+        assert actual == pytest.approx(steps, rel=1e-6)
         assert_same(our_end, end, rtol=1e-6)
 
 
@@ -122,7 +122,7 @@ def run_first_stage(size, pp):
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def test_a_metric_whose_inputs_live_on_one_stage_only(worlds):
+def test_metric_with_inputs_on_one_stage(worlds):
     [expected] = worlds.run(1, run_first_stage, 1, 1)
     for result in worlds.run(2, run_first_stage, 2, 2):
         assert_same(result, expected, rtol=1e-6)
@@ -147,7 +147,7 @@ def run_validated(size, pp):
 
 
 @LAYOUTS
-def test_validate_alone_counts_every_sample_once(worlds, size, pp):
+def test_validate_counts_every_sample_once(worlds, size, pp):
     [expected] = worlds.run(1, run_validated, 1, 1)
     for result in worlds.run(size, run_validated, size, pp):
         assert_same(result, expected, rtol=1e-6)

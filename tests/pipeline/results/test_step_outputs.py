@@ -1,4 +1,4 @@
-"""What steps return, read from `predict` and in hooks: on every rank of a pipeline that of one process."""
+"""Step outputs, read from `predict` and in hooks: on every rank of a pipeline they match one process."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SAMPLES, BATCH = 13, 8  # the last batch is a short one
 
 
 class Predicts(LightningModule):
-    """Each test says what the steps return; `returned` is what hooks were given."""
+    """Each test defines what the steps return; `returned` is what hooks received."""
 
     def __init__(self):
         super().__init__()
@@ -111,24 +111,24 @@ def train(size):
     return module.returned
 
 
-def assert_alike(ours, theirs, where="output"):
-    assert type(ours) is type(theirs), f"{where}: {ours} and {theirs}"
-    if isinstance(ours, dict):
-        assert list(ours) == list(theirs), where
-        for key in ours:
-            assert_alike(ours[key], theirs[key], f"{where}[{key!r}]")
-    elif isinstance(ours, list | tuple):
-        assert len(ours) == len(theirs), f"{where}: {ours} and {theirs}"
-        for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            assert_alike(one, other, f"{where}[{place}]")
-    elif isinstance(ours, str | int):
-        assert ours == theirs, where
+def assert_equal(actual, reference, where="output"):
+    assert type(actual) is type(reference), f"{where}: {actual} and {reference}"
+    if isinstance(actual, dict):
+        assert list(actual) == list(reference), where
+        for key in actual:
+            assert_equal(actual[key], reference[key], f"{where}[{key!r}]")
+    elif isinstance(actual, list | tuple):
+        assert len(actual) == len(reference), f"{where}: {actual} and {reference}"
+        for place, (one, other) in enumerate(zip(actual, reference, strict=True)):
+            assert_equal(one, other, f"{where}[{place}]")
+    elif isinstance(actual, str | int):
+        assert actual == reference, where
     else:
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12, msg=lambda text: f"{where}: {text}")
+        torch.testing.assert_close(actual, reference, rtol=1e-10, atol=1e-12, msg=lambda text: f"{where}: {text}")
 
 
-class KeepsRows(Predicts):
-    """An entry per sample: the step does more on the whole batch than on a microbatch."""
+class StoresRows(Predicts):
+    """An entry per sample: the step runs more operations on the full batch than on a microbatch."""
 
     def __init__(self):
         super().__init__()
@@ -142,26 +142,26 @@ class KeepsRows(Predicts):
 
 def validate(size):
     ignore_warnings()
-    module, options = KeepsRows(), {"num_microbatches": 4} if size > 1 else {}
+    module, options = StoresRows(), {"num_microbatches": 4} if size > 1 else {}
     trainer_of(size, size, strategy_options=options).validate(module, data(), verbose=False)
     return module.rows, module.outputs
 
 
-def test_rows_stored_one_by_one_are_those_of_one_process(worlds):
+def test_rows_stored_one_by_one_match_one_process(worlds):
     [expected] = worlds.run(1, validate, 1)
     for kept in worlds.run(2, validate, 2):
-        assert_alike(kept, expected)
+        assert_equal(kept, expected)
 
 
 @pytest.mark.parametrize("make", PREDICTIONS, ids=lambda make: make.__name__)
-def test_predictions_are_those_of_one_process(worlds, make):
+def test_predictions_match_one_process(worlds, make):
     [expected] = worlds.run(1, predict, make, 1)
     for predicted in worlds.run(2, predict, make, 2):
-        assert_alike(predicted, expected)
+        assert_equal(predicted, expected)
 
 
-def test_hooks_see_what_one_process_returns(worlds):
+def test_hooks_see_the_outputs_of_one_process(worlds):
     [expected] = worlds.run(1, train, 1)
     for returned in worlds.run(2, train, 2):
         assert len(returned) == 4
-        assert_alike(returned, expected)
+        assert_equal(returned, expected)

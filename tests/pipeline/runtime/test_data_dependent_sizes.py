@@ -1,4 +1,4 @@
-"""Rows picked by what the model computes cross a cut: nobody knows their number before, so a header goes ahead."""
+"""Rows selected by model values cross a cut: their number is not known before, so a header is sent first."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from models.hand_written import Layers
 
 
 class RowsByHidden(Layers):
-    """Layers see the rows that a layer before has picked: another number in each microbatch."""
+    """Layers get the rows that an earlier layer selected: another number in each microbatch."""
 
     def loss(self, batch):
         x = batch["x"] + self.layers[0](batch["x"])
@@ -22,11 +22,11 @@ class RowsByHidden(Layers):
         return F.cross_entropy(self.head(x), batch["label"])
 
 
-def fit_and_note(run, name):
-    """A fit; also the rows of what arrived where the number was not known, and the kind of transport."""
-    noted = []
+def fit_and_record(run, name):
+    """A fit; also the row counts of received values of dynamic size, and the kind of transport."""
+    recorded = []
 
-    def notes(kind):
+    def recorder(kind):
         original = kind.receive
 
         def receive(self, message, peer, values):
@@ -35,7 +35,7 @@ def fit_and_note(run, name):
             def waited():
                 tensors = wait()
                 pairs = zip(values, tensors, strict=True)
-                noted.extend((kind.__name__, len(tensor)) for value, tensor in pairs if value.dynamic)
+                recorded.extend((kind.__name__, len(tensor)) for value, tensor in pairs if value.dynamic)
                 return tensors
 
             return waited
@@ -44,9 +44,9 @@ def fit_and_note(run, name):
 
     with TRANSPORTS[name](), pytest.MonkeyPatch.context() as patch:
         for kind in (GroupTransport, HostTransport):
-            patch.setattr(*notes(kind))
+            patch.setattr(*recorder(kind))
         fitted = fit(run)
-    return fitted, noted
+    return fitted, recorded
 
 
 RUN = Run(RowsByHidden, pp=2, batch_size=6, microbatches=3)
@@ -66,10 +66,10 @@ CASES = [
 @pytest.mark.parametrize(("run", "name"), CASES)
 def test_parity(worlds, run, name):
     expected = reference_of(worlds, run)
-    ranks = worlds.run(run.world_size, fit_and_note, run, name, timeout=60)
+    ranks = worlds.run(run.world_size, fit_and_record, run, name, timeout=60)
     assert_parity([fitted for fitted, _ in ranks], expected, run)
-    noted = [arrival for _, arrivals in ranks for arrival in arrivals]
+    recorded = [arrival for _, arrivals in ranks for arrival in arrivals]
     kind = "HostTransport" if name == "one host" else "GroupTransport"
-    assert noted and {used for used, _ in noted} == {kind}
-    assert len({rows for _, rows in noted}) > 1, "each microbatch has another number of rows"
+    assert recorded and {used for used, _ in recorded} == {kind}
+    assert len({rows for _, rows in recorded}) > 1, "each microbatch has another number of rows"
     assert not torch.equal(expected.losses[0], expected.losses[1])

@@ -1,4 +1,4 @@
-"""Fits over process groups as strict as NCCL's (`tests/harness/strict_group.py`), to the numbers of one process."""
+"""Fits over process groups as strict as NCCL's (`tests/harness/strict_group.py`) match one process."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def fit_as_on_gpus(run):
 
 
 @pytest.mark.parametrize("name", [*BY_DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
-def test_a_fit_over_groups_as_strict_as_nccls(worlds, name):
+def test_fit_on_strict_groups(worlds, name):
     run = {**BY_DEFAULT, **MORE}[name]
     expected = reference_of(worlds, run)
     assert_parity(worlds.run(run.world_size, fit_as_on_gpus, run, timeout=120), expected, run)
@@ -49,5 +49,5 @@ def refusal_of_bound_groups():
         fit(Run("Layers", pp=2))
 
 
-def test_groups_that_are_bound_to_a_device_are_refused(worlds):
+def test_device_bound_groups_are_refused(worlds):
     worlds.run(2, refusal_of_bound_groups)

@@ -1,17 +1,17 @@
-"""What crosses a cut arrives as it lay in memory: dropout, and whatever else draws, goes by that."""
+"""Values that cross a cut keep their memory format, on which dropout and other draws depend."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from harness.fits import Run, assert_parity, fit, fit_whole, reference_of
+from harness.fits import Run, assert_parity, fit, fit_joined_batches, reference_of
 from harness.simulated_host import TRANSPORTS
 from models.hand_written import WIDTH, Layers, mlp
 
 
 class Turned(nn.Module):
-    """Hands on a view that is not contiguous."""
+    """Passes on a view that is not contiguous."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ def fit_around(run, name):
 )
 def test_parity(worlds, case, name):
     run = Run(case, pp=2, strategy=CUT)
-    expected = reference_of(worlds, run, fit_whole)
+    expected = reference_of(worlds, run, fit_joined_batches)
     ranks = worlds.run(2, fit_around, run, name)
     assert [len(units) for units in ranks[0].units] == [2, 2]
     assert_parity(ranks, expected, run)

@@ -1,4 +1,4 @@
-"""Backwards in two parts: what is left for later, what is not, and that the gradients are torch's own."""
+"""Split backwards: what is deferred, what is not, and that the gradients equal torch's."""
 
 from types import SimpleNamespace
 
@@ -36,7 +36,7 @@ def made(cls=Net, **options):
 
 
 def run(module, x, step=None):
-    """One microbatch in two parts; the weights that were left, and the gradients when the first part was done."""
+    """One microbatch with a split backward; the deferred weights, and the gradients after the first part."""
     later = SplitBackward()
     with later.instrumented(IN_A_UNIT):
         with later.forward():
@@ -61,19 +61,19 @@ def assert_same(one, other, *, tolerance=0.0):
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4), (2, 1, 3, 4), (0, 4)], ids=str)
-def test_weights_of_linears_wait_and_all_else_does_not(shape):
-    split, whole = made(), made()
+def test_only_linear_weight_gradients_are_deferred(shape):
+    split, unsplit = made(), made()
     for microbatch in range(3):
         x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
         again = x.detach().clone().requires_grad_()
         before = {name: None if p.grad is None else p.grad.clone() for name, p in split.named_parameters()}
         left, first = run(split, x)
-        plainly(whole, again)
+        plainly(unsplit, again)
         assert left == ["c.weight", "b.weight", "a.weight"]
         for name in left:
             assert (first[name] is None) if microbatch == 0 else torch.equal(first[name], before[name])
-        assert torch.equal(first["a.bias"], whole.a.bias.grad) and torch.equal(x.grad, again.grad)
-        assert_same(split, whole)
+        assert torch.equal(first["a.bias"], unsplit.a.bias.grad) and torch.equal(x.grad, again.grad)
+        assert_same(split, unsplit)
 
 
 class Twice(Net):
@@ -107,23 +107,23 @@ class Frozen(Net):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_weights_used_twice_shared_and_frozen(cls, options, left):
-    split, whole = made(cls, **options), made(cls, **options)
+    split, unsplit = made(cls, **options), made(cls, **options)
     for _ in range(2):
         x = torch.randn(3, 4, dtype=torch.float64)
         assert run(split, x)[0] == left
-        plainly(whole, x)
-        assert_same(split, whole, tolerance=1e-14 if cls is TiedLookup else 0.0)  # two ways to one weight
+        plainly(unsplit, x)
+        assert_same(split, unsplit, tolerance=1e-14 if cls is TiedLookup else 0.0)  # two paths to one weight
 
 
-def test_a_weight_whose_gradient_is_sparse_gets_a_dense_one():
-    split, whole = made(TiedLookup, sparse=True), made(TiedLookup)
+def test_sparse_weight_gradient_becomes_dense():
+    split, unsplit = made(TiedLookup, sparse=True), made(TiedLookup)
     x = torch.randn(3, 4, dtype=torch.float64)
     assert run(split, x)[0] == ["look.weight"]
-    plainly(whole, x)
-    assert_same(split, whole, tolerance=1e-14)
+    plainly(unsplit, x)
+    assert_same(split, unsplit, tolerance=1e-14)
 
 
-# --- what could see when a gradient is made ---------------------------------------------------------------------------
+# --- observers of the time of a gradient -----------------------------------------------------------------------------
 
 
 def with_penalty(module, x):
@@ -135,14 +135,14 @@ def with_penalty(module, x):
 
 
 def with_inner_gradient(module, x):
-    """A gradient of the weight, taken in the step, is whole there and then."""
+    """A gradient of the weight, taken in the step, is complete at once."""
     [of_weight] = torch.autograd.grad(module(x).sum(), module.b.weight, retain_graph=True)
     assert of_weight.abs().sum() > 0
     return module(x) * of_weight.sum()
 
 
-class Again(torch.autograd.Function):
-    """Runs the module again in its backward, and asks for the gradients by name."""
+class RerunsInBackward(torch.autograd.Function):
+    """Re-runs the module in its backward, and requests the gradients by name."""
 
     @staticmethod
     def forward(ctx, x, module, *parameters):
@@ -161,8 +161,8 @@ class Again(torch.autograd.Function):
         return grads[0], None, *grads[1:]
 
 
-def run_again(module, x):
-    return Again.apply(x.requires_grad_(), module, *module.parameters())
+def rerun(module, x):
+    return RerunsInBackward.apply(x.requires_grad_(), module, *module.parameters())
 
 
 def mapped(module, x):
@@ -208,7 +208,7 @@ def checkpointed_reentrant(module, x):
     [
         with_penalty,
         with_inner_gradient,
-        run_again,
+        rerun,
         mapped,
         functional_gradient,
         along_a_direction,
@@ -219,31 +219,31 @@ def checkpointed_reentrant(module, x):
     ],
     ids=lambda step: step.__name__,
 )
-@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own jvp uses it
-def test_gradients_in_and_around_the_step_are_torchs_own(step):
-    split, whole = made(), made()
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's jvp uses it
+def test_gradients_in_and_around_the_step_match_torch(step):
+    split, unsplit = made(), made()
     for _ in range(2):
         x = torch.randn(3, 4, dtype=torch.float64)
         run(split, x.clone(), step)
-        plainly(whole, x.clone(), step)
-        assert_same(split, whole, tolerance=1e-14 if step is functional_gradient else 0.0)
+        plainly(unsplit, x.clone(), step)
+        assert_same(split, unsplit, tolerance=1e-14 if step is functional_gradient else 0.0)
 
 
-def test_hooks_of_a_weight_see_its_gradient_in_the_backward():
-    split, whole = made(), made()
-    seen = {split: [], whole: []}
-    for module in (split, whole):
+def test_weight_hooks_fire_in_the_backward():
+    split, unsplit = made(), made()
+    seen = {split: [], unsplit: []}
+    for module in (split, unsplit):
         module.a.weight.register_hook(lambda gradient: gradient * 3)
         module.b.weight.register_post_accumulate_grad_hook(lambda p, at=seen[module]: at.append(p.grad.clone()))
     x = torch.randn(3, 4, dtype=torch.float64)
     left, _ = run(split, x)
-    plainly(whole, x)
+    plainly(unsplit, x)
     assert left == ["c.weight"]
-    assert_same(split, whole)
-    assert torch.equal(*seen[split], *seen[whole])
+    assert_same(split, unsplit)
+    assert torch.equal(*seen[split], *seen[unsplit])
 
 
-def test_a_hook_that_is_idle_keeps_nothing_from_waiting():
+def test_inactive_hook_does_not_prevent_deferral():
     class Hook:
         is_idle = True
 
@@ -255,7 +255,7 @@ def test_a_hook_that_is_idle_keeps_nothing_from_waiting():
     assert "b.weight" in run(module, torch.randn(3, 4, dtype=torch.float64))[0]
 
 
-def test_autocast_small_linears_and_glue_are_left_alone(monkeypatch):
+def test_autocast_small_linears_and_glue_are_unchanged(monkeypatch):
     module, x = made().float(), torch.randn(3, 4)
 
     def autocast(module, x):
@@ -272,7 +272,7 @@ def test_autocast_small_linears_and_glue_are_left_alone(monkeypatch):
     assert later.backward([loss], [torch.ones(())]) == []
 
 
-def test_somebody_elses_linear_stays(monkeypatch):
+def test_foreign_linear_is_kept(monkeypatch):
     calls = []
     monkeypatch.setattr(F, "linear", lambda *args: calls.append(1) or torch._C._nn.linear(*args))
     later = SplitBackward()
@@ -281,8 +281,8 @@ def test_somebody_elses_linear_stays(monkeypatch):
     assert len(calls) == 3 and later.backward([loss], [torch.ones((), dtype=torch.float64)]) == []
 
 
-def test_a_compiled_module_is_compiled_once():
-    """What is put in the place of torch's function is the same object each time."""
+def test_compiled_module_is_compiled_once():
+    """The replacement of torch's function is the same object each time."""
     module, x = made(), torch.randn(3, 4, dtype=torch.float64)
     count = 0
 
@@ -298,7 +298,7 @@ def test_a_compiled_module_is_compiled_once():
     assert count == 1
 
 
-def test_an_error_in_a_backward_leaves_nothing_behind():
+def test_backward_error_leaves_nothing_behind():
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -319,7 +319,7 @@ def test_an_error_in_a_backward_leaves_nothing_behind():
         assert len(later.backward([good], [torch.ones((), dtype=torch.float64)])) == 3
 
 
-def test_an_input_that_is_written_before_its_weight_has_a_gradient_is_an_error():
+def test_input_written_before_its_weight_gradient_is_an_error():
     module, later, x = made(), SplitBackward(), torch.randn(3, 4, dtype=torch.float64)
     with later.instrumented(IN_A_UNIT), later.forward():
         loss = module(x).sum()

@@ -1,4 +1,4 @@
-"""Training with backwards in two parts is parity with one process, to the bits of 1F1B."""
+"""Training with split backwards matches one process, and is bitwise equal to 1F1B."""
 
 import dataclasses
 
@@ -13,17 +13,19 @@ ZERO_BUBBLE = {"schedule": "zero_bubble"}
 
 
 class LinearsOfAnySize(Callback):
-    """Splits the backwards of these small models too; notes what ran, as (stage, kind)."""
+    """Splits the backwards of these small models too; records the actions, as (stage, kind)."""
 
     def __init__(self):
-        self.noted = []
+        self.recorded = []
 
     def setup(self, trainer, pl_module, stage):
         self.before, MIN_PRODUCTS_TO_DEFER["cpu"] = MIN_PRODUCTS_TO_DEFER["cpu"], 0
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         spans = getattr(trainer.strategy, "spans", [])
-        self.noted.append([f"{span.action.stage}{span.action.kind.value}" for span in spans if span.action.kind != "F"])
+        self.recorded.append(
+            [f"{span.action.stage}{span.action.kind.value}" for span in spans if span.action.kind != "F"]
+        )
 
     def teardown(self, trainer, pl_module, stage):
         MIN_PRODUCTS_TO_DEFER["cpu"] = self.before
@@ -60,7 +62,7 @@ def test_parity(worlds, run):
     expected = reference_of(worlds, run)
     ranks = worlds.run(run.world_size, fit, run)
     assert_parity(ranks, expected, run)
-    # Replicas average while the last backward runs, unless stages share the weight: then it leaves nothing.
+    # Replicas average during the last backward, unless stages share the weight: then it defers nothing.
     leaves_last = run.dp == 1 or run.case == "Tied"
     stages = set()
     for rank in ranks:
@@ -76,11 +78,11 @@ def test_parity(worlds, run):
     assert len(stages) == run.pp
 
 
-def test_the_same_bits_as_1f1b(worlds):
+def test_bitwise_equal_to_1f1b(worlds):
     run = Run("Llama", pp=2, microbatches=4, num_batches=3)
-    whole = worlds.run(2, fit, run)
+    unsplit = worlds.run(2, fit, run)
     split = worlds.run(2, fit, dataclasses.replace(run, strategy=ZERO_BUBBLE, callback=LinearsOfAnySize))
     assert any("1W" in batch for batch in split[1].extra)
-    for one, other in zip(whole, split, strict=True):
+    for one, other in zip(unsplit, split, strict=True):
         assert one.state.keys() == other.state.keys()
         assert all(torch.equal(one.state[name], other.state[name]) for name in one.state)

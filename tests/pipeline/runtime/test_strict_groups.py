@@ -1,4 +1,4 @@
-"""What runs over process groups as strict as NCCL's."""
+"""Communication over process groups as strict as NCCL's."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def refuses(run):
 
 
 @pytest.mark.world(2)
-def test_the_groups_of_these_tests_refuse_what_nccl_refuses():
+def test_strict_groups_refuse_what_nccl_refuses():
     here = dist.get_rank()
     with as_on_gpus():
         group = dist.group.WORLD
@@ -57,7 +57,7 @@ def value_like(tensor, **others):
 
 
 @pytest.mark.world(2)
-def test_tensors_of_all_types_travel():
+def test_all_dtypes_are_sent():
     here, cpu = dist.get_rank(), torch.device("cpu")
     with as_on_gpus():
         transport = GroupTransport(dist.group.WORLD, cpu)
@@ -77,7 +77,7 @@ def test_tensors_of_all_types_travel():
 
 
 @pytest.mark.world(2)
-def test_what_is_on_another_device_travels_by_that_of_the_group():
+def test_tensors_of_other_devices_are_sent_through_the_group_device():
     # "meta" is the other device, since there is no third one here: what arrives is taken to it.
     here, cpu = dist.get_rank(), torch.device("cpu")
     value = value_like(torch.ones(3), device="meta")

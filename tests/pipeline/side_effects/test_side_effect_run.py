@@ -1,16 +1,16 @@
-"""Steps that keep numbers and go by buffers: the run for their side effects finds the buffers as the step did."""
+"""Steps that store values at positions in buffers: the side-effect run finds the buffers as the step did."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from harness.kept_numbers import Keeps, assert_alike, run
+from harness.stored_values import StoresValues, assert_equal, run
 from models.regression import FEATURES
 
 
 class Queue(nn.Module):
-    """Keys of the last batches, at a place that a buffer tells: MoCo's memory bank."""
+    """Keys of the last batches, at the position in a buffer: MoCo's memory bank."""
 
     def __init__(self, size=12):
         super().__init__()
@@ -32,7 +32,7 @@ class Queue(nn.Module):
             self.place[0] = place + count
 
 
-class Contrasts(Keeps):
+class Contrasts(StoresValues):
     def __init__(self):
         super().__init__()
         self.queue, self.spread = Queue(), 0.0
@@ -45,9 +45,9 @@ class Contrasts(Keeps):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_pointer_in_a_buffer_decides_where_a_step_writes(worlds, count):
+def test_buffer_pointer_selects_the_written_slot(worlds, count):
     [expected] = worlds.run(1, run, Contrasts, 1, {}, 5)
     options = {"pipeline_parallel_size": 2, "num_microbatches": count}
     for rank in worlds.run(2, run, Contrasts, 2, options, 5):
-        for ours, theirs in zip(rank, expected, strict=True):
-            assert_alike(ours, theirs)
+        for actual, wanted in zip(rank, expected, strict=True):
+            assert_equal(actual, wanted)

@@ -1,4 +1,4 @@
-"""Parameters whose results are handed to a layer that ignores them have no gradient, which is not one of zero."""
+"""Parameters whose results a layer ignores have no gradient, which differs from a zero gradient."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ class Ignores(nn.Module):
 
 
 class Attends(Regressor):
-    """Keys that no layer looks at; by chance of the cut they cross stages."""
+    """Keys that no layer reads; with this cut they cross stages."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Attends(Regressor):
 
 
 class AttendsSometimes(Attends):
-    """In some batches the loss looks at the keys, which are then known by their sum alone."""
+    """In some batches the loss reads the keys, of which only the sum matters."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -52,13 +52,13 @@ class AttendsSometimes(Attends):
 
 @pytest.mark.parametrize("module", [Attends, AttendsSometimes])
 @pytest.mark.parametrize("layout", [*LAYOUTS, COMBINED], ids=lambda layout: layout.name)
-def test_the_optimizer_leaves_them_alone(worlds, module, layout):
+def test_optimizer_skips_parameters_without_gradient(worlds, module, layout):
     report = check(worlds, module, layout, steps=4)
     assert report.outcome == "same", str(report)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_no_gradient_is_told_from_any_number(dtype):
+def test_missing_gradient_differs_from_any_number(dtype):
     sender, receiver, key, other = MissingGradients(), MissingGradients(), (1, 0, 3), (1, 0, 4)
     leaf = torch.ones(3, dtype=dtype, requires_grad=True)
     assert receiver.received(key, sender.sent(key, leaf)) is None

@@ -1,4 +1,4 @@
-"""Batches may come in ever new sizes: a run remembers those seen lately, and its memory has an end."""
+"""Batches of ever new sizes: a run caches the traces of recent sizes, and its memory is bounded."""
 
 import contextlib
 import gc
@@ -16,7 +16,7 @@ from models.cases import batch_of, make
 from models.hand_written import WIDTH, Layers
 
 
-def test_what_was_used_least_lately_is_forgotten():
+def test_least_recently_used_entry_is_evicted():
     recent = BoundedLRUDict(2)
     recent["a"], recent["b"] = 1, 2
     assert recent["a"] == 1
@@ -28,7 +28,7 @@ def test_what_was_used_least_lately_is_forgotten():
 
 
 def choosing(module, most, monkeypatch):
-    """Of the forms of a module's step, of so many signatures: what is called with a batch gives its form."""
+    """A cache for the traces of a module's step, of so many signatures: called with a batch it gives the trace."""
     monkeypatch.setattr(choice, "_MAX_SIGNATURES", most)
     plan = StagePlan(module, OneRank(), keyed(), stages_per_rank=2)
     forms = choice.TraceCache(module, plan, keyed())
@@ -36,13 +36,13 @@ def choosing(module, most, monkeypatch):
     return lambda *batches: forms.choose(call, batches)
 
 
-def test_forms_of_sizes_seen_long_ago_are_recorded_anew(monkeypatch):
+def test_evicted_sizes_are_recorded_again(monkeypatch):
     module = make(Layers)
     choose = choosing(module, 3, monkeypatch)
     batches = [batch_of(module.kind, range(size)) for size in range(2, 8)]
     forms = [weakref.ref(choose(batch)[0]) for batch in batches]
     gc.collect()
-    # That of the first batch has decided the cut, and is kept as long as the plan.
+    # The trace of the first batch determined the cut, and lives as long as the plan.
     assert [form() is not None for form in forms] == [True, False, False, True, True, True]
     assert choose(batches[4])[0] is forms[4](), "a form that is known is not recorded again"
     again = choose(batches[1])[0]
@@ -50,7 +50,7 @@ def test_forms_of_sizes_seen_long_ago_are_recorded_anew(monkeypatch):
     assert sizes == {3}
 
 
-def test_one_batch_may_have_more_sizes_than_are_remembered(monkeypatch):
+def test_one_batch_may_exceed_the_cache_size(monkeypatch):
     module = make(Layers)
     choose = choosing(module, 2, monkeypatch)
     batches = [batch_of(module.kind, range(size)) for size in (2, 3, 4, 5, 2)]
@@ -59,7 +59,7 @@ def test_one_batch_may_have_more_sizes_than_are_remembered(monkeypatch):
     assert [form.assignment.graph.values[0].shape[0] for form in forms] == [2, 3, 4, 5, 2]
 
 
-def test_torch_forgets_kernels_of_many_sizes(monkeypatch):
+def test_torch_kernel_cache_is_bounded(monkeypatch):
     module = make(Layers)
     choose = choosing(module, 3, monkeypatch)
     FakeTensorMode.cache_clear()

@@ -1,4 +1,4 @@
-"""What the microbatches return, put together to what one process returns for the whole batch."""
+"""Outputs of microbatches are merged to what one process returns for the full batch."""
 
 from collections import OrderedDict, namedtuple
 
@@ -22,16 +22,16 @@ def joined(function, counts, **options):
     return join(parts, [n / 8 for n in counts], counts, **options)
 
 
-def same(ours, theirs):
-    assert type(ours) is type(theirs), (ours, theirs)
-    if isinstance(ours, dict):
-        assert list(ours) == list(theirs)
-        return all(same(ours[key], theirs[key]) for key in ours)
-    if isinstance(ours, list | tuple):
-        assert len(ours) == len(theirs)
-        return all(map(same, ours, theirs))
-    torch.testing.assert_close(ours, theirs) if not isinstance(ours, str | type(None)) else None
-    assert isinstance(ours, torch.Tensor | float | numpy.ndarray) or ours == theirs, (ours, theirs)
+def same(actual, expected):
+    assert type(actual) is type(expected), (actual, expected)
+    if isinstance(actual, dict):
+        assert list(actual) == list(expected)
+        return all(same(actual[key], expected[key]) for key in actual)
+    if isinstance(actual, list | tuple):
+        assert len(actual) == len(expected)
+        return all(map(same, actual, expected))
+    torch.testing.assert_close(actual, expected) if not isinstance(actual, str | type(None)) else None
+    assert isinstance(actual, torch.Tensor | float | numpy.ndarray) or actual == expected, (actual, expected)
     return True
 
 
@@ -55,19 +55,19 @@ PER_SAMPLE = {
 
 @pytest.mark.parametrize("counts", [EVEN, UNEVEN, ONES], ids=["even", "uneven", "ones"])
 @pytest.mark.parametrize("step", PER_SAMPLE.values(), ids=PER_SAMPLE)
-def test_what_one_process_returns(step, counts):
+def test_merge_matches_one_process(step, counts):
     assert same(joined(step, counts), step(ROWS, NAMES))
 
 
 @pytest.mark.parametrize("counts", [EVEN, UNEVEN, [5, 3]])
-def test_tensors_with_the_samples_in_another_dimension(counts):
+def test_samples_in_another_dimension(counts):
     def wide(x, names):
         return torch.cat([x, x, x], 1).T, x.T.unsqueeze(2).repeat(2, 1, 5)
 
     assert same(joined(wide, counts), wide(ROWS, NAMES))
 
 
-def test_sizes_of_all_microbatches_decide_whether_a_list_has_an_entry_per_sample():
+def test_sizes_of_all_microbatches_decide_whether_a_list_is_per_sample():
     def columns(x, names):
         return [x[:, 0], x[:, 1]]
 
@@ -75,7 +75,7 @@ def test_sizes_of_all_microbatches_decide_whether_a_list_has_an_entry_per_sample
     assert len(joined(columns, EVEN)) == 8  # as many as samples in each of them: an entry per sample
 
 
-def test_tuples_of_as_many_columns_as_samples_stay():
+def test_tuples_as_long_as_the_batch_are_unchanged():
     def columns(x, names):
         return x[:, 0], x[:, 1]
 
@@ -83,19 +83,19 @@ def test_tuples_of_as_many_columns_as_samples_stay():
     assert same(joined(lambda x, names: tuple(names), EVEN), tuple(NAMES))
 
 
-def test_tensors_that_are_the_same_in_all_microbatches_stay():
+def test_tensors_equal_in_all_microbatches_are_unchanged():
     weight = torch.randn(3, 2)
     assert same(joined(lambda x, names: weight, EVEN), weight)
 
 
-def test_lists_whose_length_the_values_decide_are_concatenated():
+def test_lists_of_data_dependent_length_are_concatenated():
     def found(x, names):
         return [name for name in names if name in ("s1", "s6", "s7")]
 
     assert joined(found, EVEN) == ["s1", "s6", "s7"]
 
 
-def test_what_cannot_be_put_together_is_refused_by_name():
+def test_unmergeable_outputs_are_refused_by_name():
     def padded(x, names):
         return {"tokens": [x.new_zeros(len(x) * 2 + int(x[0, 0]), 1 + int(x[0, 0]))]}
 

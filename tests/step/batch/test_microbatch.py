@@ -1,4 +1,4 @@
-"""How many microbatches a batch has, what is in each, and which batches are not split."""
+"""The number of microbatches of a batch, their contents, and the batches that are not split."""
 
 import numpy
 import pytest
@@ -22,7 +22,7 @@ def batch_of(size):
     return {"x": x, "names": [str(i) for i in range(size)], "y": numpy.arange(size), "scale": 3, "t": torch.tensor(1.0)}
 
 
-def test_rows_lists_and_arrays_are_split_and_the_rest_is_passed_on():
+def test_rows_lists_and_arrays_are_split_and_the_rest_is_shared():
     pieces, weights = split(batch_of(5), 2)
     assert [len(piece["x"]) for piece in pieces] == [3, 2] and weights == [0.6, 0.4]
     assert torch.equal(torch.cat([piece["x"] for piece in pieces]), batch_of(5)["x"])
@@ -31,7 +31,7 @@ def test_rows_lists_and_arrays_are_split_and_the_rest_is_passed_on():
     assert all(piece["scale"] == 3 and piece["t"] == 1 for piece in pieces)
 
 
-def test_a_write_into_one_microbatch_is_no_new_version_of_another():
+def test_write_into_one_microbatch_keeps_versions_of_others():
     (first, second), _ = split(torch.ones(4, 1), 2)
     version = second._version
     first.mul_(2)
@@ -46,7 +46,7 @@ def test_a_write_into_one_microbatch_is_no_new_version_of_another():
         ({"a": 1, "b": torch.tensor(2.0)}, "no tensor with a batch dimension"),
     ],
 )
-def test_batches_that_are_not_split_say_why(batch, words):
+def test_unsplit_batches_give_a_reason(batch, words):
     assert batch_size_of(batch) is None and words in why_unsplit(batch, None)
     assert choose_count(batch, 4, 2, None) == 1 and split_unevenly(batch) == ([], [])
 
@@ -66,14 +66,14 @@ def test_more_microbatches_than_samples_are_refused():
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 9, 12])
-def test_an_uneven_split_has_coprime_sizes(size):
+def test_uneven_split_has_coprime_sizes(size):
     pieces, weights = split_unevenly(torch.arange(size))
     few, rest = map(len, pieces)
     assert few + rest == size and numpy.gcd(few, rest) == 1
     assert weights == pytest.approx([few / size, rest / size])
 
 
-def test_a_splitter_of_the_user_gives_the_pieces_and_their_weights():
+def test_user_splitter_gives_microbatches_and_weights():
     pieces, weights = split(torch.arange(4), 2, lambda batch, count: [batch[:1], batch[1:]])
     assert [len(piece) for piece in pieces] == [1, 3] and weights == [0.25, 0.75]
     with pytest.raises(BatchError, match="2 microbatches and returned 1"):
@@ -85,7 +85,7 @@ def test_batches_of_replicas_are_joined():
     assert [tensor.shape for tensor in joined] == [(4, 1), (4,)] and joined[1].tolist() == [0, 0, 1, 1]
 
 
-def test_a_copied_batch_is_written_alone():
+def test_copied_batch_has_its_own_storage():
     batch = {"x": torch.zeros(2), "tags": [["a"]]}
     copy = copied_batch(batch)
     copy["x"].add_(1)

@@ -1,4 +1,4 @@
-"""Numbers of a step over several microbatches are those of the whole batch: metrics, and what is made of means."""
+"""Scalars of a step over several microbatches equal those of the full batch: metrics, and functions of means."""
 
 from typing import ClassVar
 
@@ -54,7 +54,7 @@ class LoggedCollection(Collection):
 
 
 class Returned(Classifier):
-    """A value per class, of which the step logs each; one made of it; another call of the same metric."""
+    """A value per class, each logged by the step; a function of it; another call of the same metric."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ class Returned(Classifier):
 
 
 class Cumulative(Classifier):
-    """Updated and computed in each step: of all that it has seen so far."""
+    """Updated and computed in each step: over all samples so far."""
 
     def __init__(self):
         super().__init__()
@@ -108,8 +108,8 @@ class Squared(torch.autograd.Function):
         return torch.zeros_like(gradient)
 
 
-class OwnFunction(Classifier):
-    """Logs a number that a function of the user's makes, which runs once per microbatch."""
+class UserFunction(Classifier):
+    """Logs a number from a user function, which runs once per microbatch."""
 
     def step(self, logits, y):
         loss = F.cross_entropy(logits, y)
@@ -117,13 +117,13 @@ class OwnFunction(Classifier):
         return loss
 
 
-def fit_own_function(pp):
-    fit(OwnFunction, pp, 4)
+def fit_user_function(pp):
+    fit(UserFunction, pp, 4)
     return len(Squared.calls)
 
 
-def test_functions_of_the_users_are_not_run_again(worlds):
-    counts = worlds.run(2, fit_own_function, 2)
+def test_user_functions_are_not_run_again(worlds):
+    counts = worlds.run(2, fit_user_function, 2)
     executed = max(counts) - min(counts)  # a recording runs it on both ranks
     assert executed == 4 * SAMPLES // BATCH
 
@@ -144,13 +144,13 @@ MODULES = [Called, LoggedObject, Collection, LoggedCollection, Returned, Cumulat
 
 
 @pytest.mark.parametrize("module_class", MODULES)
-def test_numbers_of_a_step_are_those_of_the_batch(worlds, module_class):
+def test_step_scalars_match_the_full_batch(worlds, module_class):
     [expected] = worlds.run(1, fit, module_class, 1, 1)
     assert_steps_agree(expected, worlds.run(2, fit, module_class, 2, 4))
 
 
 @pytest.mark.parametrize("module_class", [Called, OfTheLoss])
-def test_numbers_of_validation_are_those_of_the_batches(worlds, module_class):
+def test_validation_scalars_match_the_full_batches(worlds, module_class):
     [expected] = worlds.run(1, fit, module_class, 1, 1, True)
     for logged in worlds.run(2, fit, module_class, 2, 4, True):
         assert logged == pytest.approx(expected, rel=1e-10)

@@ -1,4 +1,4 @@
-"""The denominator of a mean loss is found among the labels and masks of a batch, and by nothing else."""
+"""The denominator of a mean loss is found only among the labels and masks of a batch."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def counts_of(loss):
     return find_counts(values, BATCH, [(microbatches, weights)], torch.float64)
 
 
-def test_a_mean_over_labels_is_weighted_by_them():
+def test_mean_over_labels_is_weighted_by_label_count():
     found = counts_of(over_labels)
     assert found == (Count(0, -100),)
     microbatches, _ = split_unevenly(BATCH)
@@ -49,26 +49,26 @@ def test_a_mean_over_labels_is_weighted_by_them():
     assert mean == pytest.approx(over_labels(BATCH), rel=1e-14)
 
 
-def test_labels_that_are_shifted_by_one_are_counted_without_the_first_column():
+def test_shifted_labels_skip_the_first_column():
     assert Count(0, -100, 1) in counts_of(over_shifted_labels)
 
 
 @pytest.mark.parametrize("loss", [over_samples, squared_mean_over_labels])
-def test_no_count_is_taken_for_what_is_none(loss):
+def test_other_tensors_are_no_count(loss):
     assert counts_of(loss) == ()
 
 
-def test_a_count_says_what_it_counts():
+def test_count_describes_itself():
     assert str(Count(1, -100)) == "the entries other than -100 of tensor 1 of the batch"
     assert str(Count(0, None, 1)) == "the sum of tensor 0 of the batch, without the first column"
 
 
-def test_nothing_to_count_has_no_weights():
+def test_zero_counts_have_no_weights():
     assert Count(0, -100).weights([torch.full((2, 2), -100)]) is None
     assert Count(3, -100).of(BATCH) == 0
 
 
-def test_counts_that_differ_on_a_batch_are_told_apart():
+def test_counts_that_differ_on_a_batch_are_distinct():
     microbatches, weights = split_unevenly(BATCH)
     assert weights_differ([Count(0, -100), Count(0, -100, 1)], microbatches)
     assert not weights_differ([Count(0, -100), Count(0, -100)], microbatches)

@@ -1,4 +1,4 @@
-"""A module built without storage has, bit for bit, the values that it would have had."""
+"""A module built without storage gets, bit for bit, the values of an ordinary constructor."""
 
 import copy
 import gc
@@ -24,7 +24,7 @@ def set_by(initialise):
 
 
 class Idioms(nn.Module):
-    """What constructors do to parameters after their layers have initialised them."""
+    """Operations of constructors on initialised parameters."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +89,7 @@ def content(values, name, tensor):
 
 
 @pytest.mark.parametrize("case", BUILDERS)
-def test_values_are_bitwise_those_of_an_ordinary_constructor(case):
+def test_values_equal_those_of_an_ordinary_constructor(case):
     torch.manual_seed(0)
     expected = BUILDERS[case]()
     generator = torch.get_rng_state()
@@ -119,21 +119,21 @@ def test_loaded_values_replace_drawn_ones():
     values, module = build_empty(lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     state = {name: torch.rand_like(value) for name, value in nn.Sequential(nn.Linear(3, 3)).state_dict().items()}
     module.load_state_dict(state, strict=False)
-    module.double()  # outside: nobody watches
+    module.double()  # outside of the recording
     for name, value in state.items():
         assert torch.equal(content(values, name, module.get_parameter(name)), value.double())
     with pytest.raises(RuntimeError, match="size mismatch"):
         module.load_state_dict({"0.weight": torch.ones(2, 2)}, strict=False)
 
 
-def test_a_write_outside_is_refused():
+def test_write_from_outside_is_refused():
     values, module = build_empty(lambda: nn.Linear(3, 3))
     nn.init.zeros_(module.bias)
     with pytest.raises(InitialValueError, match="bias was written while it had no storage"):
         values.check("bias", module.bias)
 
 
-def test_a_changed_source_is_refused():
+def test_changed_source_is_refused():
     values, module = build_empty(lambda: nn.Linear(3, 3))
     state = {"weight": torch.ones(3, 3)}
     module.load_state_dict(state, strict=False)
@@ -142,7 +142,7 @@ def test_a_changed_source_is_refused():
         content(values, "weight", module.weight)
 
 
-def test_nothing_is_held_afterwards():
+def test_nothing_stays_in_memory():
     values, module = build_empty(lambda: nn.Linear(3, 3))
     assert not values.close()
     for parameter in module.parameters():
@@ -178,7 +178,7 @@ class Inner(nn.Module):
         nn.init.constant_(self.linear.weight, 4.0)
 
 
-def test_reset_follows_the_order_of_constructors():
+def test_reset_follows_constructor_order():
     module = Applied()
     nn.init.ones_(module.attention.out_proj.bias)
     reset(module, set(module.modules()))
@@ -186,7 +186,7 @@ def test_reset_follows_the_order_of_constructors():
     assert bool((module.first.weight == 3).all()) and bool((module.inner.linear.weight == 4).all())
 
 
-def test_attributes_of_parameters_survive_absence():
+def test_parameter_attributes_survive_absence():
     parameter = nn.Parameter(torch.ones(3))
     parameter.no_decay = True
     drop(parameter)

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from harness.one_process_pipeline import cut
+from harness.one_process_pipeline import record_and_cut
 from lightning_hybrid.step.standins.absent_numbers import ControlFlowError
 from models.cases import batch_of, make
 from models.hand_written import Layers
@@ -15,7 +15,7 @@ from models.hand_written import Layers
 def record(module):
     """The recorded graph of a module's step."""
     batch = batch_of(module.kind, range(4))
-    return cut(module, lambda: module.loss(batch), 2).assignment.graph
+    return record_and_cut(module, lambda: module.loss(batch), 2).assignment.graph
 
 
 class Branches(Layers):
@@ -77,7 +77,7 @@ def keep_a_text(module, loss):
     module.kept = f"{loss.item():.2f}"
 
 
-def keep_a_whole_number(module, loss):
+def keep_an_integer(module, loss):
     module.kept = int(loss)
 
 
@@ -85,7 +85,7 @@ def keep_what_numpy_makes_of_it(module, loss):
     module.kept = loss.detach().numpy() * 2
 
 
-_DECISIONS = [keep_a_comparison, keep_the_larger, keep_a_text, keep_a_whole_number, keep_what_numpy_makes_of_it]
+_DECISIONS = [keep_a_comparison, keep_the_larger, keep_a_text, keep_an_integer, keep_what_numpy_makes_of_it]
 
 
 @pytest.mark.parametrize("keep", _DECISIONS, ids=lambda keep: keep.__name__)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from harness.one_process_pipeline import assert_same_gradients, keyed, pipeline
-from models.autograd_functions import ByHand
+from models.autograd_functions import ManualCheckpoint
 
 
 class Block(nn.Module):
@@ -23,8 +23,8 @@ class Block(nn.Module):
     def forward(self, x):
         if self.reentrant is None:
             return self.body(x)
-        if self.reentrant == "by hand":
-            return ByHand.apply(self.body, x, *self.parameters())
+        if self.reentrant == "manual":
+            return ManualCheckpoint.apply(self.body, x, *self.parameters())
         return checkpoint(self.body, x, use_reentrant=self.reentrant)
 
 
@@ -47,9 +47,9 @@ class Step(nn.Module):
         for first in (0, 2):
             if self.around is None:
                 h = self.two(h, first)
-            elif self.around == "by hand":
+            elif self.around == "manual":
                 inside = self.blocks[first : first + 2].parameters()
-                h = ByHand.apply(lambda h, first=first: self.two(h, first), h, *inside)
+                h = ManualCheckpoint.apply(lambda h, first=first: self.two(h, first), h, *inside)
             else:
                 h = checkpoint(self.two, h, first, use_reentrant=self.around)
         return self.head(h).square().mean()
@@ -61,19 +61,19 @@ class Step(nn.Module):
     [
         {"inside": False},
         {"inside": True},
-        {"inside": "by hand"},
+        {"inside": "manual"},
         {"inside": "fairscale"},
         {"around": False},
         {"around": True},
-        {"around": "by hand"},
+        {"around": "manual"},
     ],
     ids=str,
 )
-def test_checkpointed_steps_draw_and_learn_as_plain_ones(options, num_stages):
+def test_checkpointed_steps_match_plain_ones(options, num_stages):
     torch.manual_seed(0)
     plain, checkpointed = Step().double(), Step(**options).double()
-    for mine, given in zip(checkpointed.parameters(), plain.parameters(), strict=True):
-        mine.data.copy_(given)
+    for parameter, given in zip(checkpointed.parameters(), plain.parameters(), strict=True):
+        parameter.data.copy_(given)
     x = torch.randn(6, 4, dtype=torch.float64)
     randomness = keyed()
     expected = pipeline(plain, lambda: plain.training_step(x), 1, randomness=randomness)

@@ -1,4 +1,4 @@
-"""What is replaced in torch while a step runs acts like torch outside of a run; afterwards torch is as before."""
+"""What is patched in torch during a step acts like torch outside of a run; afterwards torch is restored."""
 
 import pytest
 import torch
@@ -22,14 +22,14 @@ def randomness():
     return KeyedRandomness(0, torch.device("cpu"))
 
 
-def test_collectives_are_replaced_inside_alone():
+def test_collectives_are_replaced_inside_only():
     before = members()
     with intercepted_functions(CurrentRun(), ()):
         assert members()[:2] != before[:2]
     assert members() == before
 
 
-def test_torch_is_as_before_after_an_error():
+def test_torch_is_restored_after_an_error():
     before = members()
     with pytest.raises(ZeroDivisionError), intercepted_functions(CurrentRun(), ()):
         raise ZeroDivisionError
@@ -38,7 +38,7 @@ def test_torch_is_as_before_after_an_error():
     assert members() == before
 
 
-def test_without_a_run_an_autograd_function_is_the_users():
+def test_autograd_function_is_original_outside_a_run():
     x = torch.ones(3, requires_grad=True)
     with intercepted_functions(CurrentRun(), ()):
         Reverse.apply(x, 2.0).sum().backward()
@@ -48,7 +48,7 @@ def test_without_a_run_an_autograd_function_is_the_users():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_without_a_run_a_checkpoint_runs_again_in_the_backward(reentrant):
+def test_checkpoint_recomputes_in_backward_outside_a_run(reentrant):
     runs = []
 
     def layer(x):
@@ -65,6 +65,6 @@ def test_without_a_run_a_checkpoint_runs_again_in_the_backward(reentrant):
     torch.testing.assert_close(x.grad, scale * (1 - x.detach().tanh() ** 2))
 
 
-def test_a_collective_that_does_not_run_is_complete():
+def test_suppressed_collective_is_complete():
     work = CompletedWork()
     assert work.wait() and work.is_completed()

@@ -1,4 +1,4 @@
-"""What users copy and pickle during fit and after it is theirs alone: full values, and no trace of this package."""
+"""Users' copies and pickles during and after fit: full values, without a trace of this package."""
 
 import copy
 import itertools
@@ -32,8 +32,8 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """Loads a pickle in a process where this package is not installed, and says what it holds."""
+def load_without_package():
+    """Loads a pickle in a process where this package is not installed, and returns its content."""
     command = [sys.executable, str(TESTS / "models" / "pickled_objects.py")]
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -73,7 +73,7 @@ def without_metric(tree):
 
 
 def differences(found, expected, path=""):
-    """Where two trees of numbers differ."""
+    """Differing paths of two trees of numbers."""
     if isinstance(expected, dict) and isinstance(found, dict):
         for key in sorted(found.keys() | expected.keys()):
             if key not in found or key not in expected:
@@ -91,7 +91,7 @@ def differences(found, expected, path=""):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_pickled_loads_without_the_package_and_is_full(worlds, tmp_path, alone, layout):
+def test_pickles_are_full_and_load_without_the_package(worlds, tmp_path, load_without_package, layout):
     size, pp, options = LAYOUTS[layout]
     replicas = size // pp // options.get("tensor_parallel_size", 1)
     norm = replicas == 1 and options.get("num_microbatches", 1) == 1  # else its statistics are another batch's
@@ -104,11 +104,11 @@ def test_what_is_pickled_loads_without_the_package_and_is_full(worlds, tmp_path,
     names = [f"{rank}.{when}.{kind}" for rank, when, kind in itertools.product(range(size), WHEN, KINDS)]
     names += [f"{rank}.batch.{kind}" for rank, kind in itertools.product(range(size), IN_BATCH)]
     for name in (*names, "batch.ckpt", "after.ckpt"):
-        expected, found = alone(one / name.replace("1.", "0.")), alone(parts / name)
-        if replicas > 1:  # each replica has counted its own samples
+        expected, found = load_without_package(one / name.replace("1.", "0.")), load_without_package(parts / name)
+        if replicas > 1:  # each replica has counted local samples
             for holder in (found, expected):
                 without_metric(holder)
-        if replicas > 1 and name.endswith(("batch", "outputs")):  # of its own samples
+        if replicas > 1 and name.endswith(("batch", "outputs")):  # of local samples
             continue
         far += list(differences(found, expected, name))
     assert not far, "\n".join(far)
@@ -128,7 +128,7 @@ class Teacher(Tiny):
 
 
 class TeacherOfDropout(Teacher):
-    """Its layers draw: an operation that draws knows its layer by name."""
+    """Its layers draw: a draw is keyed by the name of its layer."""
 
     def __init__(self):
         super().__init__()
@@ -143,7 +143,7 @@ def taught(options, kind):
 
 
 @pytest.mark.parametrize("kind", [Teacher, TeacherOfDropout], ids=lambda kind: kind.__name__)
-def test_a_copy_made_in_a_step_computes_with_its_own_weights(worlds, kind):
+def test_copy_made_in_a_step_uses_its_own_weights(worlds, kind):
     [(expected, before)] = worlds.run(1, taught, {}, kind)
     [(found, _)] = worlds.run(1, taught, {"recompute": "full"}, kind)
     assert_same(found, expected)
@@ -171,7 +171,7 @@ class PicklesOnFirst(Tiny):
             pickle.dumps(self if self.what == "module" else self.trainer.optimizers[0])
 
 
-def said_by(size, pp, options, make, *args):
+def outcome_of(size, pp, options, make, *args):
     ignore_warnings()
     module = make(*args)
     try:
@@ -181,55 +181,58 @@ def said_by(size, pp, options, make, *args):
     return "nothing"
 
 
-ASKED = {
+OPERATIONS = {
     "in a step": (PicklesInStep,),
     "the module on one rank": (PicklesOnFirst, "module"),
     "an optimizer on one rank": (PicklesOnFirst, "optimizer"),
 }
 FULL = "in a step", "zero3"  # gathered there
-SAID = {"in a step": "is pickled where it has no content", "the module on one rank": "read them on every rank"}
-SAID["an optimizer on one rank"] = "a copy or pickle of AdamW on rank 0 needs all 2 ranks"
+OUTCOMES = {"in a step": "is pickled where it has no content", "the module on one rank": "read them on every rank"}
+OUTCOMES["an optimizer on one rank"] = "a copy or pickle of AdamW on rank 0 needs all 2 ranks"
 
 
 @pytest.mark.parametrize(
-    ("asked", "layout"), [(asked, layout) for asked in ASKED for layout in ("zero3", "pp2") if (asked, layout) != FULL]
+    ("operation", "layout"),
+    [(operation, layout) for operation in OPERATIONS for layout in ("zero3", "pp2") if (operation, layout) != FULL],
 )
-def test_what_cannot_be_full_is_an_error_within_seconds(worlds, layout, asked):
+def test_incomplete_copy_is_an_error_within_seconds(worlds, layout, operation):
     size, pp, options = LAYOUTS[layout]
-    said = worlds.run(size, said_by, size, pp, {**options, "strict_layout": True}, *ASKED[asked], timeout=30)
-    assert SAID[asked] in said[0]
-    assert all(each != "nothing" for each in said)
+    outcome = worlds.run(
+        size, outcome_of, size, pp, {**options, "strict_layout": True}, *OPERATIONS[operation], timeout=30
+    )
+    assert OUTCOMES[operation] in outcome[0]
+    assert all(each != "nothing" for each in outcome)
 
 
-class Keeps(Callback):
-    """Keeps a copy of the module, as averages of weights do."""
+class CopiesModule(Callback):
+    """Stores a copy of the module, as weight averaging does."""
 
     def on_train_batch_end(self, trainer, pl_module, *_):
-        self.kept = copy.deepcopy(pl_module)
+        self.copy = copy.deepcopy(pl_module)
 
 
-def kept(size, options):
-    """What is said of a copy after fit, and the copy's weights, pickled."""
+def copied_after_fit(size, options):
+    """The error for a copy after fit, and the copy's weights, pickled."""
     ignore_warnings()
-    module, keeps = Tiny(), Keeps()
+    module, callback = Tiny(), CopiesModule()
     pp = size if "zero_stage" not in options else 1
-    trainer_of(size, pp, strategy_options=options, callbacks=[keeps]).fit(module, loader(4 // (size // pp), 16))
-    assert any(keeps.kept.layers[0][0].forward.__self__ is each for each in keeps.kept.modules())
+    trainer_of(size, pp, strategy_options=options, callbacks=[callback]).fit(module, loader(4 // (size // pp), 16))
+    assert any(callback.copy.layers[0][0].forward.__self__ is each for each in callback.copy.modules())
     try:
-        return "", weights_of(pickle.loads(pickle.dumps(keeps.kept))), weights_of(module)
+        return "", weights_of(pickle.loads(pickle.dumps(callback.copy))), weights_of(module)
     except NotOnThisRank as error:
         with pytest.raises(RuntimeError, match=r"state_dict\(\) was called while"):
-            keeps.kept.state_dict()
+            callback.copy.state_dict()
         return str(error), None, None
 
 
-def test_a_copy_made_in_a_hook_is_full_where_shards_were_gathered(worlds):
-    for said, weights, trained in worlds.run(2, kept, 2, {"zero_stage": 3}):
-        assert said == ""
+def test_copy_made_in_a_hook_is_full_if_shards_are_gathered(worlds):
+    for outcome, weights, trained in worlds.run(2, copied_after_fit, 2, {"zero_stage": 3}):
+        assert outcome == ""
         assert_same(weights, trained)
 
 
-def test_a_copy_made_in_a_hook_over_stages_is_full_after_fit(worlds):
-    for said, weights, trained in worlds.run(2, kept, 2, {"num_microbatches": 2}):
-        assert said == ""
+def test_copy_made_in_a_hook_over_stages_is_full_after_fit(worlds):
+    for outcome, weights, trained in worlds.run(2, copied_after_fit, 2, {"num_microbatches": 2}):
+        assert outcome == ""
         assert_same(weights, trained)

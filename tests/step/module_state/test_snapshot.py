@@ -1,4 +1,4 @@
-"""What code leaves on modules is undone in place, and tensors in attributes are found and put by their paths."""
+"""Changes to modules are undone in place, and tensors in attributes are found and set by their paths."""
 
 import random
 
@@ -44,7 +44,7 @@ def test_modules_are_restored_in_place():
         assert torch.equal(buffer, buffers[name]), name
 
 
-def test_buffers_may_be_left_as_the_code_has_made_them():
+def test_buffers_may_be_excluded_from_restoring():
     module = Stateful()
     state = ModuleSnapshot(module, buffers=False)
     module.change()
@@ -61,7 +61,7 @@ def test_hooks_on_excluded_modules_are_removed():
     assert list(module.norm._forward_hooks.values()) == [print]
 
 
-def test_a_tensor_goes_back_to_its_memory():
+def test_tensor_is_restored_into_its_storage():
     tensor = torch.ones(3)
     address = tensor.data_ptr()
     snapshot = TensorSnapshot(tensor)
@@ -72,7 +72,7 @@ def test_a_tensor_goes_back_to_its_memory():
     assert tensor.data_ptr() == address and torch.equal(tensor, torch.ones(3))
 
 
-def test_containers_among_arguments_are_restored():
+def test_containers_in_arguments_are_restored():
     cache, names = {"keys": [1]}, []
     state = ArgumentSnapshot([cache, names, 3, torch.ones(1)])
     cache["keys"].append(2)
@@ -82,7 +82,7 @@ def test_containers_among_arguments_are_restored():
     assert cache == {"keys": [1]} and names == []
 
 
-def test_tensors_in_attributes_are_found_and_put_by_path():
+def test_attribute_tensors_by_path():
     module = Stateful()
     places = dict(attribute_tensors(module))
     inner = AttributePath("", "totals", ("a", 0))
@@ -94,5 +94,5 @@ def test_tensors_in_attributes_are_found_and_put_by_path():
 
 
 @pytest.mark.parametrize("path", [("b",), ("a", 3), ("a", 0, "x")])
-def test_a_path_without_a_value_gives_none(path):
+def test_path_without_a_value_gives_none(path):
     assert look_up(Stateful(), [AttributePath("", "totals", path)]) == [None]

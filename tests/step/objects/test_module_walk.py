@@ -1,4 +1,4 @@
-"""What a step asks of its module each time is what torch says of it."""
+"""The module walk of a step equals torch's own."""
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ class Nested(nn.Module):
         self.last = self.inner["deep"][1]
 
 
-def test_in_the_order_of_torch_and_each_once():
+def test_same_order_as_torch_without_duplicates():
     for root in (Nested(), nn.Sequential(), nn.Linear(1, 1), EncoderDecoder()):
         assert modules_in(root) == list(root.named_modules())
         found, expected = parameters_of(modules_in(root)), list(root.named_parameters())

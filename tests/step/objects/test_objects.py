@@ -36,21 +36,21 @@ CONTAINERS = [
 
 
 @pytest.mark.parametrize("value", CONTAINERS, ids=lambda value: type(value).__name__)
-def test_what_is_flattened_is_rebuilt(value):
+def test_flatten_round_trip(value):
     leaves, spec = flatten(value)
     assert all(type(leaf) in (int, type(None)) for leaf in leaves)
     rebuilt = unflatten(leaves, spec)
     assert rebuilt == value and type(rebuilt) is type(value)
 
 
-def test_a_function_of_each_leaf_leaves_the_original_alone():
+def test_mapping_leaves_keeps_the_original():
     value = Record(1, {"a": [2, 3]})
     assert map_leaves(lambda leaf: leaf * 10, value) == Record(10, {"a": [20, 30]})
     assert value == Record(1, {"a": [2, 3]})
 
 
 @pytest.mark.parametrize(("args", "plain"), [((1, "a"), True), ((1, [2, 3]), False)])
-def test_arguments_of_a_call_are_replaced(args, plain):
+def test_call_arguments_are_replaced(args, plain):
     leaves, is_plain = flatten_call(args, {"k": 4})
     assert is_plain is plain
     changed = [leaf * 2 if isinstance(leaf, int) else leaf for leaf in leaves]
@@ -58,7 +58,7 @@ def test_arguments_of_a_call_are_replaced(args, plain):
     assert rebuild_call(changed, args, {"k": 4}, plain) == (expected, {"k": 8})
 
 
-def test_a_copy_has_tensors_of_its_own_also_where_they_have_a_graph():
+def test_deep_copy_copies_tensors_with_a_graph():
     layer = nn.Linear(2, 2)
     hidden = layer(torch.ones(1, 2))
     cache = {"keys": [hidden, hidden], "layer": layer}
@@ -68,7 +68,7 @@ def test_a_copy_has_tensors_of_its_own_also_where_they_have_a_graph():
     assert again["layer"] is layer and copied(cache)["layer"] is not layer
 
 
-def test_arguments_that_a_call_could_change():
+def test_mutable_call_arguments():
     assert not may_change((1, "a", torch.ones(1), nn.Linear(1, 1)))
     assert may_change({"keys": 1}) and may_change((1, [2]))
 
@@ -81,14 +81,14 @@ class Stack(nn.Module):
         self.activation = nn.Tanh()
 
 
-def test_members_of_a_list_of_layers_are_the_layers():
+def test_list_members_are_the_layers():
     model = Stack()
     found = find_layers({"net": model, "last": nn.Linear(2, 2)})
     assert list(found) == ["net.blocks.0", "net.blocks.1", "net.blocks.2", "net.head", "last"]
     assert found["net.blocks.1"] is model.blocks[1]
 
 
-def test_a_layer_that_is_used_twice_is_one():
+def test_layer_used_twice_is_one():
     model = Stack()
     model.blocks[2] = model.blocks[0]
     assert list(find_layers({"net": model})) == ["net.blocks.0", "net.blocks.1", "net.head"]

@@ -1,10 +1,10 @@
-"""The modules that a cut never enters."""
+"""The modules that no cut enters."""
 
 import pytest
 import torch
 from torch import nn
 
-from harness.one_process_pipeline import assert_same_gradients, cut, pipeline, reference
+from harness.one_process_pipeline import assert_same_gradients, pipeline, record_and_cut, reference
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.absent_numbers import ControlFlowError
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, drop
@@ -20,7 +20,7 @@ def test_each_layer_is_one_unit():
     assert list(choose_units(layers(), 2)) == ["0", "1"]
 
 
-def test_a_rank_with_shards_of_some_layers_and_nothing_of_others_chooses_the_same():
+def test_units_do_not_depend_on_local_shards():
     root = layers()
     for parameter in root[0].parameters():
         parameter.__dict__[FULL_SHAPE] = parameter.shape
@@ -31,7 +31,7 @@ def test_a_rank_with_shards_of_some_layers_and_nothing_of_others_chooses_the_sam
 
 
 class Branching(nn.Module):
-    """What lies inside cannot be followed; as a whole it can."""
+    """Its inside cannot be traced; as one unit it can."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class Branching(nn.Module):
 
 
 @pytest.mark.parametrize("count", [3, 5])
-def test_a_unit_that_cannot_be_opened_for_balance_stays_whole(count):
+def test_unopenable_unit_is_one_node_for_balance(count):
     module, batch = Layers(), batch_of(Layers.kind, range(4))
     module.layers = nn.ModuleList(Branching() for _ in range(count))
     module.double()
@@ -53,9 +53,9 @@ def test_a_unit_that_cannot_be_opened_for_balance_stays_whole(count):
     assert_same_gradients(outcome.grads, reference(module, lambda: module.loss(batch)).grads)
 
 
-def test_where_no_cut_goes_without_opening_it_says_why_it_cannot_be_opened():
+def test_uncuttable_unit_says_why():
     module, batch = Layers(), batch_of(Layers.kind, range(4))
     module.layers = nn.ModuleList([Branching()])
     module.double()
     with pytest.raises(ControlFlowError, match=r"test_choose_units\.py:\d+: the step branches on a value"):
-        cut(module, lambda: module.loss(batch), 3)
+        record_and_cut(module, lambda: module.loss(batch), 3)

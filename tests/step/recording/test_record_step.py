@@ -1,4 +1,4 @@
-"""Recording sees the step, and leaves the module as it was."""
+"""Recording traces the step and leaves the module unchanged."""
 
 import random
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from harness.one_process_pipeline import cut, keyed, pipeline, reference
+from harness.one_process_pipeline import keyed, pipeline, record_and_cut, reference
 from lightning_hybrid.step.recording.unit_dedup import argument_signature, without_deduplication
 from lightning_hybrid.step.standins.absent_tensors import is_absent, make_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import StepError
@@ -19,7 +19,7 @@ from models.hand_written import WIDTH, Layers, mlp
 def record(module, num_stages=2, batch=None):
     """The recorded graph of a module's step."""
     batch = batch_of(module.kind, range(4)) if batch is None else batch
-    return cut(module, lambda: module.loss(batch), num_stages).assignment.graph
+    return record_and_cut(module, lambda: module.loss(batch), num_stages).assignment.graph
 
 
 def generators():
@@ -27,7 +27,7 @@ def generators():
 
 
 def attributes(root):
-    """Every attribute of every module: (FQN, name) -> the object and, where it is a container, what it holds."""
+    """Every attribute of every module: (FQN, name) -> the object and, for a container, its content."""
     found = {}
     for fqn, module in root.named_modules():
         for name, value in module.__dict__.items():
@@ -51,7 +51,7 @@ def assert_unchanged(before, after):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_module_is_as_before(case):
+def test_module_is_unchanged(case):
     module = make(case).train()
     attributes_before, generators_before = attributes(module), generators()
     state = {name: value.clone() for name, value in module.state_dict().items()}
@@ -96,7 +96,7 @@ class Bookkeeper(Layers):
         return F.cross_entropy(logits, batch["label"])
 
 
-def test_everything_that_a_step_changes_is_put_back():
+def test_every_change_of_a_step_is_restored():
     module = make(Bookkeeper)
     before, states = attributes(module), generators()
     record(module)
@@ -108,7 +108,7 @@ def test_everything_that_a_step_changes_is_put_back():
     assert not module.layers[0]._forward_hooks
 
 
-def test_the_module_is_as_before_after_a_failure():
+def test_module_is_unchanged_after_a_failure():
     class Fails(Bookkeeper):
         def loss(self, batch):
             super().loss(batch)
@@ -122,12 +122,12 @@ def test_the_module_is_as_before_after_a_failure():
     assert generators() == states
 
 
-def test_a_recording_may_be_repeated():
+def test_recording_can_be_repeated():
     module = make("GPT2")
     assert record(module) == record(module)
 
 
-def test_a_unit_is_one_node_and_batch_only_operations_are_none():
+def test_unit_is_one_node_and_batch_only_operations_are_none():
     class Step(Layers):
         def loss(self, batch):
             mask = (batch["x"] > 0).to(batch["x"].dtype).cumsum(1).tril()
@@ -147,7 +147,7 @@ def test_a_unit_is_one_node_and_batch_only_operations_are_none():
     assert graph.nodes[-1].line.split(":")[0] == __file__
 
 
-def test_like_layers_run_once_whatever_their_places():
+def test_structurally_equal_layers_run_once():
     ran = []  # of no module, whose lists would be put back
 
     class Numbered(nn.Linear):
@@ -172,7 +172,7 @@ def test_like_layers_run_once_whatever_their_places():
     assert ran == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_the_number_of_batch_only_operations_may_change():
+def test_number_of_batch_only_operations_may_change():
     class Lazy(Layers):
         mask = None
 
@@ -189,7 +189,7 @@ def test_the_number_of_batch_only_operations_may_change():
 
 
 @pytest.mark.parametrize("result", [None, {"nothing": 1}, torch.zeros(())], ids=str)
-def test_a_step_without_a_loss_is_refused(result):
+def test_step_without_a_loss_is_refused(result):
     class Returns(Layers):
         def loss(self, batch):
             return result
@@ -198,8 +198,8 @@ def test_a_step_without_a_loss_is_refused(result):
         record(make(Returns))
 
 
-def test_numbers_stored_on_the_module_are_found_with_the_values_behind_them():
-    class Keeps(Layers):
+def test_numbers_stored_on_the_module_are_found_with_their_values():
+    class Stores(Layers):
         def loss(self, batch):
             loss = super().loss(batch)
             self.history = [(0, loss.item() / 2)]
@@ -211,10 +211,10 @@ def test_numbers_stored_on_the_module_are_found_with_the_values_behind_them():
             return loss * (1 + loss.item())
 
     found = []
-    for kind in (Keeps, Reads):
+    for kind in (Stores, Reads):
         module = make(kind)
         batch = batch_of(module.kind, range(4))
-        recording = cut(module, lambda module=module, batch=batch: module.loss(batch), 2).recording
+        recording = record_and_cut(module, lambda module=module, batch=batch: module.loss(batch), 2).recording
         found.append((recording.numbers_kept, recording.graph.kept, recording.values_read))
     kept, reads = found
     assert "test_record_step.py" in kept[0] and "self.history[0][1] keeps a number" in kept[0]
@@ -222,7 +222,7 @@ def test_numbers_stored_on_the_module_are_found_with_the_values_behind_them():
     assert reads[:2] == ("", ()) and len(reads[2]) == 1
 
 
-def test_a_value_that_leaves_a_unit_on_a_side_way_is_refused():
+def test_captured_output_of_a_unit_is_refused():
     class Leaks(nn.Module):
         def __init__(self):
             super().__init__()
@@ -244,7 +244,7 @@ def test_a_value_that_leaves_a_unit_on_a_side_way_is_refused():
         record(make(Step), 2)
 
 
-def test_randomness_of_a_recording_is_that_of_its_key():
+def test_recording_randomness_depends_on_its_key():
     """Outside a step the generators run on as if nothing had happened; inside they are keyed."""
     module = make("Dropouts").train()
     step = lambda: module.loss(batch_of("vectors", range(4)))  # noqa: E731
@@ -256,7 +256,7 @@ def test_randomness_of_a_recording_is_that_of_its_key():
     assert torch.equal(pipeline(module, step, 2, randomness=keyed(5)).loss, first)
 
 
-def test_units_are_equal_under_the_autocast_of_any_device_and_on_one_device():
+def test_signature_contains_device_and_autocast():
     def key(device="cpu"):
         return argument_signature([make_absent(torch.empty(2, 3), device=torch.device(device))], None)
 

@@ -1,4 +1,4 @@
-"""Evaluation of torch's own transformers over stages, and values of another dtype than was recorded."""
+"""Evaluation of torch's transformers over stages, and values of another dtype than recorded."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ from models.hand_written import WIDTH, Layers
 
 
 def evaluate(module, step, num_stages, context=contextlib.nullcontext):
-    """What a validation step returns, computed stage by stage."""
+    """The result of a validation step, computed stage by stage."""
     randomness = keyed()
     plan = StagePlan(module, OneRank(), randomness, stages_per_rank=num_stages)
     names = {id(p): name for name, p in module.named_parameters()}
@@ -59,7 +59,7 @@ def without_fast_path():
         torch.backends.mha.set_fastpath_enabled(True)
 
 
-def test_an_encoder_with_padding_is_evaluated():
+def test_encoder_with_padding_mask():
     module, x = encoder(torch.float64)
     got = evaluate(module, lambda: module(x), 2)
     assert torch.backends.mha.get_fastpath_enabled()
@@ -71,7 +71,7 @@ def test_an_encoder_with_padding_is_evaluated():
     torch.testing.assert_close(got[real], fast[real], rtol=1e-10, atol=1e-12)
 
 
-def test_an_encoder_is_evaluated_under_autocast():
+def test_encoder_under_autocast():
     """The fast path would return bfloat16 where the slow one returns float32."""
     module, x = encoder(torch.float32)
     autocast = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
@@ -81,7 +81,7 @@ def test_an_encoder_is_evaluated_under_autocast():
 
 
 class Casting(nn.Linear):
-    """Its result has a dtype that nobody looks at."""
+    """Its result has a dtype that no code reads."""
 
     dtypes = (torch.float64,)
 
@@ -100,7 +100,7 @@ class Casts(Layers):
         return x.double().sum()
 
 
-def test_a_value_of_another_dtype_than_recorded_is_not_sent(monkeypatch):
+def test_value_of_another_dtype_is_not_sent(monkeypatch):
     module = make(Casts).eval()
     x = batch_of("vectors", range(4))["x"]
     runs = []

@@ -1,10 +1,10 @@
-"""Stage replay is parity with the plain step, for every way in which users write steps."""
+"""Stage replay matches the plain step for every kind of step that users write."""
 
 import pytest
 import torch
 from torch import nn
 
-from harness.one_process_pipeline import assert_same_gradients, cut, keyed, pipeline, reference
+from harness.one_process_pipeline import assert_same_gradients, keyed, pipeline, record_and_cut, reference
 from lightning_hybrid.graph.partition import PartitionError
 from lightning_hybrid.step.standins.absent_tensors import make_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import StepError
@@ -18,7 +18,7 @@ SHARED = {
     "GPT2": {"model.transformer.wte.weight"},
     "T5": {"model.shared.weight"},
     "Bert": {"model.bert.embeddings.word_embeddings.weight"},
-    "HandsThrough": {"identity.unused.weight", "identity.unused.bias"},  # called after every layer
+    "ReturnsInputs": {"identity.unused.weight", "identity.unused.bias"},  # called after every layer
 }
 
 
@@ -26,13 +26,13 @@ def step_on(module, batch):
     return lambda: module.loss(batch)
 
 
-def assert_cut_as_meant(outcome, case, num_stages):
-    """No stage is empty, each sends something, and nothing is shared that need not be."""
+def assert_stages(outcome, case, num_stages):
+    """No stage is empty, each sends something, and nothing is tied unnecessarily."""
     assignment = outcome.assignment
     assert assignment.num_stages == num_stages
     for stage, units in enumerate(outcome.units):
-        held = [name for name, stages in assignment.holders.items() if stage in stages]
-        assert held, f"stage {stage} holds no parameter; units by stage: {outcome.units}"
+        local = [name for name, stages in assignment.holders.items() if stage in stages]
+        assert local, f"stage {stage} holds no parameter; units by stage: {outcome.units}"
         assert units or case.__name__ == "GlueParameters"
     assert {source for source, _ in assignment.portals} == set(range(num_stages - 1))
     assert assignment.loss_stage == num_stages - 1
@@ -52,7 +52,7 @@ def test_parity(case, num_stages):
     got = pipeline(module, step, num_stages)
     torch.testing.assert_close(got.loss, expected.loss, rtol=1e-10, atol=0)
     assert_same_gradients(got.grads, expected.grads)
-    assert_cut_as_meant(got, case, num_stages)
+    assert_stages(got, case, num_stages)
     for name, b in module.named_buffers():
         torch.testing.assert_close(
             b, after[name], rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
@@ -69,7 +69,7 @@ def test_parity_in_float32(case):
 
 
 @pytest.mark.parametrize("case", [Layers, *HAND_WRITTEN, *HUGGING_FACE], ids=lambda case: case.__name__)
-def test_the_content_of_the_batch_is_not_recorded(case):
+def test_batch_content_is_not_recorded(case):
     """Recorded on one batch, replayed on another of the same shapes."""
     module = make(case).eval()  # BatchNorm's statistics do not move
     recorded = batch_of(case.kind, range(4))
@@ -83,47 +83,47 @@ def test_the_content_of_the_batch_is_not_recorded(case):
 
 
 @pytest.mark.parametrize("case", [Dropouts, GPT2Dropout], ids=lambda case: case.__name__)
-def test_dropout_is_bitwise_the_same_for_any_number_of_stages(case):
+def test_dropout_is_bitwise_equal_for_any_number_of_stages(case):
     module = make(case).train()
     step = step_on(module, batch_of(case.kind, range(4)))
-    whole, other = pipeline(module, step, 1), pipeline(module, step, 1, step_number=1)
-    assert not torch.equal(whole.loss, other.loss), "dropout must be on, and drawn anew in each step"
+    unpartitioned, other = pipeline(module, step, 1), pipeline(module, step, 1, step_number=1)
+    assert not torch.equal(unpartitioned.loss, other.loss), "dropout must be on, and drawn anew in each step"
     for num_stages in (2, 4):
         got = pipeline(module, step, num_stages)
-        assert torch.equal(got.loss, whole.loss)
-        assert got.grads.keys() == whole.grads.keys()
-        for name, grad in whole.grads.items():
+        assert torch.equal(got.loss, unpartitioned.loss)
+        assert got.grads.keys() == unpartitioned.grads.keys()
+        for name, grad in unpartitioned.grads.items():
             if name not in got.assignment.shared:
                 assert torch.equal(got.grads[name], grad), name
-        assert_same_gradients(got.grads, whole.grads)
-    assert not torch.equal(pipeline(module, step, 2, randomness=keyed(1)).loss, whole.loss)
+        assert_same_gradients(got.grads, unpartitioned.grads)
+    assert not torch.equal(pipeline(module, step, 2, randomness=keyed(1)).loss, unpartitioned.loss)
 
 
-def test_a_value_for_a_later_stage_goes_there_directly():
+def test_value_for_a_later_stage_is_sent_directly():
     module = make("UNet")
     step = step_on(module, batch_of("vectors", range(4)))
     got = pipeline(module, step, 4)
     assert got.units == [["down.0", "down.1"], ["down.2", "down.3"], ["up.0", "up.1"], ["up.2", "up.3"]]
-    # up.0 reads down.3 twice, as x and as its skip; the sum in front of up.2 is made where both terms are known.
+    # up.0 reads down.3 twice, as x and as its skip; the sum before up.2 runs where both terms are available.
     assert {pair: len(sent) for pair, sent in got.assignment.portals.items()} == {
         (0, 1): 1, (0, 2): 1, (0, 3): 1, (1, 2): 2, (2, 3): 1,
     }  # fmt: skip
 
 
-def test_one_value_is_sent_once_however_often_it_is_read():
+def test_value_with_several_readers_is_sent_once():
     module = make("EncoderDecoder")
     got = pipeline(module, step_on(module, batch_of("vectors", range(4))), 2, cuts=["decoder.0"])
     assert got.units == [[f"encoder.{i}" for i in range(3)], [f"decoder.{i}" for i in range(3)]]
     assert {pair: len(sent) for pair, sent in got.assignment.portals.items()} == {(0, 1): 1}
 
 
-def test_what_was_computed_from_the_batch_alone_is_not_sent():
+def test_batch_only_values_are_not_sent():
     module = make("Encoder")
-    variant = cut(module, step_on(module, batch_of("tokens", range(4))), 4)
+    variant = record_and_cut(module, step_on(module, batch_of("tokens", range(4))), 4)
     assert [len(sent) for sent in variant.assignment.portals.values()] == [1, 1, 1]
 
 
-def test_a_tied_parameter_has_the_gradient_of_both_its_uses():
+def test_tied_parameter_sums_both_gradients():
     module = make("Tied")
     step = step_on(module, batch_of("tokens", range(4)))
     got = pipeline(module, step, 2)
@@ -158,7 +158,7 @@ def test_write_through_a_view_from_another_stage_is_refused():
     assert_same_gradients(pipeline(module, step, 1).grads, reference(module, step).grads)
 
 
-def test_a_tensor_left_by_a_later_stage_cannot_be_read_by_an_earlier_one():
+def test_later_stage_tensor_read_by_an_earlier_one_is_refused():
     module, batch = make(Layers), batch_of("vectors", range(4))
     left = make_absent(torch.zeros_like(batch["x"]))
     again = step_on(module, {**batch, "x": batch["x"] - left})
@@ -185,8 +185,8 @@ class Compares(Layers):
         return (weight * (late - early + self.limit).square()).mean()
 
 
-def test_comparisons_are_the_same_from_either_side():
-    """Where one side is absent Python asks that side first, since a stand-in is of a derived class."""
+def test_comparisons_are_symmetric():
+    """If one side is absent Python calls that side first, since a stand-in is of a derived class."""
     module = make(Compares)
     step = step_on(module, batch_of("vectors", range(4)))
     expected, got = reference(module, step), pipeline(module, step, 2)

@@ -1,4 +1,4 @@
-"""Absent tensors, numbers and arrays: they answer for their shape, and refuse what would need their content."""
+"""Absent tensors, numbers and arrays: they know their shape, and refuse what needs their content."""
 
 import math
 
@@ -13,7 +13,7 @@ from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent,
 from lightning_hybrid.step.standins.order_comparison_operands import in_canonical_order
 
 
-def test_a_dropped_parameter_stays_the_object_and_is_filled_again():
+def test_dropped_parameter_keeps_its_identity_and_is_refilled():
     parameter = nn.Parameter(torch.ones(2, 3))
     parameter.tag = "of the user"
     optimizer = torch.optim.SGD([parameter], 0.1)
@@ -25,20 +25,20 @@ def test_a_dropped_parameter_stays_the_object_and_is_filled_again():
     assert torch.equal(parameter.detach(), torch.full((2, 3), 4.0)) and parameter.tag == "of the user"
 
 
-def test_a_stand_in_has_strides_and_mixes_with_real_tensors():
+def test_stand_in_has_strides_and_mixes_with_real_tensors():
     absent = make_absent(torch.ones(4, 2).T, requires_grad=True)
     assert absent.stride() == (1, 2) and absent.requires_grad
     assert is_absent(absent + torch.ones(4)) and (absent + torch.ones(4)).shape == (2, 4)
 
 
-def test_an_absent_number_is_no_decision():
+def test_absent_number_refuses_decisions():
     number = AbsentFloat("train.py:3", frozenset({1}))
     assert math.isnan(number + 1) and is_absent(number)
     with pytest.raises(ControlFlowError, match=r"train\.py:3"):
         bool(number > 0)
 
 
-def test_a_finiteness_check_notes_the_values_that_it_assumes():
+def test_finiteness_check_records_its_assumptions():
     assumed = set()
     array = AbsentArray("train.py:3", torch.ones(2, 3), frozenset({5, 6}), assumed)
     assert len(array) == 2 and array.shape == (2, 3) and has_absent_content(array)
@@ -50,13 +50,13 @@ def test_a_finiteness_check_notes_the_values_that_it_assumes():
         array[0]
 
 
-def test_a_list_has_a_number_for_each_element():
+def test_tolist_of_absent_tensors():
     nested = stand_in_for_content("tolist", "train.py:3", torch.ones(2, 3), frozenset(), None, None)
     assert [len(row) for row in nested] == [3, 3] and all(is_absent(number) for row in nested for number in row)
     assert stand_in_for_content("tolist", "", torch.ones(2), frozenset(), None, 0.5) == [0.5, 0.5]
 
 
-def test_a_comparison_is_the_same_from_either_side():
+def test_comparison_is_symmetric():
     first, second, batch = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]), torch.tensor([0.0, 9.0])
 
     def ordered(name, func, *args):

@@ -1,4 +1,4 @@
-"""Kernels that have no honest fake are recorded on stand-in values, and parity holds."""
+"""Operations whose fake kernel fails are recorded on stand-in values, with parity."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def assert_parity(module, dtype=torch.float64, num_stages=2, tolerance=1e-10):
 
 
 class GroupedExperts(nn.Module):
-    """A mixture whose fake kernel takes bfloat16 alone."""
+    """A mixture whose fake kernel takes only bfloat16."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ class GroupedExperts(nn.Module):
         return torch.zeros_like(x).index_add(0, order, mixed) * scores[:, None]
 
 
-def test_a_kernel_whose_fake_refuses_the_dtype(caplog):
+def test_fake_kernel_that_refuses_the_dtype(caplog):
     module = make(Layers, torch.float32)
     module.layers = nn.ModuleList(GroupedExperts() for _ in range(4))
     got = assert_parity(module, torch.float32, tolerance=1e-5)
@@ -45,7 +45,7 @@ def test_a_kernel_whose_fake_refuses_the_dtype(caplog):
 
 
 class Cache:
-    """Grows by what each layer gives it, as a cache of keys and values does."""
+    """Grows with each layer, as a cache of keys and values does."""
 
     def __init__(self):
         self.rows = {}
@@ -56,7 +56,7 @@ class Cache:
 
 
 class LoopingExperts(nn.Module):
-    """Asks which experts were chosen, after it has written to a cache."""
+    """Branches on the chosen experts, after it has written to a cache."""
 
     def __init__(self, layer):
         super().__init__()
@@ -86,7 +86,7 @@ class Looping(Layers):
         return self.head(x)
 
 
-def test_a_unit_is_run_again_as_if_it_had_not_run():
+def test_unit_is_rerun_from_its_initial_state():
     assert_parity(make(Looping))
 
 
@@ -101,12 +101,12 @@ class Indexed(Layers):
         return self.head(rows)
 
 
-def test_a_tensor_that_was_read_with_the_model_is_written_by_it():
+def test_tensor_read_with_the_model_is_written_by_it():
     assert_parity(make(Indexed))
 
 
 class Sampling(Layers):
-    """torch.distributions checks what it is given by branches on tensors."""
+    """torch.distributions validates its arguments by branches on tensors."""
 
     def forward(self, x):
         scale = self.layers[0](x).exp() * self.sign
@@ -114,23 +114,23 @@ class Sampling(Layers):
         return self.head(self.layers[3](self.layers[2](z)))
 
 
-def test_arguments_of_distributions_are_checked_where_they_are(monkeypatch):
-    # torch.compile turns these checks off for the whole process, which another test may have done.
+def test_distribution_arguments_are_validated_at_runtime(monkeypatch):
+    # torch.compile turns these checks off for the process, which another test may have done.
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     module = make(Sampling)
     module.sign = 1.0
     batch = batch_of("vectors", range(4))
-    whole = pipeline(module, lambda: module.loss(batch), 1)
+    unpartitioned = pipeline(module, lambda: module.loss(batch), 1)
     got = pipeline(module, lambda: module.loss(batch), 2)
-    torch.testing.assert_close(got.loss, whole.loss, rtol=1e-10, atol=0)
-    assert_same_gradients(got.grads, whole.grads)
+    torch.testing.assert_close(got.loss, unpartitioned.loss, rtol=1e-10, atol=0)
+    assert_same_gradients(got.grads, unpartitioned.grads)
     module.sign = -1.0
     with pytest.raises(ValueError, match="found invalid values"):
         pipeline(module, lambda: module.loss(batch), 2)
 
 
 class Posterior(nn.Module):
-    """Returns a distribution, which checks what it is made of."""
+    """Returns a distribution, which validates its arguments."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ class Posterior(nn.Module):
 
 
 class Found:
-    """Holds what was found, as an output of a class of the user's."""
+    """An output object of a user class."""
 
     def __init__(self, belief):
         self.belief, self.energy = belief, belief.mean.square().mean()
@@ -181,13 +181,13 @@ class VariationalInAnObject(Variational):
         return super().bound(x, found.belief) + found.energy
 
 
-def test_a_distribution_comes_out_of_a_layer():
-    """What it is made of is read on the other stage."""
+def test_layer_returns_a_distribution():
+    """Its parameters are read on the other stage."""
     got = assert_parity(make(Variational))
     assert "encoder" in got.units[0] and got.units[1], "else nothing here is about what a unit returns"
 
 
-def test_an_object_that_holds_values_is_no_constant():
+def test_object_with_values_is_no_constant():
     """Its numbers would be those of a stand-in; objects of its class are containers."""
     got = assert_parity(make(VariationalInAnObject))
     assert "encoder" in got.units[0] and got.units[1]

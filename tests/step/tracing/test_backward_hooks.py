@@ -37,7 +37,7 @@ class Inside(Layers):
         return self.head(self.layers(x))
 
 
-def noting(seen, name):
+def recorder(seen, name):
     def hook(module, grad_input, grad_output):
         assert isinstance(module, nn.Module)
         seen.setdefault(name, []).append([None if g is None else g.clone() for g in (*grad_input, *grad_output)])
@@ -47,7 +47,7 @@ def noting(seen, name):
 
 
 def warned(is_warned=True):
-    """By torch, for hooks of a module that is given the batch alone."""
+    """Warned by torch, for hooks of a module whose only input is the batch."""
     return pytest.warns(UserWarning, match="no inputs require gradients") if is_warned else contextlib.nullcontext()
 
 
@@ -57,7 +57,7 @@ def test_hooks_see_the_gradients_of_one_process(names, num_stages):
     module = make(Activated)
     seen = {}
     for name in names:
-        module.get_submodule(name).register_full_backward_hook(noting(seen, name))
+        module.get_submodule(name).register_full_backward_hook(recorder(seen, name))
     module.layers[1].register_full_backward_pre_hook(lambda module, grads: tuple(3 * grad for grad in grads))
     batch = batch_of("vectors", range(4))
     step = lambda: module.loss(batch)  # noqa: E731
@@ -74,7 +74,7 @@ def test_hooks_see_the_gradients_of_one_process(names, num_stages):
     assert len(module.layers[0]._backward_hooks) == ("layers.0" in names)
 
 
-def test_a_hook_on_what_must_be_cut_is_refused():
+def test_hook_on_a_cut_module_is_refused():
     module = make(Inside)
     handle = module.layers.register_full_backward_hook(lambda *_: None)
     batch = batch_of("vectors", range(4))
@@ -88,7 +88,7 @@ def test_a_hook_on_what_must_be_cut_is_refused():
         pipeline(module, lambda: module(batch["x"]).sum(), 2)
 
 
-def test_a_hook_on_all_modules_is_refused_where_they_are_cut():
+def test_global_hook_is_refused_with_stages():
     module = make(Inside)
     batch = batch_of("vectors", range(4))
     handle = register_module_full_backward_hook(lambda *_: None)

@@ -1,6 +1,6 @@
-"""Autograd functions called by an ``apply`` that the user's code keeps, which since torch 2.14 calls no Python.
+"""Autograd functions called by a stored bound ``apply``, which since torch 2.14 calls no Python.
 
-Here it is the built-in one with every version of torch, and looked for with every version.
+Here ``apply`` is the built-in one, and searched for, with every version of torch.
 """
 
 import sys
@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 from torch.autograd.function import _SingleLevelFunction
 
-from harness.one_process_pipeline import assert_same_gradients, cut, pipeline, reference
+from harness.one_process_pipeline import assert_same_gradients, pipeline, record_and_cut, reference
 from lightning_hybrid.step.instrument import intercept_autograd_functions
 from lightning_hybrid.step.tracing import find_stored_autograd_apply as places
 from lightning_hybrid.step.tracing.find_stored_autograd_apply import find_bound_applies
@@ -24,7 +24,7 @@ reverse = super(_SingleLevelFunction, Reverse).apply
 
 
 @pytest.fixture(autouse=True)
-def looked_for(monkeypatch):
+def count_searches(monkeypatch):
     for module in (places, intercept_autograd_functions):
         monkeypatch.setattr(module, "APPLIED_IN_PYTHON", False)
 
@@ -34,14 +34,14 @@ class Holder:
 
 
 class Reversing(Layers):
-    """Reverses gradients between its layers, by whatever it keeps for that."""
+    """Reverses gradients between its layers, by its stored function."""
 
     of_class = reverse
 
     def __init__(self, how):
         super().__init__()
         self.of_object = reverse
-        self.held = Holder()
+        self.stored = Holder()
         self.listed = [reverse]
         self.how = how
 
@@ -52,8 +52,8 @@ class Reversing(Layers):
             return self.listed[0](x, 0.7)
         if self.how == "partial":
             return partial(self.listed[0])(x, 0.7)
-        if self.how == "elsewhere":
-            return self.held.apply(x, 0.7)
+        if self.how == "other module":
+            return self.stored.apply(x, 0.7)
         return {"class": self.of_class, "object": self.of_object, "itself": Reverse.apply}[self.how](x, 0.7)
 
     def forward(self, x):
@@ -80,18 +80,18 @@ def test_each_call_is_one_operation(how):
     assert all(a is b for a, b in zip(now, kept, strict=True))
 
 
-@pytest.mark.parametrize("how", ["list", "partial", "elsewhere"])
-def test_what_cannot_be_seen_is_refused(how):
+@pytest.mark.parametrize("how", ["list", "partial", "other module"])
+def test_untraceable_apply_is_refused(how):
     module, step = loss_of(how)
     own = vars(Reverse)["forward"]
     with pytest.raises(StepError, match=r"test_bound_apply.*: Reverse is called .* call Reverse\.apply\(\.\.\.\)"):
-        cut(module, step, 2)
+        record_and_cut(module, step, 2)
     assert vars(Reverse)["forward"] is own
-    assert step().requires_grad  # outside a recorded step it is as ever
+    assert step().requires_grad  # outside a recorded step it is unchanged
 
 
 @pytest.mark.skipif(not places.APPLIED_IN_PYTHON, reason="since torch 2.14 an apply is built in")
-def test_an_apply_that_is_written_in_python_is_seen_wherever_it_is_stored(monkeypatch):
+def test_python_apply_is_traced_wherever_stored(monkeypatch):
     for module in (places, intercept_autograd_functions):
         monkeypatch.setattr(module, "APPLIED_IN_PYTHON", True)
     module, step = loss_of("list")
@@ -101,7 +101,7 @@ def test_an_apply_that_is_written_in_python_is_seen_wherever_it_is_stored(monkey
     assert sum(node.name == "apply:Reverse" for node in outcome.graph.nodes) == 5
 
 
-def test_inside_a_unit_it_may_be_stored_anywhere():
+def test_apply_inside_a_unit_may_be_stored_anywhere():
     module, step = loss_of("list")
     module.layers = nn.ModuleList(Inside() for _ in range(4)).double()
     module.how = "variable"
@@ -119,25 +119,30 @@ class Inside(nn.Module):
 
 
 def test_only_applies_are_found():
-    mine = sys.modules[__name__]
-    others = {module for module in sys.modules.values() if module is not mine}  # other tests may keep it too
+    this_module = sys.modules[__name__]
+    others = {module for module in sys.modules.values() if module is not this_module}  # other tests may store it too
     found = [p for p in find_bound_applies(Reversing("variable")) if p.function is Reverse and p.owner not in others]
     assert sorted(place.name for place in found) == ["of_class", "of_object", "reverse"]
-    assert {place.owner for place in found if place.name == "reverse"} == {mine}
+    assert {place.owner for place in found if place.name == "reverse"} == {this_module}
 
 
-def test_what_is_stored_later_is_found_in_new_modules_where_the_model_comes_from_and_where_one_was_stored(monkeypatch):
-    module, mine, another, keeping = Reversing("variable"), sys.modules[__name__], types.ModuleType("another"), reverse
+def test_applies_stored_later_are_found(monkeypatch):
+    module, this_module, another, reverse_apply = (
+        Reversing("variable"),
+        sys.modules[__name__],
+        types.ModuleType("another"),
+        reverse,
+    )
 
     def found():
         return {(place.owner, place.name) for place in find_bound_applies(module)}
 
-    monkeypatch.setattr(mine, "reverse", None)
-    assert (mine, "reverse") not in found()
-    mine.reverse = another.kept = keeping
+    monkeypatch.setattr(this_module, "reverse", None)
+    assert (this_module, "reverse") not in found()
+    this_module.reverse = another.kept = reverse_apply
     monkeypatch.setitem(sys.modules, "another", another)
-    assert {(mine, "reverse"), (another, "kept")} <= found()
+    assert {(this_module, "reverse"), (another, "kept")} <= found()
     another.kept = None
     assert (another, "kept") not in found()
-    another.later = keeping
+    another.later = reverse_apply
     assert (another, "later") in found()

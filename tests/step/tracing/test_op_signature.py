@@ -13,17 +13,17 @@ def signature(name, *leaves):
     return signature_of(name, leaves, lambda tensor: 7 if tensor is HIDDEN else None, {id(WEIGHT): "layer.weight"})
 
 
-def test_values_parameters_and_batch_tensors_are_told_apart():
+def test_values_parameters_and_batch_tensors_differ():
     described, sizes = signature("linear", HIDDEN, WEIGHT, BATCH)
     assert described == ("linear", 7, "layer.weight", (torch.float32, 2, False))
     assert sizes == ((3, 2),)
 
 
-def test_numbers_are_sizes_and_switches_are_part_of_the_signature():
+def test_numbers_are_sizes_and_flags_are_in_the_signature():
     assert signature("sum", HIDDEN, 1, True) == (("sum", 7, "int", (bool, True)), (1,))
     assert signature("sum", HIDDEN, 1, True)[0] == signature("sum", HIDDEN, 2, True)[0]
     assert signature("sum", HIDDEN, 1, True)[0] != signature("sum", HIDDEN, 1, False)[0]
 
 
-def test_numbers_that_a_unit_is_given_are_no_sizes():
+def test_number_arguments_of_units_are_no_sizes():
     assert signature("@layer", HIDDEN, 3) == (("@layer", 7, "int"), ())

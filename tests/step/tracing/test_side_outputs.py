@@ -1,4 +1,4 @@
-"""What modules give aside reaches the step around them, from inside units and once, on whichever stage it is used."""
+"""Side outputs of modules reach the step around them, from inside units and once, on any stage that uses them."""
 
 import torch
 from torch import nn
@@ -10,8 +10,8 @@ from models.cases import batch_of
 from models.hand_written import WIDTH, Layers
 
 
-class Giving(nn.Module):
-    """Deep inside a unit, gives the size of its result."""
+class AddsSideOutput(nn.Module):
+    """Deep inside a unit, adds the size of its result as a side output."""
 
     def __init__(self):
         super().__init__()
@@ -20,15 +20,17 @@ class Giving(nn.Module):
     def forward(self, x):
         y = self.inner(x)
         give_aside({"size": y.square().mean()})
-        return torch.tanh(y)  # what a second run stops at lies behind
+        return torch.tanh(y)  # the point where a second run stops comes after
 
 
-class Given(Layers):
+class WithSideOutputs(Layers):
     again = False
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Giving())) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(AddsSideOutput())) for _ in range(4)
+        )
 
     def forward(self, x):
         for layer in self.layers:
@@ -44,10 +46,10 @@ class Given(Layers):
 
 def make():
     torch.manual_seed(0)
-    return Given().double()
+    return WithSideOutputs().double()
 
 
-def test_what_units_give_reaches_the_loss_on_the_last_stage():
+def test_unit_side_outputs_reach_the_loss_on_the_last_stage():
     module, batch = make(), batch_of("vectors", range(4))
     expected = reference(module, lambda: module.loss(batch))
     outcome = pipeline(module, lambda: module.loss(batch), 2)
@@ -56,7 +58,7 @@ def test_what_units_give_reaches_the_loss_on_the_last_stage():
     assert_same_gradients(outcome.grads, expected.grads)
 
 
-def test_a_second_run_in_the_backward_gives_nothing():
+def test_recomputation_adds_no_side_output():
     module, batch = make(), batch_of("vectors", range(4))
     expected = reference(module, lambda: module.loss(batch))
     module.again = True
@@ -67,5 +69,5 @@ def test_a_second_run_in_the_backward_gives_nothing():
     assert_same_gradients(outcome.grads, expected.grads)
 
 
-def test_outside_of_a_step_nothing_is_collected():
+def test_nothing_is_collected_outside_a_step():
     make()(torch.zeros(2, WIDTH, dtype=torch.float64))

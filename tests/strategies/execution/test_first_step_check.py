@@ -1,4 +1,4 @@
-"""`verify_first_step=True`: the first step is that of one process, or nothing is trained."""
+"""`verify_first_step=True`: the first step matches one process, or nothing is trained."""
 
 import logging
 import re
@@ -62,8 +62,8 @@ class EditsGradients(Tiny):
                 parameter.grad.mul_(0.5)
 
 
-class Keeps(Tiny):
-    """What its step leaves behind: running averages, and a list."""
+class StoresState(Tiny):
+    """The state after its step: running averages, and a list."""
 
     def __init__(self):
         super().__init__()
@@ -97,15 +97,15 @@ def fit(module_class, size, pp, options=(), verified=True, **trainer_options):
             warnings.simplefilter("always")
             trainer.fit(module, loader(4))
     except FirstStepError as error:
-        held = weights_of(module)
-        same = all(torch.equal(held[n], v) for n, v in before.items() if type(held[n]) is torch.Tensor)
+        after = weights_of(module)
+        same = all(torch.equal(after[n], v) for n, v in before.items() if type(after[n]) is torch.Tensor)
         return str(error), same
     finally:
         logger.removeHandler(lines)
         logger.setLevel(level)
-    said = [line for line in lines.lines if "first step" in line or "whole batch" in line]
+    reports = [line for line in lines.lines if "first step" in line or "whole batch" in line]
     return (
-        said,
+        reports,
         [str(w.message) for w in caught if "mixes samples" in str(w.message)],
         module.state_dict(),
         getattr(module, "kept", []),
@@ -134,7 +134,7 @@ def line_of(lines):
         (Dropping, DP2_IN_PARTS),
         (EditsGradients, DP2),
         (Dropping, DP2_PP2),
-        (Keeps, PP2),
+        (StoresState, PP2),
         (Tiny, TWO_STAGES),
         pytest.param(Tiny, TP2, marks=pytest.mark.slow),
         (Tied, PP2_TP2),
@@ -144,7 +144,7 @@ def line_of(lines):
         *("tp2", "tied-pp2xtp2"),
     ],
 )
-def test_a_right_step_is_verified_and_changes_nothing(worlds, module, layout):
+def test_correct_step_passes_and_is_unchanged(worlds, module, layout):
     size, pp, options = layout
     results = worlds.run(size, fit, module, size, pp, options)
     expected = worlds.run(size, fit, module, size, pp, options, verified=False)
@@ -173,12 +173,12 @@ def test_precisions_and_accumulation(worlds, module, options, limit):
     assert float(line_of(lines).split("within ")[1].split(";")[0]) < limit
 
 
-def test_an_objective_that_mixes_samples_is_warned_of_with_both_numbers(worlds):
+def test_objective_that_mixes_samples_warns_with_both_numbers(worlds):
     lines, warned, *_ = worlds.run(2, fit, Contrasts, *PP2)[0]
     assert line_of(lines)
     [text] = warned
-    whole, mean = (float(number) for number in re.findall(r"(?:batch is|microbatches) (\d+\.\d+)", text))
-    assert whole != pytest.approx(mean, rel=1e-3) and "2 microbatches" in text
+    of_batch, mean = (float(number) for number in re.findall(r"(?:batch is|microbatches) (\d+\.\d+)", text))
+    assert of_batch != pytest.approx(mean, rel=1e-3) and "2 microbatches" in text
     assert worlds.run(2, fit, Tiny, *PP2)[0][1] == []
 
 
@@ -188,7 +188,7 @@ def fit_wrongly(module_class, size, pp, options):
         return fit(module_class, size, pp, options)
 
 
-def test_a_wrong_step_is_not_taken(worlds):
+def test_wrong_step_is_not_applied(worlds):
     results = worlds.run(2, fit_wrongly, Tied, *PP2)
     for text, unchanged in results:
         assert unchanged
@@ -209,7 +209,7 @@ def fit_without_room(module_class, size, pp, options):
         (fit, Gathers, "the step communicates with other ranks"),
     ],
 )
-def test_what_one_process_cannot_run_is_refused(worlds, run, module, text):
+def test_unsupported_steps_are_refused(worlds, run, module, text):
     for message, unchanged in worlds.run(4, run, module, *DP2_PP2):
         assert text in message and unchanged and "No parameter has changed" in message
 

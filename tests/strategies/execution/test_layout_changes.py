@@ -1,4 +1,4 @@
-"""Layouts that change in a run: a step that the start hooks complete, and one that no pipeline can run any more."""
+"""Layouts that change in a run: a step that start hooks complete, and one that becomes unpipelinable."""
 
 import copy
 
@@ -38,7 +38,7 @@ class Network(Regressor):
 
 
 class SetByFitStart(Network):
-    """Uses what it learns from the Trainer when the fit starts."""
+    """Uses values of the Trainer from the start of the fit."""
 
     def on_fit_start(self):
         self.scale = 0.5 + 0.1 * self.trainer.max_steps
@@ -48,7 +48,7 @@ class SetByFitStart(Network):
 
 
 class SetByTrainStart(Network):
-    """Weights of samples that only the loader tells."""
+    """Sample weights that only the loader provides."""
 
     def on_train_start(self):
         self.weights = torch.linspace(0.5, 1.5, FEATURES, dtype=self.dtype, device=self.device)
@@ -74,7 +74,7 @@ class SetByBatchStart(Network):
 
 
 class Calibrated(Network):
-    """Looks at values the first time."""
+    """Branches on values the first time."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ class Calibrated(Network):
 
 
 class HeadOfTheStart(Network):
-    """Without the hook another head is used, so that the first cut knows nothing of this one."""
+    """Without the hook another head is used, so the first cut does not contain this one."""
 
     def __init__(self):
         super().__init__()
@@ -121,13 +121,13 @@ def named(value):
 
 
 @pytest.mark.parametrize(("module", "layout"), SETTLE, ids=named)
-def test_recorded_when_the_start_hooks_have_run(worlds, module, layout):
+def test_step_is_recorded_after_the_start_hooks(worlds, module, layout):
     report = check(worlds, module, layout, steps=4)
     assert report.outcome == "same" and SHARDED not in str(report), str(report)
 
 
 class Decides(Network):
-    """From the third batch on it decides by a value of the model."""
+    """From the third batch on it branches on a value of the model."""
 
     def forward(self, x):
         h = self.body(x)
@@ -147,7 +147,7 @@ class DecidesForSome(Network):
 
 
 class Counts(Decides):
-    """With metrics, of which a part of the epoch is in, and one that keeps its own state."""
+    """With metrics that have part of the epoch, and one with its own state."""
 
     def __init__(self):
         super().__init__()
@@ -165,7 +165,7 @@ class Counts(Decides):
 
 
 class Normed(Decides):
-    """Keeps statistics in buffers of its layers, and drops."""
+    """Statistics in buffers of its layers, and dropout."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +185,7 @@ class StepsItself(Decides):
 
 
 class Momentum(torch.optim.Optimizer):
-    """Of a user: keeps a velocity, and steps by the norm over all gradients."""
+    """A user optimizer: stores a velocity, and scales by the norm over all gradients."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
@@ -207,13 +207,13 @@ class Momentum(torch.optim.Optimizer):
         return loss
 
 
-class OwnOptimizer(Decides):
+class UserOptimizer(Decides):
     def configure_optimizers(self):
         return Momentum(self.parameters(), lr=0.05)
 
 
 CHANGE = [
-    *((module, PP2, {}) for module in (Decides, Counts, StepsItself, OwnOptimizer)),
+    *((module, PP2, {}) for module in (Decides, Counts, StepsItself, UserOptimizer)),
     (Normed, PP2, {"num_microbatches": 1}),
     (Normed, PP2, {}),
     *((Decides, layout, {}) for layout in (COMBINED, TENSOR, ZERO, FOLDERS)),
@@ -227,7 +227,7 @@ CHANGE = [
 
 
 @pytest.mark.parametrize(("module", "layout", "options"), CHANGE, ids=lambda value: named(value) or str(value))
-def test_goes_on_in_shards_where_the_step_cannot_be_pipelined_any_more(worlds, module, layout, options):
+def test_unpipelinable_step_continues_sharded(worlds, module, layout, options):
     report = check(worlds, module, layout, make_data=longer_data, steps=6, **options)
     assert report.outcome == "same" and SHARDED in str(report), str(report)
 
@@ -262,7 +262,7 @@ class SkipsWithTeacher(Skips):
 
 
 class Selects(Network):
-    """Goes over the rows that the model itself has chosen: as many as in the first batch, until there are more."""
+    """Loops over the rows that the model selects: as many as in the first batch, then more."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -276,7 +276,7 @@ class Selects(Network):
 
 
 class SelectsForSome(Network):
-    """More rows in the batch of one replica only, while the other goes on."""
+    """More rows in the batch of one replica only, while the other continues."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -291,7 +291,7 @@ class SelectsForSome(Network):
 
 
 class CountsAndSelects(Selects):
-    """What the microbatches that have run before it breaks have left is counted once."""
+    """Side effects of the microbatches before the failure are counted once."""
 
     def __init__(self):
         super().__init__()
@@ -333,6 +333,6 @@ BREAKS = [
 
 
 @pytest.mark.parametrize(("module", "layout", "options"), BREAKS, ids=lambda value: named(value) or str(value))
-def test_a_step_that_breaks_in_the_middle_is_run_again_in_shards(worlds, module, layout, options):
+def test_step_that_fails_midway_is_rerun_sharded(worlds, module, layout, options):
     report = check(worlds, module, layout, make_data=longer_data, steps=6, **{"num_microbatches": 2, **options})
     assert report.outcome == "same" and SHARDED in str(report), str(report)

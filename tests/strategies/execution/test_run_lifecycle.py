@@ -36,7 +36,7 @@ def trained(size):
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def test_a_recorded_step_of_manual_optimization_leaves_its_parameters_trainable(worlds):
+def test_recorded_manual_step_leaves_parameters_trainable(worlds):
     expected = trained(1)
     for weights in worlds.run(2, trained, 2):
         assert all(torch.allclose(weights[name], value, rtol=1e-10) for name, value in expected.items())

@@ -1,4 +1,4 @@
-"""Keys that some ranks log and others do not: refused within a replica, taken as they come between replicas."""
+"""Keys that only some ranks log: refused within a replica, allowed between replicas."""
 
 import pytest
 
@@ -41,34 +41,34 @@ ONE_REPLICA = under([x for x in LAYOUTS if x.replicas == 1])
 
 
 @ONE_REPLICA
-def test_with_one_replica_ranks_are_one_to_the_user(worlds, layout):
+def test_one_replica_appears_as_one_rank(worlds, layout):
     report = check(worlds, LogsOtherKeysOnOtherRanks, layout)
     assert report.outcome == "same", str(report)
 
 
 @ONE_REPLICA
-def test_what_the_first_rank_alone_logs_is_refused(worlds, layout):
+def test_logging_on_rank_0_only_is_refused(worlds, layout):
     report = check(worlds, LogsOnFirstRank, layout)
     assert report.outcome == "refused" and "log the same keys on every rank" in report.message, str(report)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("module", [LogsOnFirstRank, ValidatesOnFirstRank], ids=lambda module: module.__name__)
-def test_what_the_first_tensor_rank_alone_logs_is_refused(worlds, module, num_microbatches):
+def test_logging_on_tensor_rank_0_only_is_refused(worlds, module, num_microbatches):
     report = check(worlds, module, TENSOR_RANKS, num_microbatches=num_microbatches)
     # By the time of the validation the model has trained, which is no refusal any more.
     assert report.outcome == ("refused" if module is LogsOnFirstRank else "failed"), str(report)
     assert "the 2 tensor ranks of one replica log different keys" in report.message, str(report)
 
 
-def test_to_the_user_tensor_ranks_are_one(worlds):
+def test_tensor_ranks_appear_as_one_rank(worlds):
     report = check(worlds, LogsOtherKeysOnOtherRanks, TENSOR_RANKS, num_microbatches=1)
     assert report.outcome == "same", str(report)
 
 
-def test_a_condition_on_the_rank_is_refused_where_ranks_of_a_replica_differ(worlds):
+def test_rank_condition_within_a_replica_is_refused(worlds):
     for _, message, moved in worlds.run(4, fit_until_error, LogsOnFirstRank, 2):
-        # A rank whose own replica agrees may learn of it by the loss of its peers.
+        # A rank whose replica agrees may learn of it by the loss of its peers.
         reason = message.lower()
         assert "log the same keys on every rank" in reason or "connection closed" in reason, message
         assert not moved
@@ -78,13 +78,13 @@ def test_a_condition_on_the_rank_is_refused_where_ranks_of_a_replica_differ(worl
     ("module", "pp"),
     [(LogsOnFirstRank, 1), (LogsOtherKeysOnOtherRanks, 1), (LogsOtherKeysOnOtherRanks, 2)],
 )
-def test_replicas_may_log_other_keys(worlds, module, pp):
+def test_replicas_may_log_different_keys(worlds, module, pp):
     for kind, message, _ in worlds.run(2 * pp, fit_until_error, module, pp):
         assert (kind, message) == ("", "nothing was refused")
 
 
-class LogsThroughItsOwn(EncoderDecoder):
-    """Has a prefix of its own, and logs in prediction what only its own method understands: nothing."""
+class OverridesLog(EncoderDecoder):
+    """Adds a prefix, and ignores in prediction values that Lightning refuses."""
 
     def log(self, name, value, **options):
         if not self.trainer.predicting:
@@ -97,8 +97,8 @@ class LogsThroughItsOwn(EncoderDecoder):
 
 
 @under([LAYOUTS[0], TENSOR_RANKS])
-def test_an_own_method_for_logging_is_asked_first(worlds, layout):
-    report = check(worlds, LogsThroughItsOwn, layout, make_data=with_prediction)
+def test_overridden_log_method_is_called_first(worlds, layout):
+    report = check(worlds, OverridesLog, layout, make_data=with_prediction)
     assert report.outcome == "same", str(report)
 
 
@@ -108,6 +108,6 @@ class LogsNothing(EncoderDecoder):
         return super().training_step(batch, batch_idx)
 
 
-def test_what_is_no_number_is_refused_in_lightnings_words(worlds):
+def test_non_numbers_are_refused_as_by_lightning(worlds):
     report = check(worlds, LogsNothing, LAYOUTS[0])
     assert "`self.log(nothing, None)` was called, but `NoneType` values cannot be logged" in report.message, str(report)

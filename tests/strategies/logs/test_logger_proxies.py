@@ -1,4 +1,4 @@
-"""What a step tells its logger itself: once per batch and with real numbers, as in one process."""
+"""Direct calls of a step to its logger: once per batch and with real numbers, as in one process."""
 
 import pytest
 import torch
@@ -15,14 +15,14 @@ class Experiment:
     directory = "here"
 
     def __init__(self):
-        self.told = []
+        self.calls = []
 
     def add_scalar(self, name, value, step):
-        self.told.append((name, float(value), step))
+        self.calls.append((name, float(value), step))
 
 
 class Notebook(Logger):
-    """A logger as others write them: its experiment is real on rank 0 alone."""
+    """A third-party logger: its experiment is real on rank 0 only."""
 
     name, version = "notebook", 0
 
@@ -37,13 +37,13 @@ class Notebook(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics, step=None):
-        self.own.told.append(("metrics", {name: float(value) for name, value in metrics.items()}, step))
+        self.own.calls.append(("metrics", {name: float(value) for name, value in metrics.items()}, step))
 
     def log_hyperparams(self, *_):
         pass
 
 
-class Tells(Regression):
+class CallsLogger(Regression):
     def training_step(self, batch, batch_idx):
         assert isinstance(self.logger, Notebook)
         h = self.layers[0](batch[0])
@@ -57,7 +57,7 @@ class Tells(Regression):
         return loss
 
 
-class TellsTwoNumbers(Regression):
+class CallsLoggerTwice(Regression):
     """The same method twice: two calls of one batch, not one of two microbatches."""
 
     def training_step(self, batch, batch_idx):
@@ -68,37 +68,38 @@ class TellsTwoNumbers(Regression):
         return loss
 
 
-class TellsNoNumbers(Regression):
-    """Nothing of the model, by a call per microbatch."""
+class CallsWithoutNumbers(Regression):
+    """No model values, by a call per microbatch."""
 
     def training_step(self, batch, batch_idx):
         self.logger.experiment.add_scalar("batch", batch_idx, self.global_step)
         return self.loss(batch)
 
 
-def run_told(module, strategy, devices):
+def run_calls(module, strategy, devices):
     torch.manual_seed(0)
     logger, model = Notebook(), module().double()
     trainer = trainer_of(devices, strategy, [], max_epochs=1, logger=logger, limit_val_batches=0)
     data = regression_data()
     trainer.fit(model, torch.utils.data.DataLoader(data["train_dataloaders"].dataset, 8))
     assert "_hybrid_logger_calls" not in vars(model)
-    return logger.own.told
+    return logger.own.calls
 
 
 def run_over_stages(module, num_microbatches, stages):
     options = {"pipeline_parallel_size": 2, "num_microbatches": num_microbatches, "stages_per_rank": stages}
-    return run_told(module, Hybrid3DStrategy(**options), 2)
+    return run_calls(module, Hybrid3DStrategy(**options), 2)
 
 
 @pytest.mark.parametrize(
-    ("module", "num_microbatches"), [(Tells, 2), (Tells, 1), (TellsTwoNumbers, 2), (TellsNoNumbers, 2)]
+    ("module", "num_microbatches"),
+    [(CallsLogger, 2), (CallsLogger, 1), (CallsLoggerTwice, 2), (CallsWithoutNumbers, 2)],
 )
 @pytest.mark.parametrize("stages", [1, 2])
-def test_loggers_are_told_once_and_with_numbers(worlds, module, num_microbatches, stages):
-    [expected] = worlds.run(1, run_told, module, "auto", 1)
-    told, nothing = worlds.run(2, run_over_stages, module, num_microbatches, stages)
-    assert nothing == [] and len(told) == len(expected) > 3
-    for ours, theirs in zip(told, expected, strict=True):
-        assert ours[::2] == theirs[::2]
-        assert ours[1] == pytest.approx(theirs[1], rel=1e-9)
+def test_loggers_are_called_once_with_numbers(worlds, module, num_microbatches, stages):
+    [expected] = worlds.run(1, run_calls, module, "auto", 1)
+    calls, nothing = worlds.run(2, run_over_stages, module, num_microbatches, stages)
+    assert nothing == [] and len(calls) == len(expected) > 3
+    for actual, wanted in zip(calls, expected, strict=True):
+        assert actual[::2] == wanted[::2]
+        assert actual[1] == pytest.approx(wanted[1], rel=1e-9)

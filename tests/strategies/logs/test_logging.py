@@ -1,4 +1,4 @@
-"""What a step logs is the same number on every rank, and the number that one process logs."""
+"""Logged values are the same on every rank, and match one process."""
 
 import math
 
@@ -53,14 +53,14 @@ def run_logs(size, pp, batch_size, options, **trainer_options):
 
 
 @LAYOUTS
-def test_epoch_values_equal_those_of_one_process_that_accumulates(worlds, size, pp):
+def test_epoch_values_match_one_process_that_accumulates(worlds, size, pp):
     # Microbatches of one sample: the mean over them is the mean over samples, for nonlinear values too.
     replicas = size // pp
     [expected] = worlds.run(1, run_logs, 1, 1, 1, {}, accumulate_grad_batches=6)
     results = worlds.run(size, run_logs, size, pp, 6 // replicas, {"num_microbatches": 6 // replicas})
     for result in results:
-        for ours, one_process in zip(result, expected, strict=True):
-            assert_same(ours, one_process, rtol=1e-6)  # numbers read with .item() are logged in float32
+        for actual, one_process in zip(result, expected, strict=True):
+            assert_same(actual, one_process, rtol=1e-6)  # numbers read with .item() are logged in float32
 
 
 class LogsSteps(Tiny):
@@ -94,17 +94,17 @@ def run_steps(size, pp, options):
 
 
 @pytest.mark.parametrize("count", [1, 3, "auto"])
-def test_step_values_and_outputs_equal_those_of_one_process(worlds, count):
+def test_step_values_and_outputs_match_one_process(worlds, count):
     [(steps, end)] = worlds.run(1, run_steps, 1, 1, {})
-    for ours, our_end in worlds.run(2, run_steps, 2, 2, {"num_microbatches": count}):
-        assert len(ours) == len(steps) == 6
-        for our_step, step in zip(ours, steps, strict=True):
+    for actual, our_end in worlds.run(2, run_steps, 2, 2, {"num_microbatches": count}):
+        assert len(actual) == len(steps) == 6
+        for our_step, step in zip(actual, steps, strict=True):
             assert_same(our_step, step)
         assert_same(our_end, end)
 
 
 class LogsInHooks(Tiny):
-    """Logs from hooks of the module, and keeps outputs as Lightning's documentation shows."""
+    """Logs from hooks of the module, and stores outputs as in Lightning's documentation."""
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -179,7 +179,7 @@ def test_metric_logged_on_one_stage_only(worlds):
 
 
 class CountsEpoch(Tiny):
-    """Logs a metric of each epoch, and looks at its weights as the epoch ends."""
+    """Logs a metric of each epoch, and reads its weights as the epoch ends."""
 
     def __init__(self):
         super().__init__()
@@ -196,7 +196,7 @@ class CountsEpoch(Tiny):
 
 
 class BarOfFirstRank(Callback):
-    """Asks for metrics on one rank, as progress bars do."""
+    """Reads metrics on one rank, as progress bars do."""
 
     def on_train_epoch_end(self, trainer, pl_module):
         if trainer.is_global_zero:
@@ -211,14 +211,14 @@ def run_with_bar(size, pp):
 
 
 @LAYOUTS
-def test_a_bar_asks_for_metrics_on_one_rank_before_hooks_that_meet_the_others(worlds, size, pp):
+def test_progress_bar_reads_metrics_before_collective_hooks(worlds, size, pp):
     (mean, norm, seen), *others = worlds.run(size, run_with_bar, size, pp)
     assert seen == {"mean": mean} and math.isfinite(mean)
     assert all(other == (mean, norm, None) for other in others)
 
 
 class CountsEvaluations(Tiny):
-    """Logs metrics of evaluations, looks at its weights as they end, and then changes one of the metrics."""
+    """Logs metrics of evaluations, reads its weights as they end, and then changes one of the metrics."""
 
     def __init__(self):
         super().__init__()
@@ -245,7 +245,7 @@ class CountsEvaluations(Tiny):
 
 
 class BarOfEvaluations(Callback):
-    """Asks for metrics on one rank."""
+    """Reads metrics on one rank."""
 
     def on_validation_epoch_end(self, trainer, pl_module):
         if trainer.is_global_zero:
@@ -268,7 +268,7 @@ def run_evaluations_with_bar(size, pp):
 
 
 @LAYOUTS
-def test_a_bar_asks_for_metrics_of_an_evaluation_on_one_rank(worlds, size, pp):
+def test_progress_bar_reads_evaluation_metrics(worlds, size, pp):
     [expected] = worlds.run(1, run_evaluations_with_bar, 1, 1, timeout=60)
     first, *others = worlds.run(size, run_evaluations_with_bar, size, pp, timeout=60)
     for index, numbers in enumerate(first):
@@ -285,7 +285,7 @@ def run_profiled():
     return [name for name in trainer.profiler.recorded_durations if name.startswith("[Callback]")]
 
 
-def test_a_profiler_shows_callbacks_by_names_of_classes(worlds):
+def test_profiler_shows_callback_class_names(worlds):
     for names in worlds.run(2, run_profiled):
         assert "[Callback]FullAtTrainEnd.on_train_end" in names
         assert not [name for name in names if "<locals>" in name]

@@ -1,4 +1,4 @@
-"""What `compile=` may be, and what it needs on the machine."""
+"""Valid values of `compile=`, and what it needs on the machine."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from lightning_hybrid.strategies.techniques.compilation import check_compiler
     ],
     ids=str,
 )
-def test_what_may_be_given(given, meant):
+def test_valid_values(given, meant):
     assert compile_options(given) == meant
 
 
@@ -39,12 +39,12 @@ def test_what_may_be_given(given, meant):
     ],
     ids=str,
 )
-def test_what_may_not(given, message):
+def test_invalid_values(given, message):
     with pytest.raises(ValueError, match=message):
         Hybrid3DStrategy(compile=given)
 
 
-def test_a_machine_without_a_compiler(monkeypatch):
+def test_missing_compiler(monkeypatch):
     import torch._inductor.config as config
 
     check_compiler(torch.device("cpu"))
@@ -56,7 +56,7 @@ def test_a_machine_without_a_compiler(monkeypatch):
 
 
 @pytest.mark.parametrize("given", ["units", {"backend": "aot_eager", "dynamic": False}], ids=str)
-def test_it_can_be_written_in_yaml(given):
+def test_yaml_form(given):
     import yaml
     from jsonargparse import ArgumentParser
 

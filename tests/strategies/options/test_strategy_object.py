@@ -1,4 +1,4 @@
-"""The strategy as an object among the arguments that users save, copy and send."""
+"""The strategy as an object that users save, copy and send with other arguments."""
 
 import copy
 import pickle
@@ -10,7 +10,7 @@ from lightning_hybrid import Hybrid3DStrategy
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda strategy: pickle.loads(pickle.dumps(strategy))])
-def test_it_can_be_copied_before_a_run(again):
+def test_copy_before_a_run(again):
     other = again(Hybrid3DStrategy(pipeline_parallel_size=2, num_microbatches=4, recompute="full"))
     assert vars(other).keys() == vars(Hybrid3DStrategy()).keys()
     assert repr(other.options) == repr(
@@ -19,13 +19,13 @@ def test_it_can_be_copied_before_a_run(again):
 
 
 class TakesTrainerArguments(LightningModule):
-    """As forecasting libraries have it, which make the Trainer themselves."""
+    """As in forecasting libraries, which make the Trainer themselves."""
 
     def __init__(self, **trainer_kwargs):
         super().__init__()
         self.save_hyperparameters()
 
 
-def test_a_module_may_save_it_with_its_arguments():
+def test_saved_as_hyperparameter():
     module = TakesTrainerArguments(strategy=Hybrid3DStrategy(pipeline_parallel_size=2))
     assert isinstance(module.hparams["strategy"], Hybrid3DStrategy)

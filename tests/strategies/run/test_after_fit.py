@@ -1,4 +1,4 @@
-"""The lines after `fit`: saving, inference, exports; and checkpoints that only the first rank asks for."""
+"""Operations after `fit`: saving, inference, exports; and checkpoints that only the first rank requests."""
 
 import os
 import time
@@ -47,8 +47,8 @@ class Language(Regressor):
         return self.head(self.model(input_ids=((x + 1) * 7).long()).last_hidden_state[:, 0])
 
 
-class SavesAlone(Exports):
-    """Saves on the first rank only, or on those of the first replica, while the module is in parts."""
+class SavesOnSomeRanks(Exports):
+    """Saves on the first rank only, or on those of the first replica, while the module is sharded."""
 
     def __init__(self, hook, first_replica):
         super().__init__()
@@ -92,7 +92,7 @@ def saved(size, pp, folder):
 def pretrained(size, pp, folder):
     module, trainer = fit(Language, size, pp, folder)
     module.model.save_pretrained(folder)
-    if trainer.is_global_zero:  # transformers itself writes on the first process alone
+    if trainer.is_global_zero:  # transformers itself writes on the first process only
         loaded = BertModel.from_pretrained(folder, add_pooling_layer=False).double()
         tokens = torch.arange(4).unsqueeze(0)
         module.eval()
@@ -103,15 +103,15 @@ def pretrained(size, pp, folder):
 
 @under_sizes({"pp2": (2, 2), "dp2 x pp2": (4, 2)})
 @pytest.mark.parametrize("use", [saved, pretrained], ids=lambda use: use.__name__)
-def test_what_follows_fit(worlds, tmp_path, use, size, pp):
+def test_operations_after_fit(worlds, tmp_path, use, size, pp):
     results = worlds.run(size, use, size, pp, str(tmp_path))
     assert all(result == results[0] for result in results)
 
 
-def save_alone(size, hook, folder, pp=2, further=None):
+def save_on_some_ranks(size, hook, folder, pp=2, further=None):
     start = time.monotonic()
     try:
-        fit(partial(SavesAlone, hook, first_replica=size > 2), size, pp, folder, **(further or {}))
+        fit(partial(SavesOnSomeRanks, hook, first_replica=size > 2), size, pp, folder, **(further or {}))
     except Exception as error:
         return f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}", time.monotonic() - start
     return "saved", time.monotonic() - start
@@ -121,13 +121,13 @@ PLACES = [(2, "on_train_batch_end"), (2, "on_before_optimizer_step"), (4, "on_tr
 
 
 @pytest.mark.parametrize(("size", "hook"), PLACES, ids=lambda value: str(value))
-def test_a_checkpoint_that_some_ranks_ask_for_ends_within_seconds(worlds, tmp_path, size, hook):
-    assert_refused_soon(worlds.run(size, save_alone, size, hook, str(tmp_path), timeout=40))
+def test_checkpoint_on_some_ranks_ends_within_seconds(worlds, tmp_path, size, hook):
+    assert_refused_soon(worlds.run(size, save_on_some_ranks, size, hook, str(tmp_path), timeout=40))
 
 
 @pytest.mark.parametrize("further", [{"zero_stage": 3}, {"tensor_parallel_size": 2}], ids=["zero3", "tp2"])
-def test_one_rank_of_sharded_layers_asks_for_a_checkpoint(worlds, tmp_path, further):
-    results = worlds.run(2, save_alone, 2, "on_train_batch_end", str(tmp_path), 1, further, timeout=40)
+def test_checkpoint_on_one_rank_of_sharded_layers(worlds, tmp_path, further):
+    results = worlds.run(2, save_on_some_ranks, 2, "on_train_batch_end", str(tmp_path), 1, further, timeout=40)
     assert_refused_soon(results)
 
 

@@ -1,4 +1,4 @@
-"""Neither a step nor a run leaves anything to Python's garbage collector."""
+"""Neither a step nor a run leaves tensors to Python's garbage collector."""
 
 import ctypes
 import gc
@@ -44,8 +44,8 @@ def trainer_over_stages(devices, num_microbatches, **options):
     )
 
 
-def num_places():
-    """Tensors over the memory that ranks share: as many as messages were ever under way at once."""
+def num_slots():
+    """Tensors over shared memory: the maximal number of messages in flight."""
     made = [made[1] for made in transfers._transfers._made.values() if made is not None]
     return sum(len(memory._contents) for one in made for memory in one._memories.values())
 
@@ -56,7 +56,7 @@ class Count(pl.Callback):
 
     def on_train_batch_end(self, *_):
         alive = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
-        self.tensors.append(alive - num_places())
+        self.tensors.append(alive - num_slots())
 
 
 def count_tensors(devices):
@@ -73,7 +73,7 @@ def count_tensors(devices):
 def test_steps_leave_no_tensors_to_the_garbage_collector(worlds):
     for tensors in [*worlds.run(1, count_tensors, 1), *worlds.run(2, count_tensors, 2)]:
         assert len(tensors) == 12
-        # One tensor per microbatch left behind would be 40 here; messages under way come and go.
+        # One leaked tensor per microbatch would be 40 here; messages in flight come and go.
         assert tensors[-1] - tensors[1] < 10, f"live tensors after each step: {tensors}"
 
 
@@ -87,8 +87,8 @@ def count_workers_after_fit(devices):
         gc.enable()
 
 
-def test_the_workers_of_a_loader_end_with_the_run(worlds):
-    # The garbage collector would wait 5 s for each: it closes their queues before it says that they shall end.
+def test_loader_workers_end_with_the_run(worlds):
+    # The garbage collector would wait 5 s for each: it closes their queues before it stops them.
     assert worlds.run(2, count_workers_after_fit, 2) == [0, 0]
 
 
@@ -112,7 +112,7 @@ class Resident(pl.Callback):
 
     def on_train_batch_end(self, *_):
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # pages that the allocator keeps are not the run's
+        ctypes.CDLL(None).malloc_trim(0)  # pages that the allocator caches are not the run's
         status = Path("/proc/self/status").read_text()
         self.megabytes = int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) / 1024
 
@@ -127,9 +127,9 @@ def measure_resident(devices):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status and calls glibc")
-def test_each_of_two_ranks_holds_half_of_a_large_model(worlds):
+def test_each_of_two_ranks_stores_half_of_a_large_model(worlds):
     [alone] = worlds.run(1, measure_resident, 1, timeout=200)
-    # Parameters, gradients and two states of Adam: 800 MB alone.
+    # Parameters, gradients and two states of Adam: 800 MB on one rank.
     assert alone > 600, f"{alone:.0f} MB"
     for rank, megabytes in enumerate(worlds.run(2, measure_resident, 2, timeout=200)):
         assert megabytes < 0.7 * alone, f"rank {rank} holds {megabytes:.0f} MB, one process {alone:.0f} MB"

@@ -1,4 +1,4 @@
-"""What a run over several ranks leaves behind: a Trainer, handlers and objects as after any run of Lightning's."""
+"""State after a run over several ranks: a Trainer, handlers and objects as after any run of Lightning's."""
 
 import copy
 import io
@@ -41,7 +41,7 @@ class Breaks(Tiny):
 
 
 def state_of(trainer):
-    """What a run might leave on a Trainer and in the process."""
+    """State that a run might change on a Trainer and in the process."""
     loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop]
     loops += [trainer.fit_loop.epoch_loop.automatic_optimization, trainer.validate_loop, trainer.test_loop]
     connectors = [trainer._signal_connector, trainer._data_connector, trainer._checkpoint_connector]
@@ -52,26 +52,26 @@ def state_of(trainer):
     }
 
 
-def left_behind(pp, options, error):
+def changed_state(pp, options, error):
     ignore_warnings()
-    module, trainer, told = Breaks(), trainer_of(2, pp, strategy_options=options, max_epochs=1), []
+    module, trainer, reports = Breaks(), trainer_of(2, pp, strategy_options=options, max_epochs=1), []
     module.error = error
     before = state_of(trainer)
-    with mock.patch.object(Strategy, "on_exception", lambda _, exception: told.append(str(exception))):
+    with mock.patch.object(Strategy, "on_exception", lambda _, exception: reports.append(str(exception))):
         try:
             trainer.fit(module, loader(4), loader(4))
         except (SystemExit, RuntimeError) as raised:
-            told.append(type(raised).__name__)
+            reports.append(type(raised).__name__)
     after = state_of(trainer)
-    return told, {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+    return reports, {name: (before[name], after[name]) for name in before if before[name] != after[name]}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
-def test_a_run_leaves_the_trainer_as_it_was(worlds, layout, error):
-    for told, changed in worlds.run(2, left_behind, *LAYOUTS[layout], error):
+def test_trainer_is_restored_after_a_run(worlds, layout, error):
+    for reports, changed in worlds.run(2, changed_state, *LAYOUTS[layout], error):
         raised = "SystemExit" if error is KeyboardInterrupt else "RuntimeError"
-        assert told == ([] if error is None else ["after the second batch", raised])
+        assert reports == ([] if error is None else ["after the second batch", raised])
         assert not changed, changed
 
 
@@ -105,7 +105,7 @@ def copied(pp, options):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_run_leaves_can_be_copied_and_goes_on(worlds, layout):
+def test_objects_can_be_copied_and_used_after_a_run(worlds, layout):
     for needed, losses in worlds.run(2, copied, *LAYOUTS[layout]):
         assert needed == [] and losses[0] == losses[1]
 
@@ -125,5 +125,5 @@ def copied_in_a_run():
     return copies.copied
 
 
-def test_the_strategy_can_be_copied_in_a_run(worlds):
+def test_strategy_can_be_copied_during_a_run(worlds):
     assert worlds.run(2, copied_in_a_run) == [True, True]

@@ -1,4 +1,4 @@
-"""Modules built empty: the values of one process on every layout, and never more memory than a rank's own part."""
+"""Modules built empty: the values of one process on every layout, and never more memory than a rank's own shards."""
 
 import os
 
@@ -40,13 +40,13 @@ class Scaled(Tiny):
         return self.optimizer
 
 
-class Watch(pl.Callback):
-    """What a rank holds when training starts, and what it has allocated by then."""
+class MeasuresMemory(pl.Callback):
+    """Memory of a rank when training starts, and its peak until then."""
 
     def __init__(self):
         self.start = {}
         self.absent = []
-        self.held_bytes = 0
+        self.stored_bytes = 0
         self.peak_bytes = 0
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
@@ -67,13 +67,13 @@ class Watch(pl.Callback):
                 self.absent.append(name)
             else:
                 self.start[name] = p.detach().clone()
-                self.held_bytes += p.untyped_storage().nbytes()
+                self.stored_bytes += p.untyped_storage().nbytes()
         self.buffers = {name: b.clone() for name, b in pl_module.named_buffers()}
 
 
 def fit(size, pp, empty, build=Scaled, batch=8, measure=False, **options):
     ignore_warnings()
-    watch = Watch()
+    watch = MeasuresMemory()
     trainer = trainer_of(size, pp, callbacks=[watch], **options)
     torch.manual_seed(5 + int(os.environ["RANK"]))  # the first rank's values count
     if measure:
@@ -93,17 +93,17 @@ def reference(replicas):
     """Plain Lightning, an ordinary constructor."""
     ignore_warnings()
     torch.manual_seed(5)
-    watch = Watch()
+    watch = MeasuresMemory()
     model = Scaled()
     trainer_of(callbacks=[watch]).fit(model, loader(8, replicas=replicas))
     return watch.start, watch.buffers, weights_of(model)
 
 
 @pytest.mark.parametrize(("size", "pp"), [(1, 1), (2, 2), (2, 1), (4, 2)])
-def test_every_layout_starts_and_trains_as_one_process_that_was_not_built_empty(worlds, size, pp):
+def test_every_layout_matches_one_process_without_empty_init(worlds, size, pp):
     [(start, buffers, expected)] = worlds.run(1, reference, size // pp if size > pp else None)
     options = {"strategy_options": {"num_microbatches": 1}}  # the strategy, also on one rank
-    for began, absent, held, weights, tied in worlds.run(
+    for began, absent, stored, weights, tied in worlds.run(
         size, on_rank, size, pp, True, batch=8 * pp // size, **options
     ):
         assert tied and set(began) | set(absent) == set(start)
@@ -111,7 +111,7 @@ def test_every_layout_starts_and_trains_as_one_process_that_was_not_built_empty(
         for name, value in began.items():
             assert torch.equal(value, start[name]), name
         for name, value in buffers.items():
-            assert torch.equal(held[name], value), name
+            assert torch.equal(stored[name], value), name
         assert_same(weights, expected)
 
 
@@ -140,24 +140,24 @@ class Late(pl.LightningModule):
 def late(size, pp):
     ignore_warnings()
     torch.manual_seed(5)
-    watch, model = Watch(), Late()
+    watch, model = MeasuresMemory(), Late()
     trainer = trainer_of(size, pp, callbacks=[watch], precision="64-true")
     watch.measure()
     trainer.fit(model, loader(8))
-    return watch.peak_bytes, watch.held_bytes
+    return watch.peak_bytes, watch.stored_bytes
 
 
 def measured(size, pp, empty):
     watch, _, _ = fit(size, pp, empty, wide, measure=True, precision="64-true")
-    return watch.peak_bytes, watch.held_bytes
+    return watch.peak_bytes, watch.stored_bytes
 
 
-def test_no_rank_allocates_more_than_its_stages_and_one_layer(worlds):
-    for peak, held in [*worlds.run(2, measured, 2, 2, True), *worlds.run(2, late, 2, 2)]:
-        assert 0 < held <= 2.2 * LAYER
-        assert held <= peak <= held + 1.3 * LAYER, f"{peak} bytes at most, of which {held} stay"
+def test_ranks_allocate_at_most_their_stages_and_one_layer(worlds):
+    for peak, stored in [*worlds.run(2, measured, 2, 2, True), *worlds.run(2, late, 2, 2)]:
+        assert 0 < stored <= 2.2 * LAYER
+        assert stored <= peak <= stored + 1.3 * LAYER, f"{peak} bytes at most, of which {stored} stay"
     for peak, _ in worlds.run(2, measured, 2, 2, False):
-        assert peak >= 3 * LAYER, "the measurement misses the whole module"
+        assert peak >= 3 * LAYER, "the measurement misses the full module"
 
 
 def saved(path):
@@ -182,7 +182,7 @@ def resumed(size, pp, path, build):
 
 
 class Configured(Scaled):
-    """Built on the meta device by the user's own hook."""
+    """Built on the meta device by the user's hook."""
 
     def __init__(self, width=FEATURES):
         pl.LightningModule.__init__(self)
@@ -209,29 +209,29 @@ class Configured(Scaled):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def test_a_resumed_checkpoint_replaces_what_was_drawn(worlds, tmp_path):
+def test_checkpoint_replaces_initial_values(worlds, tmp_path):
     path = str(tmp_path / "one.ckpt")
     [expected] = worlds.run(1, saved, path)
-    for ours in worlds.run(2, resumed, 2, 2, path, Scaled):
-        assert_same(ours, expected)
+    for actual in worlds.run(2, resumed, 2, 2, path, Scaled):
+        assert_same(actual, expected)
 
 
 def configured(size, pp, **options):
     ignore_warnings()
     torch.manual_seed(5)
-    watch = Watch()
+    watch = MeasuresMemory()
     model = Configured()
     trainer_of(size, pp, callbacks=[watch], **options).fit(model, loader(8))
     return watch.start, weights_of(model), model.layers[3].weight is model.layers[0].weight
 
 
-def test_a_model_on_meta_is_reset_equally_on_every_layout(worlds):
+def test_meta_model_is_reset_equally_on_every_layout(worlds):
     [(start, expected, _)] = worlds.run(1, configured, 1, 1, strategy_options={"num_microbatches": 1})
     assert float(start["layers.1.weight"].min()) >= 0.6  # reset_parameters draws at most 0.5
     assert 0 < float(start["layers.1.bias"].abs().max()) <= 0.5
-    for ours, weights, tied in worlds.run(2, configured, 2, 2):
-        assert tied and 0 < len(ours) < len(start)
-        for name, value in ours.items():
+    for actual, weights, tied in worlds.run(2, configured, 2, 2):
+        assert tied and 0 < len(actual) < len(start)
+        for name, value in actual.items():
             assert torch.equal(value, start[name]), name
         assert_same(weights, expected)
 
@@ -271,6 +271,6 @@ def refused(size, part):
 
 
 @pytest.mark.parametrize(("part", "name"), [(Bare, "layers.5.weight"), (Rotary, "layers.5.frequencies")])
-def test_what_nothing_gives_a_value_is_refused_by_name(worlds, part, name):
+def test_uninitialized_values_are_refused_by_name(worlds, part, name):
     for message in worlds.run(2, refused, 2, part):
         assert name in message and "reset_parameters()" in message and "init_module(empty_init=True)" in message

@@ -1,4 +1,4 @@
-"""All ranks start with the weights of the first one, whatever their kinds and sizes."""
+"""All ranks start with the weights of the first one, of any dtype and size."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.world(2)
-def test_every_tensor_is_that_of_the_first_rank():
+def test_every_tensor_equals_that_of_rank_0():
     mesh = Mesh.build(ParallelLayout(data_replicate_size=2), "cpu")
     module, expected = Mixed(seed=mesh.rank), Mixed(seed=0)
     places = [tensor.data_ptr() for tensor in module.state_dict().values()]

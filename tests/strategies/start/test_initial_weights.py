@@ -1,4 +1,4 @@
-"""The same seed does not always give the same weights on all ranks: those of the first rank count."""
+"""The same seed does not always give the same weights on all ranks: those of the first rank are used."""
 
 import os
 
@@ -11,7 +11,7 @@ from models.regression import FEATURES, Regression
 
 
 def salt():
-    """What differs between processes, as the order of a set of strings does; 0 on the first rank."""
+    """A number that differs between processes, as hashes of strings do; 0 on the first rank."""
     return int(os.environ.get("RANK", 0))
 
 
@@ -32,7 +32,7 @@ class HashOrdered(Regression):
         return super().forward(torch.where(self.flags, x + self.offset, x))
 
 
-class DrawsMoreElsewhere(HashOrdered):
+class DrawsMoreOnOtherRanks(HashOrdered):
     """Other ranks have drawn more numbers when the run begins, and the step draws some too."""
 
     def __init__(self):
@@ -45,15 +45,15 @@ class DrawsMoreElsewhere(HashOrdered):
 
 
 class MadeLate(HashOrdered):
-    """The head comes in `setup`, from a seed of each rank's own."""
+    """The head is made in `setup`, from another seed on each rank."""
 
     def setup(self, stage):
         torch.manual_seed(7 + salt())
         self.head = nn.Linear(FEATURES, 1).double()
 
 
-@each_under("module", [HashOrdered, DrawsMoreElsewhere], [*LAYOUTS, COMBINED], slow=[TENSOR])
-def test_the_weights_of_the_first_rank_count(worlds, module, layout):
+@each_under("module", [HashOrdered, DrawsMoreOnOtherRanks], [*LAYOUTS, COMBINED], slow=[TENSOR])
+def test_weights_of_rank_0_are_used(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
 

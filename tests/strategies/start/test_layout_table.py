@@ -1,4 +1,4 @@
-"""What a user sees of a run: the table at its start, rates that follow a metric, files of loggers, the bar."""
+"""What a user sees of a run: the start table, schedulers that follow a metric, logger files, the progress bar."""
 
 import csv
 import inspect
@@ -18,7 +18,7 @@ from lightning_hybrid import Hybrid3DStrategy
 from models.tiny import Tiny, loader
 
 
-def test_the_options_that_others_build_on():
+def test_options_that_others_build_on():
     found = inspect.signature(Hybrid3DStrategy.__init__).parameters
     positional = {name: p.default for name, p in found.items() if p.kind is p.POSITIONAL_OR_KEYWORD and name != "self"}
     timeout = positional.pop("timeout")
@@ -50,7 +50,7 @@ def run_table():
     return [line for line in lines if line.startswith("hybrid3d")]
 
 
-def test_the_table_is_printed_once_and_says_what_lies_where(worlds):
+def test_table_is_printed_once_and_shows_placement(worlds):
     first, *others = worlds.run(4, run_table)
     assert others == [[], [], []]
     [table] = first
@@ -89,10 +89,10 @@ class Plateau(Tiny):
 
 class Rates(Callback):
     def __init__(self):
-        self.noted = []
+        self.recorded = []
 
     def on_train_epoch_start(self, trainer, pl_module):
-        self.noted.append(trainer.optimizers[0].param_groups[0]["lr"])
+        self.recorded.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
 def run_plateau(size, pp):
@@ -102,10 +102,10 @@ def run_plateau(size, pp):
     trainer = trainer_of(size, pp, max_epochs=7, callbacks=[rates], strategy_options=options)
     batch_size, replicas = 8 * pp // size, 1 if size == pp else None
     trainer.fit(Plateau(), loader(batch_size, replicas=replicas), loader(batch_size))
-    return rates.noted
+    return rates.recorded
 
 
-def test_a_rate_falls_on_all_ranks_when_its_metric_does_not(worlds):
+def test_plateau_scheduler_steps_on_all_ranks(worlds):
     [expected] = worlds.run(1, run_plateau, 1, 1)
     assert len(set(expected)) == 4 and expected[:3] == [0.05] * 3, "it must fall in some epochs and not in others"
     for size in (2, 4):
@@ -122,12 +122,12 @@ def without_first_layers(module):
     module.layers[:2].requires_grad_(False)
 
 
-def test_a_loss_scale_changes_on_all_ranks_where_a_stage_is_frozen(worlds):
+def test_loss_scale_changes_on_all_ranks_with_a_frozen_stage(worlds):
     options = {"dtype": torch.float32, "precision": "16-mixed", "num_batches": 4, "change": without_first_layers}
     run = Run("Layers", pp=2, **options)
     expected = reference_of(worlds, run)
     ranks = worlds.run(2, fit, run)
-    assert ranks[0].units[0] == ["layers.0", "layers.1"], "the first stage must be frozen as a whole"
+    assert ranks[0].units[0] == ["layers.0", "layers.1"], "the first stage must be fully frozen"
     assert not any(ranks[0].grads), "it has no gradients"
     assert 1.0 < expected.scale < 2.0**16, "gradients must have overflown"
     assert [rank.scale for rank in ranks] == [expected.scale] * 2
@@ -178,7 +178,7 @@ def numbers_of(folder):
     }
 
 
-def test_loggers_and_the_bar_show_the_numbers_of_one_process(worlds, tmp_path):
+def test_loggers_and_progress_bar_match_one_process(worlds, tmp_path):
     [(bar, _)] = worlds.run(1, run_loggers, 1, 1, tmp_path / "one")
     expected = numbers_of(tmp_path / "one")
     assert bar and len(expected["csv"]) == len(expected["board"]) == 8 and expected["samples"]

@@ -1,4 +1,4 @@
-"""What cannot run is refused at set-up or before any parameter changes, in words that say what to do."""
+"""Unsupported runs are refused at set-up or before any parameter changes, with advice."""
 
 from contextlib import nullcontext
 
@@ -51,7 +51,7 @@ SEEN = []
 
 
 class ChangesLater(Tiny):
-    """A variable outside of the module decides: nothing shows it."""
+    """A variable outside of the module decides: no guard sees it."""
 
     def on_train_batch_start(self, batch, batch_idx):
         SEEN.append(batch_idx)
@@ -83,7 +83,7 @@ class OneUnit(Tiny):
 
 
 class Scripted(Tiny):
-    """Nobody sees into its second layer."""
+    """Its second layer cannot be traced."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ CASES = {
         ["Manual", "under pipeline_parallel_size=2: ", "manual optimization"],
     ),
 }
-# No stages run these: each rank holds shards, and runs the step on a share of the batch.
+# No stages run these: each rank has shards, and runs the step on a share of the batch.
 IN_SHARES = [Scripted, Manual, Branches, BranchesOnNumber, Recurrent, WithLBFGS, OneUnit]
 
 
@@ -118,7 +118,7 @@ def run_in_shares(model_class):
 
 
 @pytest.mark.parametrize("model_class", IN_SHARES)
-def test_what_no_stages_run_is_trained_in_shards(worlds, model_class):
+def test_unpipelinable_steps_are_trained_sharded(worlds, model_class):
     ranks = worlds.run(2, run_in_shares, model_class)
     assert ranks[0] == ranks[1]
     shares, steps, moved = ranks[0]
@@ -171,7 +171,7 @@ def weights_here(model):
     return {name: value.detach().clone() for name, value in model.named_parameters() if not is_absent(value)}
 
 
-def test_control_flow_that_nothing_shows_stops_before_its_step_changes_anything(worlds):
+def test_undetected_control_flow_stops_before_its_step(worlds):
     # The other rank waits for the one that raised; a real launch ends it (test_launchers.py), here the world does.
     with pytest.raises(RankError) as caught:
         worlds.run(2, run_changes)
@@ -181,7 +181,7 @@ def test_control_flow_that_nothing_shows_stops_before_its_step_changes_anything(
 
 
 class ChangesBefore(ChangesLater):
-    """What changes has a result that the next operation reads."""
+    """The changed operation has a result that the next one reads."""
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -189,7 +189,7 @@ class ChangesBefore(ChangesLater):
 
 
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"zero_stage": 3, "num_microbatches": 2}])
-def test_one_stage_trains_on_with_a_step_that_changes(worlds, options):
+def test_one_stage_trains_a_changing_step(worlds, options):
     assert all(worlds.run(2, changed_under, options))
 
 
@@ -222,7 +222,7 @@ def changed_under(options):
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
-def test_bad_options_are_refused_when_the_strategy_is_made(options, error, words):
+def test_bad_options_are_refused_by_the_constructor(options, error, words):
     with pytest.raises(error) as caught:
         lightning_hybrid.Hybrid3DStrategy(**options)
     assert all(word in str(caught.value) for word in words), str(caught.value)

@@ -1,4 +1,4 @@
-"""Files of Lightning's features, and runs that go on from them under this layout or another."""
+"""Files of Lightning's features, and runs that resume from them under this layout or another."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ def averages(kind):
 
 
 class SavedAverage:
-    """Saves after the first epoch of three, goes on in a new run, and validates at the end."""
+    """Saves after the first epoch of three, resumes in a new run, and validates at the end."""
 
     def __init__(self, kind):
         self.kind = kind
@@ -56,8 +56,8 @@ class SavedAverage:
     def __call__(self, run):
         norm = self.kind == "ema of buffers"
         path = f"{run.folder}/half.ckpt"
-        whole = {"microbatches": 1} if norm else {}
-        trainer = run.trainer(callbacks=[averages(self.kind), Saves(path, 5)], max_epochs=3, **whole)
+        unsplit = {"microbatches": 1} if norm else {}
+        trainer = run.trainer(callbacks=[averages(self.kind), Saves(path, 5)], max_epochs=3, **unsplit)
         trainer.fit(Net(norm=norm), run.data(), run.val_data())
         trainer.strategy.barrier()
         state = torch.load(path, weights_only=False)
@@ -65,7 +65,7 @@ class SavedAverage:
         if self.kind != "swa":
             assert any(not torch.equal(state["state_dict"][k], v) for k, v in state["current_model_state"].items())
         module = Net(norm=norm)
-        trainer = run.trainer(callbacks=[averages(self.kind)], max_epochs=3, **whole)
+        trainer = run.trainer(callbacks=[averages(self.kind)], max_epochs=3, **unsplit)
         trainer.fit(module, run.data(), run.val_data(), ckpt_path=path)
         numbers = run.numbers(trainer, module)
         [found] = trainer.validate(module, run.val_data(), verbose=False)
@@ -109,7 +109,7 @@ def test_swa_of_batch_norm(worlds, tmp_path):
 
 
 def test_swa_of_batch_norm_over_replicas(worlds, tmp_path):
-    """Each replica has statistics of its own; what is logged and when it ends are those of one process."""
+    """Each replica has its own statistics; logs and the end of training match one process."""
     [expected] = worlds.run(1, on_rank, swa_of_batch_norm, 1, 1, str(tmp_path / "one"))
     for result in worlds.run(2, on_rank, swa_of_batch_norm, 2, 1, str(tmp_path / "two")):
         assert result.keys() == expected.keys()
@@ -118,7 +118,7 @@ def test_swa_of_batch_norm_over_replicas(worlds, tmp_path):
 
 
 def search_and_average(run):
-    """The search saves, trains and reads the file again, while an average is kept."""
+    """The search saves, trains and reads the file again, with an average of the weights."""
     module = Net()
     finder = LearningRateFinder(num_training_steps=6, min_lr=1e-3, max_lr=0.5)
     trainer = run.trainer(callbacks=[finder, averages("ema")], max_epochs=2)
@@ -127,7 +127,7 @@ def search_and_average(run):
 
 
 @under_names({**{name: LAYOUTS[name] for name in ("pp2", "dp2 x pp2")}, **SHARED_OUT}, also=SHARED_OUT)
-def test_a_search_with_an_average(worlds, tmp_path, layout):
+def test_lr_finder_with_an_average(worlds, tmp_path, layout):
     check(worlds, tmp_path, search_and_average, layout)
 
 
@@ -140,14 +140,14 @@ class Unseeded(Net):
 
 
 def same_start(run):
-    """Ranks that draw their own weights average from those of the first."""
+    """Ranks that draw other weights average from those of the first."""
     module = Unseeded()
     trainer = run.trainer(callbacks=[averages("ema")], num_sanity_val_steps=2, max_epochs=1)
     trainer.fit(module, run.data(), run.val_data())
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
-def test_averages_begin_equal_on_all_ranks(worlds, tmp_path):
+def test_averages_start_equal_on_all_ranks(worlds, tmp_path):
     first, *others = worlds.run(4, on_rank, same_start, 4, 2, str(tmp_path))
     for other in others:
         compare(other, first, rtol=0, atol=0)
@@ -157,10 +157,10 @@ def test_averages_begin_equal_on_all_ranks(worlds, tmp_path):
 
 
 class Stateful:
-    """A loader that knows where it is, as torchdata's does; batches are a function of the position."""
+    """A loader with a position, as torchdata's; batches are a function of it."""
 
     def __init__(self, run):
-        # A loader of one's own is dealt to replicas by oneself.
+        # The user shards a custom loader over replicas.
         replicas = run.size // run.pp
         sampler = DistributedSampler(range(32), replicas, torch.distributed.get_rank() % replicas, seed=5)
         self.loader, self.position = DataLoader(Samples(32), 8 // replicas, sampler=sampler), 0
@@ -191,7 +191,7 @@ def double(epoch):
 
 
 class Resumed:
-    """From the middle of an epoch to the end; `stateful` loaders begin where the file says."""
+    """From the middle of an epoch to the end; `stateful` loaders begin at the saved position."""
 
     def __init__(self, stateful, callback=None):
         self.stateful, self.callback = stateful, callback
@@ -222,7 +222,7 @@ COVERED = [LAYOUTS["pp2"], LAYOUTS["dp2"]]  # by replicas of stages
     "layouts", [[(1, 1), (4, 2)], pytest.param(COVERED, marks=pytest.mark.slow)], ids=["", "covered"]
 )
 @pytest.mark.parametrize("case", CASES)
-def test_resumed_in_the_middle_of_an_epoch_under_every_layout(worlds, tmp_path, case, layouts):
+def test_resume_mid_epoch_under_every_layout(worlds, tmp_path, case, layouts):
     """Saved under one layout, resumed under all."""
     resumed = CASES[case]
     folder = str(tmp_path)
@@ -257,7 +257,7 @@ def requeued(run, ranks):
     os.makedirs(tools, exist_ok=True)
     if rank == 0:
         with open(f"{tools}/scontrol", "w") as script:
-            script.write(f'#!/bin/sh\necho "$@" >> {run.folder}/asked\n')
+            script.write(f'#!/bin/sh\necho "$@" >> {run.folder}/calls\n')
         os.chmod(f"{tools}/scontrol", 0o755)
     slurm = {"SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": str(run.size), "SLURM_LOCALID": str(rank)}
     slurm |= {"SLURM_PROCID": str(rank), "SLURM_NODEID": "0", "SLURM_NTASKS_PER_NODE": str(run.size)}
@@ -274,7 +274,7 @@ def requeued(run, ranks):
         module = Net()
         again = run.trainer(plugins=[SLURMEnvironment(auto_requeue=True)], max_epochs=2)
         again.fit(module, Stateful(run), run.val_data())
-        return first, run.numbers(again, module), again.ckpt_path, len(run.sees.rates)
+        return first, run.numbers(again, module), again.ckpt_path, len(run.recorder.rates)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -289,7 +289,7 @@ def requeued(run, ranks):
         pytest.param("dp2 x pp2", (2,), marks=pytest.mark.slow),
     ],
 )
-def test_a_job_that_slurm_takes_back_is_saved_and_requeued(worlds, tmp_path, layout, ranks):
+def test_preempted_slurm_job_is_saved_and_requeued(worlds, tmp_path, layout, ranks):
     size, pp = LAYOUTS[layout]
     folder = str(tmp_path)
     for first, second, path, batches in worlds.run(size, requeued, Run(size, pp, folder), ranks, timeout=30):
@@ -297,7 +297,7 @@ def test_a_job_that_slurm_takes_back_is_saved_and_requeued(worlds, tmp_path, lay
         assert batches == first["steps"] - torch.load(path, weights_only=False)["global_step"] > 0
         wanted = [name for name in first if name.startswith("parameter")]
         compare({n: second[n] for n in wanted}, {n: first[n] for n in wanted}, rtol=0, atol=0)
-    assert (tmp_path / "asked").read_text() == "requeue 17\n"
+    assert (tmp_path / "calls").read_text() == "requeue 17\n"
     assert torch.load(path, weights_only=False)["state_dict"].keys() == Net().state_dict().keys()
 
 
@@ -338,24 +338,26 @@ def pruning_microbatches(run):
 
 @EVERYWHERE
 @pytest.mark.parametrize("feature", [batch_size_finder, tuner_batch_size])
-def test_the_search_for_a_batch_size_is_refused(worlds, tmp_path, feature, layout):
-    for said in refusal(worlds, tmp_path, feature, layout):
+def test_batch_size_finder_is_refused(worlds, tmp_path, feature, layout):
+    for message in refusal(worlds, tmp_path, feature, layout):
         if feature is batch_size_finder:
-            assert said.startswith("ValueError: BatchSizeFinder") and "devices=1" in said, said
-        else:  # by Lightning itself, before it asks the strategy
-            assert said.startswith("ValueError: Tuning the batch size") and "distributed strategies" in said, said
+            assert message.startswith("ValueError: BatchSizeFinder") and "devices=1" in message, message
+        else:  # by Lightning itself, before it calls the strategy
+            assert message.startswith("ValueError: Tuning the batch size") and "distributed strategies" in message, (
+                message
+            )
 
 
 @STAGES
 def test_pruning_is_refused_with_stages(worlds, tmp_path, layout):
-    for said in refusal(worlds, tmp_path, pruning, layout):
-        assert said.startswith("ValueError: ModelPruning") and "after fit" in said, said
+    for message in refusal(worlds, tmp_path, pruning, layout):
+        assert message.startswith("ValueError: ModelPruning") and "after fit" in message, message
 
 
 @pytest.mark.parametrize("feature", [pruning_shards, pruning_over_tensor_ranks, pruning_microbatches])
-def test_pruning_is_refused_where_layers_are_shared_or_recorded(worlds, tmp_path, feature):
-    for said in refusal(worlds, tmp_path, feature, "dp2"):
-        assert said.startswith("ValueError: ModelPruning") and "after fit" in said, said
+def test_pruning_is_refused_with_shared_or_recorded_layers(worlds, tmp_path, feature):
+    for message in refusal(worlds, tmp_path, feature, "dp2"):
+        assert message.startswith("ValueError: ModelPruning") and "after fit" in message, message
 
 
 # -- one writer -------------------------------------------------------------------------------------------------------
@@ -376,7 +378,7 @@ def written_in_a_hook(run):
 
 
 @EVERYWHERE
-def test_a_file_that_a_hook_asks_for_is_written_by_one_rank(worlds, tmp_path, layout):
+def test_file_saved_by_a_hook_is_written_by_one_rank(worlds, tmp_path, layout):
     size, pp = LAYOUTS[layout]
     first, *others = worlds.run(size, on_rank, written_in_a_hook, size, pp, str(tmp_path))
     assert first == [sorted(Net().state_dict())]

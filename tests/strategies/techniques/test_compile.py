@@ -1,4 +1,4 @@
-"""Layers run compiled, over stages, replicas and tensor ranks, to the numbers of one process that compiles nothing."""
+"""Compiled layers over stages, replicas and tensor ranks match one process without compilation."""
 
 import dataclasses
 import functools
@@ -17,18 +17,18 @@ from models.moe_layers import Balanced
 QUICK = {"compile": {"backend": "aot_eager"}}  # all but the C++ compiler
 
 
-class Looks(Callback):
-    """At what is left on the modules, and at what is said of the units."""
+class RecordsCompiled(Callback):
+    """Records remaining patches of the modules, and the table lines of the units."""
 
     def __init__(self):
-        self.noted = {}
+        self.recorded = {}
 
     def on_train_start(self, trainer, pl_module):
         self.module = pl_module
-        self.noted["lines"] = trainer.strategy.run.compiled.lines()
+        self.recorded["lines"] = trainer.strategy.run.compiled.lines()
 
     def teardown(self, trainer, pl_module, stage):
-        self.noted["left"] = [name for name, m in self.module.named_modules() if {"forward"} & m.__dict__.keys()]
+        self.recorded["left"] = [name for name, m in self.module.named_modules() if {"forward"} & m.__dict__.keys()]
 
 
 def graphs_of(run):
@@ -37,7 +37,7 @@ def graphs_of(run):
 
     counters.clear()
     torch.compiler.reset()
-    fitted = fit(dataclasses.replace(run, callback=Looks))
+    fitted = fit(dataclasses.replace(run, callback=RecordsCompiled))
     fitted.extra["graphs"] = counters["stats"]["unique_graphs"]
     assert not fitted.extra["left"]
     return fitted
@@ -62,7 +62,7 @@ GRID = [
     slow(Run("Layers", dp=2, strategy={**QUICK, "zero_stage": 3, "reshard_after_forward": True}), 2),
     slow(Run("Layers", pp=2, dp=2, strategy=QUICK), 2),
     slow(Run("Layers", pp=2, tp=2, strategy=QUICK), 2),
-    # Transformers' cache for generation is a list of layers, at which each layer looks.
+    # Transformers' cache for generation is a list of layers, which each layer reads.
     slow(Run("GPT2", tp=2, microbatches=1, strategy=QUICK), 4),
     slow(Run("GPT2", dp=2, microbatches=1, strategy=QUICK), 4),
     slow(Run("GPT2", pp=2, strategy=QUICK), 2),
@@ -71,7 +71,7 @@ GRID = [
     slow(Run("Llama", dp=2, microbatches=1, strategy=QUICK), 4),
     slow(Run("Llama", pp=2, strategy=QUICK), 2),
     slow(Run("Llama", pp=2, dp=2, strategy=QUICK), 2),
-    slow(Run("Llama", tp=2, strategy=QUICK), 4),  # two ranks hold the same key head
+    slow(Run("Llama", tp=2, strategy=QUICK), 4),  # two ranks have the same key head
     slow(Run("Llama", pp=2, tp=2, strategy=QUICK), 2),
 ]
 
@@ -84,7 +84,7 @@ def test_parity(worlds, run, graphs):
 
 
 WITH_EXPERTS = {
-    "own": slow(Run(Balanced, dp=2, ep=2, microbatches=1, num_batches=1, strategy=QUICK)),
+    "moe layer": slow(Run(Balanced, dp=2, ep=2, microbatches=1, num_batches=1, strategy=QUICK)),
     "Mixtral": slow(Run(Mixtral, dp=2, ep=2, strategy=QUICK)),
     "width": slow(Run(Mixtral, tp=2, strategy=QUICK)),
     "both": slow(Run(Mixtral, dp=2, tp=2, ep=2, strategy={**QUICK, "recompute": "full"}, validate=True)),
@@ -94,8 +94,8 @@ WITH_EXPERTS = {
 
 
 @pytest.mark.parametrize("run", list(WITH_EXPERTS.values()), ids=list(WITH_EXPERTS))
-def test_sharded_experts_run_as_they_are_inside_of_compiled_layers(worlds, run):
-    """What lies before and behind them is compiled, once for all like layers."""
+def test_sharded_experts_inside_compiled_layers(worlds, run):
+    """Code before and after them is compiled, once for all equal layers."""
     ranks, _ = check_compiled(worlds, run, tolerance=1e-9 if run.strategy["compile"] == "units" else 1e-10)
     assert 0 < ranks[0].extra["graphs"] <= 12
     assert not any("not compiled" in line for line in ranks[0].extra["lines"])
@@ -118,7 +118,7 @@ def by_sgd(module):
     ids=name_of,
 )
 def test_parity_of_compiled_code(worlds, run):
-    # Llama's norms compute in float32 whatever they are given.
+    # Llama's norms compute in float32 for any input.
     for rank in check_compiled(worlds, run, tolerance=1e-6 if run.case == "Llama" else 1e-9)[0]:
         assert rank.extra["graphs"] and rank.extra["lines"][0].startswith("compiled with inductor")
 
@@ -128,15 +128,15 @@ class TwelveLayers(Layers):
         super().__init__(12)
 
 
-def test_equal_layers_are_compiled_once_and_evaluation_has_a_graph_of_its_own(worlds):
-    """Train and evaluation, with and without a gradient of the input, and once more with any number of samples."""
+def test_equal_layers_compile_once_per_mode(worlds):
+    """Train and evaluation, with and without a gradient of the input, and once for any number of samples."""
     run = Run(TwelveLayers, last=3, validate=True, strategy=QUICK)
     for rank in check_compiled(worlds, run)[0]:
         assert rank.extra["graphs"] <= 8, "fewer than layers"
 
 
 @pytest.mark.parametrize("layout", [{"pp": 2}, slow({})], ids=str)
-def test_dropout_is_the_same_in_each_run_and_over_any_stages(worlds, layout):
+def test_dropout_repeats_in_each_run_and_over_stages(worlds, layout):
     alone, again = (
         worlds.run(1, graphs_of, Run("Dropouts", strategy=QUICK))[0],
         Run("Dropouts", **layout, strategy=QUICK),
@@ -168,8 +168,8 @@ def test_recomputed_layers_run_compiled_both_times(worlds, microbatches):
     check_compiled(worlds, Run(Recomputed, dp=2, microbatches=microbatches, strategy=QUICK))
 
 
-@pytest.mark.slow  # as the strategy's own recomputation below
-def test_recomputation_draws_what_the_forward_drew(worlds):
+@pytest.mark.slow  # as the strategy's recomputation below
+def test_recomputation_repeats_the_forward_draws(worlds):
     expected, ranks = (
         worlds.run(2, graphs_of, Run(case, pp=2, strategy=QUICK)) for case in ("Dropouts", RecomputedDropouts)
     )
@@ -181,7 +181,7 @@ def compile_a_layer(module):
     module.layers[0].compile(backend="eager")
 
 
-def test_what_is_compiled_already_stays_as_it_is(worlds):
+def test_compiled_modules_are_kept(worlds):
     [rank], _ = check_compiled(worlds, Run("Layers", change=compile_a_layer, strategy=QUICK))
     assert rank.extra["lines"] == [
         "compiled with aot_eager: layers.1 .. layers.3 (3)",
@@ -190,7 +190,7 @@ def test_what_is_compiled_already_stays_as_it_is(worlds):
 
 
 @pytest.mark.slow
-def test_dealt_positions_are_left_alone(worlds):
+def test_sharded_sequences_are_not_compiled(worlds):
     ranks, _ = check_compiled(worlds, Run("GPT2", tp=2, sequence=True, strategy=QUICK))
     assert ranks[0].extra["lines"] == [
         "not compiled (positions are sharded over ranks): model.transformer.h.0 .. model.transformer.h.3 (4)"
@@ -199,17 +199,17 @@ def test_dealt_positions_are_left_alone(worlds):
 
 
 @pytest.mark.parametrize("case", [slow("Layers"), "Dropouts"])
-def test_the_first_step_is_verified(worlds, case):
-    """Where layers draw random numbers it is not compiled, since no other process would draw the same."""
+def test_first_step_is_verified(worlds, case):
+    """Layers that draw are not compiled in it, since no other process would draw the same."""
     worlds.run(2, graphs_of, Run(case, pp=2, strategy={**QUICK, "verify_first_step": True}))
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2, "microbatches": 1}, slow({"pp": 2}), slow({"tp": 2})], ids=str)
-def test_layers_that_the_strategy_computes_again(worlds, layout):
+def test_layers_recomputed_by_the_strategy(worlds, layout):
     check_compiled(worlds, Run("Layers", **layout, strategy={**QUICK, "recompute": "full"}))
 
 
-def test_they_draw_what_the_forward_drew(worlds):
+def test_strategy_recomputation_repeats_the_forward_draws(worlds):
     expected, ranks = (
         worlds.run(2, graphs_of, Run("Dropouts", pp=2, strategy={**QUICK, **more})) for more in ({}, {"recompute": 2})
     )

@@ -1,4 +1,4 @@
-"""Expert parallelism: replicas share the experts of unmodified models, to the numbers of one process."""
+"""Expert parallelism: replicas shard the experts of unmodified models, and match single-process training."""
 
 import re
 from dataclasses import replace
@@ -34,8 +34,8 @@ class Four(Mixtral):
     key_heads = 4
 
 
-class Alone(Experts):
-    """There is nothing but experts that tensor ranks could share."""
+class OnlyExperts(Experts):
+    """Tensor ranks can shard nothing but experts."""
 
     options: ClassVar = {"balance_loss": 0.0}
 
@@ -58,10 +58,10 @@ RUNS = {
     "two copies": shared(dp=4, trainer=CLIPPED, slow=True),
     "over stages": shared(pp=2, validate=True),
     "over tensor ranks": shared(tp=2, trainer=CLIPPED, slow=True),  # as without data ranks
-    "cut by tensor ranks alone": Run(GptOss, tp=2, trainer=CLIPPED),
-    "cut by tensor ranks alone, Mixtral": slow(Run(Mixtral, tp=2, validate=True, trainer=CLIPPED)),
-    "cut by tensor ranks alone, our layer": slow(Run(Balanced, tp=2)),
-    "cut by tensor ranks alone, DeepSeek": slow(Run(DeepseekV3, tp=2)),
+    "sharded by tensor ranks only": Run(GptOss, tp=2, trainer=CLIPPED),
+    "sharded by tensor ranks only, Mixtral": slow(Run(Mixtral, tp=2, validate=True, trainer=CLIPPED)),
+    "sharded by tensor ranks only, moe layer": slow(Run(Balanced, tp=2)),
+    "sharded by tensor ranks only, DeepSeek": slow(Run(DeepseekV3, tp=2)),
     "cut by tensor ranks, gpt-oss": shared(GptOss, tp=2, validate=True, slow=True),
     "cut by tensor ranks, in chunks": shared(Qwen3Moe, tp=2, strategy={"expert_chunks": 2}, slow=True),
     "cut by tensor ranks, zero3 by layer": slow(
@@ -71,7 +71,7 @@ RUNS = {
     "cut by tensor ranks, recomputed": shared(GptOss, tp=2, pp=2, strategy={"recompute": "full"}, slow=True),
     "cut by tensor ranks, a short batch": slow(Run(GptOss, tp=2, num_batches=3, last=3)),
     "over context ranks, a short batch": shared(Qwen3Moe, dp=1, cp=2, num_batches=3, last=3, slow=True),
-    "cut by tensor ranks, nothing else": slow(Run(Alone, tp=2)),
+    "cut by tensor ranks, nothing else": slow(Run(OnlyExperts, tp=2)),
     "cut by tensor ranks, four": slow(Run(Four, tp=4)),
     "dp2tp2pp2": shared(tp=2, pp=2, slow=True),
     "zero3": shared(dp=4, strategy={"zero_stage": 3}, trainer=CLIPPED),
@@ -90,7 +90,7 @@ RUNS = {
     "zero2 within the experts' ranks": shared(dp=4, ep=4, strategy={"zero_stage": 2, "shard_size": 2}, slow=True),
     "zero1 over stages": shared(dp=2, pp=2, strategy={"zero_stage": 1}, validate=True, slow=True),
     "a list, recomputed": shared(Looped, strategy={"recompute": "full"}, slow=True),
-    "recomputed in part": shared(strategy={"recompute": "selective"}, slow=True),
+    "partly recomputed": shared(strategy={"recompute": "selective"}, slow=True),
     "a list, validated": shared(Looped, validate=True, slow=True),
     "interleaved": shared(pp=2, strategy={"stages_per_rank": 2}, slow=True),
     "over context ranks": shared(dp=1, cp=2, trainer=CLIPPED),
@@ -109,7 +109,7 @@ RUNS = {
 }
 
 
-# Their routers work in float32 whatever the parameters are.
+# Their routers compute in float32 for any parameter dtype.
 IN_FLOAT32 = {DeepseekV3: 1e-5}
 
 
@@ -119,8 +119,8 @@ def test_parity(worlds, run):
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [pytest.param("32-true", 1e-3, marks=SLOW), ("bf16-mixed", 0.2)])
-def test_number_formats(worlds, precision, tolerance):
-    """Where rounding changes which expert a token goes to, as in a tiny Mixtral, replicas alone differ as much."""
+def test_precisions(worlds, precision, tolerance):
+    """Where rounding changes the routing, as in a tiny Mixtral, plain replicas differ as much."""
     options = {"trainer": {"precision": precision}, "dtype": torch.float32, "change": with_sgd}
     check(worlds, shared(Looped, **options), tolerance=tolerance)
 
@@ -129,25 +129,25 @@ def with_sgd(module):
     module.optimizer = "sgd"
 
 
-# --- what a rank holds and sends --------------------------------------------------------------------------------------
+# --- memory and messages of a rank -----------------------------------------------------------------------------------
 
 
 class CountsExperts(Callback):
     """Bytes of experts between two steps, and the all-to-alls of the run."""
 
-    noted = None
+    recorded = None
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         [optimizer] = trainer.optimizers
         with torch._C.DisableTorchFunction():
             experts = [p for name, p in pl_module.named_parameters() if ".experts." in name]
-            held = {
+            local = {
                 "parameters": sum(p.untyped_storage().nbytes() for p in experts),
                 "gradients": sum(p.grad.nbytes for p in experts if p.grad is not None),
                 "states": sum(v.nbytes for p in experts for v in optimizer.state[p].values() if v.dim()),
             }
         shared = getattr(getattr(trainer.strategy, "run", None), "experts", None)
-        self.noted = held, shared.ranks.num_exchanges if shared is not None else 0
+        self.recorded = local, shared.ranks.num_exchanges if shared is not None else 0
 
 
 @pytest.mark.parametrize(
@@ -157,16 +157,16 @@ class CountsExperts(Callback):
 )
 def test_bytes_are_sharded_and_exchanges_counted(worlds, run):
     run = replace(run, microbatches=1, callback=CountsExperts)
-    [(whole, _)] = worlds.run(1, held_by_one, run)
+    [(full, _)] = worlds.run(1, local_bytes, run)
     ranks = [rank.extra for rank in worlds.run(run.world_size, fit, run)]
-    for what, size in whole.items():
-        assert sum(held[what] for held, _ in ranks) == size > 0, (what, whole, ranks)
+    for what, size in full.items():
+        assert sum(local[what] for local, _ in ranks) == size > 0, (what, full, ranks)
         assert ranks[0][0][what] == size // run.world_size, what
     layers, steps = 2 * (run.ep > 1), 2
     assert all(number == (2 + 2) * layers * steps for _, number in ranks)  # two forward and two backward
 
 
-def held_by_one(run):
+def local_bytes(run):
     return fit_reference(run).extra
 
 
@@ -195,7 +195,7 @@ EP2_ZERO = Layout(1, dp=4, options=(("expert_parallel_size", 2), ("zero_stage", 
     ],
 )
 @pytest.mark.parametrize("kind", ["file", pytest.param("folder", marks=SLOW)])
-def test_resumed_under_every_layout(worlds, tmp_path, case, saving, loading, kind):
+def test_resume_under_every_layout(worlds, tmp_path, case, saving, loading, kind):
     path = str(tmp_path / "half.ckpt")
     [(expected, steps)] = worlds.run(1, train, case, PLAIN, 2)
     worlds.run(saving.world_size, save_halfway, case, folders(saving) if kind == "folder" else saving, path)
@@ -213,7 +213,7 @@ def test_resumed_under_every_layout(worlds, tmp_path, case, saving, loading, kin
 
 
 class OfAllRows(MixtralExperts):
-    """What it does to a row depends on the other ones, so that rows cannot be computed elsewhere."""
+    """A row's result depends on the other ones, so rows cannot be computed on other ranks."""
 
     def forward(self, hidden, which, weights):
         return super().forward(hidden - hidden.mean(0), which, weights)
@@ -227,11 +227,11 @@ def mixed_up(module):
 def ragged(module):
     """The second batch of the second replica is shorter."""
 
-    def cut(batch, dataloader_idx):
+    def shorten(batch, dataloader_idx):
         is_short = module.trainer.global_rank == 1 and module.trainer.global_step == 1
         return {name: value[:2] for name, value in batch.items()} if is_short else batch
 
-    module.on_before_batch_transfer = cut
+    module.on_before_batch_transfer = shorten
 
 
 @pytest.mark.parametrize(
@@ -256,10 +256,10 @@ def ragged(module):
     ids=["no experts", "uneven", "fails its proof", "ragged", "in one graph", "too many"],
 )
 def test_refused(worlds, run, message):
-    for said in worlds.run(run.world_size, refusal, fit, run):
-        assert re.search(message, said), said
+    for refused_with in worlds.run(run.world_size, refusal, fit, run):
+        assert re.search(message, refused_with), refused_with
 
 
-def test_an_adapter_is_a_class():
+def test_adapter_is_a_class():
     with pytest.raises(TypeError, match="give a subclass of"):
         register_experts(Mixtral)

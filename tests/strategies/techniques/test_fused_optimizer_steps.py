@@ -1,4 +1,4 @@
-"""Adam and AdamW on the host take torch's fused steps where the user leaves that to torch, to the same numbers."""
+"""Adam and AdamW on the host use torch's fused steps by default, with the same results."""
 
 import contextlib
 import copy
@@ -64,65 +64,65 @@ def stepped(kind, options, *, fuse, steps=4, gradients=give_gradients, dtype=tor
     return parameters, optimizer
 
 
-def assert_like(parameters, expected):
+def assert_same_layout(parameters, expected):
     for one, other in zip(parameters, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-15)
 
 
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_fused_steps_make_the_same_parameters_and_states(kind, options, fused_steps):
+def test_fused_steps_match_parameters_and_states(kind, options, fused_steps):
     expected, plain = stepped(kind, options, fuse=False)
     assert not fused_steps
     parameters, optimizer = stepped(kind, options, fuse=True)
     assert fused_steps == [4, 4, 4]  # the first step makes the states
-    assert_like(parameters, expected)
+    assert_same_layout(parameters, expected)
     assert optimizer.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
     for one, other in zip(parameters, expected, strict=True):
-        assert_like(optimizer.state[one].values(), plain.state[other].values())
+        assert_same_layout(optimizer.state[one].values(), plain.state[other].values())
 
 
 @pytest.mark.parametrize(("kind", "options"), LEFT_ALONE.values(), ids=LEFT_ALONE.keys())
-def test_a_choice_of_the_user_stays(kind, options, fused_steps):
+def test_user_choice_is_kept(kind, options, fused_steps):
     parameters, _ = stepped(kind, options, fuse=True)
     assert not fused_steps
     for one, other in zip(parameters, stepped(kind, options, fuse=False)[0], strict=True):
         assert torch.equal(one, other)
 
 
-def test_what_lies_otherwise_in_memory_is_not_fused(fused_steps):
+def test_other_memory_formats_are_not_fused(fused_steps):
     def transposed(parameters, step):
         give_gradients(parameters, step)
         parameters[0].grad = parameters[0].grad.t().contiguous().t()
 
     parameters, _ = stepped(*OPTIMIZERS["AdamW"], fuse=True, gradients=transposed)
     assert not fused_steps
-    assert_like(parameters, stepped(*OPTIMIZERS["AdamW"], fuse=False, gradients=transposed)[0])
+    assert_same_layout(parameters, stepped(*OPTIMIZERS["AdamW"], fuse=False, gradients=transposed)[0])
 
 
-def test_numbers_of_half_the_bits_are_not_fused(fused_steps):
+def test_half_precision_is_not_fused(fused_steps):
     stepped(*OPTIMIZERS["AdamW"], fuse=True, dtype=torch.bfloat16)
     assert not fused_steps
 
 
-class Watches(TorchFunctionMode):
+class FunctionMode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_that_watches_sees_the_users_own_step(fused_steps):
-    """It may hand the step other tensors, of which the kernel would not ask the shape."""
+def test_torch_function_mode_sees_the_original_step(fused_steps):
+    """It may pass other tensors to the step, whose shape the kernel would not check."""
     parameters = parameters_of()
     optimizer = torch.optim.AdamW(parameters)
     with contextlib.ExitStack() as until:
         fuse_steps([optimizer], until)
         for step in range(3):
             give_gradients(parameters, step)
-            with Watches():
+            with FunctionMode():
                 optimizer.step()
     assert not fused_steps
 
 
-def test_hooks_are_told_the_users_own_choice(fused_steps):
+def test_hooks_see_the_user_choice(fused_steps):
     parameters = parameters_of()
     optimizer, choices = torch.optim.AdamW(parameters), []
     note = [lambda one, args, kwargs, when=when: choices.append((when, one.param_groups[0]["fused"])) for when in "ab"]
@@ -137,7 +137,7 @@ def test_hooks_are_told_the_users_own_choice(fused_steps):
     assert list(optimizer._optimizer_step_post_hooks) == [hooks[1].id]
 
 
-def test_a_step_that_the_user_replaced_stays(fused_steps):
+def test_replaced_step_is_kept(fused_steps):
     parameters = parameters_of()
     optimizer, calls = torch.optim.AdamW(parameters), []
     optimizer.step = lambda: calls.append("mine")
@@ -159,7 +159,7 @@ def test_states_of_another_shape_are_not_fused(fused_steps):
     assert not fused_steps
 
 
-def test_autograd_learns_that_parameters_were_written(fused_steps):
+def test_version_counters_increase(fused_steps):
     parameters = parameters_of()
     optimizer = torch.optim.AdamW(parameters)
     give_gradients(parameters, 0)
@@ -173,16 +173,16 @@ def test_autograd_learns_that_parameters_were_written(fused_steps):
         product.backward()
 
 
-def test_parameters_without_gradients_stay(fused_steps):
-    def first_alone(parameters, step):
+def test_parameters_without_gradients_are_unchanged(fused_steps):
+    def only_first(parameters, step):
         give_gradients(parameters[:1], step)
 
-    parameters, _ = stepped(*OPTIMIZERS["AdamW"], fuse=True, gradients=first_alone)
+    parameters, _ = stepped(*OPTIMIZERS["AdamW"], fuse=True, gradients=only_first)
     assert fused_steps == [1, 1, 1]
-    assert_like(parameters[1:], parameters_of()[1:])
+    assert_same_layout(parameters[1:], parameters_of()[1:])
 
 
-def test_a_closure_sees_the_users_own_choice(fused_steps):
+def test_closure_sees_the_user_choice(fused_steps):
     parameters = parameters_of()
     optimizer = torch.optim.AdamW(parameters)
     seen = []
@@ -199,7 +199,7 @@ def test_a_closure_sees_the_users_own_choice(fused_steps):
     assert fused_steps == [4, 4]
 
 
-def test_an_error_in_the_closure_leaves_the_optimizer_as_it_was():
+def test_closure_error_restores_the_optimizer():
     parameters = parameters_of()
     optimizer = torch.optim.AdamW(parameters)
 

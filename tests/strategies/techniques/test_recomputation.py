@@ -1,4 +1,4 @@
-"""Layers recomputed in the backward: the same numbers to the last bit, and less kept for it."""
+"""Layers recomputed in the backward: bitwise equal results, and fewer saved bytes."""
 
 import re
 from dataclasses import replace
@@ -31,7 +31,7 @@ def assert_same_bits(worlds, run):
 
 
 class Forces(Layers):
-    """The derivative of one part of the model by positions, in a step whose other part lies elsewhere."""
+    """The derivative of one submodule by positions, in a step whose other submodule is on another stage."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.case}-pp{run.pp}-dp{run.dp}-tp{run.tp}-cp{run.cp}")
-def test_the_same_numbers_to_the_last_bit(worlds, run):
+def test_bitwise_equal_numbers(worlds, run):
     """With dropout, in half precision, with statistics that a second run must not write, with derivatives."""
     assert_same_bits(worlds, run)
 
@@ -90,20 +90,20 @@ def test_every_second_layer(worlds):
     assert set(LAYERS) <= policies.keys()
 
 
-class Notes(Callback):
+class RecordsPolicies(Callback):
     def on_train_start(self, trainer, pl_module):
-        self.noted = dict(trainer.strategy.run.recomputation.policies)
+        self.recorded = dict(trainer.strategy.run.recomputation.policies)
 
 
 def policies_of(recompute):
-    return fit(Run("GPT2", num_batches=1, strategy={"recompute": recompute}, callback=Notes)).extra
+    return fit(Run("GPT2", num_batches=1, strategy={"recompute": recompute}, callback=RecordsPolicies)).extra
 
 
 class Runs(Callback):
-    """How often a layer's own code runs in a step; its hook would open the layer for a recording."""
+    """How often a layer's code runs in a step; its hook would open the layer for a recording."""
 
     def __init__(self):
-        self.noted = []
+        self.recorded = []
 
     def on_train_batch_start(self, trainer, pl_module, *_):
         norm = pl_module.model.transformer.h[1].ln_1
@@ -116,28 +116,28 @@ class Runs(Callback):
         norm.__dict__["forward"] = counted
 
     def on_train_batch_end(self, *_):
-        self.noted.append(self.count)
+        self.recorded.append(self.count)
 
 
 @pytest.mark.parametrize(("recompute", "times"), [("full", 2), ("keep", 1), ("selective", 1)])
-def test_a_plain_step_recomputes_too(worlds, recompute, times):
+def test_single_process_recomputes(worlds, recompute, times):
     """One process and one microbatch need no replay."""
     run = Run("GPT2", microbatches=1, num_batches=2, strategy={"recompute": recompute}, callback=Runs)
     assert worlds.run(1, fit, run)[0].extra == [times] * 2
 
 
-def test_from_either_side(worlds):
-    """The callback is the option; both at once must ask for the same."""
+def test_callback_equals_the_option(worlds):
+    """The callback equals the option; both at once must request the same."""
     [option] = worlds.run(1, policies_of, "full")
     [callback] = worlds.run(1, policies_by_callback, None)
     assert option == callback and set(option.values()) == {"full"}
-    [said] = worlds.run(1, refusal, policies_by_both, None)
-    assert "recompute='full' and recompute=2 are both asked for" in said
+    [message] = worlds.run(1, refusal, policies_by_both, None)
+    assert "recompute='full' and recompute=2 are both asked for" in message
 
 
-class Lines(Notes):
+class Lines(RecordsPolicies):
     def on_train_start(self, trainer, pl_module):
-        self.noted = describe_policies(
+        self.recorded = describe_policies(
             trainer.strategy.run.recomputation.policies, trainer.strategy.options.recompute
         ).splitlines()
 
@@ -150,51 +150,51 @@ def compile_a_layer(module):
     module.layers[1].compile(backend="eager")
 
 
-def test_what_is_compiled_is_computed_again_as_a_whole(worlds):
-    """No one can look into it; the start table says so."""
+def test_compiled_modules_are_recomputed_in_full(worlds):
+    """It cannot be traced inside; the start table says so."""
     layers = "recomputed in the backward except expensive operations"
-    whole = "recomputed in the backward (in full: compiled)"
+    in_full = "recomputed in the backward (in full: compiled)"
     run = Run("Layers", num_batches=1, microbatches=1, strategy={"recompute": "selective"}, callback=Lines)
     for changes, expected in [
         ({}, [f"{layers}: layers.0 .. head (5)"]),
-        ({"change": compile_a_layer}, [f"{layers}: layers.0, layers.2 .. head (3)", f"{whole}: layers.1"]),
+        ({"change": compile_a_layer}, [f"{layers}: layers.0, layers.2 .. head (3)", f"{in_full}: layers.1"]),
         (
             {"strategy": {"recompute": {"layers.*": 0.3}, "compile": {"backend": "eager"}}},
-            [f"{whole}: layers.0 .. layers.3 (4)"],
+            [f"{in_full}: layers.0 .. layers.3 (4)"],
         ),
     ]:
         assert worlds.run(1, lines_of, replace(run, **changes)) == [expected]
 
 
 def policies_by_callback(_):
-    return fit(Run("GPT2", num_batches=1, callback=Asks)).extra
+    return fit(Run("GPT2", num_batches=1, callback=RequestsFull)).extra
 
 
-class Asks(ActivationCheckpointing, Notes):
+class RequestsFull(ActivationCheckpointing, RecordsPolicies):
     def __init__(self):
         ActivationCheckpointing.__init__(self, "full")
 
 
-class AsksForHalf(ActivationCheckpointing, Notes):
+class RequestsEverySecond(ActivationCheckpointing, RecordsPolicies):
     def __init__(self):
         ActivationCheckpointing.__init__(self, 2)
 
 
 def policies_by_both(_):
-    return fit(Run("GPT2", num_batches=1, callback=AsksForHalf, strategy={"recompute": "full"}))
+    return fit(Run("GPT2", num_batches=1, callback=RequestsEverySecond, strategy={"recompute": "full"}))
 
 
-def test_what_cannot_be_asked_for(worlds):
+def test_invalid_requests(worlds):
     with pytest.raises(ValueError, match="recompute='half'; use 'full' for all layers, 'selective' or"):
         Hybrid3DStrategy(recompute="half")
     for nothing in (0, 1.5, True, {"*": 2}):
         with pytest.raises(ValueError, match=re.escape(f"recompute={nothing!r}; use")):
             ActivationCheckpointing(nothing)
-    [said] = worlds.run(1, refusal, policies_of, ["model.transformer.g.*"])
-    assert "'model.transformer.g.*' is the name of no layer; the nearest are model.tran" in said
+    [message] = worlds.run(1, refusal, policies_of, ["model.transformer.g.*"])
+    assert "'model.transformer.g.*' is the name of no layer; the nearest are model.tran" in message
 
 
-def test_another_strategy_is_told():
+def test_other_strategies_are_refused():
     trainer = trainer_of(1, "auto", [])
     with pytest.raises(TypeError, match="needs a strategy of lightning_hybrid, and this is SingleDeviceStrategy"):
         ActivationCheckpointing().setup(trainer, None, "fit")

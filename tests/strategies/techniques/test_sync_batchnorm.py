@@ -1,4 +1,4 @@
-"""`sync_batchnorm=True`: replicas normalise by the statistics of all, as one process does on their joined batches."""
+"""`sync_batchnorm=True`: replicas normalise by joint statistics, as one process does on their joined batches."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def named(run):
 
 
 def accumulated(run):
-    """What one process does with it: each microbatch of all replicas is a batch, and their gradients add up."""
+    """The one-process reference: each microbatch of all replicas is a batch, and their gradients add up."""
     size, times = run.batch_size // run.microbatches, run.microbatches
     trainer = {**run.trainer, "accumulate_grad_batches": times}
     return dataclasses.replace(
@@ -49,14 +49,14 @@ def test_statistics_are_those_of_all_replicas(worlds, run):
     assert_parity(worlds.run(run.world_size, fit, run), expected, run, tolerance=1e-9)
 
 
-def test_without_it_replicas_have_statistics_of_their_own(worlds):
+def test_default_statistics_are_per_replica(worlds):
     run = Run("BatchNorms", dp=2, microbatches=1)
     expected = reference_of(worlds, run)
     rank, _ = worlds.run(2, fit, run)
     assert not torch.allclose(rank.state["norm.running_mean"], expected.state["norm.running_mean"], rtol=1e-3)
 
 
-class OwnSync(LayerSync):
+class UserSync(LayerSync):
     def apply(self, model):
         return model
 
@@ -78,8 +78,8 @@ def fit_refused(trainer, strategy):
     ("trainer", "strategy", "message"),
     [
         (SYNC, {"verify_first_step": True}, "set verify_first_step=False"),
-        ({"plugins": [OwnSync()]}, {}, "OwnSync replaces layers"),
+        ({"plugins": [UserSync()]}, {}, "UserSync replaces layers"),
     ],
 )
 def test_refused(worlds, trainer, strategy, message):
-    assert all(message in said for said in worlds.run(2, fit_refused, trainer, strategy))
+    assert all(message in text for text in worlds.run(2, fit_refused, trainer, strategy))

@@ -1,4 +1,4 @@
-"""Tensor parallelism, with stages and replicas too, is parity with one process; nothing but a size is given."""
+"""Tensor parallelism, with stages and replicas too, matches one process; only a size is given."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ def name_of(run):
 
 
 def slow(*runs):
-    """Runs that the others of a list have in parts."""
+    """Runs that the others of a list cover."""
     return [pytest.param(run, marks=pytest.mark.slow) for run in runs]
 
 
@@ -54,8 +54,8 @@ def test_parity(worlds, run):
             assert all(group.origin == origin for group in plan.groups), plan.lines()
 
 
-def test_a_layer_that_reads_numbers_stays_full(worlds):
-    """It may decide by them, in each batch otherwise."""
+def test_layer_that_reads_numbers_stays_full(worlds):
+    """It may branch on them, differently in each batch."""
     ranks, _ = check(worlds, Run(Routers, tp=2, microbatches=1))
     assert not any(plan.num_sharded for plan in ranks[0].plans.values())
 
@@ -69,7 +69,7 @@ def test_running_statistics_of_channels(worlds):
     "run", [Run("Llama", pp=2, tp=2), *slow(Run("GPT2", pp=2, tp=2), Run("GPT2", tp=2))], ids=name_of
 )
 def test_clipping_counts_each_element_once(worlds, run):
-    """Llama has fewer key heads than tensor ranks: they hold the same one."""
+    """Llama has fewer key heads than tensor ranks: they have the same one."""
     _, expected = check(worlds, dataclasses.replace(run, trainer={"gradient_clip_val": 0.05}))
     norm = torch.stack([grad.norm() for grad in expected.grads[0].values()]).norm()
     torch.testing.assert_close(norm, torch.tensor(0.05, dtype=norm.dtype), rtol=1e-4, atol=0)  # it did clip
@@ -89,7 +89,7 @@ def test_optimizers_that_read_a_full_matrix(worlds, change):
     check(worlds, Run("GPT2", tp=2, change=change), tolerance=1e-6)
 
 
-def test_dropout_differs_inside_of_regions_and_is_the_same_in_each_run(worlds):
+def test_dropout_differs_in_regions_and_repeats_in_each_run(worlds):
     run = Run("GPT2Dropout", tp=2, num_batches=1)
     first, second = worlds.run(2, fit, run), worlds.run(2, fit, run)
     without = reference_of(worlds, Run("GPT2", num_batches=1))
@@ -99,34 +99,34 @@ def test_dropout_differs_inside_of_regions_and_is_the_same_in_each_run(worlds):
     assert not torch.equal(first[0].losses[0], without.losses[0]), "dropout must be on"
 
 
-def test_a_size_that_divides_nothing_is_refused_if_the_layout_is_strict(worlds):
+def test_indivisible_size_is_refused_if_strict(worlds):
     message = (
         r"tensor_parallel_size=5 shards no layer .*\(2 heads of model.transformer.h.0.attn.c_attn and 3 more are"
         r" not a multiple of 5; .* set a size .*\(such as 2\), or tensor_parallel_size=1"
     )
-    for said in worlds.run(5, refusal, fit, Run("GPT2", tp=5, strategy={"strict_layout": True})):
-        assert re.search(message, said), said
+    for text in worlds.run(5, refusal, fit, Run("GPT2", tp=5, strategy={"strict_layout": True})):
+        assert re.search(message, text), text
 
 
-def test_weights_that_the_step_reads_by_itself_are_named(worlds):
-    for said in worlds.run(2, refusal, fit, Run("AuxiliaryLosses", tp=2, strategy={"strict_layout": True})):
-        assert re.search(r"tensor_parallel_size=2 shards no layer .*read by the step at .*[a-z_]*.py", said), said
+def test_weights_read_by_the_step_are_named(worlds):
+    for text in worlds.run(2, refusal, fit, Run("AuxiliaryLosses", tp=2, strategy={"strict_layout": True})):
+        assert re.search(r"tensor_parallel_size=2 shards no layer .*read by the step at .*[a-z_]*.py", text), text
 
 
-class Tells(Callback):
-    """What hooks are told of sizes, and what a rank really holds."""
+class RecordsSizes(Callback):
+    """Sizes that hooks see, and actual sizes on a rank."""
 
     def __init__(self):
-        self.noted = {}
+        self.recorded = {}
 
     def on_train_start(self, trainer, pl_module):
-        self.noted["shapes"] = {name: tuple(p.shape) for name, p in pl_module.named_parameters()}
-        self.noted["numel"] = sum(p.numel() for p in pl_module.parameters())
+        self.recorded["shapes"] = {name: tuple(p.shape) for name, p in pl_module.named_parameters()}
+        self.recorded["numel"] = sum(p.numel() for p in pl_module.parameters())
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         with torch._C.DisableTorchFunction():
             [optimizer] = trainer.optimizers
-            self.noted["held"] = {
+            self.recorded["local_sizes"] = {
                 name: [p.numel(), p.grad.numel(), *(v.numel() for v in optimizer.state[p].values() if v.dim())]
                 for name, p in pl_module.named_parameters()
                 if p.grad is not None
@@ -134,14 +134,16 @@ class Tells(Callback):
 
 
 def test_hooks_see_full_tensors_and_ranks_have_shards(worlds):
-    ranks = worlds.run(2, fit, Run("GPT2", tp=2, callback=Tells))
-    expected = reference_of(worlds, Run("GPT2", callback=Tells))
+    ranks = worlds.run(2, fit, Run("GPT2", tp=2, callback=RecordsSizes))
+    expected = reference_of(worlds, Run("GPT2", callback=RecordsSizes))
     for rank in ranks:
         assert rank.extra["shapes"] == expected.extra["shapes"] and rank.extra["numel"] == expected.extra["numel"]
-        cut = [name for name in rank.extra["held"] if ".attn.c_" in name or ".mlp.c_" in name]
+        cut = [name for name in rank.extra["local_sizes"] if ".attn.c_" in name or ".mlp.c_" in name]
         for name in cut:
             share = 1 if name.endswith("c_proj.bias") else 2
-            assert [share * size for size in rank.extra["held"][name]] == expected.extra["held"][name], name
+            assert [share * size for size in rank.extra["local_sizes"][name]] == expected.extra["local_sizes"][name], (
+                name
+            )
         assert len(cut) == 4 * 8
 
 
@@ -150,7 +152,7 @@ def count_sums(run):
     counts = []
 
     class Counts(Callback):
-        noted = counts
+        recorded = counts
 
         def on_train_batch_start(self, trainer, *_):
             self.before = len(sums)
@@ -167,37 +169,37 @@ def count_sums(run):
         GroupRanks.all_reduce = original
 
 
-def test_one_sum_forward_and_one_backward_for_each_pair(worlds):
+def test_one_sum_per_direction_for_each_pair(worlds):
     """Four blocks with an attention and an MLP; one microbatch. A lookup, the targets' logits, one into the head."""
     for counts in worlds.run(2, count_sums, Run("GPT2", tp=2, microbatches=1)):
-        assert counts[1:] == [4 * 2 * 2 + 1 + 1 + 1]  # layers are tried once more in the first batch
+        assert counts[1:] == [4 * 2 * 2 + 1 + 1 + 1]  # layers are proved again in the first batch
 
 
 class Average(EMAWeightAveraging):
-    """What it holds in parts while it trains, and in a file."""
+    """Its shards in training, and its content in a file."""
 
-    noted = None
+    recorded = None
 
     def __init__(self):
         super().__init__(decay=0.5)
-        self.noted = {}
+        self.recorded = {}
 
     def on_train_batch_end(self, trainer, *args):
         super().on_train_batch_end(trainer, *args)
         with torch._C.DisableTorchFunction():
-            self.noted["held"] = {n: p.numel() for n, p in self._average_model.module.named_parameters()}
-            self.noted["file"] = {k: v.clone() for k, v in self._average_model.state_dict().items()}
+            self.recorded["local_sizes"] = {n: p.numel() for n, p in self._average_model.module.named_parameters()}
+            self.recorded["file"] = {k: v.clone() for k, v in self._average_model.state_dict().items()}
 
 
-@pytest.mark.slow  # averages over tensor ranks are in files, and go on, in test_checkpoint_callbacks.py
+@pytest.mark.slow  # test_checkpoint_callbacks.py saves and resumes averages over tensor ranks
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "tp": 2}], ids=str)
-def test_averages_of_the_weights(worlds, layout):
+def test_weight_averages(worlds, layout):
     """The averaged weights are those that the run ends with."""
     ranks, expected = check(worlds, Run("GPT2", **layout, callback=Average))
     plain = reference_of(worlds, Run("GPT2"))
     name = "model.transformer.h.0.mlp.c_fc.weight"
     assert not torch.equal(plain.state[name], expected.state[name])
-    assert ranks[0].extra["held"][name] * 2 == expected.extra["held"][name]
+    assert ranks[0].extra["local_sizes"][name] * 2 == expected.extra["local_sizes"][name]
     for key, value in expected.extra["file"].items():
         torch.testing.assert_close(ranks[0].extra["file"][key], value, rtol=1e-9, atol=1e-12)
 
@@ -206,7 +208,7 @@ def compile_a_layer(module):
     module.layers[0].compile(backend="eager")
 
 
-def test_a_compiled_layer_stays_full(worlds):
+def test_compiled_layer_stays_full(worlds):
     ranks, _ = check(worlds, Run("Layers", tp=2, change=compile_a_layer))
     assert not ranks[0].plans["layers.0"].num_sharded and ranks[0].plans["layers.1"].num_sharded
     assert "torch.compile" in ranks[0].plans["layers.0"].lines()[0]

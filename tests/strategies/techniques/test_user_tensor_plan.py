@@ -1,4 +1,4 @@
-"""A plan of the user's under a Trainer, plans that are kept from run to run, and what is said about them."""
+"""A user's tensor plan under a Trainer, plans that are cached between runs, and their messages."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def origins(plans):
     return {group.origin for plan in plans.values() for group in plan.groups}
 
 
-def test_a_plan_of_the_user_is_followed_by_stage_and_layer(worlds):
+def test_user_plan_is_applied_by_stage_and_layer(worlds):
     plan = {"layers.*.0": "colwise", "layers.1": "replicated", "head": "colwise_gather_output"}
     run = Run("Layers", pp=2, tp=2, strategy={"tensor_parallel_plan": plan})
     ranks = worlds.run(4, fit, run)
@@ -46,13 +46,13 @@ def test_a_plan_of_the_user_is_followed_by_stage_and_layer(worlds):
         ({"layers.*.0": "rowwise"}, r"TensorPlanError.*layers.0.0 is rowwise, but no colwise linear feeds it"),
     ],
 )
-def test_a_plan_that_cannot_be_followed_stops_all_ranks(worlds, plan, words):
-    for said in worlds.run(2, refusal, fit, planned(**plan)):
-        assert re.search(words, said), said
+def test_infeasible_plan_stops_all_ranks(worlds, plan, words):
+    for refused_with in worlds.run(2, refusal, fit, planned(**plan)):
+        assert re.search(words, refused_with), refused_with
 
 
-def fit_and_keep(folder):
-    """Two fits on this rank: what each found, and what was said at its start."""
+def fit_twice(folder):
+    """Two fits on this rank: the plans of each, and its start messages."""
     seen = []
     original, set_up.rank_zero_info = set_up.rank_zero_info, seen.append
     try:
@@ -66,11 +66,11 @@ def fit_and_keep(folder):
 class _Checkpoints(ModelCheckpoint):
     def __init__(self):
         super().__init__(save_top_k=0)
-        self.noted = None
+        self.recorded = None
 
 
-def test_a_second_run_only_proves_what_the_first_one_found(worlds, tmp_path):
-    ranks = worlds.run(2, fit_and_keep, str(tmp_path))
+def test_second_run_only_proves_cached_plans(worlds, tmp_path):
+    ranks = worlds.run(2, fit_twice, str(tmp_path))
     for (first, second), _ in ranks:
         kinds = [plan for plan in second.values() if plan.num_trials]  # like layers share a plan
         assert kinds and all(plan.num_trials == 2 for plan in kinds)  # one proof, in one mode and unwatched
@@ -102,7 +102,7 @@ def test_plans_are_written_where_the_next_run_reads_them():
     assert plan_folder(trainer_with("/mine", fast_dev_run=1)) is None
 
 
-def test_tensor_ranks_on_several_nodes_are_warned_of():
+def test_tensor_ranks_on_several_nodes_give_a_warning():
     for ranks_per_node, lie in ((6, "4 to 7"), (2, "0 to 3")):
         with pytest.warns(UserWarning, match=rf"=4 does not divide the {ranks_per_node} ranks of a node.* {lie} are"):
             warn_across_nodes(4, ranks_per_node, 4)
@@ -118,5 +118,5 @@ def fit_on_two_nodes():
     return sum("tensor_parallel_size=2 does not divide the 1 ranks of a node" in str(w.message) for w in caught)
 
 
-def test_the_nodes_of_a_run_are_known(worlds):
+def test_number_of_nodes(worlds):
     assert worlds.run(2, fit_on_two_nodes) == [1, 0]

@@ -1,4 +1,4 @@
-"""What a Trainer with hybrid3d answers before any process is started, as Lightning's own strategies do."""
+"""State of a Trainer with hybrid3d before any process starts: as with Lightning's own strategies."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from harness.launched_jobs import environment
-from harness.one_device import in_both_ways, plain
+from harness.one_device import plain, with_both_strategies
 from harness.trainer_runs import ignore_warnings
 from lightning_hybrid import Hybrid3DStrategy
 from models.small import Small
@@ -25,7 +25,7 @@ OF_THE_STRATEGY += ["num_nodes", "num_processes", "node_rank", "distributed_samp
 
 
 def about_to_fit(trainer):
-    """The Trainer as `fit` has it when it asks for the first time."""
+    """The Trainer in the state of `fit` at its first query."""
     module = Small()
     trainer.strategy.connect(module)
     trainer._data_connector.attach_data(module)
@@ -44,7 +44,7 @@ def answers(trainer, of_the_strategy=OF_THE_STRATEGY):
     return {**found, "batches": (trainer.estimated_stepping_batches, trainer.num_training_batches)}
 
 
-def alone(trainer):
+def state_outside_a_run(trainer):
     kept = ["root_device", "world_size", "global_rank", "local_rank", "is_global_zero", "optimizers", "model"]
     run = trainer()
     decisions = run.strategy.reduce_boolean_decision(True), run.strategy.reduce_boolean_decision(False, all=False)
@@ -52,10 +52,10 @@ def alone(trainer):
     return answers(run, kept), decisions, gathered, run._accelerator_connector.is_distributed
 
 
-def test_one_device_answers_as_with_the_plain_trainer(worlds):
-    [[expected, ours]] = worlds.run(1, in_both_ways, alone)
+def test_one_device_matches_the_plain_trainer(worlds):
+    [[expected, actual]] = worlds.run(1, with_both_strategies, state_outside_a_run)
     assert not isinstance(expected, str), expected
-    assert ours == expected
+    assert actual == expected
 
 
 def several(strategy, devices, num_nodes=1):
@@ -69,7 +69,7 @@ def answers_of(kind, devices, num_nodes):
 
 
 @pytest.mark.parametrize(("devices", "num_nodes"), [(2, 1), (4, 1), (2, 2)])
-def test_replicas_answer_as_ddp_does(worlds, devices, num_nodes):
+def test_replicas_match_ddp(worlds, devices, num_nodes):
     [expected] = worlds.run(1, answers_of, DDPStrategy, devices, num_nodes)
     assert worlds.run(1, answers_of, Hybrid3DStrategy, devices, num_nodes) == [expected]
 
@@ -98,12 +98,12 @@ def saved_before(folder):
     return plain(torch.load(folder / "before.ckpt", weights_only=True)["state_dict"]), plain(Small().state_dict())
 
 
-def test_a_checkpoint_can_be_saved_before_fit(worlds, tmp_path):
+def test_checkpoint_before_fit(worlds, tmp_path):
     [(saved, expected)] = worlds.run(1, saved_before, tmp_path)
     assert saved == expected
 
 
-def test_sizes_that_do_not_fit_are_told_when_the_layout_is_asked_for():
+def test_misfit_sizes_are_reported_by_the_layout():
     trainer = several(Hybrid3DStrategy(pipeline_parallel_size=3), 4)
     with pytest.raises(ValueError, match="3"):
         _ = trainer.strategy.layout
@@ -144,19 +144,19 @@ def run_script(folder, devices, **variables):
     return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=120)
 
 
-def test_one_device_leaves_the_process_as_it_was(tmp_path):
+def test_one_device_leaves_the_process_unchanged(tmp_path):
     done = run_script(tmp_path, 1)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-2:] == ["[] True None", "LightningEnvironment 0 1 8"]
 
 
-def test_one_device_on_slurm_needs_none_of_its_variables(tmp_path):
+def test_one_device_needs_no_slurm_variables(tmp_path):
     done = run_script(tmp_path, 1, SLURM_JOB_NAME="train", SLURM_NTASKS="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "SLURMEnvironment 0 1 8"
 
 
-def test_several_devices_on_slurm_name_the_variable_that_lacks(tmp_path):
+def test_several_devices_name_the_missing_slurm_variable(tmp_path):
     done = run_script(tmp_path, 2, SLURM_JOB_NAME="train", SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2")
     assert done.returncode != 0
     assert "SLURMEnvironment finds no variable 'SLURM_NODEID'" in done.stderr, done.stderr
@@ -179,11 +179,11 @@ def test_several_devices_on_slurm_name_the_variable_that_lacks(tmp_path):
         ({"start_method": None}, ValueError, "start_method=None is unknown"),
     ],
 )
-def test_how_processes_start_and_talk_is_checked_when_it_is_given(options, error, message):
+def test_process_options_are_validated_by_the_constructor(options, error, message):
     with pytest.raises(error, match=message):
         Hybrid3DStrategy(**options)
 
 
-def test_what_processes_may_be_given():
+def test_valid_process_options():
     for backend in (None, "gloo", "nccl", "cpu:gloo,cuda:nccl"):
         Hybrid3DStrategy(process_group_backend=backend, timeout=None, start_method="fork")

@@ -1,4 +1,4 @@
-"""Lightning's own callbacks and Trainer options under stages and replicas: the numbers of one process."""
+"""Lightning's callbacks and Trainer options under stages and replicas match one process."""
 
 import os
 from datetime import timedelta
@@ -177,7 +177,7 @@ def early_stopping(run):
 
 
 def best_and_last(run):
-    """Files are named alike; the best and the last are read again by validate, test and predict."""
+    """Equal file names; validate, test and predict read the best and the last."""
     module = Net(lr=0.5)
     saved = ModelCheckpoint(
         f"{run.folder}/saved", "{step}", monitor="val", save_top_k=2, save_last=True, every_n_train_steps=None
@@ -199,7 +199,7 @@ def best_and_last(run):
     return numbers
 
 
-# -- what only looks --------------------------------------------------------------------------------------------------
+# -- observers --------------------------------------------------------------------------------------------------------
 
 
 class Shown(Net):
@@ -264,7 +264,7 @@ def throughput(run):
 def device_stats(run):
     module = Net()
     trainer = run.trainer(callbacks=[DeviceStatsMonitor()], logger=CSVLogger(run.folder, flush_logs_every_n_steps=1))
-    # What it reads on a CPU needs a package of its own.
+    # Its CPU statistics need another package.
     known = mock.patch.object(device_stats_monitor, "_PSUTIL_AVAILABLE", True, create=True)
     with known, mock.patch.object(CPUAccelerator, "get_device_stats", lambda self, device: {"cpu_percent": 1.0}):
         trainer.fit(module, run.data(), run.val_data())
@@ -328,7 +328,7 @@ CALLBACKS = [
 
 # What all replicas did counts for these.
 OVER_REPLICAS = [mean_of_epochs, lr_finder, early_stopping]
-# What the other profilers do between their hooks is Lightning's alone.
+# Between their hooks the other profilers are Lightning's code only.
 COVERED = {tuner_lr_find: lr_finder, pytorch_profiler: simple_profiler, advanced_profiler: simple_profiler}
 
 

@@ -1,4 +1,4 @@
-"""On one device hybrid3d does what the plain Trainer does: the same hooks, numbers, files and exceptions."""
+"""On one device hybrid3d equals the plain Trainer: the same hooks, numbers, files and exceptions."""
 
 import copy
 import io
@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.tuner import Tuner
 
-from harness.one_device import compared, noting_callback, noting_module, plain, result_of
+from harness.one_device import compared, plain, recording_callback, recording_module, result_of
 from models.small import Small
 
 # -- hooks and numbers ------------------------------------------------------------------------------------------------
@@ -24,8 +24,8 @@ from models.small import Small
 
 def hooks(trainer, checkpoints):
     seen = []
-    module = noting_module(seen)
-    run = trainer(callbacks=[noting_callback(seen)], gradient_clip_val=0.1, enable_checkpointing=checkpoints)
+    module = recording_module(seen)
+    run = trainer(callbacks=[recording_callback(seen)], gradient_clip_val=0.1, enable_checkpointing=checkpoints)
     run.fit(module)
     run.validate(module, verbose=False)
     run.test(module, verbose=False, ckpt_path="best" if checkpoints else None)
@@ -34,7 +34,7 @@ def hooks(trainer, checkpoints):
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
-def test_hooks_are_called_in_the_same_order(worlds, checkpoints):
+def test_hook_order(worlds, checkpoints):
     seen = compared(worlds, hooks, checkpoints)
     assert {"module.on_before_optimizer_step", "callback.on_predict_batch_end"} <= set(seen)
 
@@ -55,7 +55,7 @@ OPTIONS = {
     "accumulation": {"accumulate_grad_batches": 3},
     "anomalies": {"detect_anomaly": True},
     "deterministic": {"deterministic": True},
-    "loaders made again": {"reload_dataloaders_every_n_epochs": 1},
+    "loaders reloaded": {"reload_dataloaders_every_n_epochs": 1},
     "validation within epochs": {"val_check_interval": 3},
     "validation by steps": {"check_val_every_n_epoch": None, "val_check_interval": 5},
     "max_steps": {"max_steps": 5, "max_epochs": None},
@@ -97,7 +97,7 @@ def with_callback(trainer, name):
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_callbacks_of_lightnings(worlds, name):
+def test_lightning_callbacks(worlds, name):
     compared(worlds, with_callback, name)
 
 
@@ -115,7 +115,7 @@ def test_several_runs_of_one_trainer(worlds):
     compared(worlds, several_runs)
 
 
-class Looks(Callback):
+class RecordsTrainer(Callback):
     def on_train_batch_end(self, trainer, pl_module, *_):
         self.seen = {
             "callbacks": [type(callback).__name__ for callback in trainer.callbacks],
@@ -129,15 +129,15 @@ class Looks(Callback):
         }
 
 
-def looked_at(trainer):
-    looks = Looks()
-    trainer(callbacks=[looks]).fit(Small())
-    return looks.seen
+def inspect_trainer(trainer):
+    recorder = RecordsTrainer()
+    trainer(callbacks=[recorder]).fit(Small())
+    return recorder.seen
 
 
 def test_nothing_is_added_to_the_trainer(worlds):
-    seen = compared(worlds, looked_at)
-    assert seen["callbacks"] == ["Looks"] and seen["gathered"] == (2,)
+    seen = compared(worlds, inspect_trainer)
+    assert seen["callbacks"] == ["RecordsTrainer"] and seen["gathered"] == (2,)
 
 
 # -- searches ---------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def searched(trainer, what, kind, options):
         ("lr_find", Small, {"num_training": 15}),
     ],
 )
-def test_searches_of_the_tuner(worlds, what, kind, options):
+def test_tuner_searches(worlds, what, kind, options):
     found, batch_size, *_ = compared(worlds, searched, what, kind, options)
     assert batch_size == (2 if what == "lr_find" else found)
 
@@ -202,7 +202,7 @@ def test_checkpoints_have_the_same_names_keys_and_numbers(worlds):
 
 def copied(trainer, during):
     found = {}
-    ways = {
+    factories = {
         "pickle": lambda value: pickle.loads(pickle.dumps(value)),
         "save": lambda value: torch.save(value, io.BytesIO()),
         "copy": copy.deepcopy,
@@ -212,9 +212,9 @@ def copied(trainer, during):
         parts = {"module": module, "trainer": run, "strategy": run.strategy, "bar": run.progress_bar_callback}
         parts |= {"loop": run.fit_loop, "optimizers": run.optimizers, "loader": run.train_dataloader}
         for name, part in parts.items():
-            for way, make in ways.items():
+            for label, make in factories.items():
                 make(part)
-                found[name, way] = True
+                found[name, label] = True
 
     class Copies(lightning_callbacks.TQDMProgressBar):
         def on_train_batch_end(self, *args):
@@ -227,7 +227,7 @@ def copied(trainer, during):
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         run.fit(module)
     copy_all(run, module)
-    again = pickle.loads(pickle.dumps(run))  # a run may go on in another process
+    again = pickle.loads(pickle.dumps(run))  # a run may be resumed in another process
     again.fit_loop.max_epochs = 3
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         again.fit(module)
@@ -235,7 +235,7 @@ def copied(trainer, during):
 
 
 @pytest.mark.parametrize("during", [False, True])
-def test_trainer_module_and_bar_can_be_copied_after_a_run_and_in_it(worlds, during):
+def test_objects_can_be_copied_during_and_after_a_run(worlds, during):
     compared(worlds, copied, during)
 
 
@@ -251,7 +251,7 @@ class Breaks(Small):
         return super().training_step(batch, batch_idx)
 
 
-class NotedFiles(TorchCheckpointIO):
+class RecordedFiles(TorchCheckpointIO):
     ended = False
 
     def teardown(self):
@@ -263,11 +263,11 @@ def _handlers():
 
 
 def failed(trainer, error):
-    seen, told, before = [], [], _handlers()
-    module, files = noting_module(seen, Breaks), NotedFiles()
+    seen, reports, before = [], [], _handlers()
+    module, files = recording_module(seen, Breaks), RecordedFiles()
     module.error = error
-    run = trainer(callbacks=[noting_callback(seen)], plugins=[files])
-    with mock.patch.object(Strategy, "on_exception", lambda _, exception: told.append(str(exception))):
+    run = trainer(callbacks=[recording_callback(seen)], plugins=[files])
+    with mock.patch.object(Strategy, "on_exception", lambda _, exception: reports.append(str(exception))):
         try:
             run.fit(module)
         except (SystemExit, error) as raised:
@@ -277,16 +277,16 @@ def failed(trainer, error):
     changed = [number for number, handler in after.items() if handler != before[number]]
     signal.signal(signal.SIGINT, before[signal.SIGINT])
     loops = [sorted(vars(loop)) for loop in (run.fit_loop, run.fit_loop.epoch_loop, run._signal_connector)]
-    found = [seen, told, files.ended, changed, str(interrupted), loops, run.state.status.value, len(run.callbacks)]
+    found = [seen, reports, files.ended, changed, str(interrupted), loops, run.state.status.value, len(run.callbacks)]
     module.error = None
     run.fit(module)
     return found, module.seen
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_after_an_exception_all_is_as_before_and_the_trainer_can_go_on(worlds, error):
-    [seen, told, ended, changed, *_], _ = compared(worlds, failed, error)
-    assert told == ["in the third batch"] and ended and not changed and "callback.on_exception" in seen
+def test_trainer_is_restored_and_reusable_after_an_exception(worlds, error):
+    [seen, reports, ended, changed, *_], _ = compared(worlds, failed, error)
+    assert reports == ["in the third batch"] and ended and not changed and "callback.on_exception" in seen
 
 
 class Terminated(Small):
@@ -297,21 +297,21 @@ class Terminated(Small):
 
 
 def terminated(trainer):
-    heard, seen = [], []
+    received_signals, seen = [], []
 
     def listen(number, frame):
-        heard.append(number)
+        received_signals.append(number)
 
     before = signal.signal(signal.SIGTERM, listen)
-    module, run = Terminated(), trainer(callbacks=[noting_callback(seen)])
+    module, run = Terminated(), trainer(callbacks=[recording_callback(seen)])
     try:
         run.fit(module)
     except BaseException as error:
         seen.append(f"{type(error).__name__}: {error}")
     is_back = signal.signal(signal.SIGTERM, before) is listen
-    return seen, heard, is_back, len(module.seen), run.received_sigterm
+    return seen, received_signals, is_back, len(module.seen), run.received_sigterm
 
 
-def test_a_signal_ends_the_run_and_its_handler_is_there_again(worlds):
-    _, heard, is_back, batches, received = compared(worlds, terminated)
-    assert heard == [signal.SIGTERM] and is_back and batches == 3 and received
+def test_signal_ends_the_run_and_its_handler_is_restored(worlds):
+    _, received_signals, is_back, batches, received = compared(worlds, terminated)
+    assert received_signals == [signal.SIGTERM] and is_back and batches == 3 and received

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from harness.one_device import compared, noting_callback, plain, result_of
+from harness.one_device import compared, plain, recording_callback, result_of
 from models.small import Small
 
 
@@ -42,7 +42,7 @@ class Manual(Small):
         return [first, second], [torch.optim.lr_scheduler.StepLR(first, 1)]
 
 
-class ByHandLoader(Small):
+class ManualLoader(Small):
     def training_step(self, dataloader_iter):
         batch, batch_idx, _ = next(dataloader_iter)
         self.seen.append(batch_idx)
@@ -92,7 +92,7 @@ class Closure(Small):
         return torch.optim.LBFGS(self.parameters(), 0.1, max_iter=3)
 
 
-class OwnStep(Small):
+class CustomStep(Small):
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         if batch_idx % 2:
             optimizer_closure()
@@ -137,7 +137,7 @@ class Metrics(Small):
 
 
 class Modes(Small):
-    """Has a part in evaluation mode, which stays so."""
+    """Has a submodule in evaluation mode, which is kept."""
 
     def __init__(self):
         super().__init__()
@@ -149,7 +149,7 @@ class Modes(Small):
     on_validation_start = on_train_epoch_end = on_train_start
 
 
-KINDS = [Manual, ByHandLoader, SeveralLoaders, Skips, Outputs, TakesNoIndex, StopsAnEpoch, Closure, OwnStep]
+KINDS = [Manual, ManualLoader, SeveralLoaders, Skips, Outputs, TakesNoIndex, StopsAnEpoch, Closure, CustomStep]
 KINDS += [NoOptimizer, Plateau, OneCycle, Metrics, Modes]
 
 
@@ -209,7 +209,7 @@ class LogsText(Small):
 
 def refused(trainer, kind):
     seen = []
-    module, run = kind(), trainer(callbacks=[noting_callback(seen)])
+    module, run = kind(), trainer(callbacks=[recording_callback(seen)])
     for name in ("fit", "validate", "test", "predict"):
         try:
             getattr(run, name)(module)
@@ -268,7 +268,7 @@ def with_data(trainer):
     return seen, sorted(torch.load(path, weights_only=True)), module.seen, resumed.seen
 
 
-def test_data_modules_with_workers_and_a_state(worlds):
+def test_data_modules_with_workers_and_state(worlds):
     compared(worlds, with_data)
 
 
@@ -306,7 +306,7 @@ def logged(trainer):
     return files, sorted(names)
 
 
-def test_files_of_loggers_and_names_of_profilers(worlds):
+def test_logger_files_and_profiler_names(worlds):
     files, names = compared(worlds, logged)
     assert set(files) == {"metrics.csv", "hparams.yaml"} and names
 
@@ -325,5 +325,5 @@ def nested(trainer):
     return module.seen, inner
 
 
-def test_a_run_inside_a_run(worlds):
+def test_run_inside_a_run(worlds):
     compared(worlds, nested)

@@ -1,4 +1,4 @@
-"""The rest of Lightning's surface under stages: what a user's Trainer, callbacks and hooks find."""
+"""The rest of Lightning's surface under stages: what a user's Trainer, callbacks and hooks see."""
 
 import subprocess
 import sys
@@ -67,12 +67,12 @@ def run_all(size, pp):
 
 
 @LAYOUTS
-def test_fit_validate_test_and_predict_equal_one_process(worlds, size, pp):
+def test_fit_validate_test_and_predict_match_one_process(worlds, size, pp):
     [(numbers, predicted, _, _, weights)] = worlds.run(1, run_all, 1, 1)
     every = worlds.run(size, run_all, size, pp)
-    for ours, our_predicted, _, first, our_weights in every:
+    for actual, our_predicted, _, first, our_weights in every:
         assert first == "val"
-        assert_same(ours, numbers, rtol=1e-6)
+        assert_same(actual, numbers, rtol=1e-6)
         assert_same(our_weights, weights)
         if size == pp:
             for batch, expected in zip(our_predicted, predicted, strict=True):
@@ -83,16 +83,16 @@ def test_fit_validate_test_and_predict_equal_one_process(worlds, size, pp):
         torch.testing.assert_close(rows, expected_rows)
 
 
-class NotesSanity(Callback):
+class RecordsSanityCheck(Callback):
     def on_sanity_check_end(self, trainer, pl_module):
         self.order = list(pl_module.order)
 
 
 def run_sanity(size, pp):
     ignore_warnings()
-    model, notes = AllSteps(), NotesSanity()
-    trainer_of(size, pp, num_sanity_val_steps=2, callbacks=[notes]).fit(model, loader(8), loader(8))
-    return notes.order, weights_of(model)
+    model, recorder = AllSteps(), RecordsSanityCheck()
+    trainer_of(size, pp, num_sanity_val_steps=2, callbacks=[recorder]).fit(model, loader(8), loader(8))
+    return recorder.order, weights_of(model)
 
 
 def test_validation_before_first_training_step(worlds):
@@ -113,10 +113,10 @@ def run_small_batches(size, pp):
     return before, trainer.predict(model, loader(1, 5)), fitted, tested, weights_of(model)
 
 
-def test_evaluation_takes_batches_of_fewer_samples_than_microbatches(worlds):
+def test_evaluation_with_fewer_samples_than_microbatches(worlds):
     [expected] = worlds.run(1, run_small_batches, 1, 1)
-    for ours in worlds.run(2, run_small_batches, 2, 2):
-        torch.testing.assert_close(ours, expected)
+    for actual in worlds.run(2, run_small_batches, 2, 2):
+        torch.testing.assert_close(actual, expected)
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
@@ -176,10 +176,10 @@ FORMS = [
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_optimizers_of_every_form_train_as_in_one_process(worlds, form):
+def test_optimizers_of_every_form_match_one_process(worlds, form):
     [(weights, rates)] = worlds.run(1, run_optimizer, form, 1, 1)
-    for ours, our_rates in worlds.run(2, run_optimizer, form, 2, 2):
-        assert_same(ours, weights)
+    for actual, our_rates in worlds.run(2, run_optimizer, form, 2, 2):
+        assert_same(actual, weights)
         assert our_rates == pytest.approx(rates)
 
 
@@ -210,8 +210,8 @@ def run_two_optimizers(size):
 
 def test_manual_optimization_averages_gradients_over_replicas(worlds):
     [expected] = worlds.run(1, run_two_optimizers, 1)
-    for ours in worlds.run(2, run_two_optimizers, 2):
-        assert_same(ours, expected)
+    for actual in worlds.run(2, run_two_optimizers, 2):
+        assert_same(actual, expected)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------
@@ -248,8 +248,8 @@ def run_configured(size, pp):
 
 def test_configure_model_and_a_loss_in_forward(worlds):
     [(expected, outs)] = worlds.run(1, run_configured, 1, 1)
-    for ours, our_outs in worlds.run(2, run_configured, 2, 2):
-        assert_same(ours, expected)
+    for actual, our_outs in worlds.run(2, run_configured, 2, 2):
+        assert_same(actual, expected)
         torch.testing.assert_close(our_outs, outs)
 
 
@@ -268,8 +268,8 @@ def run_init_module(size, pp, empty):
 @pytest.mark.parametrize("empty", [True, False])
 def test_init_module(worlds, empty):
     [(_, expected)] = worlds.run(1, run_init_module, 1, 1, empty)
-    for _, ours in worlds.run(2, run_init_module, 2, 2, empty):
-        assert_same(ours, expected)
+    for _, actual in worlds.run(2, run_init_module, 2, 2, empty):
+        assert_same(actual, expected)
 
 
 # -- trainer options and callbacks ------------------------------------------------------------------------------------
@@ -305,13 +305,13 @@ ALONE = ("accumulate", "double", "val_interval")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in ALONE else [pytest.mark.slow]) for n in OPTIONS])
-def test_trainer_options_train_as_in_one_process(worlds, name):
+def test_trainer_options_match_one_process(worlds, name):
     [expected] = worlds.run(1, run_option, name, 1, 1)
-    for ours in worlds.run(2, run_option, name, 2, 2):
-        assert_same(ours, expected)
+    for actual in worlds.run(2, run_option, name, 2, 2):
+        assert_same(actual, expected)
 
 
-class Watches(Callback):
+class RecordsSteps(Callback):
     def __init__(self):
         self.norms = []
 
@@ -327,7 +327,7 @@ def run_callbacks(size, pp, folder):
         GradientAccumulationScheduler({0: 1, 1: 2}),
         ThroughputMonitor(batch_size_fn=lambda batch: len(batch["x"]), window_size=2),
         TQDMProgressBar(),
-        watches := Watches(),
+        watches := RecordsSteps(),
     ]
     loggers = [CSVLogger(folder, "csv", flush_logs_every_n_steps=1), TensorBoardLogger(folder, "board")]
     trainer = trainer_of(
@@ -339,10 +339,10 @@ def run_callbacks(size, pp, folder):
 
 def test_callbacks_and_loggers(worlds, tmp_path):
     [expected] = worlds.run(1, run_callbacks, 1, 1, str(tmp_path / "one"))
-    for ours in worlds.run(2, run_callbacks, 2, 2, str(tmp_path / "two")):
-        assert_same(ours[0], expected[0])
-        assert ours[1] == expected[1]
-        assert ours[2] == pytest.approx(expected[2])
+    for actual in worlds.run(2, run_callbacks, 2, 2, str(tmp_path / "two")):
+        assert_same(actual[0], expected[0])
+        assert actual[1] == expected[1]
+        assert actual[2] == pytest.approx(expected[2])
     # What ThroughputMonitor logs depends on the size of the world.
     columns = [
         {name for name in path.read_text().splitlines()[0].split(",") if not name.startswith("train/")}
@@ -443,13 +443,13 @@ def test_cli_names_the_strategy_by_its_registered_name(worlds, tmp_path):
 @pytest.mark.parametrize(
     "imports",
     [
-        # Also in one_process/test_namespaces.py, where the other namespace is missing.
+        # Also in namespaces/test_lightning_names.py, where the other namespace is missing.
         pytest.param("import lightning_hybrid, lightning.pytorch as pl", marks=pytest.mark.slow),
         # The order of every rank of these tests: the server that they are forked from has Lightning loaded.
         pytest.param("import lightning.pytorch as pl, lightning_hybrid", marks=pytest.mark.slow),
     ],
 )
-def test_the_strategy_is_known_whichever_is_imported_first(imports):
+def test_strategy_is_registered_in_any_import_order(imports):
     code = f"{imports}; print(type(pl.Trainer(accelerator='cpu', devices=1, strategy='hybrid3d').strategy).__name__)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=100)
     assert "Hybrid3DStrategy" in done.stdout, done.stderr

@@ -1,4 +1,4 @@
-"""What the strategy is given, and what is asked of it by hand, outside of a run, as of Lightning's own strategies."""
+"""Arguments and methods of the strategy outside of a run, as of Lightning's own strategies."""
 
 from contextlib import contextmanager
 
@@ -13,7 +13,7 @@ from models.small import Small
 
 
 class Doubles(Precision):
-    """Has ways of its own."""
+    """Overrides methods."""
 
     def convert_input(self, data):
         return 2 * data
@@ -24,18 +24,18 @@ class Doubles(Precision):
             yield
 
 
-def own_precision(trainer):
+def check_user_precision(trainer):
     module, run = Small(), trainer(plugins=[Doubles()], gradient_clip_val=0.05)
     run.fit(module)
     assert type(run.precision_plugin) is Doubles
     return result_of(run, module)
 
 
-def test_a_precision_plugin_of_ones_own(worlds):
-    compared(worlds, own_precision)
+def test_user_precision_plugin(worlds):
+    compared(worlds, check_user_precision)
 
 
-def own_precision_of(pp, options):
+def run_user_precision(pp, options):
     ignore_warnings()
     trainer = trainer_of(2, pp, strategy_options=options, plugins=[Doubles()], max_steps=1)
     try:
@@ -45,10 +45,10 @@ def own_precision_of(pp, options):
     return type(trainer.precision_plugin).__name__
 
 
-def test_a_precision_plugin_of_ones_own_serves_replicas_and_is_refused_where_a_rank_has_parts(worlds):
-    assert worlds.run(2, own_precision_of, 1, {"data_parallel_size": 2}) == ["Doubles"] * 2
+def test_user_precision_plugin_runs_on_replicas_and_is_refused_with_shards(worlds):
+    assert worlds.run(2, run_user_precision, 1, {"data_parallel_size": 2}) == ["Doubles"] * 2
     for pp, options in ((2, {}), (1, {"zero_stage": 3}), (1, {"tensor_parallel_size": 2})):
-        for message in worlds.run(2, own_precision_of, pp, options):
+        for message in worlds.run(2, run_user_precision, pp, options):
             assert message.startswith("the precision plugin is a ") and "Doubles; supported are" in message
 
 
@@ -59,7 +59,7 @@ class Plain(Small):
     validation_step = test_step = training_step
 
 
-def by_hand(trainer):
+def call_methods(trainer):
     """The calls of Lightning's `Strategy`, outside of any run."""
     module, run, batch = Plain().eval(), trainer(), torch.ones(2, 4)
     strategy = run.strategy
@@ -81,15 +81,15 @@ def by_hand(trainer):
     return plain([None if value is None else value.detach() for value in found]), len(strategy.optimizers)
 
 
-def test_the_strategy_can_be_used_by_hand(worlds):
-    compared(worlds, by_hand)
+def test_strategy_methods_outside_a_run(worlds):
+    compared(worlds, call_methods)
 
 
 class Reduces(Callback):
     def on_train_start(self, trainer, pl_module):
         values = [torch.tensor(True), torch.tensor([1, 2]), torch.tensor([1 + 2j]), torch.ones(2), 3, "word"]
-        ways = ["mean", "sum", "max", None]
-        reduced = [trainer.strategy.reduce(value, reduce_op=how) for value in values for how in ways]
+        reductions = ["mean", "sum", "max", None]
+        reduced = [trainer.strategy.reduce(value, reduce_op=how) for value in values for how in reductions]
         self.seen = plain(reduced), plain(pl_module.all_gather({"a": torch.ones(2), "b": [torch.ones(1)]}))
 
 
@@ -99,5 +99,5 @@ def reduced(trainer):
     return reduces.seen
 
 
-def test_one_process_reduces_and_gathers_to_what_it_has(worlds):
+def test_one_process_reduces_and_gathers_its_own_value(worlds):
     compared(worlds, reduced)

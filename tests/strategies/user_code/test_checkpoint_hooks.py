@@ -1,4 +1,4 @@
-"""What hooks add to a checkpoint of a model in parts is what one process writes, or is refused."""
+"""Values that hooks add to a checkpoint of a sharded model equal those of one process, or are refused."""
 
 import pytest
 import torch
@@ -27,17 +27,17 @@ class Adds(Tiny):
             self.trainer.save_checkpoint(self.path)
 
     def on_save_checkpoint(self, checkpoint):
-        assert checkpoint["callbacks"]["Notes"]["first"].shape == self.layers[0][0].weight.shape
+        assert checkpoint["callbacks"]["AddsFullTensors"]["first"].shape == self.layers[0][0].weight.shape
         checkpoint["mine"] = {
             "average": self.average,
             "doubled": [p.detach() * 2 for p in self.parameters()],
             "itself": self.layers[-1].weight,
             "norm": float(sum(p.norm() for p in self.parameters())),
-            "of_callback": checkpoint["callbacks"]["Notes"]["first"].norm().item(),
+            "of_callback": checkpoint["callbacks"]["AddsFullTensors"]["first"].norm().item(),
         }
 
 
-class Notes(Callback):
+class AddsFullTensors(Callback):
     def state_dict(self):
         return {"first": self.module.layers[0][0].weight.detach().clone()}
 
@@ -49,11 +49,15 @@ class Notes(Callback):
 
 
 def saved(folder, size, pp, strategy):
-    """Saved in a hook, by `ModelCheckpoint`, and when the module is whole again."""
+    """Saved in a hook, by `ModelCheckpoint`, and when the module is full again."""
     ignore_warnings()
-    keeps = ModelCheckpoint(folder, filename="kept", every_n_train_steps=4)
+    checkpoints = ModelCheckpoint(folder, filename="kept", every_n_train_steps=4)
     module = Adds(f"{folder}/hook.ckpt")
-    options = {"callbacks": [keeps, Notes()], "enable_checkpointing": True, "strategy_options": strategy}
+    options = {
+        "callbacks": [checkpoints, AddsFullTensors()],
+        "enable_checkpointing": True,
+        "strategy_options": strategy,
+    }
     trainer = trainer_of(size, pp, **options)
     replicas = size // pp // strategy.get("tensor_parallel_size", 1)
     trainer.fit(module, loader(4 // replicas, replicas=1 if replicas == 1 else None))
@@ -67,7 +71,7 @@ def additions(path):
     flat = {f"average.{name}": value for name, value in mine["average"].items()}
     flat |= {f"doubled.{number}": value for number, value in enumerate(mine["doubled"])}
     flat |= {"itself": mine["itself"], "norm": mine["norm"], "of_callback": mine["of_callback"]}
-    return {**flat, "first": checkpoint["callbacks"]["Notes"]["first"], "largest": checkpoint["largest"]}
+    return {**flat, "first": checkpoint["callbacks"]["AddsFullTensors"]["first"], "largest": checkpoint["largest"]}
 
 
 LAYOUTS = {
@@ -100,7 +104,7 @@ def test_hooks_add_full_tensors_and_numbers(worlds, tmp_path, size, pp, strategy
 
 
 class AddsStates(Tiny):
-    """What the optimizer keeps, and an average of the weights that a callback of Lightning's keeps."""
+    """States of the optimizer, and a weight average of a Lightning callback."""
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
@@ -135,8 +139,8 @@ class AddsOnFirst(Tiny):
             checkpoint["last"] = self.layers[-1].weight
 
 
-class AddsOwnStates(Tiny):
-    """Each stage has the states of its own parameters, so their number is another on each."""
+class AddsLocalStates(Tiny):
+    """Each stage has the states of its parameters, so their number differs."""
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
@@ -154,7 +158,7 @@ class Saves(Callback):
 
 
 REFUSED = {AddsOnFirst: "checkpoint['last'], which AddsOnFirst.on_save_checkpoint adds, is added by some ranks"}
-REFUSED |= {AddsOwnStates: "which AddsOwnStates.on_save_checkpoint adds, is added by some ranks"}
+REFUSED |= {AddsLocalStates: "which AddsLocalStates.on_save_checkpoint adds, is added by some ranks"}
 
 
 def refused(folder, name):
@@ -167,7 +171,7 @@ def refused(folder, name):
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
-def test_what_would_land_in_the_file_without_content_is_refused(worlds, tmp_path, case):
-    for said in worlds.run(2, refused, str(tmp_path), case.__name__):
-        assert REFUSED[case] in said and "p.detach().clone()" in said
+def test_absent_values_in_the_file_are_refused(worlds, tmp_path, case):
+    for message in worlds.run(2, refused, str(tmp_path), case.__name__):
+        assert REFUSED[case] in message and "p.detach().clone()" in message
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Loaders that come from a LightningDataModule, for every kind of run."""
+"""Loaders of a LightningDataModule, for every kind of run."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from models.tiny import Samples, Tiny
 
 
 class Data(LightningDataModule):
-    """Makes its samples in `setup`, for the stage it is asked for; two loaders for validation."""
+    """Makes its samples in `setup`, for the given stage; two loaders for validation."""
 
     def __init__(self):
         super().__init__()
@@ -66,17 +66,17 @@ def run(size, pp, kind):
 
 @pytest.mark.parametrize("kind", ["fit", "validate", "test", "predict"])
 @pytest.mark.parametrize("pp", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_every_run_takes_its_loaders_from_the_datamodule(worlds, kind, pp):
+def test_every_run_uses_the_loaders_of_the_datamodule(worlds, kind, pp):
     [(expected, numbers, calls)] = worlds.run(1, run, 1, 1, kind)
     assert numbers or kind == "predict"
-    for ours, our_numbers, our_calls in worlds.run(pp, run, pp, pp, kind):
+    for actual, our_numbers, our_calls in worlds.run(pp, run, pp, pp, kind):
         assert our_calls == calls
         assert our_numbers == pytest.approx(numbers, rel=1e-10)
         if kind == "predict":
-            assert [batch["index"] for batch in ours] == [batch["index"] for batch in expected]
-            for batch, known in zip(ours, expected, strict=True):
+            assert [batch["index"] for batch in actual] == [batch["index"] for batch in expected]
+            for batch, known in zip(actual, expected, strict=True):
                 torch.testing.assert_close(torch.tensor(batch["y"]), torch.tensor(known["y"]), rtol=1e-6, atol=0)
         elif kind != "fit":
-            assert len(ours) == len(expected)
-            for metrics, known in zip(ours, expected, strict=True):
+            assert len(actual) == len(expected)
+            for metrics, known in zip(actual, expected, strict=True):
                 assert metrics == pytest.approx(known, rel=1e-10)

@@ -1,4 +1,4 @@
-"""What users override around steps (their optimizer's, the scheduler's, backward) reads and writes the whole model."""
+"""Overridden hooks around steps (optimizer's, scheduler's, backward) read and write the full model."""
 
 import copy
 
@@ -12,17 +12,17 @@ from models.tiny import Tiny, loader
 
 
 class Averaging(Tiny):
-    """A copy of the layers follows them; it lies on the last stage, which validates it."""
+    """A moving average of the layers; it is on the last stage, which validates it."""
 
     def __init__(self):
         super().__init__()
         self.average = copy.deepcopy(self.layers).requires_grad_(False)
-        self.noted = []
+        self.recorded = []
 
     def follow(self):
         with torch.no_grad():
-            for mine, other in zip(self.average.parameters(), self.layers.parameters(), strict=True):
-                mine.mul_(0.7).add_(other, alpha=0.3)
+            for averaged, other in zip(self.average.parameters(), self.layers.parameters(), strict=True):
+                averaged.mul_(0.7).add_(other, alpha=0.3)
 
     def norm(self):
         return torch.stack([p.grad.norm() for p in self.layers.parameters() if p.grad is not None]).norm()
@@ -41,7 +41,7 @@ class AroundStep(Averaging):
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         self.log("before", sum(p.detach().norm() for p in self.layers.parameters()))
         optimizer.step(closure=optimizer_closure)
-        self.noted.append(float(self.norm()))
+        self.recorded.append(float(self.norm()))
         self.follow()
 
 
@@ -51,10 +51,10 @@ class AfterLightningsStep(Averaging):
         self.follow()
 
 
-class ClosureByHand(Averaging):
+class ManualClosure(Averaging):
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         optimizer_closure()
-        self.noted.append(float(clip_grad_norm_(self.parameters(), 0.05)))
+        self.recorded.append(float(clip_grad_norm_(self.parameters(), 0.05)))
         optimizer.optimizer.step()
         self.follow()
 
@@ -83,20 +83,20 @@ class TurningToEvaluation(Averaging):
 class Backward(Averaging):
     def backward(self, loss, *args, **kwargs):
         super().backward(loss, *args, **kwargs)
-        self.noted.append(float(clip_grad_norm_(self.layers.parameters(), 0.05)))
+        self.recorded.append(float(clip_grad_norm_(self.layers.parameters(), 0.05)))
 
 
 class SteppingTwice(Averaging):
-    """Once more with the same gradients, which it halves before."""
+    """Steps again with the same gradients, halved."""
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         for p in self.layers.parameters():
             p.grad.mul_(0.5)
-        self.noted += [float(self.norm()), self.total()]
+        self.recorded += [float(self.norm()), self.total()]
         self.optimizers().optimizer.step()
-        self.noted.append(self.total())
+        self.recorded.append(self.total())
         self.optimizers().step()
-        self.noted.append(self.total())
+        self.recorded.append(self.total())
 
     def total(self):
         return float(sum(p.detach().square().sum() for p in self.layers.parameters()))
@@ -105,7 +105,7 @@ class SteppingTwice(Averaging):
 CASES = (
     AroundStep,
     AfterLightningsStep,
-    ClosureByHand,
+    ManualClosure,
     ZeroingGradients,
     SteppingScheduler,
     TurningToEvaluation,
@@ -125,7 +125,7 @@ def run_fit(size, pp, case, zero, accumulate, tp=1):
     trainer.fit(model, loader(each, 16, replicas=1 if size == pp * tp else None), val)
     assert not hooks & set(vars(model))
     assert "step" not in vars(trainer.strategy) and "optimizer_step" not in vars(trainer.strategy)
-    return weights_of(model), {name: float(value) for name, value in trainer.callback_metrics.items()}, model.noted
+    return weights_of(model), {name: float(value) for name, value in trainer.callback_metrics.items()}, model.recorded
 
 
 references = {}
@@ -135,15 +135,15 @@ def assert_parity(worlds, size, pp, case, *, zero=0, accumulate=1, tp=1):
     key = case, accumulate
     if key not in references:
         [references[key]] = worlds.run(1, run_fit, 1, 1, case, 0, accumulate)
-    weights, logged, noted = references[key]
-    for ours in worlds.run(size, run_fit, size, pp, case, zero, accumulate, tp):
-        assert_same(ours[0], weights)
-        assert_same(ours[1], logged)
-        assert ours[2] == pytest.approx(noted, rel=1e-10, abs=1e-12)
+    weights, logged, recorded = references[key]
+    for rank in worlds.run(size, run_fit, size, pp, case, zero, accumulate, tp):
+        assert_same(rank[0], weights)
+        assert_same(rank[1], logged)
+        assert rank[2] == pytest.approx(recorded, rel=1e-10, abs=1e-12)
 
 
 @each_under_sizes("case", CASES, {"pp2": (2, 2), "dp2xpp2": (4, 2)})
-def test_what_is_overridden_sees_the_full_model(worlds, size, pp, case):
+def test_overridden_hooks_see_the_full_model(worlds, size, pp, case):
     assert_parity(worlds, size, pp, case)
 
 
@@ -158,5 +158,5 @@ def test_tensor_ranks_see_the_full_model(worlds, case):
 
 
 @pytest.mark.parametrize("case", [AroundStep, Backward])
-def test_what_is_overridden_sees_what_is_accumulated(worlds, case):
+def test_overridden_hooks_see_accumulated_gradients(worlds, case):
     assert_parity(worlds, 2, 2, case, accumulate=2)

@@ -1,4 +1,4 @@
-"""Loaders and batches as users have them: every rank of a replica sees what one process sees."""
+"""Loaders and batches of users: every rank of a replica sees what one process sees."""
 
 import dataclasses
 import itertools
@@ -57,7 +57,7 @@ def collate_zero_dim(samples):
     return {**as_dict(samples), "temperature": torch.tensor(0.5, dtype=torch.float64), "flag": True}
 
 
-def parts_of(batch):
+def as_lists(batch):
     if isinstance(batch, (tuple, list)):
         return batch[0], batch[1]
     if isinstance(batch, Sample):
@@ -71,7 +71,7 @@ class AnyBatch(Tiny):
         self.names = []
 
     def training_step(self, batch, batch_idx):
-        x, y = parts_of(batch)
+        x, y = as_lists(batch)
         if isinstance(batch, dict) and "names" in batch:
             assert len(batch["names"]) == len(x) == len(batch["nested"]["names"]) and batch["nothing"] is None
             self.names.extend(batch["names"])
@@ -100,10 +100,10 @@ def run_collate(size, pp, options, collate):
 
 
 @pytest.mark.parametrize("collate", COLLATES, ids=lambda function: function.__name__)
-def test_batches_of_every_container_split(worlds, collate):
+def test_batches_of_every_container_are_split(worlds, collate):
     [(weights, loss, names)] = worlds.run(1, run_collate, 1, 1, {}, collate)
-    for ours, our_loss, our_names in worlds.run(2, run_collate, 2, 2, {"num_microbatches": 4}, collate):
-        assert_same(ours, weights)
+    for actual, our_loss, our_names in worlds.run(2, run_collate, 2, 2, {"num_microbatches": 4}, collate):
+        assert_same(actual, weights)
         assert our_loss == pytest.approx(loss, rel=1e-10)
         assert our_names == names
 
@@ -117,7 +117,7 @@ class Stream(IterableDataset):
 
 
 class Batches(torch.utils.data.Dataset):
-    """Hands out whole batches; its loader has batch_size=None."""
+    """Returns full batches; its loader has batch_size=None."""
 
     def __len__(self):
         return 4
@@ -142,7 +142,7 @@ class ListOfBatches:
 
 
 def endless():
-    """Batches that differ from each other for ever, and draw by what all else draws by."""
+    """Endless different batches, drawn from the global generator."""
     for index in itertools.count():
         yield {"x": torch.rand(4, 4, dtype=torch.float64) + index, "y": torch.rand(4, 1, dtype=torch.float64)}
 
@@ -166,7 +166,7 @@ class StreamOfSamples(IterableDataset):
 
 
 class Zipped(DataLoader):
-    """What it hands out is known to its own code alone; it has a dataset that cannot be indexed."""
+    """An opaque loader; its dataset cannot be indexed."""
 
     def __init__(self, *loaders):
         super().__init__(Slices(loaders, 0), batch_size=1, sampler=range(len(loaders[0])))
@@ -181,7 +181,7 @@ class Combined(Tiny):
         return self.loss(batch["a"]) + 2 * self.loss(batch["b"])
 
 
-class OwnLoaders(Tiny):
+class ModuleLoaders(Tiny):
     def train_dataloader(self):
         return loader(4)
 
@@ -218,7 +218,7 @@ def fit_kind(kind, size, pp):
         train = DataLoader(TakesLists(), sampler=sampler, batch_size=None)
     elif kind == "no_batch_size":
         train = DataLoader(Batches(), batch_size=None)
-    elif kind == "own_iterable":
+    elif kind == "custom_iterable":
         train = ListOfBatches()
     elif kind == "stream":
         train, options = Slices(endless(), 3), {"max_epochs": 2}
@@ -241,7 +241,7 @@ def fit_kind(kind, size, pp):
         model = Combined()
         train = {"a": loader(4), "b": loader(4, 8)}
     elif kind == "own":
-        model = OwnLoaders()
+        model = ModuleLoaders()
     elif kind == "datamodule":
         trainer_of(size, pp).fit(model, datamodule=Data())
         return weights_of(model)
@@ -263,7 +263,7 @@ KINDS = [
     "batch_sampler",
     "sampler_of_batches",
     "no_batch_size",
-    "own_iterable",
+    "custom_iterable",
     "stream",
     "streams",
     "bare_stream",
@@ -281,10 +281,10 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_loaders_of_every_kind_train_as_in_one_process(worlds, kind):
+def test_loaders_of_every_kind_match_one_process(worlds, kind):
     [expected] = worlds.run(1, fit_kind, kind, 1, 1)
-    for ours in worlds.run(2, fit_kind, kind, 2, 2):
-        assert_same(ours, expected)
+    for actual in worlds.run(2, fit_kind, kind, 2, 2):
+        assert_same(actual, expected)
 
 
 # -- batches that cannot be split -------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def run_graphs(size, pp, options):
     return weights_of(model), [str(warning.message) for warning in caught if "cannot be split" in str(warning.message)]
 
 
-def test_a_batch_that_cannot_be_split_runs_as_one_microbatch_and_says_so(worlds):
+def test_unsplittable_batch_runs_as_one_microbatch_with_a_warning(worlds):
     [(expected, _)] = worlds.run(1, run_graphs, 1, 1, {})
     results = worlds.run(2, run_graphs, 2, 2, {})
     for weights, _ in results:
@@ -334,18 +334,18 @@ def test_a_batch_that_cannot_be_split_runs_as_one_microbatch_and_says_so(worlds)
     assert "Graph" in message and "batch_splitter" in message
 
 
-def test_batch_splitter_splits_what_only_the_user_knows(worlds):
+def test_batch_splitter_of_the_user(worlds):
     [(expected, _)] = worlds.run(1, run_graphs, 1, 1, {})
     for weights, warned in worlds.run(2, run_graphs, 2, 2, {"batch_splitter": split_graph, "num_microbatches": 2}):
         assert_same(weights, expected)
         assert not warned
 
 
-# -- who sees which samples -------------------------------------------------------------------------------------------
+# -- samples by rank --------------------------------------------------------------------------------------------------
 
 
-class SeesSamples(Tiny):
-    """Remembers the samples and the random glue of its steps."""
+class RecordsSamples(Tiny):
+    """Records the samples and the random glue of its steps."""
 
     def __init__(self):
         super().__init__()
@@ -363,7 +363,7 @@ class SeesSamples(Tiny):
         self.log("val", self.loss(batch))
 
 
-def run_seen(size, pp, seeded, shuffle, options):
+def run_recorded(size, pp, seeded, shuffle, options):
     ignore_warnings()
     rank = torch.distributed.get_rank()
     torch.manual_seed(100 + rank)
@@ -371,7 +371,7 @@ def run_seen(size, pp, seeded, shuffle, options):
     random.seed(100 + rank)
     if seeded:
         seed_everything(7, verbose=False)
-    model = SeesSamples()
+    model = RecordsSamples()
     trainer = trainer_of(size, pp, strategy_options=options, max_epochs=2)
     trainer.fit(model, loader(4, shuffle=shuffle), loader(4))
     return model.seen, model.drawn, model.validated, weights_of(model)
@@ -380,27 +380,29 @@ def run_seen(size, pp, seeded, shuffle, options):
 @pytest.mark.parametrize(
     "seeded", [pytest.param(True, marks=pytest.mark.slow), False], ids=["seed_everything", "unseeded"]
 )
-def test_all_ranks_of_one_replica_see_the_same_batch_and_the_same_random_glue(worlds, seeded):
-    results = worlds.run(4, run_seen, 4, 2, seeded, True, {"num_microbatches": 2})
+def test_ranks_of_one_replica_see_the_same_batch_and_draws(worlds, seeded):
+    results = worlds.run(4, run_recorded, 4, 2, seeded, True, {"num_microbatches": 2})
     for first, second in ((0, 2), (1, 3)):
         assert results[first][:3] == results[second][:3]
     # Two replicas share each epoch's 16 samples.
     for epoch in range(2):
-        dealt = [index for rank in (0, 1) for step in results[rank][0][epoch * 2 : epoch * 2 + 2] for index in step]
-        assert sorted(dealt) == list(range(16))
+        seen_indices = [
+            index for rank in (0, 1) for step in results[rank][0][epoch * 2 : epoch * 2 + 2] for index in step
+        ]
+        assert sorted(seen_indices) == list(range(16))
     assert results[0][0][:2] != results[0][0][2:]
     for result in results:
         assert_same(result[3], results[0][3])
 
 
-def test_with_one_replica_the_order_of_the_user_stands(worlds):
-    for seen, _, validated, _ in worlds.run(2, run_seen, 2, 2, True, False, {"num_microbatches": 1}):
+def test_one_replica_keeps_the_user_order(worlds):
+    for seen, _, validated, _ in worlds.run(2, run_recorded, 2, 2, True, False, {"num_microbatches": 1}):
         in_order = [list(range(start, start + 4)) for start in range(0, 16, 4)]
         assert seen == in_order * 2
         assert validated[-4:] == in_order
 
 
-class OnlySees(SeesSamples):
+class OnlyRecords(RecordsSamples):
     def training_step(self, batch, batch_idx):
         self.seen.append(batch["index"].tolist())
         return self.loss(batch)
@@ -410,14 +412,14 @@ def run_after_a_draw(size, pp):
     ignore_warnings()
     seed_everything(7, verbose=False)
     torch.rand(3)  # such as initial weights: the order of samples is drawn after them
-    model = OnlySees()
+    model = OnlyRecords()
     options = {"num_microbatches": 1} if pp > 1 else {}
     trainer = trainer_of(size, pp, strategy_options=options, max_epochs=2)
     trainer.fit(model, loader(4, shuffle=True), loader(4))
     return model.seen
 
 
-def test_stages_shuffle_as_one_process_does(worlds):
+def test_stages_shuffle_as_one_process(worlds):
     [expected] = worlds.run(1, run_after_a_draw, 1, 1)
     seen, _ = worlds.run(2, run_after_a_draw, 2, 2)
     assert len(expected) == 8 and expected[:4] != expected[4:]
@@ -447,11 +449,11 @@ class Branches(Tiny):
         return loss
 
 
-class Held:
-    """A batch of a class of its own."""
+class CustomBatch:
+    """A batch of a custom class."""
 
-    def __init__(self, held):
-        self.held = held
+    def __init__(self, content):
+        self.content = content
 
     def to(self, device, **_):
         return self
@@ -459,11 +461,11 @@ class Held:
 
 class OnObjects(Tiny):
     def training_step(self, batch, batch_idx):
-        return super().training_step(batch.held, batch_idx)
+        return super().training_step(batch.content, batch_idx)
 
 
 def as_object(samples):
-    return Held(torch.utils.data.default_collate(samples))
+    return CustomBatch(torch.utils.data.default_collate(samples))
 
 
 def run_differing(make, collate):
@@ -478,7 +480,7 @@ def run_differing(make, collate):
 
 
 @pytest.mark.parametrize(("make", "collate"), [(Tiny, None), (Branches, None), (OnObjects, as_object)])
-def test_a_loader_that_differs_between_the_ranks_of_a_replica_is_caught(worlds, make, collate):
+def test_loader_that_differs_within_a_replica_is_detected(worlds, make, collate):
     for name, message in worlds.run(2, run_differing, make, collate):
         assert name == "RanksDisagree"
         assert "batch differs" in message and "pipeline ranks 0 to 1" in message and "seed" in message

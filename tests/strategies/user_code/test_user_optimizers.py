@@ -1,4 +1,4 @@
-"""Optimizers of the user's own: closures that run twice, states that are loaded, state made before the run."""
+"""Optimizers of users: closures that run twice, states that are loaded, state made before the run."""
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ class Trust(Tiny):
         return Lamb(self.parameters(), max_grad_norm=0.05)
 
 
-class StatedAtBirth(ScaledByNorm):
-    """Its momentum is there before the first step."""
+class StateInInit(ScaledByNorm):
+    """Its momentum exists before the first step."""
 
     def __init__(self, params, **options):
         super().__init__(params, **options)
@@ -38,15 +38,15 @@ class StatedAtBirth(ScaledByNorm):
         return super().step(closure)
 
 
-class Stated(Tiny):
+class WithStateInInit(Tiny):
     def configure_optimizers(self):
-        return StatedAtBirth(self.parameters(), lr=0.1, momentum=0.9)
+        return StateInInit(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class StatedInInit(Tiny):
+class OptimizerInInit(Tiny):
     def __init__(self):
         super().__init__()
-        self.own = StatedAtBirth(self.parameters(), lr=0.1, momentum=0.9)
+        self.own = StateInInit(self.parameters(), lr=0.1, momentum=0.9)
 
     def configure_optimizers(self):
         return self.own
@@ -73,7 +73,7 @@ class OfTorch(Tiny):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-CASES = {case.__name__: case for case in (Sharp, Lbfgs, Trust, Stated, StatedInInit, Hooked)}
+CASES = {case.__name__: case for case in (Sharp, Lbfgs, Trust, WithStateInInit, OptimizerInInit, Hooked)}
 
 
 def run_fit(size, pp, tp, case, path=None, resumed=False):
@@ -90,7 +90,7 @@ def run_fit(size, pp, tp, case, path=None, resumed=False):
         saved = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
         assert {0, 1, 2, 3} <= saved.keys()
         model, each = CASES[case](), loader(8 * pp * tp // size, **one_replica)
-    optimizer_step = type(model.own).step if case == "StatedInInit" else None
+    optimizer_step = type(model.own).step if case == "OptimizerInInit" else None
     trainer = trainer_of(size, pp, strategy_options=strategy, max_epochs=2)
     trainer.fit(model, each, ckpt_path=path if resumed else None)
     assert optimizer_step is None or "step" not in model.own.__dict__
@@ -104,8 +104,8 @@ def assert_parity(worlds, size, pp, tp, case, *args):
 
 
 LAYOUTS = {"pp2": (2, 2, 1), "dp2xpp2": (4, 2, 1), "tp2": (2, 1, 2), "pp2xtp2": (4, 2, 2)}
-# Each layout once by default; that of `Stated` is the test of saved states below.
-BY_DEFAULT = {("Sharp", "dp2xpp2"), ("Trust", "pp2xtp2"), ("StatedInInit", "tp2"), ("Hooked", "pp2")}
+# Each layout once by default; that of `WithStateInInit` is the test of saved states below.
+BY_DEFAULT = {("Sharp", "dp2xpp2"), ("Trust", "pp2xtp2"), ("OptimizerInInit", "tp2"), ("Hooked", "pp2")}
 
 
 def each_case():
@@ -116,11 +116,11 @@ def each_case():
 
 
 @pytest.mark.parametrize(("case", "size", "pp", "tp"), list(each_case()))
-def test_an_optimizer_of_the_user_sees_the_full_model(worlds, size, pp, tp, case):
+def test_user_optimizer_sees_the_full_model(worlds, size, pp, tp, case):
     assert_parity(worlds, size, pp, tp, case)
 
 
-def test_lbfgs_runs_its_closure_often(worlds):
+def test_lbfgs_runs_its_closure_repeatedly(worlds):
     assert_parity(worlds, 2, 1, 1, "Lbfgs")
 
 
@@ -128,12 +128,12 @@ def test_lbfgs_runs_its_closure_often(worlds):
     ("case", "pp", "tp"),
     [
         pytest.param("Trust", 1, 2, id="Trust-tp2"),
-        pytest.param("Stated", 2, 1, id="Stated-pp2"),
+        pytest.param("WithStateInInit", 2, 1, id="WithStateInInit-pp2"),
         pytest.param("Trust", 2, 1, id="Trust-pp2", marks=pytest.mark.slow),
-        pytest.param("Stated", 1, 2, id="Stated-tp2", marks=pytest.mark.slow),
+        pytest.param("WithStateInInit", 1, 2, id="WithStateInInit-tp2", marks=pytest.mark.slow),
     ],
 )
-def test_its_state_is_saved_and_loaded(worlds, tmp_path, case, pp, tp):
+def test_state_is_saved_and_loaded(worlds, tmp_path, case, pp, tp):
     assert_parity(worlds, 2, pp, tp, case, str(tmp_path / "model.ckpt"), True)
 
 
@@ -154,9 +154,9 @@ def run_counting_fused_steps(size, pp):
     return counts, weights_of(model)
 
 
-def test_adam_of_torch_takes_fused_steps_on_the_host(worlds):
+def test_torch_adam_takes_fused_steps_on_the_host(worlds):
     [(alone, expected)] = worlds.run(1, run_counting_fused_steps, 1, 1)
-    assert not alone  # under Lightning's own strategy
+    assert not alone  # under Lightning's strategy
     for counts, weights in worlds.run(2, run_counting_fused_steps, 2, 2):
         assert len(counts) == 3 and 0 < counts[0] < 10  # those of its stage, after the step that makes the states
         assert_same(weights, expected)

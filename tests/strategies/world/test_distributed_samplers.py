@@ -1,4 +1,4 @@
-"""Samplers and datasets of users that deal samples out by themselves deal to replicas, not to ranks."""
+"""Users' distributed samplers and datasets shard samples over replicas, not over ranks."""
 
 import copy
 import pickle
@@ -12,7 +12,7 @@ from harness.trainer_runs import ignore_warnings, trainer_of
 from models.tiny import Samples, Tiny
 
 
-class Sees(Tiny):
+class RecordsSamples(Tiny):
     def __init__(self):
         super().__init__()
         self.seen = []
@@ -23,7 +23,7 @@ class Sees(Tiny):
 
 
 class CountsItself(DistributedSampler):
-    """Deals twice as many samples as torch's."""
+    """Gives twice as many samples as torch's."""
 
     def __init__(self, dataset):
         super().__init__(dataset, shuffle=False)
@@ -47,7 +47,7 @@ def run(size, pp, kind, num, options):
     loader = loader_with(kind, num)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = Sees()
+        model = RecordsSamples()
         try:
             trainer_of(size, pp, max_epochs=2, **options).fit(model, loader)
         except ValueError as error:
@@ -60,48 +60,48 @@ KINDS = [("in order", 12), ("shuffled", 12), ("drop last", 11), ("in a batch sam
 
 @each("kind,num", KINDS, covered_by={KINDS[0]: KINDS[1], KINDS[2]: KINDS[1]})
 def test_ranks_of_one_replica_see_the_same_samples(worlds, kind, num):
-    # Lightning itself changes the sampler inside a batch sampler, with replicas; this is about what it leaves alone.
+    # Lightning itself changes the sampler inside a batch sampler, with replicas; this is about the others.
     options = {"use_distributed_sampler": False}
     results = worlds.run(4, run, 4, 2, kind, num, options)
     seen = [result[0] for result in results]
     assert seen[0] == seen[2] and seen[1] == seen[3]
-    dealt = sorted(index for replica in seen[:2] for batch in replica[: len(replica) // 2] for index in batch)
+    sharded = sorted(index for replica in seen[:2] for batch in replica[: len(replica) // 2] for index in batch)
     if kind == "other":
         assert seen[0] == seen[1], "a sampler that deals to others than the ranks means something of its own"
         assert not results[0][1]
         return
-    assert dealt == sorted(set(dealt)) and len(dealt) == num // 2 * 2
+    assert sharded == sorted(set(sharded)) and len(sharded) == num // 2 * 2
     [warning] = results[0][1]
     assert "DistributedSampler splits over num_replicas=4 ranks, but the 4 ranks are 2 replicas" in warning
     assert "num_replicas=2, rank=0" in warning
 
 
-def test_with_one_replica_all_samples_are_seen_in_order(worlds):
+def test_one_replica_sees_all_samples_in_order(worlds):
     for seen, _ in worlds.run(2, run, 2, 2, "in order", 8, {}):
         assert [index for batch in seen for index in batch] == list(range(8)) * 2
 
 
-def test_without_stages_a_sampler_stays(worlds):
+def test_sampler_is_kept_without_stages(worlds):
     for rank, (seen, warned) in enumerate(worlds.run(2, run, 2, 1, "in order", 8, {})):
         assert seen == [[rank, 2 + rank], [4 + rank, 6 + rank]] * 2
         assert not warned
 
 
-def test_a_sampler_with_a_count_of_its_own_is_refused(worlds):
+def test_sampler_with_its_own_count_is_refused(worlds):
     for message in worlds.run(2, run, 2, 2, "own count", 8, {}):
         assert "CountsItself splits over num_replicas=2 ranks" in message
         assert "build it with num_replicas=1, rank=0 on this rank" in message
 
 
-# -- what deals itself out by torch.distributed ------------------------------------------------------------------------
+# -- datasets sharded by torch.distributed ----------------------------------------------------------------------------
 
 
 def share_of(num):
-    """What this process has of so many samples."""
+    """The share of this process of so many samples."""
     return range(dist.get_rank(), num, dist.get_world_size())
 
 
-class DealsItself(Sampler):
+class ShardsItself(Sampler):
     def __init__(self, num):
         self.num = num
 
@@ -112,7 +112,7 @@ class DealsItself(Sampler):
         return len(share_of(self.num))
 
 
-class DealsBatches(DealsItself):
+class ShardsBatches(ShardsItself):
     def __iter__(self):
         share = list(share_of(self.num))
         return (share[start : start + 2] for start in range(0, len(share), 2))
@@ -141,22 +141,22 @@ class Stream(IterableDataset):
 
 
 class Counts(DataLoader):
-    """Says itself how long it is."""
+    """Has a `__len__`."""
 
     def __len__(self):
         return -(-len(share_of(self.dataset.num)) // 2)
 
 
-def dealing(kind, num, **options):
+def sharded_loader(kind, num, **options):
     if kind == "batch sampler":
-        return DataLoader(Samples(num), batch_sampler=DealsBatches(num), **options)
+        return DataLoader(Samples(num), batch_sampler=ShardsBatches(num), **options)
     if kind in ("dataset", "stream"):
         return DataLoader(Share(num) if kind == "dataset" else Stream(num), batch_size=2, **options)
     loader_class = Counts if kind == "loader" else DataLoader
-    return loader_class(Samples(num), batch_size=2, sampler=DealsItself(num), **options)
+    return loader_class(Samples(num), batch_size=2, sampler=ShardsItself(num), **options)
 
 
-class SeesAll(Sees):
+class RecordsAllSamples(RecordsSamples):
     def configure_optimizers(self):
         self.expected = self.trainer.estimated_stepping_batches
         return super().configure_optimizers()
@@ -171,13 +171,13 @@ class SeesAll(Sees):
         return batch["index"], self(batch["x"])
 
 
-def run_dealing(size, pp, kind, limit, workers):
+def run_sharded(size, pp, kind, limit, workers):
     ignore_warnings()
     options = {"num_workers": 1, "persistent_workers": True} if workers else {}
     given = {"use_distributed_sampler": False, "limit_train_batches": limit, "num_sanity_val_steps": 0}
     one_by_one = {"num_microbatches": 1} if size > 1 else {}
     trainer = trainer_of(size, pp, strategy_options=one_by_one, max_epochs=2, **given)
-    model, loaders = SeesAll(), [dealing(kind, num, **options) for num in (16, 12, 8, 20)]
+    model, loaders = RecordsAllSamples(), [sharded_loader(kind, num, **options) for num in (16, 12, 8, 20)]
     lengths = [[len(loader) for loader in loaders]]
     trainer.fit(model, *loaders[:2])
     trainer.validate(model, loaders[1], verbose=False)
@@ -191,7 +191,7 @@ def run_dealing(size, pp, kind, limit, workers):
     return model.seen, predicted, counts
 
 
-DEALING = [
+SHARDED = [
     ("sampler", None, False),
     ("batch sampler", 0.5, False),
     ("dataset", None, False),
@@ -200,19 +200,19 @@ DEALING = [
 ]
 
 
-ALIKE = {("batch sampler", 0.5, False): ("sampler", None, False), ("dataset", None, False): ("stream", None, False)}
+EQUAL = {("batch sampler", 0.5, False): ("sampler", None, False), ("dataset", None, False): ("stream", None, False)}
 
 
-@each("kind, limit, workers", DEALING, covered_by=ALIKE)
-def test_a_dataset_that_splits_itself_is_as_long_as_its_part(worlds, kind, limit, workers):
-    [expected] = worlds.run(1, run_dealing, 1, 1, kind, limit, workers)
+@each("kind, limit, workers", SHARDED, covered_by=EQUAL)
+def test_dataset_that_shards_itself_has_the_shard_length(worlds, kind, limit, workers):
+    [expected] = worlds.run(1, run_sharded, 1, 1, kind, limit, workers)
     assert expected[2] == ((4, [6], [4], [10], 8, 8) if limit else (8, [6], [4], [10], 16, 16))
-    for result in worlds.run(2, run_dealing, 2, 2, kind, limit, workers):
+    for result in worlds.run(2, run_sharded, 2, 2, kind, limit, workers):
         assert result == expected
 
 
-def test_replicas_split_all_samples_themselves(worlds):
-    results = worlds.run(4, run_dealing, 4, 2, "sampler", None, False)
+def test_self_sharding_replicas_cover_all_samples(worlds):
+    results = worlds.run(4, run_sharded, 4, 2, "sampler", None, False)
     assert results[0] == results[2] and results[1] == results[3]
     assert [result[2] for result in results] == [(4, [3], [2], [5], 8, 8)] * 4
     trained = [index for seen, *_ in results[:2] for batch in seen[:4] for index in batch]
@@ -220,20 +220,20 @@ def test_replicas_split_all_samples_themselves(worlds):
 
 
 def run_copied():
-    """In a hook of the user's, a copy of a loader is the user's own class."""
+    """In a user hook, a copy of a loader has the user's class."""
     ignore_warnings()
 
-    class Copies(Sees):
+    class Copies(RecordsSamples):
         def on_train_start(self):
             loader = self.trainer.train_dataloader
             copies = [copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))]
             self.found = [(type(one), len(one)) for one in copies], isinstance(loader, Counts), type(loader).__name__
 
     model = Copies()
-    trainer_of(2, 2, use_distributed_sampler=False).fit(model, dealing("loader", 8))
+    trainer_of(2, 2, use_distributed_sampler=False).fit(model, sharded_loader("loader", 8))
     return model.found
 
 
-def test_a_loader_can_be_copied_and_pickled_while_a_run_goes_on(worlds):
+def test_loader_can_be_copied_and_pickled_during_a_run(worlds):
     for found in worlds.run(2, run_copied):
         assert found == ([(Counts, 4)] * 2, True, "Counts")

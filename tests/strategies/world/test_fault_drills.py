@@ -1,4 +1,4 @@
-"""Ranks that are killed at random points, in a loop with restarts: the run ends with the bits of an undisturbed one."""
+"""Ranks killed at random points, in a loop with restarts: the run is bitwise equal to an undisturbed one."""
 
 import gc
 import os
@@ -120,7 +120,7 @@ def drill(tmp_path, name, options, faults, *, save_fault=SINGLE, one_writer=True
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_killed_at_four_points_and_restarted(tmp_path, monkeypatch, layout):
     """In a forward, in a message, after the optimizer's step and during a save."""
-    # torchrun's restarts share a store otherwise, in which ranks find the addresses of those that were killed.
+    # Otherwise torchrun's restarts share a store, with the addresses of killed ranks.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     fault = {"save_fault": FOLDERS, "one_writer": False} if "folders" in layout else {}
     undisturbed = drill(tmp_path, "calm", LAYOUTS[layout], 0, **fault)
@@ -133,21 +133,21 @@ class Footprint(Callback):
     """Memory and open files of a rank after some steps."""
 
     def __init__(self):
-        self.noted = []
+        self.recorded = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.global_step % 50 == 0:
             gc.collect()
             with open("/proc/self/statm") as pages:
                 resident = int(pages.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-            self.noted.append((resident, len(os.listdir("/proc/self/fd"))))
+            self.recorded.append((resident, len(os.listdir("/proc/self/fd"))))
 
 
 def footprint(options):
     counts, module = Footprint(), make("Layers")
     trainer = trainer_of(2, Hybrid3DStrategy(**options, num_microbatches=2), [counts])
     trainer.fit(module, DataLoader(Samples(module.kind, 4000), batch_size=4))
-    return counts.noted
+    return counts.recorded
 
 
 @pytest.mark.slow
@@ -157,8 +157,8 @@ def footprint(options):
     [{"zero_stage": 3, "reshard_after_forward": True}, {"zero_stage": 3}, {"zero_stage": 1}],
     ids=["zero3 by layer", "zero3", "zero1"],
 )
-def test_memory_and_open_files_stay_flat_over_500_steps(worlds, options):
-    for noted in worlds.run(2, footprint, options, timeout=300):
-        (after, files), *_, (last, last_files) = noted[1:]
-        assert last_files == files, noted
+def test_memory_and_open_files_are_constant_over_500_steps(worlds, options):
+    for recorded in worlds.run(2, footprint, options, timeout=300):
+        (after, files), *_, (last, last_files) = recorded[1:]
+        assert last_files == files, recorded
         assert last - after < 4 * 2**20, f"{(last - after) / 2**20:.1f} MiB more after 500 steps than after 100"

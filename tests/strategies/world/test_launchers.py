@@ -14,7 +14,7 @@ from harness.launched_jobs import TESTS, run, start, torchrun
 FIT = """
     import sys, warnings
     warnings.simplefilter("ignore")
-    from harness.worlds.not_installed import OPTIONAL, hide
+    from harness.worlds.hidden_packages import OPTIONAL, hide
     hide({{*OPTIONAL, "pytorch_lightning", "lightning_fabric"}})
     import lightning_hybrid
     import torch
@@ -76,7 +76,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@pytest.mark.slow  # ranks of every other test are told of their world as torchrun tells them
+@pytest.mark.slow  # ranks of every other test get their world as from torchrun
 def test_torchrun_runs_two_nodes_on_loopback(tmp_path):
     code, other_code, output, more, _ = two_nodes(write_script(tmp_path, devices=1, nodes=2), tmp_path)
     assert (code, other_code) == (0, 0), output + more
@@ -88,7 +88,7 @@ ON_RANK_1 = "if batch_idx == 1 and self.trainer.strategy.mesh.rank == 1: "
 RAISES = ON_RANK_1 + 'raise ZeroDivisionError("on purpose")'
 DIES = ON_RANK_1 + "import os; os._exit(3)"
 KILLED = ON_RANK_1 + "import os; os.kill(os.getpid(), 9)"
-TOLD_TO_STOP = ON_RANK_1 + "import os; os.kill(os.getpid(), 15)"
+SIGTERM = ON_RANK_1 + "import os; os.kill(os.getpid(), 15)"
 
 
 def command_of(launcher, script):
@@ -116,7 +116,7 @@ EACH_FAULT = [
 
 
 @pytest.mark.parametrize(("fault", "launcher"), EACH_FAULT)
-def test_one_rank_that_fails_brings_the_job_down(tmp_path, fault, launcher):
+def test_one_failing_rank_ends_the_job(tmp_path, fault, launcher):
     code, output, _ = run(command_of(launcher, write_script(tmp_path, fault=fault)))
     assert code != 0
     survivor = re.search(r"rank 0 \(pipeline rank 0 of 2\) in (.*) had to stop: (.*)", output)
@@ -131,7 +131,7 @@ def test_one_rank_that_fails_brings_the_job_down(tmp_path, fault, launcher):
 
 
 @pytest.mark.slow
-def test_a_rank_that_catches_its_error_and_lives_on_does_not_hold_the_others(tmp_path):
+def test_rank_that_catches_its_error_does_not_block_the_others(tmp_path):
     script = Path(write_script(tmp_path, fault=RAISES))
     text = script.read_text()
     fit = "trainer.fit(Model(), loader(4))\n"
@@ -148,8 +148,8 @@ def test_a_rank_that_catches_its_error_and_lives_on_does_not_hold_the_others(tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["popen", "torchrun"])
-def test_one_rank_that_is_told_to_stop_ends_the_job(tmp_path, launcher):
-    script = Path(write_script(tmp_path, fault=TOLD_TO_STOP))
+def test_sigterm_to_one_rank_ends_the_job(tmp_path, launcher):
+    script = Path(write_script(tmp_path, fault=SIGTERM))
     # After fit comes what only a run to the end may print.
     script.write_text(script.read_text().replace("loader(4)", "loader(4, 400)"))
     code, output, seconds = run(command_of(launcher, str(script)))
@@ -159,7 +159,7 @@ def test_one_rank_that_is_told_to_stop_ends_the_job(tmp_path, launcher):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["popen", "torchrun"])
-def test_a_job_that_is_told_to_stop_leaves_no_process(tmp_path, launcher):
+def test_sigterm_to_a_job_leaves_no_process(tmp_path, launcher):
     script = write_script(tmp_path, fault='print(f"batch {batch_idx}", flush=True); __import__("time").sleep(0.05)')
     text = Path(script).read_text().replace("loader(4)", "loader(4, 4000)")
     Path(script).write_text(text)
@@ -195,7 +195,7 @@ WORKERS = """
 
 
 @pytest.mark.slow
-def test_random_augmentation_in_workers_is_equal_within_a_replica(tmp_path):
+def test_worker_augmentation_is_equal_within_a_replica(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n" + textwrap.dedent(WORKERS))
     code, output, _ = run([sys.executable, str(path)])
@@ -206,7 +206,7 @@ def test_random_augmentation_in_workers_is_equal_within_a_replica(tmp_path):
 
 
 @pytest.mark.slow
-def test_forked_ranks_train_as_in_a_notebook(tmp_path):
+def test_forked_ranks_as_in_a_notebook(tmp_path):
     path = Path(write_script(tmp_path))
     text = path.read_text().replace("num_microbatches=2)", "num_microbatches=2, start_method='fork')")
     path.write_text(text.replace("num_nodes=1, ", ""))
@@ -217,7 +217,7 @@ def test_forked_ranks_train_as_in_a_notebook(tmp_path):
 
 
 @pytest.mark.slow
-def test_slurm_tells_each_task_its_rank(tmp_path):
+def test_slurm_gives_each_task_its_rank(tmp_path):
     script, port = write_script(tmp_path), free_port()
     tasks = []
     for rank in range(2):

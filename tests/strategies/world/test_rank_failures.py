@@ -1,4 +1,4 @@
-"""A rank that fails, dies or is told to stop: the others end within seconds and say why."""
+"""A rank that fails, dies or gets SIGTERM: the others end within seconds and say why."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ class Fails(Tiny):
 
 
 def run_failing(size, pp, rank, place, options):
-    """What a rank says that caught its error and lives on."""
+    """The messages of a rank that caught its error and continues."""
     ignore_warnings()
     trainer = trainer_of(
         size, pp, strategy_options=options, callbacks=[OnExceptionCheckpoint(os.getcwd())], enable_checkpointing=True
@@ -58,15 +58,15 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_peers_of_a_rank_that_raises_and_lives_on_stop_and_say_why(worlds, place):
+def test_peers_of_a_raising_rank_stop_with_its_error(worlds, place):
     peer, failed = worlds.run(2, run_failing, 2, 2, 1, place, {"num_microbatches": 2}, timeout=20)
     assert failed[:2] == ("ZeroDivisionError", "on purpose")
     assert not any("had to stop" in text for text in failed[2])
     assert peer[0] in LOST
-    [said] = [text for text in peer[2] if "had to stop" in text]
-    assert said.startswith("rank 0 (pipeline rank 0 of 2) in ")
-    assert "rank 1 (pipeline rank 1 of 2)" in said and PLACES[place] in said, said
-    assert "ZeroDivisionError: on purpose" in said
+    [messages] = [text for text in peer[2] if "had to stop" in text]
+    assert messages.startswith("rank 0 (pipeline rank 0 of 2) in ")
+    assert "rank 1 (pipeline rank 1 of 2)" in messages and PLACES[place] in messages, messages
+    assert "ZeroDivisionError: on purpose" in messages
 
 
 @pytest.mark.parametrize(
@@ -82,15 +82,15 @@ def test_every_rank_learns_which_one_failed_first(worlds, size, pp):
             assert any(f"rank {size - 1} (pipeline rank {pp - 1} of {pp})" in text for text in notes), notes
 
 
-class FailsAlike(Tiny):
+class FailsOnAllRanks(Tiny):
     def on_train_batch_start(self, batch, batch_idx):
         raise ZeroDivisionError("everywhere")
 
 
-def run_failing_alike():
+def run_failing_on_all_ranks():
     ignore_warnings()
     try:
-        trainer_of(2, 2).fit(FailsAlike(), loader(4))
+        trainer_of(2, 2).fit(FailsOnAllRanks(), loader(4))
     except ZeroDivisionError as error:
         notes = getattr(error, "__notes__", [])
     model = Tiny()
@@ -98,25 +98,25 @@ def run_failing_alike():
     return notes, weights_of(model)
 
 
-def test_a_mistake_of_all_ranks_leaves_their_connections_as_they_are(worlds):
-    for notes, weights in worlds.run(2, run_failing_alike, timeout=20):
+def test_error_on_all_ranks_keeps_connections_open(worlds):
+    for notes, weights in worlds.run(2, run_failing_on_all_ranks, timeout=20):
         assert notes == []
         assert all(torch.isfinite(weight).all() for weight in weights.values())
 
 
 def run_after_one_failed():
-    """What two later runs say after one that failed on a rank alone and was caught."""
+    """The errors of two later runs after one that failed on one rank and was caught."""
     ignore_warnings()
-    said = []
+    messages = []
     for rank in (1, -1, -1):
         try:
             trainer_of(2, 2, num_sanity_val_steps=0).fit(Fails(rank, "hook"), loader(4))
         except Exception as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
-def test_a_run_after_one_whose_connections_were_closed_says_which_rank_failed(worlds):
+def test_run_on_closed_connections_names_the_failed_rank(worlds):
     for _, second, third in worlds.run(2, run_after_one_failed, timeout=30):
         assert second == third
         assert second.startswith("a run in this process failed, and its connections to the other ranks were closed")
@@ -146,17 +146,17 @@ class FailsOnce(Tiny):
         self.log("val", self.loss(batch))
 
 
-def run_used_again(hook, pp, options):
-    """What the same module does after a run that failed, in two processes that live on."""
+def run_after_failure(hook, pp, options):
+    """Runs of the same module after a failed one, in two processes that continue."""
     ignore_warnings()
     model = FailsOnce(hook)
     failed = trainer_of(2, pp, strategy_options=options, num_sanity_val_steps=0)
     with pytest.raises(ZeroDivisionError):
         failed.fit(model, loader(4))
-    path = os.path.join(os.getcwd(), "whole.ckpt")
-    whole = trainer_of(2, pp, strategy_options=options, enable_checkpointing=True, max_steps=1)
-    whole.fit(Tiny(), loader(4))
-    whole.save_checkpoint(path)
+    path = os.path.join(os.getcwd(), "full.ckpt")
+    full = trainer_of(2, pp, strategy_options=options, enable_checkpointing=True, max_steps=1)
+    full.fit(Tiny(), loader(4))
+    full.save_checkpoint(path)
     again = trainer_of(2, pp, strategy_options=options, num_sanity_val_steps=0)
     calls = {
         "fit": lambda: again.fit(model, loader(4)),
@@ -165,15 +165,15 @@ def run_used_again(hook, pp, options):
         "resume": lambda: trainer_of(2, pp, strategy_options=options).fit(model, loader(4), ckpt_path=path),
         "state_dict": model.state_dict,
     }
-    said = {}
+    messages = {}
     for name, call in calls.items():
         try:
             call()
         except RuntimeError as error:
-            said[name] = str(error)
+            messages[name] = str(error)
     new = Tiny()
     failed.fit(new, loader(4), ckpt_path=path)
-    return said, sorted(new.state_dict()), [bool(p.isfinite().all()) for p in new.parameters()]
+    return messages, sorted(new.state_dict()), [bool(p.isfinite().all()) for p in new.parameters()]
 
 
 IN_PARTS = {
@@ -184,10 +184,10 @@ IN_PARTS = {
 
 
 @pytest.mark.parametrize(("pp", "options"), IN_PARTS.values(), ids=list(IN_PARTS))
-def test_a_module_that_a_failed_run_left_sharded_is_refused(worlds, pp, options):
-    for said, names, finite in worlds.run(2, run_used_again, "training", pp, options, timeout=60):
-        assert set(said) == {"fit", "the same trainer", "validate", "resume", "state_dict"}
-        for message in said.values():
+def test_module_left_sharded_by_a_failed_run_is_refused(worlds, pp, options):
+    for messages, names, finite in worlds.run(2, run_after_failure, "training", pp, options, timeout=60):
+        assert set(messages) == {"fit", "the same trainer", "validate", "resume", "state_dict"}
+        for message in messages.values():
             assert message.startswith("a run that failed or was stopped has left this FailsOnce sharded: ")
             assert "of its 10 parameters (such as 'layers." in message
             assert message.endswith("make a new module and load a checkpoint")
@@ -195,9 +195,9 @@ def test_a_module_that_a_failed_run_left_sharded_is_refused(worlds, pp, options)
 
 
 @pytest.mark.parametrize(("hook", "pp", "options"), [("setup", 2, {}), ("training", 1, {})], ids=["stages", "replicas"])
-def test_a_module_that_a_failed_run_left_full_trains(worlds, hook, pp, options):
-    for said, *_ in worlds.run(2, run_used_again, hook, pp, options, timeout=60):
-        assert said == {}
+def test_module_left_full_by_a_failed_run_trains(worlds, hook, pp, options):
+    for messages, *_ in worlds.run(2, run_after_failure, hook, pp, options, timeout=60):
+        assert messages == {}
 
 
 class Signals(Callback):
@@ -236,18 +236,18 @@ def run_signalled(size, pp, ranks, hook, options):
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)], ids=["first", "last", "all"])
 @pytest.mark.parametrize("pp", [1, 2], ids=["replicas", "stages"])
-def test_a_rank_told_to_stop_stops_all_after_the_same_batch(worlds, ranks, pp):
+def test_sigterm_to_one_rank_stops_all_after_the_same_batch(worlds, ranks, pp):
     first, second = worlds.run(2, run_signalled, 2, pp, ranks, "train", {}, timeout=20)
     assert first[0] == second[0] == "SIGTERMException"
     assert first[1] == second[1] == 5
-    assert first[2] == sorted(weights_of(Tiny())), "a callback may still save the whole module"
-    for rank, (*_, said) in enumerate((first, second)):
+    assert first[2] == sorted(weights_of(Tiny())), "a callback may still save the full module"
+    for rank, (*_, messages) in enumerate((first, second)):
         received = [f"[rank: {rank}] Received SIGTERM: 15"] * (rank in ranks)
-        assert said[: len(received)] == received
-        assert len(said) == len(received) + (rank == 0)
+        assert messages[: len(received)] == received
+        assert len(messages) == len(received) + (rank == 0)
     assert "has received SIGTERM: all ranks stop, after batch 4 of epoch 0" in first[3][-1]
 
 
-def test_a_rank_told_to_stop_while_validating_stops_all(worlds):
+def test_sigterm_to_one_rank_in_validation_stops_all(worlds):
     first, second = worlds.run(2, run_signalled, 2, 2, (1,), "validation", {"val_check_interval": 4}, timeout=20)
     assert first[:2] == second[:2] == ("SIGTERMException", 4)

@@ -1,4 +1,4 @@
-"""Modules that ask who the others are: the world is the ranks that see other data, as under Lightning's own DDP."""
+"""Modules that query the world: it is the ranks that see other data, as under Lightning's own DDP."""
 
 import copy
 import os
@@ -30,7 +30,7 @@ class Losses(Callback):
 
 
 def fit(make, pp, num_microbatches=1, loaders=None):
-    """Fit on this world, with Lightning's DDP if pp is None; weights, losses and what the module saw."""
+    """Fit on this world, with Lightning's DDP if pp is None; weights, losses and the module's records."""
     warnings.simplefilter("ignore")
     torch.manual_seed(7)
     module, losses = make(), Losses()
@@ -50,7 +50,7 @@ def fit(make, pp, num_microbatches=1, loaders=None):
     )
 
 
-def assert_like_ddp(worlds, make, loaders=None):
+def assert_matches_ddp(worlds, make, loaders=None):
     expected = worlds.run(2, fit, make, None, 1, loaders)
     for size, pp in ((2, 1), (4, 2)):
         results = worlds.run(size, fit, make, pp, 1, loaders)
@@ -108,7 +108,7 @@ class Contrastive(LightningModule):
 
 
 class ContrastiveDetached(Contrastive):
-    """Gradients only through the own samples."""
+    """Gradients only through local samples."""
 
     def gather(self, z):
         gathered = [torch.zeros_like(z) for _ in range(dist.get_world_size())]
@@ -139,14 +139,14 @@ class ContrastiveQueue(Contrastive):
     covered_by={ContrastiveDetached: ContrastiveQueue},
 )
 def test_losses_over_the_world_are_over_the_replicas(worlds, make):
-    assert_like_ddp(worlds, make)
+    assert_matches_ddp(worlds, make)
 
 
-# --- who am I ----------------------------------------------------------------------------------------------------
+# --- who am I --------------------------------------------------------------------------------------------------------
 
 
-class Asks(Regressor):
-    """Notes what it is told in hooks and steps, and writes through what the strategy offers."""
+class ReadsWorld(Regressor):
+    """Records world and ranks in hooks and steps, and calls the strategy's collectives."""
 
     def __init__(self):
         super().__init__()
@@ -156,7 +156,7 @@ class Asks(Regressor):
     def forward(self, x):
         return self.head(self.body(x))
 
-    def note(self, where):
+    def record(self, where):
         strategy = self.trainer.strategy
         self.seen.append((where, dist.get_rank(), dist.get_world_size()))
         self.seen.append((self.trainer.global_rank, self.trainer.world_size, self.global_rank))
@@ -170,32 +170,32 @@ class Asks(Regressor):
             assert not isinstance(strategy, Hybrid3DStrategy)
 
     def setup(self, stage):
-        self.note("setup")
+        self.record("setup")
 
     def on_train_start(self):
-        self.note("train start")
+        self.record("train start")
         group = dist.new_group([0, 1])
         shared = torch.ones(1)
         dist.all_reduce(shared, group=group)
         self.seen.append(float(shared))
 
     def training_step(self, batch, batch_idx):
-        self.note("step")
+        self.record("step")
         return super().training_step(batch, batch_idx)
 
     def on_validation_epoch_end(self):
-        self.note("validated")
+        self.record("validated")
 
     def on_train_end(self):
-        self.note("train end")
+        self.record("train end")
 
 
 def test_ranks_and_sizes_are_those_of_the_replicas(worlds):
-    assert_like_ddp(worlds, Asks)
+    assert_matches_ddp(worlds, ReadsWorld)
 
 
 class Shards(IterableDataset):
-    """Deals itself out to processes and workers."""
+    """Shards itself over processes and workers."""
 
     def __iter__(self):
         info = get_worker_info()
@@ -222,10 +222,10 @@ class Plain(Regressor):
 
 
 def test_datasets_that_split_themselves(worlds):
-    assert_like_ddp(worlds, Plain, shards)
+    assert_matches_ddp(worlds, Plain, shards)
 
 
-# --- functions with a gradient of their own --------------------------------------------------------------------------
+# --- custom autograd functions ---------------------------------------------------------------------------------------
 
 
 class Quantise(torch.autograd.Function):
@@ -257,7 +257,7 @@ class Adversarial(Regressor):
 
 
 @all_layouts
-def test_gradients_of_their_own(worlds, layout):
+def test_manual_gradient_sync(worlds, layout):
     report = check(worlds, Adversarial, layout, steps=2)
     assert report.outcome == "same", str(report)
 
@@ -265,8 +265,8 @@ def test_gradients_of_their_own(worlds, layout):
 # --- the mesh --------------------------------------------------------------------------------------------------------
 
 
-class LooksAtMesh(Regressor):
-    """Asks for its place on the mesh wherever Lightning's own strategies have one, and adds up over its groups."""
+class ReadsMesh(Regressor):
+    """Reads its mesh coordinates wherever Lightning's own strategies have a mesh, and sums over its groups."""
 
     def __init__(self):
         super().__init__()
@@ -276,7 +276,7 @@ class LooksAtMesh(Regressor):
     def forward(self, x):
         return self.body(x)
 
-    def look(self, hook):
+    def read_mesh(self, hook):
         axes = {name: self.device_mesh[name] for name in ("data_parallel", "tensor_parallel")}
         sums = [torch.ones(1), torch.ones(1)]
         for total, group in zip(sums, self.device_mesh.get_all_groups(), strict=True):
@@ -286,32 +286,32 @@ class LooksAtMesh(Regressor):
         self.seen[hook] = places, local, self.device_mesh.mesh.tolist(), [int(total) for total in sums]
 
     def configure_model(self):
-        self.look("configure_model")
+        self.read_mesh("configure_model")
 
     def setup(self, stage):
-        self.look("setup")
+        self.read_mesh("setup")
 
     def configure_optimizers(self):
-        self.look("configure_optimizers")
+        self.read_mesh("configure_optimizers")
         return super().configure_optimizers()
 
     def on_train_start(self):
-        self.look("on_train_start")
+        self.read_mesh("on_train_start")
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.look("on_train_batch_end")
+        self.read_mesh("on_train_batch_end")
 
 
-def places_on_mesh(sizes):
+def mesh_coordinates(sizes):
     warnings.simplefilter("ignore")
-    module = LooksAtMesh()
+    module = ReadsMesh()
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     options = {"accelerator": "cpu", "devices": dist.get_world_size(), "precision": "64-true", "max_steps": 1}
     trainer = Trainer(strategy=Hybrid3DStrategy(**sizes), **options, **quiet)
     trainer.fit(module, **regression_data())
     copied = copy.deepcopy(module.device_mesh), pickle.loads(pickle.dumps(module.device_mesh))
     assert all(mesh.mesh.tolist() == module.device_mesh.mesh.tolist() for mesh in copied)
-    module.look("afterwards")
+    module.read_mesh("afterwards")
     return module.seen
 
 
@@ -327,9 +327,9 @@ def places_on_mesh(sizes):
     ],
     ids=["pp2", "pp2dp2", "dp2tp2"],
 )
-def test_the_mesh_is_the_same_in_every_hook(worlds, sizes, mesh_of):
+def test_mesh_is_the_same_in_every_hook(worlds, sizes, mesh_of):
     world_size = 4 if len(sizes) > 1 else 2
-    for rank, seen in enumerate(worlds.run(world_size, places_on_mesh, sizes)):
+    for rank, seen in enumerate(worlds.run(world_size, mesh_coordinates, sizes)):
         mesh, (data, tensor) = mesh_of(rank)
         column, row = [line[tensor] for line in mesh], mesh[data]
         places = [(len(column), data, column), (len(row), tensor, row)]

@@ -13,12 +13,12 @@ BATCHES = 4  # of an epoch
 
 
 class Stops(Callback):
-    """Sets the flag in one hook, on each rank from a step of its own on."""
+    """Sets the flag in one hook, on each rank from another step on."""
 
     def __init__(self, hook, steps, delay=0.0):
         self.hook, self.steps, self.delay = hook, steps, delay
 
-    def look(self, hook, trainer):
+    def count_hook(self, hook, trainer):
         rank = getattr(getattr(trainer.strategy, "mesh", None), "rank", 0)
         if hook == "on_train_batch_end":
             time.sleep(self.delay * rank)
@@ -26,28 +26,28 @@ class Stops(Callback):
             trainer.should_stop = True
 
     def on_fit_start(self, trainer, *_):
-        self.look("on_fit_start", trainer)
+        self.count_hook("on_fit_start", trainer)
 
     def on_train_start(self, trainer, *_):
-        self.look("on_train_start", trainer)
+        self.count_hook("on_train_start", trainer)
 
     def on_train_epoch_start(self, trainer, *_):
-        self.look("on_train_epoch_start", trainer)
+        self.count_hook("on_train_epoch_start", trainer)
 
     def on_train_batch_start(self, trainer, *_):
-        self.look("on_train_batch_start", trainer)
+        self.count_hook("on_train_batch_start", trainer)
 
     def on_train_batch_end(self, trainer, *_):
-        self.look("on_train_batch_end", trainer)
+        self.count_hook("on_train_batch_end", trainer)
 
     def on_validation_epoch_end(self, trainer, *_):
-        self.look("on_validation_epoch_end", trainer)
+        self.count_hook("on_validation_epoch_end", trainer)
 
     def on_validation_end(self, trainer, *_):
-        self.look("on_validation_end", trainer)
+        self.count_hook("on_validation_end", trainer)
 
     def on_train_epoch_end(self, trainer, *_):
-        self.look("on_train_epoch_end", trainer)
+        self.count_hook("on_train_epoch_end", trainer)
 
 
 class Validates(Tiny):
@@ -86,12 +86,12 @@ SIZES = under_sizes({"dp2": (2, 1), "pp2": (2, 2), "dp2xpp2": (4, 2)})
 
 
 # Lightning reads the flag at the same place after both.
-ALIKE = {"on_train_start": "on_fit_start", "on_validation_epoch_end": "on_validation_end"}
+EQUAL = {"on_train_start": "on_fit_start", "on_validation_epoch_end": "on_validation_end"}
 
 
 @SIZES
-@each("hook", list(HOOKS), covered_by=ALIKE)
-def test_a_flag_of_all_ranks_stops_where_one_process_stops(worlds, size, pp, hook):
+@each("hook", list(HOOKS), covered_by=EQUAL)
+def test_should_stop_on_all_ranks_stops_as_one_process(worlds, size, pp, hook):
     options = {"val_check_interval": 2}
     [expected] = worlds.run(1, run_stopping, 1, 1, hook, {"all": HOOKS[hook]}, options, timeout=60)
     results = worlds.run(size, run_stopping, size, pp, hook, {"all": HOOKS[hook]}, options, 0.02, timeout=60)
@@ -100,7 +100,7 @@ def test_a_flag_of_all_ranks_stops_where_one_process_stops(worlds, size, pp, hoo
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_validation_end", "on_train_epoch_end"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_flag_of_one_rank_where_all_meet_stops_all_there(worlds, hook, rank):
+def test_should_stop_on_one_rank_at_a_collective_hook(worlds, hook, rank):
     options = {"val_check_interval": 2}
     [expected] = worlds.run(1, run_stopping, 1, 1, hook, {"all": HOOKS[hook]}, options, timeout=60)
     results = worlds.run(2, run_stopping, 2, 2, hook, {rank: HOOKS[hook]}, options, timeout=60)
@@ -118,24 +118,24 @@ ALONE = {
 
 @SIZES
 @each("name", list(ALONE), covered_by={"last rank": "first rank", "two apart": "one later"})
-def test_a_flag_of_some_ranks_stops_all_together_soon(worlds, size, pp, name):
+def test_should_stop_on_some_ranks_stops_all_soon(worlds, size, pp, name):
     steps = ALONE[name]
     results = worlds.run(size, run_stopping, size, pp, "on_train_batch_end", steps, {}, 0.02, timeout=60)
     assert all(result[:2] == results[0][:2] for result in results), results
-    (step, _, _), flag, said = results[0]
+    (step, _, _), flag, messages = results[0]
     assert flag and min(steps.values()) <= step <= min(steps.values()) + 2
-    assert len(said) == 1 and "not on all ranks after the same batch" in said[0]
+    assert len(messages) == 1 and "not on all ranks after the same batch" in messages[0]
 
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start"])
-def test_a_flag_of_one_rank_as_a_batch_or_an_epoch_starts(worlds, hook):
+def test_should_stop_on_one_rank_at_batch_or_epoch_start(worlds, hook):
     first, second = worlds.run(2, run_stopping, 2, 2, hook, {1: HOOKS[hook]}, {}, timeout=60)
     assert first[:2] == second[:2] and first[1]
     assert HOOKS[hook] < first[0][0] <= HOOKS[hook] + 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_replicas_that_accumulate_run_ahead_and_stop_together(worlds, rank):
+def test_accumulating_replicas_stop_together(worlds, rank):
     options = {"accumulate_grad_batches": 4, "limit_train_batches": 16}
     arguments = (2, 1, "on_train_batch_end", {rank: 1}, options, 0.02, Tiny)
     first, second = worlds.run(2, run_stopping, *arguments, timeout=60)
@@ -145,20 +145,20 @@ def test_replicas_that_accumulate_run_ahead_and_stop_together(worlds, rank):
 
 @pytest.mark.parametrize("steps", [{"all": 2}, {1: 2}, {0: 2, 1: 3}], ids=["all", "one", "one later"])
 @pytest.mark.parametrize("least", [{"min_steps": 10}, {"min_epochs": 2}], ids=["steps", "epochs"])
-def test_a_flag_stands_until_training_may_stop(worlds, least, steps):
+def test_should_stop_waits_for_the_minimum_steps(worlds, least, steps):
     [expected] = worlds.run(1, run_stopping, 1, 1, "on_train_batch_end", {"all": 2}, least, timeout=60)
     for where, flag, _ in worlds.run(2, run_stopping, 2, 2, "on_train_batch_end", steps, least, timeout=60):
         assert (where, flag) == expected[:2]
 
 
-def test_a_flag_of_one_rank_after_the_last_batch_of_an_epoch_stops_with_it(worlds):
+def test_should_stop_on_one_rank_after_the_last_batch_ends_with_the_epoch(worlds):
     steps = {1: BATCHES}
     for where, flag, _ in worlds.run(2, run_stopping, 2, 2, "on_train_batch_end", steps, {}, timeout=60):
         assert (where[0], flag) == (BATCHES, True)
 
 
 class TakesBack(Validates):
-    """Sets the flag in the first epoch on all ranks, takes it back as that ends, and sets it again on one."""
+    """Sets the flag in the first epoch on all ranks, resets it as that ends, and sets it again on one."""
 
     def on_train_batch_end(self, *_):
         if self.trainer.global_step == 2 or (self.trainer.global_step >= 6 and self.trainer.strategy.mesh.rank):
@@ -168,7 +168,7 @@ class TakesBack(Validates):
         self.trainer.should_stop = False if self.trainer.current_epoch == 0 else self.trainer.should_stop
 
 
-def test_a_flag_that_is_taken_back_can_be_set_again(worlds):
+def test_should_stop_can_be_reset_and_set_again(worlds):
     options = {"min_steps": 5}
     first, second = worlds.run(2, run_stopping, 2, 2, "", {}, options, 0.0, TakesBack, timeout=60)
     assert first[:2] == second[:2] and first[1]

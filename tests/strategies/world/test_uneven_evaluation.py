@@ -1,4 +1,4 @@
-"""Validation and test see each sample once, also where that leaves replicas with fewer batches, and never hang."""
+"""Validation and test see each sample once, also with fewer batches on some replicas, and never hang."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ class WithMetrics(Regression):
 
 
 def each_number():
-    """Metrics of a number that leaves some ranks without a batch; over stages both numbers, and what is logged too."""
+    """Metrics of a count that leaves some ranks without a batch; over stages both counts, and the logs too."""
     for module in (Regression, WithMetrics):
         for num_val in (13, 9, 5):
             for layout in REPLICAS:
@@ -100,7 +100,7 @@ SEVERAL = {(13, 5): of_13_and_5, (4, 9): of_4_and_9}
 
 
 class Stream(IterableDataset):
-    """Shards itself, as users write it who know that samplers cannot; the shards are uneven."""
+    """Shards itself, since samplers cannot shard iterables; the shards are uneven."""
 
     def __init__(self, samples, each):
         self.samples, self.each = samples, each
@@ -111,8 +111,8 @@ class Stream(IterableDataset):
         yield from (self.samples[i] for i in range(start, start + self.each[replica]))
 
 
-class Known(Stream):
-    """It says how long it is."""
+class SizedStream(Stream):
+    """Has a `__len__`."""
 
     def __len__(self):
         return self.each[torch.distributed.get_rank() % 2]
@@ -130,12 +130,12 @@ class LogsRareKeys(Regression):
 
 
 def evaluate(make_module, each, pp, verb="validate", loaders=1, num_devices=4, known=False):
-    """What the Trainer returns; and the same by hand, over all samples."""
+    """The Trainer's metrics, and the same computed manually over all samples."""
     ignore_warnings()
     torch.manual_seed(0)
     module = make_module().double()
     samples = regression_data(num_val=sum(each))["val_dataloaders"].dataset
-    stream = DataLoader((Known if known else Stream)(samples, each), batch_size=2)
+    stream = DataLoader((SizedStream if known else Stream)(samples, each), batch_size=2)
     trainer = trainer_of(num_devices, pp, strategy_options={"num_microbatches": 1})
     try:
         found = getattr(trainer, verb)(module, [stream] * loaders if loaders > 1 else stream, verbose=False)
@@ -145,7 +145,7 @@ def evaluate(make_module, each, pp, verb="validate", loaders=1, num_devices=4, k
 
 
 def expected_of(module, samples, each):
-    """Of one process that draws the batches of both replicas."""
+    """The result of one process that draws the batches of both replicas."""
     values, high = [], []
     for start, end in ((0, each[0]), (each[0], sum(each))):
         for first in range(start, end, 2):
@@ -179,12 +179,12 @@ class LogsLoss(Regression):
         self.log("val_loss", (self(x) - y).abs().mean())
 
 
-def test_with_stages_an_empty_stream_is_an_error_on_all_ranks(worlds):
+def test_empty_stream_with_stages_fails_on_all_ranks(worlds):
     messages = worlds.run(4, evaluate, LogsLoss, (6, 0), 2)
     assert all("gave no batch" in message and "example_batch" in message for message in messages), messages
 
 
-def test_a_replica_without_batches_in_any_of_several_loaders(worlds):
+def test_replica_without_batches_in_one_of_several_loaders(worlds):
     for result in worlds.run(2, evaluate, LogsRareKeys, (5, 0), 1, "validate", 3, num_devices=2):
         assert not isinstance(result, str), result
         assert [found[f"val_loss/dataloader_idx_{i}"] for i, found in enumerate(result[0])] == pytest.approx(
@@ -192,7 +192,7 @@ def test_a_replica_without_batches_in_any_of_several_loaders(worlds):
         )
 
 
-def test_testing_is_as_validation(worlds):
+def test_test_run_matches_validation(worlds):
     for result in worlds.run(2, evaluate, AlsoTests, (7, 4), 1, "test", num_devices=2):
         assert result[0][0]["val_loss"] == pytest.approx(result[2][0], rel=1e-10)
 
@@ -212,7 +212,7 @@ class MetricsOfSome(Regression):
         self.log("mean", self.mean)
 
 
-def test_a_metric_object_that_only_some_replicas_log_is_refused(worlds):
+def test_metric_object_logged_by_some_replicas_is_refused(worlds):
     for message in worlds.run(2, evaluate, MetricsOfSome, (4, 0), 1, num_devices=2):
         assert message.startswith("RanksDisagree: replicas log different metric objects"), message
 
@@ -241,7 +241,7 @@ def test_gathering_uneven_batches_is_refused(worlds):
         assert "all_gather needs tensors of one shape" in message and "(2, 1), (1, 1)" in message, message
 
 
-class SumsByHand(Regression):
+class ManualSums(Regression):
     """A collective in every step; replicas have as many batches or they have not."""
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
@@ -253,15 +253,15 @@ class SumsByHand(Regression):
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_collectives_in_a_batch_that_another_replica_lacks_are_refused(worlds, pp):
-    messages = worlds.run(2 * pp, evaluate, SumsByHand, (5, 3), pp, num_devices=2 * pp, known=True)
+def test_collectives_in_unmatched_batches_are_refused(worlds, pp):
+    messages = worlds.run(2 * pp, evaluate, ManualSums, (5, 3), pp, num_devices=2 * pp, known=True)
     assert any("validation_step communicates with other replicas (allreduce)" in message for message in messages)
     assert any("batch 2 of loader 0 is evaluated, but the replicas have [3, 2] batches" in m for m in messages)
 
 
 @pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_such_collectives_are_refused_where_loaders_do_not_say_how_long_they_are(worlds, pp):
-    messages = worlds.run(2 * pp, evaluate, SumsByHand, (5, 3), pp, "validate", 2, num_devices=2 * pp)
+def test_unmatched_collectives_of_unsized_loaders_are_refused(worlds, pp):
+    messages = worlds.run(2 * pp, evaluate, ManualSums, (5, 3), pp, "validate", 2, num_devices=2 * pp)
     assert any("validation_step communicates with other replicas (allreduce)" in message for message in messages)
     assert any("batch 2 of loader 0 is evaluated, but the replicas have ['more', 2] batches" in m for m in messages)
 
@@ -269,24 +269,24 @@ def test_such_collectives_are_refused_where_loaders_do_not_say_how_long_they_are
 def fit_with_zero():
     ignore_warnings()
     data = regression_data(num_val=8)
-    stream = DataLoader(Known(data["val_dataloaders"].dataset, (5, 3)), batch_size=2)
+    stream = DataLoader(SizedStream(data["val_dataloaders"].dataset, (5, 3)), batch_size=2)
     trainer = trainer_of(2, 1, strategy_options={"zero_stage": 1}, num_sanity_val_steps=0)
     try:
-        trainer.fit(SumsByHand().double(), data["train_dataloaders"], stream)
+        trainer.fit(ManualSums().double(), data["train_dataloaders"], stream)
     except Exception as error:
         return str(error)
     return ""
 
 
-def test_such_collectives_are_refused_beside_zero(worlds):
+def test_unmatched_collectives_with_zero_are_refused(worlds):
     assert any("the replicas have [3, 2] batches" in message for message in worlds.run(2, fit_with_zero, timeout=40))
 
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("pp", "loaders"), [(1, 2), (2, 1)])
-def test_collectives_in_batches_that_all_replicas_have(worlds, pp, loaders, known):
+def test_collectives_in_matched_batches(worlds, pp, loaders, known):
     settings = {"num_devices": 2 * pp, "known": known}
-    for found, *_ in worlds.run(2 * pp, evaluate, SumsByHand, (4, 3), pp, "validate", loaders, **settings):
+    for found, *_ in worlds.run(2 * pp, evaluate, ManualSums, (4, 3), pp, "validate", loaders, **settings):
         assert len(found) == loaders
         assert all(value > 0 for each in found for value in each.values())
 

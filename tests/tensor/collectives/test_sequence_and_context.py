@@ -1,4 +1,4 @@
-"""Positions sharded over ranks, between regions (sequence parallelism) or throughout (context parallelism)."""
+"""Sequences sharded over ranks, between regions (sequence parallelism) or throughout (context parallelism)."""
 
 from collections import Counter
 from dataclasses import replace
@@ -29,7 +29,7 @@ def name_of(run):
 
 
 def slow(*runs):
-    """Layers that are sharded as those of the others are."""
+    """Slow runs: their layers are sharded like those of others."""
     return [pytest.param(run, marks=pytest.mark.slow) for run in runs]
 
 
@@ -78,7 +78,7 @@ def test_parity(worlds, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_a_checkpoint_of_both_is_read_by_other_layouts_and_theirs_by_both(worlds, tmp_path, is_folder):
+def test_checkpoint_is_interchangeable_with_other_layouts(worlds, tmp_path, is_folder):
     four = checkpoint.Layout(1, tp=2, cp=2, options=(("save_distributed_checkpoint", is_folder),))
     others = [checkpoint.PP1, replace(checkpoint.TP2, options=four.options)]
     [(expected, steps)] = worlds.run(1, checkpoint.train, "GPT2Wide", checkpoint.PLAIN, 2)
@@ -94,12 +94,12 @@ def test_a_checkpoint_of_both_is_read_by_other_layouts_and_theirs_by_both(worlds
 def count_exchanges(run):
     """How often positions are gathered, scattered and exchanged in a step, and gradients of parameters summed.
 
-    Of the second one: layers are tried once more in the first.
+    Of the second step: layers are proved again in the first.
     """
     seen, steps = Counter(), []
 
     class Counts(Callback):
-        noted = steps
+        recorded = steps
 
         def on_train_batch_start(self, trainer, *_):
             seen.clear()
@@ -120,12 +120,12 @@ def count_exchanges(run):
         return fit(replace(run, callback=Counts)).extra[1:]
 
 
-def test_a_sum_becomes_a_gathering_and_a_scattering(worlds):
-    """Four blocks with an attention and an MLP; blocks hand their positions on."""
+def test_all_reduce_becomes_all_gather_and_reduce_scatter(worlds):
+    """Four blocks with an attention and an MLP; blocks pass on sharded positions."""
     regions = 4 * 2
     for steps in worlds.run(2, count_exchanges, Run("GPT2", tp=2, microbatches=1, sequence=True)):
-        # Gathered on the way in and behind the last block; backward: what was scattered, what was saved in parts, and
-        # the gradient of the first block's input. The sums are of whole parameters, one for each block, and three
+        # Gathered at the input and after the last block; backward: scattered values, values saved as shards, and
+        # the gradient of the first block's input. The sums are of full parameters, one for each block, and three
         # of what is cut by vocabulary: a lookup, the targets' logits, what enters the head.
         forward, backward = regions + 1, 2 * regions + 1
         assert steps == [{"gathered": forward + backward, "exchange": 2 * regions, "all_reduce": 4 + 3}]
@@ -147,8 +147,8 @@ def test_context_ranks_exchange_positions_for_heads(worlds, run, sums):
 
 
 @pytest.mark.slow
-def test_positions_of_a_context_rank_are_sharded_again(worlds):
-    """What both of these do, on top of each other; no sums over tensor ranks are left but of whole parameters."""
+def test_context_rank_positions_are_sharded_again(worlds):
+    """Both of these, nested; no sums over tensor ranks remain but of full parameters."""
     run = Run(GPT2Wide, **FOUR, microbatches=1, sequence=True)
     for steps in worlds.run(4, count_exchanges, run):
         regions, attentions = 4 * 2, 4
@@ -203,7 +203,7 @@ def runner_of(unit, args, size, **options):
 
 
 def saved_values(layouts):
-    """How many values of all positions a forward leaves, and of those of a context rank."""
+    """How many saved values have all positions, and how many those of a context rank."""
     torch.manual_seed(0)
     unit, x = Block(heads=4), torch.randn(2, 32, 16, requires_grad=True)
     found = []
@@ -217,8 +217,8 @@ def saved_values(layouts):
     return found
 
 
-def test_no_value_of_all_positions_is_saved_for_the_backward(worlds):
-    """But the unit's own input and result; otherwise norms, dropouts and residuals leave more."""
+def test_no_full_sequence_is_saved_for_the_backward(worlds):
+    """Except the unit's input and result; otherwise norms, dropouts and residuals save more."""
     for (tensor, _), (sequence, _), (context, _) in worlds.run(2, saved_values, [{"size": 2}, *SHARDED]):
         assert sequence == context == 2 and tensor >= 6
     for (beside, halves), (twice, own) in worlds.run(4, saved_values, [BESIDE, TWICE]):
@@ -247,7 +247,7 @@ def test_sequences_of_any_length(worlds):
 
 
 def dropped(options):
-    """What a rank drops inside of a region and behind it, its result, and the gradient of the input."""
+    """A rank's dropout masks inside of a region and after it, its result, and the gradient of the input."""
     torch.manual_seed(0)
     unit = dropping_block()
     x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
@@ -273,28 +273,28 @@ def dropping_block():
     ("options", "local"),
     [pytest.param(BESIDE, 4, id="context", marks=pytest.mark.slow), pytest.param(TWICE, 2, id="all")],
 )
-def test_each_rank_drops_features_of_its_own_in_regions_and_positions_of_its_own_behind(worlds, options, local):
+def test_each_rank_drops_local_features_in_regions_and_local_positions_after(worlds, options, local):
     """Ranks are, in order: two tensor ranks of one context rank, and those of the other; put together, what they drop
     is what one process drops, and so are results and gradients."""
     ranks = worlds.run(4, dropped, options)
     for (attention, region, behind), _, _ in ranks:
         assert attention.shape == behind.shape == (2, local, 16) and region.shape == (2, 4, 24)
-    wholes = []
+    full = []
     for place, (first, second, third, fourth) in enumerate(zip(*(masks for masks, _, _ in ranks), strict=True)):
         assert not torch.equal(first, third)
         if place == 1:
             assert not torch.equal(first, second)
-            wholes.append(torch.cat([torch.cat([first, second], -1), torch.cat([third, fourth], -1)], 1))
+            full.append(torch.cat([torch.cat([first, second], -1), torch.cat([third, fourth], -1)], 1))
         elif local == 4:
             assert torch.equal(first, second) and torch.equal(third, fourth)
-            wholes.append(torch.cat([first, third], 1))
+            full.append(torch.cat([first, third], 1))
         else:
             assert not torch.equal(first, second)
-            wholes.append(torch.cat([first, second, third, fourth], 1))
+            full.append(torch.cat([first, second, third, fourth], 1))
     torch.manual_seed(0)
     unit = dropping_block()
     x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
-    order = iter(wholes)
+    order = iter(full)
     for module in (unit.mlp[2], unit.dropout):
         module.forward = lambda value: value * next(order)
     expected = unit(x)
@@ -312,10 +312,10 @@ def test_each_rank_drops_features_of_its_own_in_regions_and_positions_of_its_own
     ],
     ids=name_of,
 )
-def test_dropout_of_own_positions_differs_and_repeats_itself(worlds, run):
+def test_dropout_of_local_positions_differs_and_repeats(worlds, run):
     first, second = worlds.run(run.world_size, fit, run), worlds.run(run.world_size, fit, run)
     without = reference_of(worlds, replace(run, case=GPT2Wide))
-    for rank in first[1:]:  # what ranks have in common, they drop alike
+    for rank in first[1:]:  # ranks drop common values equally
         assert all(torch.equal(value, first[0].state[name]) for name, value in rank.state.items())
     for one, other in zip(first, second, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
@@ -323,7 +323,7 @@ def test_dropout_of_own_positions_differs_and_repeats_itself(worlds, run):
     assert not torch.equal(first[0].losses[0], without.losses[0]), "dropout must be on"
 
 
-def test_what_cannot_be_asked_for():
+def test_invalid_requests():
     with pytest.raises(ValueError, match=r"sequence_parallel=True shards positions .* tensor_parallel_size=1"):
         Hybrid3DStrategy(sequence_parallel=True)
 
@@ -331,6 +331,6 @@ def test_what_cannot_be_asked_for():
 STRICT = {"strict_layout": True}
 
 
-def test_a_module_without_a_sequence_is_refused_if_the_layout_is_strict(worlds):
-    for said in worlds.run(2, refusal, fit, Run("BatchNorms", cp=2, microbatches=1, strategy=STRICT)):
-        assert "context_parallel_size=2 shards the positions of no layer" in said
+def test_module_without_a_sequence_is_refused_if_strict(worlds):
+    for message in worlds.run(2, refusal, fit, Run("BatchNorms", cp=2, microbatches=1, strategy=STRICT)):
+        assert "context_parallel_size=2 shards the positions of no layer" in message

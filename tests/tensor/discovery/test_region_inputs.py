@@ -1,4 +1,4 @@
-"""Values on their way into a region, and the weights that are not worth one."""
+"""Inputs of tensor-parallel regions, and weights too small for a region."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ class Doubling:
 
 
 @pytest.mark.parametrize("fresh", [[True], [True, True], [False], [True, False], [False, True]], ids=str)
-def test_a_gradient_is_summed_where_it_lies_if_each_reader_has_made_its_own(fresh):
+def test_separate_reader_gradients_are_summed_in_place(fresh):
     ranks = Doubling()
     entrances = RegionInputs(ranks, ranks, gathers=False)
     x, gradient = torch.ones(3, requires_grad=True), torch.ones(3)
@@ -42,8 +42,8 @@ def test_many_small_linears_are_most_of_a_module():
     assert all(plan.num_sharded for plan in plan_units(root, units, calls, {}, 2).values())
 
 
-@pytest.mark.parametrize(("width", "is_whole"), [(64, True), (8, False)])
-def test_a_small_linear_that_stands_alone_stays_full(width, is_whole):
+@pytest.mark.parametrize(("width", "is_full"), [(64, True), (8, False)])
+def test_isolated_small_linear_stays_full(width, is_full):
     block = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
     root = nn.ModuleDict({"block": block, "head": nn.Linear(width, 4)})
     units = dict(root.named_children())
@@ -51,13 +51,13 @@ def test_a_small_linear_that_stands_alone_stays_full(width, is_whole):
         root["head"](root["block"](torch.rand(3, width)))
     plans = plan_units(root, units, calls, {}, 2)
     assert plans["block"].num_sharded == 3
-    assert (plans["head"].placements["weight"] == Replicated()) is is_whole
+    assert (plans["head"].placements["weight"] == Replicated()) is is_full
     assert plans["head"].replicated_reasons.get("weight") == (
-        "less than 1/64 of the module, and alone" if is_whole else None
+        "less than 1/64 of the module, and alone" if is_full else None
     )
 
 
-def test_planning_does_not_ask_for_computed_weights():
+def test_planning_does_not_read_computed_weights():
     layers = [parametrizations.spectral_norm(nn.Linear(8, 8)) for _ in range(2)]
     root, x = nn.ModuleDict({str(k): layer for k, layer in enumerate(layers)}), torch.rand(3, 8)
     units = dict(root.named_children())

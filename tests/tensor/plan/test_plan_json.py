@@ -1,4 +1,4 @@
-"""A tensor plan is written as JSON and read again, and what is no plan is refused."""
+"""A tensor plan is written as JSON and read again, and invalid plans are refused."""
 
 import json
 
@@ -27,11 +27,11 @@ PLAN = UnitPlan(
 
 
 @pytest.mark.parametrize("plan", [PLAN, UnitPlan.unsharded(nn.Linear(2, 2), 2, "too small")], ids=["sharded", "full"])
-def test_what_is_written_is_read_again(plan):
+def test_round_trip(plan):
     assert from_json(json.loads(json.dumps(to_json(plan)))) == plan
 
 
-def test_a_plan_without_shards_says_why():
+def test_plan_without_shards_says_why():
     plan = UnitPlan.unsharded(nn.Linear(2, 2), 2, "too small")
     assert plan.num_sharded == 0 and plan.lines() == ["replicated (too small): weight, bias"]
     assert PLAN.num_sharded == 1 and PLAN.lines()[0] == "up -> down (found: heads)"
@@ -40,12 +40,12 @@ def test_a_plan_without_shards_says_why():
 @pytest.mark.parametrize(
     "change", [{"size": "2"}, {"size": None}, {"groups": 3}, {"is": "Plan"}, {"more": 1}, {"roles": {"up": "nothing"}}]
 )
-def test_what_is_no_plan_is_refused(change):
+def test_invalid_plans_are_refused(change):
     with pytest.raises(ValueError):
         from_json({**to_json(PLAN), **change})
 
 
-def test_a_plan_that_lacks_a_field_is_refused():
+def test_plan_with_a_missing_field_is_refused():
     written = to_json(PLAN)
     del written["groups"]
     with pytest.raises(ValueError, match="no UnitPlan"):

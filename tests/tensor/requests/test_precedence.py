@@ -1,4 +1,4 @@
-"""The user's plan comes first, then the one that a model brings along, then the search; the table says which."""
+"""The user's plan comes first, then the one of the model, then the search; the start table says which."""
 
 from types import SimpleNamespace
 
@@ -37,24 +37,24 @@ UNITS = {**BLOCKS, "mixes": lambda: (Mixes(), (tokens(),)), "three": lambda: (Th
 
 
 def planned(name, plan=None, own=None, size=2):
-    """The plan of one unit in a list of layers, of which a plan of the user's or the model's own says something."""
+    """The plan of one unit in a list of layers, under a plan of the user or the model."""
     torch.manual_seed(0)
     unit, args = UNITS[name]()
     root = nn.Module()
     root.layers = nn.ModuleList([unit])
     root._tp_plan = own
-    asked = requests_by_unit(root, {"layers.0": unit}, requests_of_user(root, plan or {}), requests_of_model(root))
-    return plan_unit(unit, args, {}, size, plan_requests=asked["layers.0"])
+    by_unit = requests_by_unit(root, {"layers.0": unit}, requests_of_user(root, plan or {}), requests_of_model(root))
+    return plan_unit(unit, args, {}, size, plan_requests=by_unit["layers.0"])
 
 
 def shown(plan):
     return [str(group).partition(":")[0] for group in plan.groups]
 
 
-def test_roles_are_fixed_by_the_user_and_the_rest_is_searched():
+def test_user_roles_are_fixed_and_the_rest_is_searched():
     plan = planned("grouped queries", {"layers.*.down": "rowwise"})
     assert shown(plan) == ["q_proj, k_proj, v_proj -> o_proj (found", "gate, up -> down (your plan"]
-    # Cut in another pair than the search would choose, kept whole, and with its output gathered.
+    # Sharded in another pair than the search would choose, full, and with its output gathered.
     assert shown(planned("three", {"c": "rowwise"})) == ["b -> c (your plan", "a (found"]
     plan = planned("grouped queries", {"layers.0.*_proj": "replicated", "up": "none", "gate": "colwise"})
     assert shown(plan) == ["gate -> down (your plan"]
@@ -70,7 +70,7 @@ def test_roles_are_fixed_by_the_user_and_the_rest_is_searched():
     [
         ("layers.0.up", {"layers.0.up"}),
         ("*.up", {"layers.0.up", "layers.1.mlp.up"}),
-        ("up", {"layers.0.up", "layers.1.mlp.up"}),  # no whole FQN, so the end of one
+        ("up", {"layers.0.up", "layers.1.mlp.up"}),  # no full FQN, so the end of one
         ("layers.*.up", {"layers.0.up", "layers.1.mlp.up"}),
         ("layers.[1-9].*.up", {"layers.1.mlp.up"}),
         ("layers.1.*", {"layers.1.mlp.up", "layers.1.mlp.q_proj"}),
@@ -89,7 +89,7 @@ def test_patterns(pattern, names):
     assert requests_of_user(root, {pattern: "colwise"}).keys() == names
 
 
-def test_the_last_pattern_counts():
+def test_last_pattern_counts():
     plan = planned("grouped queries", {"layers": "replicated", "[ug]*": "colwise", "down": "rowwise"})
     assert shown(plan) == ["gate, up -> down (your plan"]
 
@@ -112,13 +112,13 @@ def test_the_last_pattern_counts():
         ("own bias", {"own": "colwise"}, ["layers.0.own", "did not run, or did not multiply"]),
     ],
 )
-def test_what_cannot_be_done_is_refused(unit, plan, words):
+def test_infeasible_plans_are_refused(unit, plan, words):
     with pytest.raises(TensorPlanError) as caught:
         planned(unit, plan)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_sizes_that_do_not_divide_are_named_with_their_modules():
+def test_indivisible_sizes_are_named_with_their_modules():
     with pytest.raises(TensorPlanError, match="4 heads of q_proj and 2 heads of k_proj, v_proj are not a"):
         planned("grouped queries", {"o_proj": "rowwise"}, size=3)
     plan = planned("grouped queries", size=3)
@@ -127,7 +127,7 @@ def test_sizes_that_do_not_divide_are_named_with_their_modules():
     assert any(line.startswith("warning: replicated (4 heads of q_proj") for line in plan.lines())
 
 
-def test_the_plan_of_the_model_comes_before_the_search():
+def test_model_plan_precedes_the_search():
     own = {"layers.*.b": "colwise", "layers.*.c": "rowwise", "layers.*": "moe_tp_experts", "embed": 3}
     assert shown(planned("three", own=own)) == ["b -> c (the model's own plan", "a (found"]
     # What the user names is the user's.
@@ -139,14 +139,14 @@ def test_the_plan_of_the_model_comes_before_the_search():
     )
 
 
-def test_a_plan_of_the_model_that_is_not_proved_is_dropped_with_a_line():
+def test_unproved_model_plan_is_dropped_with_a_warning():
     plan = planned("mixes", own={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
     assert shown(plan) == ["up (found", "down (found"] and plan.roles["up"] == "gathered"
     assert "the model's own plan is not followed: up -> down: " in plan.lines()[2]
     assert "relative difference" in plan.lines()[2]
 
 
-def test_plans_of_models_are_found_where_they_are():
+def test_model_plans_are_found():
     inner = nn.Module()
     inner.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.LayerNorm(2)])
     inner.__dict__["base_model"], inner.config = inner, SimpleNamespace(base_model_tp_plan={"layers.*": "colwise"})

@@ -1,4 +1,4 @@
-"""Trials of a layer in a run leave nothing."""
+"""Trials of a layer in a run leave nothing behind."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ MADE = []
 
 
 class Saves(nn.Module):
-    """Its operations save their own results for the backward."""
+    """Its operations save their results for the backward."""
 
     def __init__(self):
         super().__init__()
@@ -24,7 +24,7 @@ class Saves(nn.Module):
         return out
 
 
-def test_the_graph_of_a_trial_is_freed():
+def test_graph_of_a_trial_is_freed():
     layer = Saves()
     calls = ProvedCalls(layer, frozenset(), note=lambda _: None, agree=lambda seen: seen)
     assert calls.first_deviation(layer.forward, layer.forward, (torch.ones(2, 3, requires_grad=True),), {}) == ""

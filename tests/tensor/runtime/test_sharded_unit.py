@@ -1,4 +1,4 @@
-"""A unit run sharded over real ranks equals the whole unit, with one sum over ranks for each region and direction."""
+"""A unit sharded over real ranks equals the full unit, with one sum over ranks for each region and direction."""
 
 import contextlib
 
@@ -47,7 +47,7 @@ def first(output):
 COUNTS = {
     "fused": (2, 2, 0, 0),
     "grouped queries": (2, 2, 0, 0),
-    "one key head": (2, 3, 0, 0),  # one more for the gradients of the key head that both ranks hold
+    "one key head": (2, 3, 0, 0),  # one more for the gradients of the key head on both ranks
     "merged heads": (1, 2, 1, 0),  # the weights that it returns are gathered
     "interleaved": (1, 1, 0, 0),
     "offsets": (1, 1, 0, 0),
@@ -62,7 +62,7 @@ COUNTS = {
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("name", COUNTS)
-def test_the_sharded_unit_is_the_unit(name, monkeypatch):
+def test_sharded_unit_equals_the_unit(name, monkeypatch):
     rank = dist.get_rank()
     unit, args = unit_and_inputs(name)
     plan = plan_unit(unit, args, {}, 2)
@@ -95,7 +95,7 @@ def test_the_sharded_unit_is_the_unit(name, monkeypatch):
 
 
 @pytest.mark.world(2)
-def test_other_batches_and_lengths_than_those_of_the_proof():
+def test_batches_and_lengths_not_in_the_proof():
     rank = dist.get_rank()
     for name, shape in (("fused", (4, 12, WIDTH)), ("own bias", (2, 6, WIDTH)), ("own bias", (6, 2, WIDTH))):
         unit, args = unit_and_inputs(name)
@@ -108,7 +108,7 @@ def test_other_batches_and_lengths_than_those_of_the_proof():
 
 
 @pytest.mark.world(2)
-def test_attributes_of_the_unit_are_local():
+def test_unit_attributes_are_local():
     rank = dist.get_rank()
     unit, (x,) = unit_and_inputs("fused gate")
     plan = plan_unit(unit, (x,), {}, 2)
@@ -127,13 +127,13 @@ def test_dropout_differs_inside_a_region_and_is_equal_outside():
     rank = dist.get_rank()
     seen = {}
 
-    class Seen(nn.Dropout):
+    class RecordingDropout(nn.Dropout):
         def forward(self, x):
             seen[self.name] = super().forward(torch.ones_like(x) + 0 * x)
             return seen[self.name] * x
 
     def drop(name):
-        module = Seen(0.5)
+        module = RecordingDropout(0.5)
         module.name = name
         return module
 
@@ -154,7 +154,7 @@ def test_dropout_differs_inside_a_region_and_is_equal_outside():
 
 
 @pytest.mark.world(2)
-def test_a_hook_around_draws_is_entered_for_regions_alone():
+def test_draw_hook_is_entered_for_regions_only():
     unit = Block(FusedAttention())
     plan = plan_unit(unit, (tokens(),), {}, 2)
     local = {fqn: shard_tensor(t, plan.placements[fqn], dist.get_rank(), 2) for fqn, t in unit.state_dict().items()}
@@ -174,7 +174,7 @@ def test_a_hook_around_draws_is_entered_for_regions_alone():
 
 
 @pytest.mark.world(2)
-def test_an_input_that_needs_a_gradient_only_later_gets_it():
+def test_input_that_needs_a_gradient_later_gets_it():
     class Gate(nn.Module):
         def __init__(self):
             super().__init__()
@@ -197,7 +197,7 @@ def test_an_input_that_needs_a_gradient_only_later_gets_it():
 
 
 @pytest.mark.world(2)
-def test_gradients_can_be_differentiated_again():
+def test_double_backward():
     unit, _ = unit_and_inputs("mlp")
     unit[1] = nn.Tanh()
     x = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -218,7 +218,7 @@ def test_gradients_can_be_differentiated_again():
 
 
 @pytest.mark.world(2)
-def test_a_branch_that_was_not_proved_is_refused():
+def test_unproved_branch_is_refused():
     class Branches(nn.Module):
         def __init__(self):
             super().__init__()
@@ -240,7 +240,7 @@ def test_a_branch_that_was_not_proved_is_refused():
 
 
 @pytest.mark.world(2)
-def test_a_plan_for_another_number_of_ranks_is_refused():
+def test_plan_for_another_number_of_ranks_is_refused():
     plan = plan_unit(nn.Linear(4, 4), (torch.zeros(2, 4),), {}, 4)
     message = "the plan is for 4 tensor ranks but the group has 2"
     with pytest.raises(ValueError, match=message), ShardedUnit(nn.Linear(4, 4), plan, dist.group.WORLD).running():
@@ -249,10 +249,10 @@ def test_a_plan_for_another_number_of_ranks_is_refused():
 
 @pytest.mark.world(2)
 def test_complex_values_are_exchanged():
-    """Gloo knows no complex numbers."""
+    """Gloo does not support complex numbers."""
     ranks = GroupRanks(dist.group.WORLD)
-    mine = torch.tensor([1.0 + ranks.rank, 2j])
-    parts = ranks.all_gather(mine)
+    local_values = torch.tensor([1.0 + ranks.rank, 2j])
+    parts = ranks.all_gather(local_values)
     assert [part.tolist() for part in parts] == [[1, 2j], [2, 2j]]
-    ranks.all_reduce(mine)
-    assert mine.tolist() == [3, 4j]
+    ranks.all_reduce(local_values)
+    assert local_values.tolist() == [3, 4j]

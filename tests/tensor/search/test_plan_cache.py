@@ -1,4 +1,4 @@
-"""Plans are kept from run to run, are proved again, and nothing that a file says is believed."""
+"""Plans are cached between runs and proved again; no content of a file is trusted."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def without_costs(plan):
         *(("group norm", 4), ("encoder layer", 4)),  # they do something else in eval mode
     ],
 )
-def test_what_was_found_is_only_proved_in_the_next_run(tmp_path, name, proofs):
+def test_second_run_only_proves(tmp_path, name, proofs):
     torch.manual_seed(0)
     unit, args = BLOCKS[name]()
     first, counts = found(tmp_path, unit, args)
@@ -65,7 +65,7 @@ def test_what_was_found_is_only_proved_in_the_next_run(tmp_path, name, proofs):
         ({"context": 2, "sequence_parallel": "tensor"}, 2),  # also of calls whose sequence is not sharded
     ],
 )
-def test_plans_with_positions_are_cached_too(tmp_path, options, proofs):
+def test_plans_with_positions_are_cached(tmp_path, options, proofs):
     by = "both" if len(options) == 2 and "sequence_parallel" in options else options.get("sequence_parallel", "context")
     first, counts = found(tmp_path, Block(FusedAttention()), **options)
     assert counts == (1, 0) and first.positions is not None and first.positions.by == by
@@ -75,7 +75,7 @@ def test_plans_with_positions_are_cached_too(tmp_path, options, proofs):
     assert found(tmp_path, Block(FusedAttention()))[1] == (1, 0)
 
 
-def test_what_changed_is_searched_again(tmp_path):
+def test_changed_module_is_searched_again(tmp_path):
     found(tmp_path, GroupedQueries(2))
     unit = GroupedQueries(2)
     unit.head_dim_of_old = 8
@@ -92,7 +92,7 @@ def test_what_changed_is_searched_again(tmp_path):
     assert found(tmp_path, GroupedQueries(2))[1] == (0, 1)
 
 
-def test_code_that_changed_is_searched_again(tmp_path):
+def test_changed_code_is_searched_again(tmp_path):
     source = "class Unit(nn.Sequential):\n    def forward(self, x):\n        return {}\n"
 
     def unit_of(text):
@@ -101,7 +101,7 @@ def test_code_that_changed_is_searched_again(tmp_path):
         return made["Unit"](nn.Linear(32, 8), nn.Linear(8, 32))
 
     texts = [source.format(text) for text in ("super().forward(x)", "self[1](self[0](x).tanh())")]
-    for text in (*texts, "\n" + texts[0]):  # a plan knows lines
+    for text in (*texts, "\n" + texts[0]):  # a plan contains line numbers
         assert found(tmp_path, unit_of(text))[1] == (1, 0)
         assert found(tmp_path, unit_of(text))[1] == (0, 1)
 
@@ -114,7 +114,7 @@ def spoil(folder, change):
     path.write_text(json.dumps(content))
 
 
-def test_a_plan_in_the_file_that_is_wrong_is_not_used(tmp_path):
+def test_wrong_cached_plan_is_not_used(tmp_path):
     expected, _ = found(tmp_path, BiasedAttention())
 
     def without_rules(entry):
@@ -136,7 +136,7 @@ def test_a_plan_in_the_file_that_is_wrong_is_not_used(tmp_path):
         spoil(tmp_path, change)
         plan, counts = found(tmp_path, BiasedAttention())
         assert counts == (1, 0) and without_costs(plan) == without_costs(expected), change
-    # Right by itself, but cut where others read the whole.
+    # Correct alone, but sharded where others read the full tensor.
     keep_replicated = {"q.weight": "used by several units"}
     found(tmp_path / "shared", BiasedAttention(), keep_replicated=keep_replicated)
     spoil(tmp_path / "shared", lambda entry: entry.update(plan=to_json(expected)))
@@ -145,13 +145,13 @@ def test_a_plan_in_the_file_that_is_wrong_is_not_used(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"plans": {"a', b"[]", b'{"plans": 3}', b"\xff\xfe\x00", b"null"])
-def test_a_file_that_is_truncated_or_foreign_is_none(tmp_path, content):
+def test_truncated_or_foreign_file_is_ignored(tmp_path, content):
     (tmp_path / FILE_NAME).write_bytes(content)
     assert found(tmp_path, FusedAttention())[1] == (1, 0)
     assert found(tmp_path, FusedAttention())[1] == (0, 1)
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
+def test_unwritable_folder_is_no_error(tmp_path):
     (tmp_path / "file").write_text("")
     plans = PlanCache(tmp_path / "file")
     plans.find(FusedAttention(), (tokens(),), {}, 2, keep_replicated={}, plan_requests=UnitRequests())
@@ -159,7 +159,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
     assert unwritten is not None and "nothing is kept" in plans.summary(unwritten)
 
 
-def test_a_run_that_is_killed_while_it_writes_leaves_the_old_file(tmp_path, monkeypatch):
+def test_killed_write_leaves_the_old_file(tmp_path, monkeypatch):
     found(tmp_path, FusedAttention())
     before = (tmp_path / FILE_NAME).read_bytes()
 
@@ -173,7 +173,7 @@ def test_a_run_that_is_killed_while_it_writes_leaves_the_old_file(tmp_path, monk
     assert (tmp_path / FILE_NAME).read_bytes() == before and os.listdir(tmp_path) == [FILE_NAME]
 
 
-def test_equal_layers_have_one_plan_that_is_read_once(tmp_path):
+def test_equal_layers_share_a_plan_that_is_read_once(tmp_path):
     def run():
         root = nn.ModuleList([FusedAttention() for _ in range(3)])
         units = {f"{k}": unit for k, unit in enumerate(root)}

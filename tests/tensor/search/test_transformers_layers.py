@@ -1,4 +1,4 @@
-"""Layers of models as they come from transformers, found as any unit is found, are sharded whole."""
+"""Layers of transformers models are found like any unit, and are fully sharded."""
 
 from typing import Any
 
@@ -100,7 +100,7 @@ def test_layers_are_sharded_in_pairs(name):
         assert plan.num_trials <= 20
 
 
-def test_repeated_key_heads_and_norms_on_heads():
+def test_repeated_key_heads_and_per_head_norms():
     model, inputs = MODELS["Qwen3"]()
     [(unit, args, kwargs)] = calls_of_units(model, inputs)
     plan = plan_unit(unit, args, kwargs, 4)

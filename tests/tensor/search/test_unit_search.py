@@ -1,4 +1,4 @@
-"""Units of many kinds are sharded without being changed, and what is wrong is found out."""
+"""Units of many kinds are sharded without changes to them, and wrong plans are detected."""
 
 import copy
 import dataclasses
@@ -43,7 +43,7 @@ EXPECTED = {
     "group norm": ["expand -> project"],
     "squeeze and excite": ["expand, excite -> squeeze, project"],
     "lone linear before a pair": ["up -> down", "mix gathered"],
-    "casts by hand": ["up -> down"],
+    "manual casts": ["up -> down"],
     "convolutions": ["c1 -> c2", "c3 -> head"],
     "transposed": ["0 -> 2"],
     "encoder layer": ["self_attn attention", "linear1 -> linear2"],
@@ -80,7 +80,7 @@ def proof_of(unit, args, size=2):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_unit_is_sharded_and_proved(name):
+def test_unit_is_sharded_and_proved(name):
     torch.manual_seed(0)
     unit, args = BLOCKS[name]()
     plan = plan_unit(unit, args, {}, 2)
@@ -104,14 +104,14 @@ def test_key_heads_fewer_than_ranks_are_repeated():
     assert plan.shared_pieces == ("k_proj.weight", "v_proj.weight")
 
 
-def test_a_variant_that_needs_no_watch_is_preferred():
+def test_variant_without_region_mode_is_preferred():
     unit, args = BLOCKS["norm on heads"]()
     plan = plan_unit(unit, args, {}, 2)
     assert not plan.watched and plan.attributes == {"": {"num_heads": 2, "num_kv_heads": 2}}
     assert plan_unit(*BLOCKS["offsets"](), {}, 2).watched
 
 
-def test_statistics_of_a_norm_over_cut_channels_are_cut_too():
+def test_norm_statistics_of_sharded_channels_are_sharded():
     unit, args = BLOCKS["batch norm"]()
     placements = plan_unit(unit, args, {}, 2).placements
     cut = {fqn for fqn, placement in placements.items() if isinstance(placement, Shard)}
@@ -119,7 +119,7 @@ def test_statistics_of_a_norm_over_cut_channels_are_cut_too():
     assert placements["n3.running_mean"] == placements["n1.num_batches_tracked"] == Replicated()
 
 
-def test_nothing_of_the_user_is_changed():
+def test_user_objects_are_unchanged():
     torch.manual_seed(0)
     unit, args = BLOCKS["fused"]()
     state, attributes, before = copy.deepcopy(unit.state_dict()), dict(unit.attn.__dict__), torch.get_rng_state()
@@ -129,7 +129,7 @@ def test_nothing_of_the_user_is_changed():
     assert torch.equal(torch.get_rng_state(), before) and args[0].grad is None
 
 
-def test_the_plan_does_not_depend_on_weights():
+def test_plan_does_not_depend_on_weights():
     unit, args = BLOCKS["across features"]()
     nn.init.zeros_(unit.down.weight)  # any plan would pass on these
     nn.init.zeros_(unit.down.bias)
@@ -152,7 +152,7 @@ def test_planted_wrong_plans_are_rejected():
     assert planted("grouped queries", "o_proj.weight", Shard.evenly(1, WIDTH, 2)) is None
 
 
-def test_side_values_by_head_must_be_sliced():
+def test_captured_values_per_head_must_be_sliced():
     unit, args = BiasedAttention(), (tokens(),)
     plan = plan_unit(unit, args, {}, 2)
     proof = proof_of(unit, args)
@@ -161,7 +161,7 @@ def test_side_values_by_head_must_be_sliced():
     assert proof.first_failure(dataclasses.replace(plan, rules=rules)) is not None
 
 
-def test_a_unit_that_cannot_run_stays_full_with_its_reason():
+def test_unit_that_cannot_run_stays_full_with_its_reason():
     class Broken(nn.Module):
         def __init__(self):
             super().__init__()
@@ -177,7 +177,7 @@ def test_a_unit_that_cannot_run_stays_full_with_its_reason():
     ]
 
 
-def test_sizes_that_cannot_be_divided_stay_full_with_their_reason():
+def test_indivisible_sizes_stay_full_with_their_reason():
     plan = plan_unit(nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 8)), (torch.randn(2, 8),), {}, 2)
     assert (
         plan.replicated_reasons["0.weight"]
@@ -189,7 +189,7 @@ def test_sizes_that_cannot_be_divided_stay_full_with_their_reason():
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
-def test_a_weight_that_is_computed_before_each_forward_leaves_others_sharded():
+def test_computed_weight_leaves_others_sharded():
     normed = torch.nn.utils.weight_norm(nn.Linear(8, 8))
     unit = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), normed)
     weight = normed.weight
@@ -205,15 +205,15 @@ def test_one_rank_needs_no_plan():
         plan_unit(nn.Linear(4, 4), (torch.zeros(2, 4),), {}, 0)
 
 
-def test_examples_without_content_will_do():
+def test_examples_without_content():
     unit = FusedAttention().to("meta")
     plan = plan_unit(unit, (torch.empty(2, 64, WIDTH, device="meta", requires_grad=True),), {}, 2)
     assert shown(plan) == ["c_attn -> c_proj"]
 
 
 @pytest.mark.parametrize("batch, length", [(2, 3), (4, 3), (4, 4)])
-def test_a_causal_mask_of_few_positions_stays_causal(batch, length):
-    """With random content elsewhere, evaluation by the mask and training by the promise would be two results."""
+def test_causal_mask_of_few_positions_stays_causal(batch, length):
+    """With random mask entries, evaluation by the mask and training by `is_causal` would differ."""
     unit = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
     keywords = {"src_mask": nn.Transformer.generate_square_subsequent_mask(length), "is_causal": True}
     plan = plan_unit(unit, (torch.randn(batch, length, 8),), keywords, 2)
@@ -226,7 +226,7 @@ def test_positions_are_sharded_over_many_ranks():
     assert plan.positions is not None, plan.full_sequence_reason
 
 
-def test_heads_that_tensor_ranks_times_context_ranks_do_not_divide_are_not_exchanged():
+def test_heads_indivisible_by_tensor_times_context_are_not_exchanged():
     plan = plan_unit(Block(FusedAttention()), (tokens(),), {}, 2, context=4)
     assert shown(plan) == EXPECTED["fused"] and plan.positions is None
     wanted = "4 heads of attn.c_attn are not a multiple of 8 ranks (tensor ranks times context ranks)"
@@ -234,7 +234,7 @@ def test_heads_that_tensor_ranks_times_context_ranks_do_not_divide_are_not_excha
 
 
 class Penalised(nn.Module):
-    """What every rank has all of, beside a sequence: its gradient must not be summed."""
+    """A full tensor on every rank, beside a sequence: its gradient must not be summed."""
 
     def __init__(self):
         super().__init__()
@@ -246,7 +246,7 @@ class Penalised(nn.Module):
 
 
 @pytest.mark.parametrize("options", [{"size": 2, "sequence_parallel": "tensor"}, {"size": 1, "context": 2}])
-def test_a_guess_of_what_is_summed_that_is_wrong_is_corrected(options):
+def test_wrong_guess_of_summed_values_is_corrected(options):
     plan = plan_unit(Penalised(), (tokens(),), {}, **options)
     assert plan.positions is not None, plan.full_sequence_reason
     summed = {*plan.positions.summed_over_tensor, *plan.positions.summed_over_context}
@@ -266,7 +266,7 @@ class WithConvolutions(nn.Module):
         return x + self.c2(torch.relu(self.c1(x.transpose(1, 2)))).transpose(1, 2)
 
 
-def test_only_regions_that_mix_positions_must_be_able_to_exchange_them():
+def test_only_regions_that_mix_positions_must_exchange_them():
     plan = plan_unit(WithConvolutions(), (tokens(),), {}, 2, context=2)
     assert plan.positions is not None and list(plan.positions.features) == ["attn.c_attn", "attn.c_proj"]
     assert shown(plan) == ["attn.c_attn -> attn.c_proj", "c1 -> c2"]
@@ -276,8 +276,8 @@ def test_only_regions_that_mix_positions_must_be_able_to_exchange_them():
     "options", [{"size": 1, "context": 2}, {"size": 2, "context": 2, "sequence_parallel": "tensor"}]
 )
 @pytest.mark.parametrize("name", ["own bias", "norm on heads"])
-def test_a_unit_that_is_the_attention_itself_is_sharded(name, options):
-    """One is shown the length of the whole sequence; the other asks for its own where values in a region have more."""
+def test_attention_unit_is_sharded(name, options):
+    """One sees the full sequence length; the other reads its own where values in a region have more."""
     torch.manual_seed(0)
     plan = plan_unit(*BLOCKS[name](), {}, **options)
     assert plan.positions is not None, plan.full_sequence_reason
@@ -289,23 +289,23 @@ def test_a_unit_that_is_the_attention_itself_is_sharded(name, options):
     ("old", "sizes", "same_dims", "wanted"),
     [
         ((2, 11, 32), (2, 6, 4, 8), False, (1, 1)),  # a projection as heads
-        ((2, 1, 2, 11, 8), (2, 4, 6, 8), False, (2, 3)),  # repeated key heads, whose number is that of the whole
+        ((2, 1, 2, 11, 8), (2, 4, 6, 8), False, (2, 3)),  # repeated key heads, as many as in the full module
         ((2, 1, 1, 11, 8), (2, 1, 2, 6, 8), True, (3, 3)),
         ((6, 11, 32), (6, 6, 32), False, (1, 1)),  # a batch of as many samples
         ((2, 11, 32), (2, 11, 4, 8), False, None),
-        ((2, 6, 32), (2, 6, 4, 8), False, None),  # its own positions alone
+        ((2, 6, 32), (2, 6, 4, 8), False, None),  # only local positions
     ],
 )
-def test_which_size_means_positions(old, sizes, same_dims, wanted):
-    """Six of eleven positions are a rank's own."""
+def test_position_dimension(old, sizes, same_dims, wanted):
+    """Six of eleven positions are local."""
     assert find_positions(old, sizes, (11,), 6, same_dims=same_dims) == wanted
 
 
-def test_threads_of_a_trial_leave_the_generator_alone(monkeypatch):
+def test_trial_threads_keep_the_generator_state(monkeypatch):
     """One that has its lock and collects garbage waits for the interpreter's; who has that may wait for the former."""
 
     def refuse(self):
-        raise AssertionError("the generator's state is asked for")
+        raise AssertionError("the generator's state is read")
 
     monkeypatch.setattr(RankDraws, "__call__", refuse)
     plan = plan_unit(Block(FusedAttention()), (tokens(),), {}, 2, context=2)
@@ -321,7 +321,7 @@ class WritesItself(nn.Sequential):
         return super().forward(x)
 
 
-def test_a_layer_that_writes_its_weights_stays_full():
+def test_layer_that_writes_its_weights_stays_full():
     unit = WritesItself(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
     before = {name: p.detach().clone() for name, p in unit.named_parameters()}
     plan = plan_unit(unit, (torch.randn(2, 8),), {}, 2)
@@ -359,8 +359,8 @@ class Clamped(nn.Linear):
         return nn.functional.linear(x, self.weight, self.bias).clamp(-1e4, 1e4)
 
 
-class InItsOwnType(nn.Linear):
-    """As some models have it: nothing but the product."""
+class LinearSubclass(nn.Linear):
+    """As in some models: only the product."""
 
     def forward(self, x):
         return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
@@ -379,9 +379,9 @@ def patched(*sizes):
 @pytest.mark.parametrize(
     ("kind", "is_shared"),
     [(kind, False) for kind in (Scaled, Masked, Quantised, Clamped, patched)]
-    + [(kind, True) for kind in (nn.Linear, InItsOwnType, NamedOtherwise)],
+    + [(kind, True) for kind in (nn.Linear, LinearSubclass, NamedOtherwise)],
 )
-def test_code_that_may_do_more_than_a_product_is_not_replaced_by_one(kind, is_shared):
+def test_code_beyond_a_product_is_not_replaced_by_one(kind, is_shared):
     unit = nn.Sequential(kind(8, 16), nn.GELU(), nn.Linear(16, 8))
     plan = plan_unit(unit, (torch.randn(2, 8),), {}, 2)
     assert ("0" in plan.roles) is is_shared, plan

@@ -1,4 +1,4 @@
-"""A unit that runs sharded has its shards for one forward; draws differ by rank inside of it alone."""
+"""A sharded unit has its shards for one forward; draws differ by rank only inside of it."""
 
 from contextlib import ExitStack
 
@@ -27,7 +27,7 @@ class Tied(nn.Module):
         return self.second(self.first(x))
 
 
-def test_a_shared_parameter_is_replaced_in_all_its_places_and_put_back():
+def test_shared_parameter_is_replaced_everywhere_and_restored():
     unit = Tied()
     modules, weight = dict(unit.named_modules()), unit.first.weight
     slots = find_slots(modules, ["first.weight"])
@@ -38,7 +38,7 @@ def test_a_shared_parameter_is_replaced_in_all_its_places_and_put_back():
     assert unit.first.weight is weight and unit.second.weight is weight
 
 
-def test_attributes_and_forwards_are_put_back_after_an_error():
+def test_attributes_and_forwards_are_restored_after_an_error():
     unit = Tied()
     modules = dict(unit.named_modules())
     with pytest.raises(ZeroDivisionError), ExitStack() as undo:
@@ -66,7 +66,7 @@ def test_ranks_draw_differently_inside_and_equally_outside():
     assert torch.equal(draws_of(0, 1)[0][0], first[0])
 
 
-def test_marks_say_over_how_many_ranks_a_value_is_sharded():
+def test_shard_marks():
     inner, outer = torch.ones(1), torch.ones(2)
     assert sharded_over(mark(outer, 2)) == 2 and sharded_over(inner) == sharded_over(3) == 0
     result = mark_all((inner, [torch.ones(3), "text"]), 4)

@@ -1,4 +1,4 @@
-"""Faults that a sharded run could have, planted one by one: the proof finds each of them, whatever the weights are."""
+"""Possible faults of a sharded run, planted one by one: the proof finds each of them, for any weights."""
 
 import functools
 from dataclasses import replace
@@ -24,7 +24,7 @@ SHARDED = ["tensor", "context", "both", "all"]
 def planned(unit, size=2, sequence_parallel=None):
     """The plan of a unit, and a proof of it that passes; `sequence_parallel` says which ranks shard positions.
 
-    "both": to context ranks, beside tensor ranks. "all": once more to these.
+    "both": to context ranks, beside tensor ranks. "all": again to these.
     """
     args = (tokens(),)
     size, context = (
@@ -49,13 +49,13 @@ def fused(sequence_parallel=None):
     return planned(Block(FusedAttention()), sequence_parallel=sequence_parallel)
 
 
-def test_a_missing_sum_of_gradients_where_a_region_is_entered(monkeypatch):
+def test_missing_gradient_sum_at_a_region_input(monkeypatch):
     plan, proof = fused()
     monkeypatch.setattr(entrances, "enter", lambda tensor, ranks, readers: tensor)
     assert "relative difference" in proof.first_failure(plan)
 
 
-def test_a_gradient_of_a_whole_norm_on_the_heads_of_a_rank_that_is_not_summed():
+def test_unsummed_gradient_of_a_full_norm_on_local_heads():
     plan, proof = planned(GroupedQueries(HEADS, norm=True), size=4)
     assert plan.summed == ("q_norm.weight",) and plan.placements["q_norm.weight"] == Replicated()
     assert "grad of q_norm.weight" in proof.first_failure(replace(plan, summed=()))
@@ -63,7 +63,7 @@ def test_a_gradient_of_a_whole_norm_on_the_heads_of_a_rank_that_is_not_summed():
 
 @pytest.mark.parametrize("sequence_parallel", SHARDED)
 @pytest.mark.parametrize("name", ["ln_1.weight", "attn.c_proj.bias"])
-def test_a_gradient_of_the_positions_of_a_rank_that_is_not_summed(sequence_parallel, name):
+def test_unsummed_gradient_of_local_positions(sequence_parallel, name):
     plan, proof = fused(sequence_parallel)
     for over in ("tensor", "context") if sequence_parallel == "all" else (sequence_parallel,):
         field = "summed_over_tensor" if over == "tensor" else "summed_over_context"
@@ -74,7 +74,7 @@ def test_a_gradient_of_the_positions_of_a_rank_that_is_not_summed(sequence_paral
 
 
 class OtherInEval(nn.Module):
-    """What a trained block does, and a frozen one."""
+    """Different code in training and in evaluation."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ class OtherInEval(nn.Module):
         return x + self.down(torch.relu(h) if self.training else torch.tanh(h))
 
 
-def test_a_gradient_of_a_weight_that_is_wrong_in_eval_mode_alone(monkeypatch):
+def test_weight_gradient_wrong_in_eval_mode_only(monkeypatch):
     product_of = linears.product_of
 
     def wrong_in_eval(module, linear, x, with_bias):
@@ -102,7 +102,7 @@ def test_a_gradient_of_a_weight_that_is_wrong_in_eval_mode_alone(monkeypatch):
 
 
 class OtherLinesInEval(OtherInEval):
-    """The same numbers in both modes, by other code."""
+    """The same numbers in both modes, by different code."""
 
     def forward(self, x):
         h = self.up(x)
@@ -111,12 +111,12 @@ class OtherLinesInEval(OtherInEval):
         return x + self.down(torch.relu(h))
 
 
-class AlwaysAlike(OtherInEval):
+class AlwaysEqual(OtherInEval):
     def forward(self, x):
         return x + self.down(torch.relu(self.up(x)))
 
 
-class WithBatchNorm(AlwaysAlike):
+class WithBatchNorm(AlwaysEqual):
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
@@ -126,9 +126,9 @@ class WithBatchNorm(AlwaysAlike):
 
 
 @pytest.mark.parametrize(
-    ("kind", "proved"), [(AlwaysAlike, 2), (OtherInEval, 4), (OtherLinesInEval, 4), (WithBatchNorm, 4)]
+    ("kind", "proved"), [(AlwaysEqual, 2), (OtherInEval, 4), (OtherLinesInEval, 4), (WithBatchNorm, 4)]
 )
-def test_modes_in_which_other_code_runs_are_proved_too(kind, proved):
+def test_modes_that_run_other_code_are_proved(kind, proved):
     plan, proof = planned(kind())
     before = proof.ranks.num_trials
     assert proof.first_failure(plan) is None
@@ -136,7 +136,7 @@ def test_modes_in_which_other_code_runs_are_proved_too(kind, proved):
 
 
 @pytest.mark.parametrize("sequence_parallel", [None, "tensor", "all"])
-def test_a_bias_that_every_rank_adds(monkeypatch, sequence_parallel):
+def test_bias_added_by_every_rank(monkeypatch, sequence_parallel):
     plan, proof = fused(sequence_parallel)
 
     def row(self, linear, run, x, *args, **kwargs):
@@ -150,8 +150,8 @@ def test_a_bias_that_every_rank_adds(monkeypatch, sequence_parallel):
     assert "output 0" in proof.first_failure(plan)
 
 
-def test_a_wrong_cut_of_a_fused_projection_whose_output_projection_is_zero():
-    """With the user's weights no output and no gradient of an input would tell."""
+def test_wrong_fused_projection_shard_with_zero_output_projection():
+    """With the user's weights no output and no input gradient would differ."""
     unit = FusedAttention()
     nn.init.zeros_(unit.c_proj.weight)
     nn.init.zeros_(unit.c_proj.bias)
@@ -169,7 +169,7 @@ def test_features_sharded_instead_of_positions(sequence_parallel):
 
 
 class Centred(nn.Module):
-    """Mixes positions where every rank would have its own; all shapes fit."""
+    """Mixes positions where every rank would have local ones; all shapes fit."""
 
     def __init__(self):
         super().__init__()
@@ -179,7 +179,7 @@ class Centred(nn.Module):
         return x + self.down(torch.relu(self.up(x - x.mean(1, keepdim=True))))
 
 
-def test_sharded_positions_that_are_mixed():
+def test_mixed_sharded_positions():
     plan, proof = planned(Centred())
     along = PositionsPlan(by="tensor", leaf_index=0, dim=1, num_dims=3, outputs=(0,), summed_over_tensor=("down.bias",))
     inputs = {"up": (0,)}
@@ -190,17 +190,17 @@ def test_sharded_positions_that_are_mixed():
 
 
 @pytest.mark.parametrize("sequence_parallel", ["tensor", "all"])
-def test_positions_of_sums_that_are_not_summed(monkeypatch, sequence_parallel):
+def test_unsummed_positions_of_sums(monkeypatch, sequence_parallel):
     plan, proof = fused(sequence_parallel)
     monkeypatch.setattr(sequence_collectives, "leave", sequence_collectives.local_positions)
     assert "output 0" in proof.first_failure(plan)
 
 
 @pytest.mark.parametrize("sequence_parallel", ["tensor", "all"])
-def test_a_gradient_of_positions_that_is_not_gathered(monkeypatch, sequence_parallel):
+def test_ungathered_gradient_of_positions(monkeypatch, sequence_parallel):
     plan, proof = fused(sequence_parallel)
 
-    class OwnGradient(torch.autograd.Function):
+    class CustomGradient(torch.autograd.Function):
         @staticmethod
         def forward(ctx, local, sharding):
             ctx.sharding = sharding
@@ -210,12 +210,12 @@ def test_a_gradient_of_positions_that_is_not_gathered(monkeypatch, sequence_para
         def backward(ctx, grad):
             return ctx.sharding.local_positions(grad), None
 
-    monkeypatch.setattr(sequence_shard_tensor, "enter", OwnGradient.apply)
+    monkeypatch.setattr(sequence_shard_tensor, "enter", CustomGradient.apply)
     assert "grad of" in proof.first_failure(plan)
 
 
 @pytest.mark.parametrize("sequence_parallel", ["context", "both", "all"])
-def test_heads_exchanged_in_a_wrong_arrangement(sequence_parallel):
+def test_heads_exchanged_in_a_wrong_order(sequence_parallel):
     plan, proof = fused(sequence_parallel)
     assert list(plan.positions.features) == ["attn.c_attn", "attn.c_proj"]
     ranks = plan.size * plan.context

@@ -1,4 +1,4 @@
-"""Embeddings and output heads are cut by their vocabulary, and the loss is that of the whole logits."""
+"""Embeddings and output heads are sharded by vocabulary, and the loss equals that of the full logits."""
 
 import dataclasses
 
@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.fits import Run, check, fit, reference_of
 from lightning_hybrid.tensor.collectives.rank_groups import GroupRanks
 from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import VocabularyShard
-from models.hand_written import WIDTH, Decoder, TiedByHand
+from models.hand_written import WIDTH, Decoder, TiedInStep
 
 
-class Returned(TiedByHand):
-    """The step returns and keeps logits, counts what is right, and weighs the largest."""
+class Returned(TiedInStep):
+    """The step returns and stores logits, counts correct predictions, and weighs the largest."""
 
     def training_step(self, batch, batch_idx=0):
         logits = self(batch["input_ids"])
@@ -32,7 +32,7 @@ class Large(Decoder):
     rows = 1003
 
 
-def cut_by_vocabulary(ranks):
+def assert_vocabulary_shards(ranks):
     return {f"{fqn}.{name}" for fqn, plan in ranks[0].plans.items() for name in plan.vocabulary}
 
 
@@ -43,8 +43,8 @@ def cut_by_vocabulary(ranks):
             Run(Decoder, pp=2, tp=2, trainer={"gradient_clip_val": 0.05}, strategy={"verify_first_step": True}),
             {"wte.weight", "head.weight", "head.bias"},
         ),
-        (Run(TiedByHand, tp=2), {"wte.weight"}),
-        (Run(TiedByHand, pp=2, tp=2), {"wte.weight"}),
+        (Run(TiedInStep, tp=2), {"wte.weight"}),
+        (Run(TiedInStep, pp=2, tp=2), {"wte.weight"}),
         pytest.param(
             Run(Decoder, tp=2, sequence=True),
             {"wte.weight", "head.weight", "head.bias"},
@@ -69,38 +69,38 @@ def cut_by_vocabulary(ranks):
 )
 def test_parity(worlds, run, cut):
     ranks, _ = check(worlds, run)
-    assert cut_by_vocabulary(ranks) == cut
+    assert assert_vocabulary_shards(ranks) == cut
 
 
-def test_logits_that_are_returned_stored_and_sorted_are_full(worlds):
-    ranks, expected = check(worlds, Run(Returned, tp=2, microbatches=1, callback=Kept))
-    assert cut_by_vocabulary(ranks) == {"wte.weight"}
+def test_returned_stored_and_sorted_logits_are_full(worlds):
+    ranks, expected = check(worlds, Run(Returned, tp=2, microbatches=1, callback=RecordsOutputs))
+    assert assert_vocabulary_shards(ranks) == {"wte.weight"}
     for rank in ranks:
         assert rank.logged == pytest.approx(expected.logged, rel=1e-9)
-        for ours, theirs in zip(rank.extra, expected.extra, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=0)
+        for actual, wanted in zip(rank.extra, expected.extra, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=0)
 
 
-class Kept(Callback):
-    """What the step returned and what it left on the module."""
+class RecordsOutputs(Callback):
+    """Outputs of the step and tensors that it stored on the module."""
 
     def __init__(self):
-        self.noted = []
+        self.recorded = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, *_):
         assert type(pl_module.last) is torch.Tensor
-        self.noted += [pl_module.last.clone(), outputs["logits"].detach().clone()]
+        self.recorded += [pl_module.last.clone(), outputs["logits"].detach().clone()]
 
 
 class Sizes(Callback):
-    """Shapes of what the second step makes, forward and backward, on this rank."""
+    """Shapes of the second step's results, forward and backward, on this rank."""
 
     def __init__(self):
-        self.noted = []
+        self.recorded = []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == 1:
-            self.mode = MadeShapes(self.noted)
+            self.mode = MadeShapes(self.recorded)
             self.mode.__enter__()
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
@@ -110,20 +110,20 @@ class Sizes(Callback):
 
 
 class MadeShapes(TorchDispatchMode):
-    def __init__(self, noted):
+    def __init__(self, recorded):
         super().__init__()
-        self.noted = noted
+        self.recorded = recorded
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, VocabularyShard) for kind in types):
-            return NotImplemented  # what it does with its part is seen
+            return NotImplemented  # operations on its shard are recorded
         out = func(*args, **(kwargs or {}))
         made = out if isinstance(out, tuple | list) else [out]
-        self.noted += [tuple(value.shape) for value in made if isinstance(value, torch.Tensor)]
+        self.recorded += [tuple(value.shape) for value in made if isinstance(value, torch.Tensor)]
         return out
 
 
-def test_no_rank_makes_full_logits_or_gradients_of_rows(worlds):
+def test_no_rank_makes_full_logits_or_row_gradients(worlds):
     tokens, rows = 2 * 5, Large.rows  # of a microbatch, but for the last position
     for rank in worlds.run(2, fit, Run(Large, tp=2, callback=Sizes)):
         assert any(shape == (tokens, 502) for shape in rank.extra) or any(
@@ -134,24 +134,24 @@ def test_no_rank_makes_full_logits_or_gradients_of_rows(worlds):
     assert any(rows in shape for shape in expected.extra)
 
 
-class Held(Callback):
+class RecordsSizes(Callback):
     """Sizes of parameters, gradients and optimizer states on this rank."""
 
     def __init__(self):
-        self.noted = {}
+        self.recorded = {}
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         with torch._C.DisableTorchFunction():
             [optimizer] = trainer.optimizers
             for name, p in pl_module.named_parameters():
                 states = [v.numel() for v in optimizer.state[p].values() if v.dim()]
-                self.noted[name] = [p.numel(), p.grad.numel(), *states]
+                self.recorded[name] = [p.numel(), p.grad.numel(), *states]
 
 
-def test_ranks_have_shards_of_rows_in_all_that_is_saved(worlds):
-    held = [rank.extra for rank in worlds.run(2, fit, Run(Decoder, tp=2, callback=Held))]
-    assert [sizes["wte.weight"] for sizes in held] == [[rows * WIDTH] * 4 for rows in (18, 17)]
-    assert [sizes["head.bias"] for sizes in held] == [[18] * 4, [17] * 4]
+def test_all_states_are_row_shards(worlds):
+    sizes_by_rank = [rank.extra for rank in worlds.run(2, fit, Run(Decoder, tp=2, callback=RecordsSizes))]
+    assert [sizes["wte.weight"] for sizes in sizes_by_rank] == [[rows * WIDTH] * 4 for rows in (18, 17)]
+    assert [sizes["head.bias"] for sizes in sizes_by_rank] == [[18] * 4, [17] * 4]
 
 
 def count_messages(run):
@@ -159,7 +159,7 @@ def count_messages(run):
     counts = []
 
     class Counts(Callback):
-        noted = counts
+        recorded = counts
 
         def on_train_batch_start(self, trainer, *_):
             calls.clear()
@@ -180,7 +180,7 @@ def count_messages(run):
             setattr(GroupRanks, name, original)
 
 
-def test_a_cross_entropy_takes_two_messages_of_one_number_for_each_position(worlds):
+def test_cross_entropy_sends_two_numbers_per_position(worlds):
     for counts in worlds.run(2, count_messages, Run(Decoder, tp=2, microbatches=1)):
         for calls in counts:
             of_blocks = [("all_reduce", (4, 6, WIDTH))] * 3

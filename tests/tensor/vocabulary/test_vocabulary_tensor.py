@@ -1,4 +1,4 @@
-"""Tensors cut along their vocabulary: whatever code does with them, it gets the numbers of the whole."""
+"""Tensors sharded along their vocabulary: any code gets the numbers of the full tensor."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def penalized(logits, t):
     return F.cross_entropy(*flat(logits, t)) + 0.01 * logits.logsumexp(-1).square().mean()
 
 
-# What is done with logits, in parts: no rank asks for the others'.
+# Operations on sharded logits without a gather.
 IN_PARTS = {
     "flattened": lambda x, t: F.cross_entropy(*flat(x, t)),
     "positions last": lambda x, t: F.cross_entropy(x.transpose(1, 2), t),
@@ -74,8 +74,8 @@ IN_PARTS = {
     "in place": scaled_in_place,
     "hook": hooked,
 }
-# What is done with the whole.
-WHOLE = {
+# Operations that gather.
+FULL = {
     "sorted": lambda x, t: x.topk(3).values,
     "squares": lambda x, t: F.mse_loss(x, torch.ones_like(x)),
     "norm": lambda x, t: F.layer_norm(x, (ROWS,)),
@@ -87,7 +87,7 @@ WHOLE = {
 
 
 def compared(function, size, *, rows=ROWS):
-    """Numbers and gradients in parts against those of the whole; how many wholes were asked for."""
+    """Numbers and gradients of shards against those of the full tensor; the number of gathers."""
     generator = torch.Generator().manual_seed(0)
     weight, bias = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((rows, WIDTH), (rows,)))
     h = torch.randn(*SHAPE, WIDTH, dtype=torch.float64, generator=generator)
@@ -99,7 +99,7 @@ def compared(function, size, *, rows=ROWS):
         own = leaves[:2] if vocabulary is None else [represent(leaf, 0, vocabulary) for leaf in leaves[:2]]
         out = function(F.linear(leaves[2] + F.embedding(targets.clamp(min=0), own[0], 2), *own), targets)
         gathers = 0 if vocabulary is None else vocabulary.num_gathers
-        out = out.whole() if isinstance(out, VocabularyShard) else out
+        out = out.gathered() if isinstance(out, VocabularyShard) else out
         weights = torch.arange(1.0, out.numel() + 1, dtype=out.dtype).cos().view(out.shape)
         return [out.detach(), *torch.autograd.grad(out, leaves, weights)], gathers
 
@@ -107,7 +107,7 @@ def compared(function, size, *, rows=ROWS):
 
     def one(ranks):
         vocabulary = Vocabulary(rows, ranks)
-        part = [shard_tensor(whole, vocabulary.shard(0), ranks.rank, size) for whole in (weight, bias)]
+        part = [shard_tensor(full, vocabulary.shard(0), ranks.rank, size) for full in (weight, bias)]
         return run(*part, vocabulary), vocabulary.shard(0)
 
     outcomes = on_ranks(size, one)
@@ -120,16 +120,16 @@ def compared(function, size, *, rows=ROWS):
 
 
 @pytest.mark.parametrize("name", IN_PARTS)
-def test_losses_in_parts(name):
+def test_vocabulary_parallel_losses(name):
     assert compared(IN_PARTS[name], 2) == 0
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_whatever_else_is_asked_for_gets_the_whole(name):
-    assert compared(WHOLE[name], 2) > 0
+@pytest.mark.parametrize("name", FULL)
+def test_other_operations_get_the_full_tensor(name):
+    assert compared(FULL[name], 2) > 0
 
 
-def test_the_last_of_four_ranks_has_a_single_row():
+def test_last_of_four_ranks_has_a_single_row():
     for name in ("flattened", "smoothed", "right ones"):
         assert compared(IN_PARTS[name], 4) == 0
 
@@ -145,7 +145,7 @@ def test_rows_written_through_two_views_are_refused():
 
 
 @pytest.mark.parametrize("sought", [ROWS, -1])
-def test_a_row_that_is_not_there_raises(sought):
+def test_row_out_of_range_raises(sought):
     def one(ranks):
         return F.embedding(
             torch.tensor([0, sought]), represent(torch.ones(7 - ranks.rank, 2), 0, Vocabulary(13, ranks))
@@ -156,7 +156,7 @@ def test_a_row_that_is_not_there_raises(sought):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_cross_entropy_is_proved(size):
+def test_cross_entropy_is_proved(size):
     assert cross_entropy_failure(50257, size) is None
 
 
@@ -165,7 +165,7 @@ def test_planted_faults_are_found(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Vocabulary, "located", lambda self, rows: located(self, (rows + 1).clamp(max=self.length - 1)))
         assert "relative difference" in cross_entropy_failure(50257, 2)
-    with monkeypatch.context() as patch:  # what enters the head has the gradient of its own rows alone
+    with monkeypatch.context() as patch:  # the input of the head has the gradient of local rows only
         patch.setattr(Vocabulary, "summed", lambda self, t: t if t.dim() == 2 and t.shape[1] == 5 else summed(self, t))
         assert "gradient of" in cross_entropy_failure(50257, 2)
     with monkeypatch.context() as patch:
@@ -221,7 +221,7 @@ class Sorts(Reads):
         "logits sorted",
     ],
 )
-def test_what_is_cut_and_why_not(module, size, names, reason):
+def test_sharded_weights_and_reasons_against(module, size, names, reason):
     uses = VocabularyUses(module, {"": module}, [""])
     with uses:
         module(torch.arange(5), torch.arange(5))

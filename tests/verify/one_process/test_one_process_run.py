@@ -1,4 +1,4 @@
-"""The reference is right where a module makes it hard: what it recomputes, what its hooks edit."""
+"""The one-process reference is correct for hard modules: recomputation, gradients edited by hooks."""
 
 import copy
 from functools import partial
@@ -42,7 +42,7 @@ def test_gradients_edited_after_the_backward(worlds):
 
 
 class Phases(Plain):
-    """Its hooks set what its step goes by, in place and anew; each replica also counts for itself."""
+    """Its hooks set values that its step reads, in place and rebound; each replica also counts locally."""
 
     def __init__(self):
         super().__init__()
@@ -62,8 +62,8 @@ class Phases(Plain):
         )
 
 
-class Keeps(Dropping):
-    """Its loss goes by what its steps have kept, which is once per batch, of all its samples."""
+class StoresLosses(Dropping):
+    """Its loss depends on stored values of earlier steps: once per batch, over all its samples."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ class Keeps(Dropping):
 
 
 class Counts(Plain):
-    """Keeps nothing of the model, so it counts its microbatches."""
+    """Stores nothing of the model, so it counts its microbatches."""
 
     calls = 0
 
@@ -88,13 +88,13 @@ class Counts(Plain):
         return super().training_step(batch, batch_idx) * self.calls
 
 
-def test_what_hooks_set_is_set_on_all_replicas(worlds):
+def test_values_set_by_hooks_are_set_on_all_replicas(worlds):
     report = check(worlds, Phases, Layout("dp2", 2), num_microbatches=1)
     assert report.outcome == "same", str(report)
 
 
-@pytest.mark.parametrize("module", [Keeps, Counts], ids=lambda module: module.__name__)
-def test_what_steps_store_is_stored_once_per_batch(worlds, module):
+@pytest.mark.parametrize("module", [StoresLosses, Counts], ids=lambda module: module.__name__)
+def test_values_stored_by_steps_are_stored_once_per_batch(worlds, module):
     report = check(worlds, module, Layout("dp2 x pp2", 4, {"pipeline_parallel_size": 2}))
     assert report.outcome == "same", str(report)
 
@@ -145,20 +145,20 @@ def test_test_and_prediction_are_compared(worlds, module, first):
 
 
 class OnlyFloat32(Plain):
-    """Its kernel knows no float64, as those of experts do not on CPUs."""
+    """Its kernel has no float64, as those of experts on CPUs."""
 
     def forward(self, x):
         offsets = torch.tensor([x.shape[0]], dtype=torch.int32)
         return F.grouped_mm(super().forward(x), torch.eye(1, dtype=x.dtype)[None], offs=offsets)
 
 
-def test_a_kernel_that_knows_no_float64_is_told_apart(worlds):
+def test_kernel_without_float64_is_distinguished(worlds):
     report = check(worlds, OnlyFloat32, Layout("dp2", 2))
     assert report.outcome == "failed" and "try --precision 32-true" in " ".join(report.notes), str(report)
 
 
 class DrawsToValidate(Plain):
-    """Branches on what it has drawn, so that it runs whole."""
+    """Branches on its draws, so that it runs unsplit."""
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
@@ -167,7 +167,7 @@ class DrawsToValidate(Plain):
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_random_numbers_of_validation_are_known_as_such(worlds, num_microbatches):
+def test_random_validation_numbers_are_recognised(worlds, num_microbatches):
     layout = Layout("pp2", 2, {"pipeline_parallel_size": 2})
     report = check(worlds, DrawsToValidate, layout, num_microbatches=num_microbatches)
     assert report.outcome == "same", str(report)
@@ -191,12 +191,12 @@ class Swaps(Plain):
         self.used = self.net
 
 
-def test_a_module_that_takes_the_name_of_another(worlds):
+def test_module_with_the_name_of_another(worlds):
     report = check(worlds, Swaps, Layout("dp2", 2))
     assert report.outcome == "same", str(report)
 
 
-class ByHand(Plain):
+class ManualStep(Plain):
     """Steps its optimizer itself."""
 
     def __init__(self):
@@ -212,5 +212,5 @@ class ByHand(Plain):
 
 def test_batches_of_as_many_tensors_as_each_has_samples(worlds):
     data = partial(regression_data, batch_size=2)
-    report = check(worlds, ByHand, Layout("dp2", 2), num_microbatches=1, make_data=data)
+    report = check(worlds, ManualStep, Layout("dp2", 2), num_microbatches=1, make_data=data)
     assert report.outcome == "same", str(report)

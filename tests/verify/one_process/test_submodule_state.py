@@ -1,4 +1,4 @@
-"""What modules inside the LightningModule keep of the model: the reference keeps it as the strategy does."""
+"""Model values that submodules store: the reference stores them as the strategy does."""
 
 import torch
 from torch import nn
@@ -14,8 +14,8 @@ LAYOUTS = [
 ]
 
 
-class KeepsMoments(nn.Module):
-    """A loss without parameters that keeps a moving mean of its batches, as TiCo's does."""
+class StoresMoments(nn.Module):
+    """A loss without parameters that stores a moving mean of its batches, as TiCo's does."""
 
     def __init__(self):
         super().__init__()
@@ -26,7 +26,7 @@ class KeepsMoments(nn.Module):
         return (h @ self.moments * h).mean()
 
 
-class KeepsMomentsInBuffer(KeepsMoments):
+class StoresMomentsInBuffer(StoresMoments):
     def __init__(self):
         super().__init__()
         del self.moments
@@ -34,7 +34,7 @@ class KeepsMomentsInBuffer(KeepsMoments):
 
 
 class WithCriterion(Regression):
-    kind = KeepsMoments
+    kind = StoresMoments
 
     def __init__(self):
         super().__init__()
@@ -49,16 +49,16 @@ class WithCriterion(Regression):
 
 
 class WithBuffer(WithCriterion):
-    kind = KeepsMomentsInBuffer
+    kind = StoresMomentsInBuffer
 
 
-def test_a_tensor_that_a_loss_stores_is_the_one_before_the_batch(worlds):
+def test_tensor_stored_by_a_loss_is_that_before_the_batch(worlds):
     for layout in LAYOUTS:
         report = check(worlds, WithCriterion, layout, steps=3)
         assert report.outcome == "same", str(report)
 
 
-def test_a_buffer_goes_on_microbatch_by_microbatch(worlds):
+def test_buffer_is_updated_per_microbatch(worlds):
     for layout in LAYOUTS:
         report = check(worlds, WithBuffer, layout, steps=3)
         assert report.outcome == "same", str(report)

@@ -1,4 +1,4 @@
-"""A planted difference is found, named, and told with both numbers; noise is not one."""
+"""A planted difference is found, named, and shown with both numbers; noise is not reported."""
 
 import copy
 
@@ -79,7 +79,7 @@ def set_weight(observed):
     observed.steps[1].weights["b.weight"][2] += 1e-3
 
 
-def stay(observed):
+def do_not_move(observed):
     observed.steps[2].weights["a.weight"] = weights(0)["a.weight"]
 
 
@@ -115,7 +115,7 @@ PLANTED = {
     set_rate: (3, "learning rate of group 0", 0.1, 0.05),
     set_norm: (1, "gradient norm of b.weight", 3.0, 6.0),
     set_weight: (2, "update of b.weight", 1.2, 1.201),
-    stay: (3, "update of a.weight", 1.3, 1.0),
+    do_not_move: (3, "update of a.weight", 1.3, 1.0),
     lose_weight: (3, "update of a.weight", 1.3, None),
     set_start: (0, "initial weights of a.weight", 1.0, 0.0),
     set_validation: (AT_THE_END - 1, "metric after validation 1: val_loss", 0.25, 0.5),
@@ -126,7 +126,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("change", PLANTED, ids=lambda change: change.__name__)
-def test_a_planted_difference_is_named_first(change):
+def test_planted_difference_is_named_first(change):
     step, what, reference, value = PLANTED[change]
     first = found(change)[0]
     assert (first.key.step, str(first.key)) == (step, what)
@@ -139,7 +139,7 @@ def test_equal_runs_have_no_difference():
     assert found(lambda observed: None) == []
 
 
-def test_an_update_is_relative_to_the_update_and_not_to_the_weight():
+def test_update_difference_is_relative_to_the_update():
     def change(observed):
         observed.steps[0].weights["a.weight"] += 1e-9  # 1e-8 of the update of 0.1
 
@@ -147,7 +147,7 @@ def test_an_update_is_relative_to_the_update_and_not_to_the_weight():
     assert first.difference == pytest.approx(1e-8, rel=1e-3)
 
 
-def test_the_element_that_differs_is_named():
+def test_differing_element_is_named():
     def run(value):
         observed = run_of()
         observed.predictions = {"0, batch 1": torch.tensor([[0.0, 1.0], [2.0, value]], dtype=torch.float64)}
@@ -167,7 +167,7 @@ def test_the_element_that_differs_is_named():
     assert ", at [" not in str(found(set_loss)[0])
 
 
-def test_other_shapes_are_told():
+def test_shape_mismatch_is_reported():
     [first] = found(lambda observed: observed.buffers.update(running=torch.ones(3)))
     assert str(first) == "after the run: buffer running has the shape (3,) on rank 0 and (2,) in the reference"
 
@@ -187,11 +187,11 @@ def test_each_rank_is_compared():
     assert [d.rank for d in found(set_metric, ranks=3)] == [2]
 
 
-def test_a_parameter_may_be_on_any_one_rank():
+def test_parameter_may_be_on_any_one_rank():
     assert found(lose_weight) and not found(lose_weight, ranks=2)
 
 
-def test_a_replica_is_compared_with_its_own_loss_and_buffers():
+def test_replica_is_compared_with_its_own_loss_and_buffers():
     reference = run_of()
     reference.replica_losses = [[1.0, 3.0]] * 3
     reference.replica_buffers = [dict(reference.buffers), {**reference.buffers, "running": torch.zeros(2)}]
@@ -207,7 +207,7 @@ def test_a_replica_is_compared_with_its_own_loss_and_buffers():
     assert names == {"loss", "buffer running"}
 
 
-def test_a_metric_kept_in_float32_is_compared_as_such():
+def test_float32_metric_has_float32_tolerance():
     def change(observed):
         observed.steps[0].metrics["acc"] = 0.5 + 1e-7
 
@@ -219,7 +219,7 @@ def test_a_metric_kept_in_float32_is_compared_as_such():
     assert compare([seen], reference, run_of(), precision="64-true") == []
 
 
-def test_a_refusal_is_told_from_a_crash():
+def test_refusal_is_distinguished_from_a_crash():
     def failure_of(function, steps_done=0):
         try:
             function()
@@ -236,7 +236,7 @@ def test_a_refusal_is_told_from_a_crash():
     assert not failure_of(lambda: torch.ones(2) @ torch.ones(3)).refused
 
 
-def test_layouts_are_read():
+def test_layouts_are_parsed():
     layout = parse_layout("dp=2,pp=2,stages=2,schedule=interleaved_1f1b")
     assert (layout.devices, layout.replicas, layout.num_stages) == (4, 2, 4)
     assert layout.options(3) == {
@@ -261,13 +261,13 @@ def test_layouts_are_read():
         Layout("odd", 3, {"pipeline_parallel_size": 2})
 
 
-def test_the_table_says_why():
+def test_table_says_why():
     reports = [Report("pp=2", "same", steps=4, floor=1e-15), Report("dp=2", "different", "step 1: loss is 1")]
     for text in (table(reports), _plain(["layout", "why"], [[r.layout, r.message] for r in reports])):
         assert "pp=2" in text and "step 1: loss is 1" in text
 
 
-def test_a_run_that_fails_after_its_steps_says_how_many_there_were():
+def test_failure_after_some_steps_counts_them():
     ranks = [run_of(), run_of()]
     ranks[1].failure = Failure("ValueError: no", refused=False, where="there.py:1")
     report = _failed(parse_layout("dp=2"), ranks)
@@ -276,7 +276,7 @@ def test_a_run_that_fails_after_its_steps_says_how_many_there_were():
     assert "rank 1: ValueError: no (there.py:1)" in rows[0]
 
 
-def test_who_lost_another_rank_is_not_who_failed():
+def test_rank_that_lost_its_peer_is_not_the_failed_one():
     ranks = [run_of(), run_of()]
     lost = dist.DistNetworkError("rank 1 has closed its connections")
     ranks[0].failure = describe_failure(lost, steps_done=1)
@@ -300,11 +300,11 @@ def in_32_bits(observed, step):
     observed.trained = ["w"]
 
 
-def test_the_perturbation_of_a_weight_is_no_noise_of_its_update():
+def test_weight_perturbation_is_no_noise_of_its_update():
     reference, noisy, seen = run_of(), run_of(), run_of()
     for observed in (reference, noisy, seen):
         in_32_bits(observed, 3e-6)
-    # Half of the update is missing; the perturbation is as large, but stays what it was at the start.
+    # Half of the update is missing; the perturbation is as large, but is constant from the start.
     noisy.perturbed = {"w": noisy.start["w"] + 3e-6}
     for one in noisy.steps:
         one.weights = {"w": one.weights["w"] + 3e-6}
@@ -317,7 +317,7 @@ def test_the_perturbation_of_a_weight_is_no_noise_of_its_update():
 
 
 @pytest.mark.parametrize(("digits", "outcome"), [(2, False), (40, True)])
-def test_the_last_digits_of_a_weight_may_be_off_whatever_its_update(digits, outcome):
+def test_last_digits_of_a_weight_may_differ(digits, outcome):
     reference, seen = run_of(), run_of()
     for observed in (reference, seen):
         in_32_bits(observed, 3e-6)

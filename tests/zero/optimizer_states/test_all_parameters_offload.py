@@ -1,4 +1,4 @@
-"""Offload of optimizers that look at several parameters in their step: the same numbers to the last bit."""
+"""Offload of optimizers whose step reads several parameters: bitwise equal results."""
 
 import copy
 import dataclasses
@@ -37,7 +37,7 @@ def lamb(module):
 
 
 class HostOnly(SimulatedHost):
-    """Notes nothing: there is no ZeRO, and LBFGS has lists of states."""
+    """Records nothing: there is no ZeRO, and LBFGS has lists of states."""
 
     def on_train_start(self, *_):
         pass
@@ -64,15 +64,15 @@ class HostOnly(SimulatedHost):
         ),
     ],
 )
-def test_states_at_rest(worlds, tmp_path, run, on_disk):
+def test_offloaded_states(worlds, tmp_path, run, on_disk):
     assert_same_bits(worlds, run, f"disk:{tmp_path}" if on_disk else "cpu")
     assert not os.listdir(tmp_path), "files are left behind"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("subset", ["s", "g"])
-def test_states_of_another_device(worlds, subset):
-    """They come to where parameters are. (What the pretended host sends in a step that reads wholes, it cannot see.)"""
+def test_offloaded_states_of_another_device(worlds, subset):
+    """They are moved to the parameters' device. (The simulated host cannot see transfers of full tensors.)"""
     run = Run("Layers", dp=2, num_batches=3, change=muon, strategy={"zero_stage": 2})
     where = {KINDS[letter]: "cpu" for letter in subset}
     ranks = worlds.run(2, fit, dataclasses.replace(with_offload(run, where), callback=SimulatedHost))
@@ -83,14 +83,14 @@ def test_states_of_another_device(worlds, subset):
 
 
 @pytest.mark.slow
-def test_a_closure_finds_parameters_on_the_device_that_computes(worlds):
+def test_closure_finds_parameters_on_the_compute_device(worlds):
     run = Run("Layers", num_batches=3, microbatches=1, change=lbfgs)
     plain = worlds.run(1, fit, run)
     assert_bits(plain, worlds.run(1, fit, dataclasses.replace(with_offload(run, "cpu"), callback=HostOnly)))
 
 
 def descend(optimizer, weight, steps):
-    """Returns what the weight is after each step."""
+    """Returns the weight after each step."""
 
     def closure():
         optimizer.zero_grad()
@@ -110,8 +110,8 @@ def make_lbfgs():
     return torch.optim.LBFGS([weight], lr=0.1, max_iter=1, history_size=3), weight
 
 
-def test_a_growing_history_reuses_its_file(tmp_path):
-    """Of the three last steps LBFGS keeps two vectors each, and a few more; nothing is resident between steps."""
+def test_growing_history_reuses_its_file(tmp_path):
+    """LBFGS stores two vectors for each of the last three steps, and a few more; none is resident between steps."""
     plain, offloaded = make_lbfgs(), make_lbfgs()
     states = AllParametersStep(offloaded[0], str(tmp_path))
     sizes = []
@@ -127,7 +127,7 @@ def test_a_growing_history_reuses_its_file(tmp_path):
     assert torch.equal(descend(*plain, 1)[0], descend(*offloaded, 1)[0])
 
 
-def test_loaded_states_go_to_the_file(tmp_path):
+def test_loaded_states_are_written_to_the_file(tmp_path):
     plain, offloaded = make_lbfgs(), make_lbfgs()
     descend(*plain, 5)
     states = AllParametersStep(offloaded[0], str(tmp_path))
@@ -156,7 +156,7 @@ def test_sparse_gradients(tmp_path):
     assert torch.equal(*results) and not torch.equal(results[0], torch.ones(6, 3))
 
 
-def test_a_disk_that_gets_full_leaves_states_in_memory(tmp_path, monkeypatch):
+def test_full_disk_leaves_states_in_memory(tmp_path, monkeypatch):
     plain, offloaded = make_lbfgs(), make_lbfgs()
     states = AllParametersStep(offloaded[0], str(tmp_path))
     descend(*offloaded, 1)
@@ -174,7 +174,7 @@ def test_a_disk_that_gets_full_leaves_states_in_memory(tmp_path, monkeypatch):
     states.close()
 
 
-def test_a_file_that_was_cut_off_stops_the_step_before_it_changes_anything(tmp_path):
+def test_truncated_file_stops_the_step_before_any_change(tmp_path):
     optimizer, weight = make_lbfgs()
     states = AllParametersStep(optimizer, str(tmp_path))
     descend(optimizer, weight, 1)
@@ -188,8 +188,8 @@ def test_a_file_that_was_cut_off_stops_the_step_before_it_changes_anything(tmp_p
     assert optimizer.state[weight]["prev_flat_grad"].isnan().all()
 
 
-class Remembers(torch.optim.SGD):
-    """What it had as a state two steps ago is outside of its states, in a view."""
+class ReferencesOldState(torch.optim.SGD):
+    """References a state of two steps ago outside of its states, in a view."""
 
     def step(self, closure=None):
         [p] = self.param_groups[0]["params"]
@@ -200,9 +200,9 @@ class Remembers(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_what_was_a_state_and_is_still_referenced_is_not_written_over(tmp_path):
+def test_referenced_former_state_is_not_overwritten(tmp_path):
     p = nn.Parameter(torch.zeros(40))
-    optimizer = Remembers([p], lr=1.0)
+    optimizer = ReferencesOldState([p], lr=1.0)
     states = AllParametersStep(optimizer, str(tmp_path))
     for _ in range(5):
         p.grad = torch.ones_like(p)

@@ -1,4 +1,4 @@
-"""Optimizer states that are not in memory between steps: the same numbers to the last bit."""
+"""Optimizer states that are not in memory between steps: bitwise equal results."""
 
 import dataclasses
 import os
@@ -49,20 +49,20 @@ def test_states_on_the_host(worlds, run):
 BY_LAYER = Run("GPT2", dp=2, num_batches=4, strategy={"zero_stage": 3, "reshard_after_forward": True}, validate=True)
 
 
-def alone_on_disk(folder):
+def parameters_on_disk(folder):
     return {"parameters": f"disk:{folder}/p"}
 
 
 def all_on_disk(folder):
-    return {**alone_on_disk(folder), "gradients": "cpu", "optimizer_states": f"disk:{folder}/s"}
+    return {**parameters_on_disk(folder), "gradients": "cpu", "optimizer_states": f"disk:{folder}/s"}
 
 
 @pytest.mark.parametrize(
     ("run", "where"),
     [
         pytest.param(BY_LAYER, all_on_disk, id="by layer"),
-        pytest.param(RUNS["zero3"], alone_on_disk, id="by step, alone", marks=pytest.mark.slow),
-        pytest.param(BY_LAYER, alone_on_disk, id="by layer, alone", marks=pytest.mark.slow),
+        pytest.param(RUNS["zero3"], parameters_on_disk, id="by step, parameters", marks=pytest.mark.slow),
+        pytest.param(BY_LAYER, parameters_on_disk, id="by layer, parameters", marks=pytest.mark.slow),
         pytest.param(RUNS["zero3"], all_on_disk, id="by step", marks=pytest.mark.slow),
     ],
 )
@@ -74,7 +74,7 @@ def test_parameters_in_a_file(worlds, tmp_path, run, where):
 @pytest.mark.slow
 @pytest.mark.parametrize("subset", ["", "g", "s", "gs"])
 def test_parameters_in_a_file_of_another_device(worlds, tmp_path, subset):
-    where = alone_on_disk(tmp_path) | {KINDS[letter]: "cpu" for letter in subset}
+    where = parameters_on_disk(tmp_path) | {KINDS[letter]: "cpu" for letter in subset}
     run = dataclasses.replace(with_offload(BY_LAYER, where), callback=SimulatedHost)
     ranks = worlds.run(2, fit, run)
     assert_bits(worlds.run(2, fit, BY_LAYER), ranks, by_other_kernels=True)
@@ -91,8 +91,8 @@ def each_subset():
 
 @pytest.mark.slow  # by default in files, in test_parameters_in_a_file
 @pytest.mark.parametrize(("stage", "per_layer", "subsets"), list(each_subset()))
-def test_each_can_be_on_the_host_alone(worlds, stage, per_layer, subsets):
-    """What is computed is the same, and nothing reads two devices."""
+def test_each_subset_on_the_host(worlds, stage, per_layer, subsets):
+    """Bitwise equal, and no operation reads two devices."""
     strategy = {"zero_stage": stage, "reshard_after_forward": per_layer}
     run = Run("Tied", dp=2, num_batches=4, validate=True, strategy=strategy, trainer=CLIPPED)
     plain = worlds.run(2, fit, run)
@@ -106,9 +106,9 @@ def test_each_can_be_on_the_host_alone(worlds, stage, per_layer, subsets):
 
 
 class CountsResident(Callback):
-    """The most bytes of a file that are in memory when some of them are let go, those of its largest layer, and all."""
+    """The maximal resident bytes of a file at each release, those of its largest layer, and all."""
 
-    noted = None
+    recorded = None
 
     def count(self, file):
         self.evict, most = Region.evict, 0
@@ -119,7 +119,7 @@ class CountsResident(Callback):
                 return self.evict(region)
             most = max(most, resident_bytes(file))
             self.evict(region)
-            self.noted = most, max(map(len, file.maps)), file.nbytes
+            self.recorded = most, max(map(len, file.maps)), file.nbytes
 
         Region.evict = counted
 
@@ -137,19 +137,19 @@ class ResidentParameters(CountsResident):
         assert {resident_bytes(region.file) for region in trainer.strategy.run.zero.regions.values()} == {0}
 
 
-@pytest.mark.parametrize("where", [all_on_disk, pytest.param(alone_on_disk, marks=pytest.mark.slow)])
-def test_of_parameters_in_a_file_two_layers_at_most_are_in_memory(worlds, tmp_path, where):
+@pytest.mark.parametrize("where", [all_on_disk, pytest.param(parameters_on_disk, marks=pytest.mark.slow)])
+def test_at_most_two_layers_of_file_parameters_are_in_memory(worlds, tmp_path, where):
     strategy = {"zero_stage": 3, "reshard_after_forward": True, "offload": where(tmp_path)}
     run = Run("Layers", dp=2, num_batches=1, change=wider, callback=ResidentParameters, strategy=strategy)
     for rank in worlds.run(2, fit, run):
-        most, layer, whole = rank.extra
-        assert 0 < most <= 2 * layer < whole / 2
+        most, layer, total = rank.extra
+        assert 0 < most <= 2 * layer < total / 2
 
 
 class CutsOff(Callback):
     """Cuts the parameters' file off after a batch."""
 
-    noted = None
+    recorded = None
     batch, saves = 1, False
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -166,8 +166,8 @@ class CutsOffBeforeItSaves(CutsOff):
 
 def values_after_failing(run):
     kept = []
-    said = refusal(fit, dataclasses.replace(run, change=kept.append))
-    return said, [bool(p.isnan().all()) for p in kept[0].parameters() if p.numel() > 1]
+    text = refusal(fit, dataclasses.replace(run, change=kept.append))
+    return text, [bool(p.isnan().all()) for p in kept[0].parameters() if p.numel() > 1]
 
 
 @pytest.mark.parametrize(
@@ -175,12 +175,12 @@ def values_after_failing(run):
     [(CutsOff, 3, False), (CutsOff, 2, False), (CutsOff, 2, True), (CutsOffBeforeItSaves, 2, False)],
     ids=["before a step", "before the end", "before validation", "before a checkpoint"],
 )
-def test_parameters_whose_file_was_cut_off_stop_the_run(worlds, tmp_path, callback, num_batches, validates):
-    """With an error, not a signal; and what a notebook could still read is not taken for values."""
+def test_truncated_parameter_file_stops_the_run(worlds, tmp_path, callback, num_batches, validates):
+    """With an error, not a signal; parameters that a notebook could still read are NaN."""
     strategy = {"zero_stage": 3, "offload": all_on_disk(tmp_path)}
     run = Run("Layers", dp=2, num_batches=num_batches, callback=callback, strategy=strategy, validate=validates)
-    for said, lost in worlds.run(2, values_after_failing, run):
-        assert re.search(r"the file with the parameters .* has 0 bytes where", said) and all(lost), said
+    for text, lost in worlds.run(2, values_after_failing, run):
+        assert re.search(r"the file with the parameters .* has 0 bytes where", text) and all(lost), text
 
 
 class ResidentStates(CountsResident):
@@ -189,11 +189,11 @@ class ResidentStates(CountsResident):
         self.count(offloaded.file)
 
 
-def test_two_layers_at_most_are_in_memory(worlds, tmp_path):
+def test_at_most_two_layers_are_in_memory(worlds, tmp_path):
     run = Run("Layers", num_batches=3, microbatches=1, change=wider, callback=ResidentStates)
     [rank] = worlds.run(1, fit, with_offload(run, f"disk:{tmp_path}"))
-    most, layer, whole = rank.extra
-    assert 0 < most <= 2 * layer < whole / 2
+    most, layer, total = rank.extra
+    assert 0 < most <= 2 * layer < total / 2
 
 
 def wider(module):
@@ -216,11 +216,11 @@ def make_optimizer(kind, **options):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_which_optimizers_step_in_turn(kind, options, expected):
+def test_optimizers_that_step_layer_by_layer(kind, options, expected):
     assert steps_independently(make_optimizer(kind, **options)) is expected
 
 
-def test_a_full_disk_is_told_before_anything_changes(tmp_path, monkeypatch):
+def test_full_disk_is_reported_before_any_change(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -229,13 +229,13 @@ def test_a_full_disk_is_told_before_anything_changes(tmp_path, monkeypatch):
         StateFile(str(tmp_path), [2**20])
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OffloadError, match="cannot be written"):
         StateFile(str(tmp_path / "file" / "folder"), [10])
 
 
-def test_a_file_that_was_cut_off_stops_the_step_before_it_changes_anything(tmp_path):
+def test_truncated_file_stops_the_step_before_any_change(tmp_path):
     p = nn.Parameter(torch.ones(8, 8))
     optimizer = torch.optim.AdamW([p])
     offloaded = LayerwiseStep(optimizer, [[p]], str(tmp_path))
@@ -261,12 +261,12 @@ def test_a_file_that_was_cut_off_stops_the_step_before_it_changes_anything(tmp_p
         ({"offload": {"gradients": "disk:p"}, "zero_stage": 3}, "'gradients' .'cpu'."),
     ],
 )
-def test_options_that_are_none(options, message):
+def test_invalid_options(options, message):
     with pytest.raises(ValueError, match=message):
         Hybrid3DStrategy(**options)
 
 
-def test_states_whose_file_was_cut_off_after_the_run_are_lost_and_that_is_said(tmp_path):
+def test_states_lost_by_truncation_after_the_run_are_reported(tmp_path):
     p = nn.Parameter(torch.ones(8, 8))
     optimizer = torch.optim.AdamW([p])
     offloaded = LayerwiseStep(optimizer, [[p]], str(tmp_path))
@@ -278,7 +278,7 @@ def test_states_whose_file_was_cut_off_after_the_run_are_lost_and_that_is_said(t
     assert optimizer.state[p]["exp_avg"].isnan().all()
 
 
-def test_hooks_on_the_step_run_once(tmp_path):
+def test_step_hooks_run_once(tmp_path):
     calls = []
     module = make("Layers")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)

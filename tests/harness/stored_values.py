@@ -1,4 +1,4 @@
-"""A module whose steps keep numbers, a fit of it, and the comparison of what two fits kept."""
+"""A module whose steps store values, a fit of it, and the comparison of what two fits stored."""
 
 from collections import deque
 
@@ -16,8 +16,8 @@ from models.regression import FEATURES
 SAMPLES, BATCH = 20, 8  # the last batch is a short one
 
 
-class Keeps(LightningModule):
-    """Each test says what its step keeps; `kept()` is what is compared."""
+class StoresValues(LightningModule):
+    """Each test defines what its step stores; `stored_values` is compared."""
 
     def __init__(self):
         super().__init__()
@@ -34,10 +34,10 @@ class Keeps(LightningModule):
         x, y = batch
         out = self(x)
         loss = F.mse_loss(out, y)
-        self.keep(loss, out, batch, batch_idx)
+        self.store(loss, out, batch, batch_idx)
         return loss
 
-    def keep(self, loss, out, batch, batch_idx):
+    def store(self, loss, out, batch, batch_idx):
         pass
 
     def configure_optimizers(self):
@@ -55,8 +55,8 @@ class Meter:
         self.average = self.sum / self.count
 
 
-def kept_by(module):
-    """What stays in attributes of the module, as plain lists and dicts."""
+def stored_values(module):
+    """The attributes of the module, as plain lists and dicts."""
     own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "log"}
     return {name: plain(value) for name, value in own.items() if name not in ("training", "prepare_data_per_node")}
 
@@ -75,17 +75,17 @@ def plain(value):
     return value
 
 
-def assert_alike(ours, theirs, where="self"):
-    assert type(ours) is type(theirs), f"{where}: {ours} and {theirs}"
-    if isinstance(ours, dict | list):
-        assert len(ours) == len(theirs), f"{where}: {ours} and {theirs}"
-        keys = ours if isinstance(ours, dict) else range(len(ours))
+def assert_equal(actual, expected, where="self"):
+    assert type(actual) is type(expected), f"{where}: {actual} and {expected}"
+    if isinstance(actual, dict | list):
+        assert len(actual) == len(expected), f"{where}: {actual} and {expected}"
+        keys = actual if isinstance(actual, dict) else range(len(actual))
         for key in keys:
-            assert_alike(ours[key], theirs[key], f"{where}[{key!r}]")
-    elif isinstance(ours, float):
-        assert ours == pytest.approx(theirs, rel=1e-9), where
+            assert_equal(actual[key], expected[key], f"{where}[{key!r}]")
+    elif isinstance(actual, float):
+        assert actual == pytest.approx(expected, rel=1e-9), where
     else:
-        assert ours == theirs, where
+        assert actual == expected, where
 
 
 def data():
@@ -94,11 +94,11 @@ def data():
 
 
 def run(make, size, options, steps=3):
-    """What the module holds after two epochs, and what was logged."""
+    """Attributes of the module after two epochs, logged values, and weights."""
     ignore_warnings()
     module = make()
     pp = options.pop("pipeline_parallel_size", 1)
     trainer = trainer_of(size, pp, max_epochs=2, limit_train_batches=steps, strategy_options=options)
     trainer.fit(module, data(), data() if type(module).validation_step is not LightningModule.validation_step else None)
     weights = {name: parameter.tolist() for name, parameter in module.named_parameters()}
-    return kept_by(module), {name: float(value) for name, value in trainer.callback_metrics.items()}, weights
+    return stored_values(module), {name: float(value) for name, value in trainer.callback_metrics.items()}, weights

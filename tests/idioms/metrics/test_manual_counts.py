@@ -1,4 +1,4 @@
-"""What steps count over the samples, kept by hand: right predictions, confusion matrices, histograms."""
+"""Manual counts over the samples of steps: correct predictions, confusion matrices, histograms."""
 
 import torch
 from torch.nn import functional as F
@@ -9,7 +9,7 @@ from models.tiny import Tiny, loader
 
 
 class Counts(Tiny):
-    """Keeps a list of what it counts in each batch."""
+    """Stores a list of its counts of each batch."""
 
     def __init__(self):
         super().__init__()
@@ -18,7 +18,7 @@ class Counts(Tiny):
     def start(self):
         self.kept = []
 
-    def keep(self, count):
+    def store(self, count):
         self.kept.append(count)
 
     def total(self):
@@ -26,7 +26,7 @@ class Counts(Tiny):
 
     def validation_step(self, batch, batch_idx):
         predicted, target = (self(batch["x"])[:, 0] > 0.3).long(), (batch["y"][:, 0] > 0.3).long()
-        self.keep(self.count(target, predicted))
+        self.store(self.count(target, predicted))
 
     def on_validation_epoch_end(self):
         self.seen = torch.as_tensor(self.total()).clone()
@@ -90,7 +90,7 @@ class OneMore:
 
 
 class Mixed:
-    """A sum over what the model predicted, and one over the batch alone."""
+    """A sum over predictions of the model, and one over the batch only."""
 
     def count(self, target, predicted):
         return (target == predicted).sum() + target.sum()
@@ -107,7 +107,7 @@ class Added(Counts):
     def start(self):
         self.kept = torch.ones((), dtype=torch.float64)
 
-    def keep(self, count):
+    def store(self, count):
         self.kept = self.kept + count
 
     def total(self):
@@ -120,7 +120,7 @@ class AddedInPlace(Added):
     def start(self):
         self.kept = 0
 
-    def keep(self, count):
+    def store(self, count):
         self.kept += count
 
 
@@ -130,20 +130,20 @@ class AddedToTensor(AddedInPlace):
 
 
 class AddedTwice(Added):
-    def keep(self, count):
+    def store(self, count):
         self.kept = self.kept + count
         self.kept = (self.kept + count).detach()
 
 
 class Moving(Added):
-    def keep(self, count):
+    def store(self, count):
         self.kept = 0.9 * self.kept + 0.1 * count
 
 
 class Returned(Counts):
-    """Returns what it counts; a hook keeps it."""
+    """Returns its counts; a hook stores them."""
 
-    def keep(self, count):
+    def store(self, count):
         self.output = count
 
     def validation_step(self, batch, batch_idx):
@@ -169,10 +169,10 @@ CASES += [
 CASES += [(Returned, count) for count in (Sum, Product, Stack, BincountMatrix)]
 
 
-def counted(size, pp, keeps, count, options):
+def run_counts(size, pp, kind, count, options):
     ignore_warnings()
     torch.manual_seed(0)
-    module = type(f"{keeps.__name__}{count.__name__}", (count, keeps), {})()
+    module = type(f"{kind.__name__}{count.__name__}", (count, kind), {})()
     trainer_of(size, pp, strategy_options=options).validate(module, loader(8, 16), verbose=False)
     return module.seen
 
@@ -187,10 +187,10 @@ COVERED = {
 }
 
 
-@each("keeps, count", CASES, covered_by=COVERED)
-def test_counts_are_those_of_one_process(worlds, keeps, count):
-    [expected] = worlds.run(1, counted, 1, 1, keeps, count, {})
-    alone = worlds.run(1, counted, 1, 1, keeps, count, {"num_microbatches": 2})
-    staged = worlds.run(2, counted, 2, 2, keeps, count, {"num_microbatches": 2})
+@each("kind, count", CASES, covered_by=COVERED)
+def test_counts_match_one_process(worlds, kind, count):
+    [expected] = worlds.run(1, run_counts, 1, 1, kind, count, {})
+    alone = worlds.run(1, run_counts, 1, 1, kind, count, {"num_microbatches": 2})
+    staged = worlds.run(2, run_counts, 2, 2, kind, count, {"num_microbatches": 2})
     for seen in (*alone, *staged):
         torch.testing.assert_close(seen, expected, rtol=1e-10, atol=1e-12)

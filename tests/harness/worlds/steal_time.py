@@ -1,4 +1,4 @@
-"""A clock for time limits on shared machines, which stands still as far as the host runs others instead."""
+"""A clock for time limits on shared machines, which excludes CPU steal time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 _STOLEN = 8  # column of /proc/stat's first line: clock ticks of all cores in which the host ran others (proc(5))
 
 
-def granted_seconds(stat: Path = Path("/proc/stat")) -> float:
-    """Seconds since some moment, of which those are left out that the host took from all of our cores."""
+def seconds_without_steal(stat: Path = Path("/proc/stat")) -> float:
+    """Monotonic seconds, without those that the host stole from all cores."""
     now = time.monotonic()
     try:
         ticks = int(stat.read_text().split(maxsplit=_STOLEN + 1)[_STOLEN])

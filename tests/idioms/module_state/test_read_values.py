@@ -1,4 +1,4 @@
-"""Numbers and tensors of the model that steer a later operation or batch."""
+"""Numbers and tensors of the model that control a later operation or batch."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ class FeedsBack(Regressor):
 
 
 class Measures(nn.Module):
-    """Returns a number that it has read from what it made, and keeps another."""
+    """Returns a number read from its output, and stores another."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class Measures(nn.Module):
 
 
 class Logs(Regressor):
-    """What code around the layer does with its number: tells of it."""
+    """Code around the layer logs its number."""
 
     def __init__(self):
         super().__init__()
@@ -98,19 +98,19 @@ class DecidesByAttribute(Logs):
 
 @pytest.mark.parametrize("module", [Logs, Multiplies, Decides, DecidesByAttribute])
 @pytest.mark.parametrize("count", [1, 2])
-def test_numbers_that_layers_return(worlds, module, count):
+def test_numbers_returned_by_layers(worlds, module, count):
     report = check(worlds, module, STAGES, steps=3, num_microbatches=count)
     assert report.outcome == "same", str(report)
     assert ("sharded instead of" in str(report)) == (module in (Decides, DecidesByAttribute)), str(report)
 
 
 @all_layouts
-def test_numbers_that_are_read_take_part(worlds, layout):
+def test_numbers_are_read_and_used(worlds, layout):
     report = check(worlds, Scaled, layout, steps=2)
     assert report.outcome == "same", str(report)
 
 
-def test_a_memory_of_later_stages(worlds):
+def test_memory_of_later_stages(worlds):
     for count in (1, 2):  # two microbatches would need it earlier, so that there is one
         report = check(worlds, FeedsBack, STAGES, steps=2, num_microbatches=count)
         assert report.outcome == "same", str(report)

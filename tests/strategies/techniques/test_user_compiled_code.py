@@ -1,4 +1,4 @@
-"""What users compile themselves: layers run compiled, and a model whose layers are watched runs as it is written."""
+"""Code compiled by users: layers run compiled, and a model whose layers are observed runs eagerly."""
 
 import warnings
 
@@ -13,8 +13,8 @@ from models.tiny import FEATURES, Tiny, loader
 OPERATIONS: list[list[str]] = []  # of each graph that this process compiled
 
 
-def note(graph, inputs):
-    """A backend that runs what it is given."""
+def recording_backend(graph, inputs):
+    """A backend that runs the graph as it is."""
     OPERATIONS.append([node.name for node in graph.graph.nodes if node.op not in ("placeholder", "output")])
     return graph.forward
 
@@ -54,50 +54,50 @@ class Plain(Tiny):
         return self.squared(self(batch["x"]), batch["y"])
 
 
-class Whole(Plain):
+class CompiledModel(Plain):
     def __init__(self):
         super().__init__()
-        self.model = torch.compile(self.model, backend=note)
+        self.model = torch.compile(self.model, backend=recording_backend)
 
 
-class WholeInPlace(Plain):
+class CompiledModelInPlace(Plain):
     def __init__(self):
         super().__init__()
-        self.model.compile(backend=note)
+        self.model.compile(backend=recording_backend)
 
 
 class Forward(Plain):
     def __init__(self):
         super().__init__()
-        self.model.forward = torch.compile(self.model.forward, backend=note)
+        self.model.forward = torch.compile(self.model.forward, backend=recording_backend)
 
 
 class Loss(Plain):
     def __init__(self):
         super().__init__()
-        self.squared = torch.compile(nn.functional.mse_loss, backend=note)
+        self.squared = torch.compile(nn.functional.mse_loss, backend=recording_backend)
 
 
 class Layers(Plain):
     def __init__(self):
         super().__init__()
         for place, layer in enumerate(self.model.layers):
-            self.model.layers[place] = torch.compile(layer, backend=note)
+            self.model.layers[place] = torch.compile(layer, backend=recording_backend)
 
 
 class LayersInPlace(Plain):
     def __init__(self):
         super().__init__()
         for layer in self.model.layers:
-            layer.compile(backend=note)
+            layer.compile(backend=recording_backend)
 
 
 class Policies(Callback):
-    """How each layer is computed again."""
+    """Records how each layer is recomputed."""
 
     def on_train_start(self, trainer, pl_module):
         chosen = getattr(getattr(trainer.strategy, "run", None), "recomputation", None)
-        self.noted = {} if chosen is None else dict(chosen.policies)
+        self.recorded = {} if chosen is None else dict(chosen.policies)
 
 
 def policies_of(case, options):
@@ -105,7 +105,7 @@ def policies_of(case, options):
     warnings.simplefilter("ignore")
     policies = Policies()
     trainer_of(2, 2, strategy_options=options, callbacks=[policies]).fit(case(), loader(4, 8))
-    return policies.noted
+    return policies.recorded
 
 
 def run(size, pp, case, options):
@@ -118,8 +118,8 @@ def run(size, pp, case, options):
         warnings.simplefilter("always")
         trainer.fit(model, loader(4, 14))  # the last batch is short
     weights = {name.replace("_orig_mod.", ""): weight for name, weight in weights_of(model).items()}
-    said = [str(warning.message) for warning in caught if "compiled" in str(warning.message)]
-    return weights, [graph for graph in OPERATIONS if graph], said
+    warned = [str(warning.message) for warning in caught if "compiled" in str(warning.message)]
+    return weights, [graph for graph in OPERATIONS if graph], warned
 
 
 def check(worlds, case, options):
@@ -130,37 +130,37 @@ def check(worlds, case, options):
     return ranks
 
 
-@pytest.mark.parametrize("case", [Whole, WholeInPlace, Forward, Loss])
-def test_what_is_compiled_around_layers_of_stages_runs_as_it_is_written(worlds, case):
-    for rank, (_, graphs, said) in enumerate(check(worlds, case, {})):
+@pytest.mark.parametrize("case", [CompiledModel, CompiledModelInPlace, Forward, Loss])
+def test_compiled_code_around_stage_layers_runs_eagerly(worlds, case):
+    for rank, (_, graphs, warned) in enumerate(check(worlds, case, {})):
         assert not graphs, "nothing of what watches the step is compiled either"
-        names_it = case in (Whole, WholeInPlace) and rank == 0
-        assert len(said) == names_it
+        names_it = case in (CompiledModel, CompiledModelInPlace) and rank == 0
+        assert len(warned) == names_it
         if names_it:
-            assert "model: you compiled it as a whole" in said[0] and "compile='units'" in said[0]
+            assert "model: you compiled it as a whole" in warned[0] and "compile='units'" in warned[0]
 
 
 @pytest.mark.parametrize("case", [Layers, LayersInPlace])
 def test_compiled_layers_run_compiled(worlds, case):
-    for _, graphs, said in check(worlds, case, {}):
+    for _, graphs, warned in check(worlds, case, {}):
         assert graphs and all("tanh" in graph for graph in graphs), "layers, and nothing around them"
-        assert not said
+        assert not warned
 
 
-def test_layers_of_a_compiled_model_are_compiled_one_by_one_if_asked_for(worlds):
-    for _, graphs, _ in check(worlds, Whole, {"compile": {"backend": note}}):
+def test_layers_of_a_compiled_model_compile_separately_on_request(worlds):
+    for _, graphs, _ in check(worlds, CompiledModel, {"compile": {"backend": recording_backend}}):
         assert graphs and all("tanh" in graph for graph in graphs)
 
 
-@pytest.mark.parametrize("case", [Whole, WholeInPlace])
-def test_layers_of_a_compiled_model_over_stages_are_cut(worlds, case):
+@pytest.mark.parametrize("case", [CompiledModel, CompiledModelInPlace])
+def test_compiled_model_is_cut_over_stages(worlds, case):
     [(expected, _, _)] = worlds.run(1, run, 1, 1, Plain, {})
     for weights, _, _ in worlds.run(4, run, 4, 2, case, {"tensor_parallel_size": 2, "num_microbatches": 2}):
         assert_same(weights, expected)
 
 
-@pytest.mark.parametrize(("case", "policy"), [(Plain, "selective"), (Whole, "selective"), (Layers, "full")])
-def test_layers_of_a_compiled_model_over_stages_are_recomputed_in_part(worlds, case, policy):
+@pytest.mark.parametrize(("case", "policy"), [(Plain, "selective"), (CompiledModel, "selective"), (Layers, "full")])
+def test_compiled_model_over_stages_is_recomputed_selectively(worlds, case, policy):
     options = {"num_microbatches": 2, "recompute": "selective"}
     for policies in worlds.run(2, policies_of, case, options):
         assert {policies[name] for name in policies if ".layers." in name} == {policy}

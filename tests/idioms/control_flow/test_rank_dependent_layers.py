@@ -1,4 +1,4 @@
-"""Layers that not every rank calls, or not in the same order, where each layer is gathered for itself."""
+"""Layers that not every rank calls, or not in the same order, where each layer is gathered separately."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ SHARDS = Layout("pp2", devices=2, strategy={"pipeline_parallel_size": 2, "reshar
 
 
 class Routed(Regressor):
-    """Each sample goes to one expert, and nobody calls an expert without samples."""
+    """Each sample is routed to one expert, and experts without samples are not called."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ def data():
 
 @pytest.mark.parametrize(("module", "layout"), CASES, ids=named)
 @pytest.mark.parametrize("count", [1, 2])
-def test_same_numbers(worlds, module, layout, count):
+def test_matches_one_process(worlds, module, layout, count):
     # What the first sample of a microbatch decides is no mean over samples.
     count = 1 if module in (InAnyOrder, ManyOrNone) else count
     report = check(worlds, module, layout, make_data=data, steps=3, num_microbatches=count)

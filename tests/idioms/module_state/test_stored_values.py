@@ -1,4 +1,4 @@
-"""Numbers read from the model in a step and kept on the module: as in one process, once per batch, on every rank."""
+"""Values of the model that a step stores on the module: as in one process, once per batch, on every rank."""
 
 import math
 import warnings
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from harness.kept_numbers import Keeps, Meter, assert_alike, data, run
+from harness.stored_values import Meter, StoresValues, assert_equal, data, run
 from harness.trainer_runs import ignore_warnings, trainer_of
 from harness.verification import LAYOUTS
 from harness.verification import check_there_and_back as check
@@ -23,7 +23,7 @@ def correct(out, y):
     return (out > 0).eq(y > 0)
 
 
-class Appends(Keeps):
+class Appends(StoresValues):
     """The commonest: a list of losses, a running sum, a moving average, counts."""
 
     def __init__(self):
@@ -34,7 +34,7 @@ class Appends(Keeps):
         self.last = None
         self.epochs = []
 
-    def keep(self, loss, out, batch, batch_idx):
+    def store(self, loss, out, batch, batch_idx):
         x, y = batch
         self.losses.append(loss.item())
         self.recent.append(round(float(loss.detach()), 8))
@@ -52,26 +52,26 @@ class Appends(Keeps):
         self.log("mean", sum(self.losses) / len(self.losses))
 
 
-class Meters(Keeps):
+class Meters(StoresValues):
     def __init__(self):
         super().__init__()
         self.meters = {"loss": Meter(), "accuracy": Meter()}
 
-    def keep(self, loss, out, batch, batch_idx):
+    def store(self, loss, out, batch, batch_idx):
         x, y = batch
         self.meters["loss"].update(loss.item(), x.size(0))
         self.meters["accuracy"].update(correct(out, y).sum().item() / len(y), x.size(0))
 
 
-class Contents(Keeps):
-    """Arrays and lists of what the model computed, and numbers taken over the samples."""
+class Contents(StoresValues):
+    """Arrays and lists of model values, and numbers over the samples."""
 
     def __init__(self):
         super().__init__()
         self.outputs, self.flat, self.names, self.tensors = [], [], {}, []
         self.sums, self.most, self.last = 0.0, [], None
 
-    def keep(self, loss, out, batch, batch_idx):
+    def store(self, loss, out, batch, batch_idx):
         self.outputs.append(out.detach().cpu().numpy())
         self.flat.extend(out.flatten().tolist())
         self.names["loss"] = loss.detach().numpy()
@@ -81,7 +81,7 @@ class Contents(Keeps):
         self.last = out.detach()
 
 
-class SteersNext(Keeps):
+class SteersNext(StoresValues):
     """A number of the last batch weighs the next one's loss, on an early stage and on the last."""
 
     def __init__(self):
@@ -97,7 +97,7 @@ class SteersNext(Keeps):
         return loss
 
 
-class Centre(Keeps):
+class Centre(StoresValues):
     """A moving mean of outputs, read in the next batch; and a number, so that each microbatch sees the last batch's."""
 
     def __init__(self):
@@ -112,14 +112,14 @@ class Centre(Keeps):
         return loss
 
 
-class Tensors(Keeps):
-    """No numbers: attributes bound anew, lists of dicts, and a count."""
+class Tensors(StoresValues):
+    """No numbers: rebound attributes, lists of dicts, and a count."""
 
     def __init__(self):
         super().__init__()
         self.rows, self.steps, self.best = [], 0, None
 
-    def keep(self, loss, out, batch, batch_idx):
+    def store(self, loss, out, batch, batch_idx):
         self.out, self.target, self.columns = out.detach(), batch[1], out.detach().T
         self.loss, self.correct, self.seen = loss.detach(), correct(out, batch[1]).sum(), torch.tensor(len(out))
         self.rows.append({"out": out.detach(), "n": len(out)})
@@ -127,8 +127,8 @@ class Tensors(Keeps):
         self.steps += 1
 
 
-class Returns(Keeps):
-    """Numbers in what steps return, read by hooks."""
+class Returns(StoresValues):
+    """Numbers in step outputs, read by hooks."""
 
     def __init__(self):
         super().__init__()
@@ -149,33 +149,33 @@ class Returns(Keeps):
         self.returned.append(outputs)
 
 
-class PicksRows(Keeps):
+class PicksRows(StoresValues):
     """The first samples of a batch, for a picture, and single ones."""
 
     def __init__(self):
         super().__init__()
         self.firsts, self.shown, self.last = [], [], None
 
-    def keep(self, loss, out, batch, batch_idx):
+    def store(self, loss, out, batch, batch_idx):
         self.firsts.append(out[0, 0].item())
         self.shown.append(out[:5].detach().cpu())
         self.last = out[-1].detach()
 
 
-class AppendsLosses(Keeps):
-    """Lightning's idiom, with numbers, tensors and what is known of the batch."""
+class AppendsLosses(StoresValues):
+    """Lightning's idiom, with numbers, tensors and batch-only values."""
 
     def __init__(self):
         super().__init__()
         self.losses, self.outputs, self.by_name = [], [], {"target": []}
 
-    def keep(self, loss, out, batch, batch_idx):
+    def store(self, loss, out, batch, batch_idx):
         self.losses.append((batch_idx, loss.item()))
         self.outputs.append({"out": out.detach(), "loss": loss.detach(), "error": (out - batch[1]).abs().mean().item()})
         self.by_name["target"].append(batch[1])
 
 
-class WritesItsBatch(Keeps):
+class WritesItsBatch(StoresValues):
     def training_step(self, batch, batch_idx):
         loss = super().training_step([batch[0].mul_(2), batch[1]], batch_idx)
         self.logged["loss"] = loss.item()
@@ -186,11 +186,11 @@ _KEEP = [AppendsLosses, WritesItsBatch, Appends, Meters, Contents, SteersNext, C
 
 
 _CUTS = {"pp2-m1": (PP2, 1), "pp2-m3": (PP2, 3), "pp2 x 2 stages-m2": (INTERLEAVED, 2)}
-_alone = {}  # what one process keeps, by module
+_one_process = {}  # stored values of one process, by module
 
 
 def each_cut():
-    """How stages of one rank are joined is the same whatever is kept."""
+    """Joining the stages of one rank does not depend on the stored values."""
     for make in _KEEP:
         for cut in _CUTS:
             default = cut == "pp2-m3" or (cut == "pp2 x 2 stages-m2" and make is Appends)
@@ -198,30 +198,30 @@ def each_cut():
 
 
 @pytest.mark.parametrize(("make", "cut"), list(each_cut()))
-def test_every_rank_stores_what_one_process_stores(worlds, make, cut):
-    if make not in _alone:
-        [_alone[make]] = worlds.run(1, run, make, 1, {})
+def test_every_rank_stores_the_values_of_one_process(worlds, make, cut):
+    if make not in _one_process:
+        [_one_process[make]] = worlds.run(1, run, make, 1, {})
     layout, num_microbatches = _CUTS[cut]
     for rank in worlds.run(2, run, make, 2, {**layout.strategy, "num_microbatches": num_microbatches}):
-        for ours, theirs in zip(rank, _alone[make], strict=True):
-            assert_alike(ours, theirs)
+        for actual, wanted in zip(rank, _one_process[make], strict=True):
+            assert_equal(actual, wanted)
 
 
-def test_ranks_of_a_pipeline_store_the_numbers_of_their_replica(worlds):
+def test_stages_store_the_values_of_their_replica(worlds):
     ranks = worlds.run(4, run, Appends, 4, {**BOTH.strategy, "num_microbatches": 2})
     kept = [rank[0] for rank in ranks]
-    for ours in kept:
-        alike = [theirs for theirs in kept if theirs["losses"] == ours["losses"]]
-        assert len(alike) == 2
-        assert_alike(*alike)
+    for actual in kept:
+        same_losses = [wanted for wanted in kept if wanted["losses"] == actual["losses"]]
+        assert len(same_losses) == 2
+        assert_equal(*same_losses)
 
 
-class KeepsLargest(Keeps):
-    def keep(self, loss, out, batch, batch_idx):
+class StoresLargest(StoresValues):
+    def store(self, loss, out, batch, batch_idx):
         self.logged["likeliest"] = out.argmax().item()
 
 
-class KeepsAMemory(Keeps):
+class StoresMemory(StoresValues):
     """A tensor per sample that the next batch reads, and a number."""
 
     def __init__(self):
@@ -237,7 +237,7 @@ class KeepsAMemory(Keeps):
         return loss
 
 
-class BuildsLazily(Keeps):
+class BuildsLazily(StoresValues):
     """A mask of the first batch's shape, used ever after, and a number."""
 
     def __init__(self):
@@ -252,27 +252,27 @@ class BuildsLazily(Keeps):
         return loss
 
 
-class KeepsFromTheSecondBatchOn(Keeps):
-    def keep(self, loss, out, batch, batch_idx):
+class StoresFromSecondBatch(StoresValues):
+    def store(self, loss, out, batch, batch_idx):
         if batch_idx:
             self.logged["loss"] = loss.item()
 
 
-class PicksScatteredRows(Keeps):
-    def keep(self, loss, out, batch, batch_idx):
+class PicksScatteredRows(StoresValues):
+    def store(self, loss, out, batch, batch_idx):
         self.shown = out[::3].detach()
 
 
 _AT_ONCE = {
     PicksScatteredRows: "self.shown keeps a tensor of the model",
-    KeepsLargest: "self.logged['likeliest'] keeps a number read from the model",
+    StoresLargest: "self.logged['likeliest'] keeps a number read from the model",
     BuildsLazily: "self.mask keeps a row for each sample",
     Appends: "keeps a number read from the model",
 }
 
 
 @pytest.mark.parametrize("make", _AT_ONCE, ids=lambda make: make.__name__)
-def test_what_microbatches_cannot_tell_is_named_where_the_layout_is_strict(worlds, make):
+def test_strict_layout_names_values_that_microbatches_lack(worlds, make):
     strict = Layout("strict", devices=2, strategy={**PP2.strategy, "strict_layout": True})
     report = check(worlds, make, strict, num_microbatches=2)
     assert report.outcome == "refused" and _AT_ONCE[make] in report.message, str(report)
@@ -287,12 +287,12 @@ def fit_warned(size, make):
     return [str(warning.message) for warning in caught if "one microbatch" in str(warning.message)], len(counts)
 
 
-@pytest.mark.parametrize(("make", "count"), [(KeepsLargest, 1), (AppendsLosses, 2)])
-def test_a_step_that_appends_to_lists_alone_has_microbatches(worlds, make, count):
-    for rank, (told, microbatches) in enumerate(worlds.run(2, fit_warned, 2, make)):
+@pytest.mark.parametrize(("make", "count"), [(StoresLargest, 1), (AppendsLosses, 2)])
+def test_step_that_only_appends_to_lists_has_microbatches(worlds, make, count):
+    for rank, (messages, microbatches) in enumerate(worlds.run(2, fit_warned, 2, make)):
         assert microbatches == count
-        assert len(told) == (count == 1 and rank == 0), told
-        assert not told or "self.logged['likeliest'] keeps a number read from the model" in told[0]
+        assert len(messages) == (count == 1 and rank == 0), messages
+        assert not messages or "self.logged['likeliest'] keeps a number read from the model" in messages[0]
 
 
 def fit_remembering(size, make):
@@ -303,14 +303,14 @@ def fit_remembering(size, make):
     return [parameter.tolist() for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize("make", [KeepsAMemory, BuildsLazily])
-def test_each_part_of_the_batch_stores_a_memory_of_its_samples(worlds, make):
+@pytest.mark.parametrize("make", [StoresMemory, BuildsLazily])
+def test_each_microbatch_stores_a_memory_of_its_samples(worlds, make):
     [expected] = worlds.run(1, fit_remembering, 1, make)
     for found in worlds.run(2, fit_remembering, 2, make):
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-9, atol=1e-12)
+        for actual, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(actual), torch.tensor(wanted), rtol=1e-9, atol=1e-12)
 
 
-def test_a_number_stored_later_than_it_was_recorded(worlds):
-    report = check(worlds, KeepsFromTheSecondBatchOn, PP2)
+def test_value_stored_later_than_recorded(worlds):
+    report = check(worlds, StoresFromSecondBatch, PP2)
     assert report.outcome == "same", str(report)

@@ -1,4 +1,4 @@
-"""What ``lightning_hybrid.patching`` has replaced is as before at the end of each test, here and on the ranks."""
+"""Checks that the patches of ``lightning_hybrid.patching`` are undone after each test, here and on the ranks."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Packages that a process shall take for not installed: because a test says so, or since they load slowly."""
+"""Packages that a process treats as not installed: for a test, or because their import is slow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OPTIONAL = ("matplotlib", "scipy", "transformers")
 
 
 def hide(packages: Collection[str] = OPTIONAL) -> Callable[[], None]:
-    """Let this process find neither these packages nor their versions, until what is returned is called."""
+    """Hide these packages and their versions from this process, until the returned function is called."""
     original = vars(importlib.metadata.Distribution)["from_name"]
     found = importlib.metadata.Distribution.from_name.__func__
 

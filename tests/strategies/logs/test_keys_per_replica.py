@@ -25,7 +25,7 @@ class Logs(Tiny):
         return self.loss(batch)
 
 
-class Notes(Callback):
+class RecordsMetrics(Callback):
     def __init__(self):
         self.seen = []
 
@@ -35,12 +35,12 @@ class Notes(Callback):
 
 def run(size, pp, keys, module=Logs):
     ignore_warnings()
-    notes, model = Notes(), module()
+    recorder, model = RecordsMetrics(), module()
     model.keys = keys
     options = {"num_microbatches": 1, "data_parallel_size": size // pp}
-    trainer = trainer_of(size, pp, strategy_options=options, limit_train_batches=BATCHES, callbacks=[notes])
+    trainer = trainer_of(size, pp, strategy_options=options, limit_train_batches=BATCHES, callbacks=[recorder])
     trainer.fit(model, loader(2, 32))
-    return notes.seen, {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return recorder.seen, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def only_first(rank, batch_idx):
@@ -73,13 +73,13 @@ def reduced_otherwise(rank, batch_idx):
 
 
 def many(rank, batch_idx):
-    """More than one message holds."""
+    """More keys than fit into one message."""
     for index in range(200 if rank or batch_idx % 2 else 10):
         yield f"key{index}", {}
 
 
 def on_one_replica(only):
-    """What a key holds that replica `only` logs alone, after each batch."""
+    """The value of a key that only replica `only` logs, after each batch."""
     return [float(only + 1 + batch_idx) for batch_idx in range(BATCHES)]
 
 
@@ -107,12 +107,12 @@ def test_each_key_is_reduced_over_the_replicas_that_logged_it(worlds, keys, expe
 
 
 @pytest.mark.parametrize("keys", [only_second, many])
-def test_so_they_are_over_stages(worlds, keys):
+def test_keys_over_stages(worlds, keys):
     alone, staged = worlds.run(2, run, 2, 1, keys), worlds.run(4, run, 4, 2, keys)
     assert staged == [alone[0]] * 4 == [alone[1]] * 4
 
 
-def test_the_mean_over_an_epoch_weighs_what_was_logged(worlds):
+def test_epoch_mean_is_weighted_by_logged_batches(worlds):
     # Replica 0 logs in batches 1 and 3 with weight 1, replica 1 in batches 2 and 3 with weight 2.
     steps = [2.0, 4.0, (4.0 + 5.0) / 2]
     mean = (steps[0] * 1 + steps[1] * 2 + steps[2] * 3) / 6
@@ -140,7 +140,7 @@ def metric_by_turns(rank, batch_idx):
     return bool((rank + 1) & batch_idx)
 
 
-def test_a_metric_object_is_found_where_it_was_not_logged(worlds):
+def test_metric_object_is_found_on_non_logging_replicas(worlds):
     for seen, metrics in worlds.run(2, run, 2, 1, metric_by_turns, LogsMetric):
         assert [batch["metric"] for batch in seen[1:]] == [2.0, 4.0, 4.5]
         assert metrics["metric_epoch"] == pytest.approx((2.0 + 4.0 + 4.0 + 5.0) / 4)
@@ -149,7 +149,7 @@ def test_a_metric_object_is_found_where_it_was_not_logged(worlds):
 # -- what it costs ----------------------------------------------------------------------------------------------------
 
 
-def always_alike(rank, batch_idx):
+def equal_keys(rank, batch_idx):
     yield from [("b", {}), ("a", {})] if rank else [("a", {}), ("b", {})]
 
 
@@ -170,13 +170,13 @@ def count_messages(keys):
     return calls.count("all_gather_object"), calls.count("all_reduce")
 
 
-def nothing(rank, batch_idx):
+def no_keys(rank, batch_idx):
     return ()
 
 
-def test_where_all_log_the_same_there_is_one_message(worlds):
-    [(gathered, silent), *_] = worlds.run(2, count_messages, nothing)
-    for count, reduced in worlds.run(2, count_messages, always_alike):
+def test_equal_keys_need_one_message(worlds):
+    [(gathered, silent), *_] = worlds.run(2, count_messages, no_keys)
+    for count, reduced in worlds.run(2, count_messages, equal_keys):
         assert count == gathered and reduced == silent
     for count, _ in worlds.run(2, count_messages, only_first):
         assert count == gathered + BATCHES
