@@ -1,7 +1,7 @@
 """Writer of distributed checkpoints: every rank writes its own boxes, through ``torch.distributed.checkpoint``.
 
-Each rank computes by itself what to write (`owned_shards.assign_boxes`), so the ranks synchronize only once: when all
-have written, the first one receives the list of all boxes and files, checks that each element of each tensor was
+Each rank computes by itself what to write (`assign_boxes`), so the ranks synchronize only once: when all have written,
+the first one receives the list of all boxes and files, checks that each element of each tensor was
 written once, and renames the folder.
 """
 

@@ -1,8 +1,8 @@
 """Pipeline schedules as data: who computes what in which order, without running any of it.
 
 Read in this order: `schedule_and_actions` (the alphabet), `generators` (GPipe, 1F1B, eager 1F1B, interleaved 1F1B, zero
-bubble), `stage_messages` (which stages hand values to which), `simulator` (when would it run), `program` (sends and
-receives added), `deadlock_check` (proof that it runs to the end), `picture` (a simulated or measured timeline).
+bubble), `linked_stages_and_messages` (which stages hand values to which), `simulator` (when would it run), `program`
+(sends and receives added), `deadlock_check` (proof that it runs to the end), `picture` (a simulated or measured timeline).
 
     schedule = make_schedule("1f1b", num_ranks=4, num_microbatches=8)
     portals = chain(schedule.num_stages)

@@ -196,7 +196,7 @@ class Proof:
 
     @property
     def calls(self) -> frozenset[int]:
-        """The lines of the unit's code that called torch in its unsharded runs so far, for `proved_calls`."""
+        """The lines of the unit's code that called torch in its unsharded runs so far."""
         return frozenset(call for outcome, _ in self._references.values() for call in user_call_sites(outcome.path))
 
     @property
