@@ -2,7 +2,8 @@
 
 Read in this order: `schedule_and_actions` (the alphabet), `generators` (GPipe, 1F1B, eager 1F1B, interleaved 1F1B, zero
 bubble), `linked_stages_and_messages` (which stages hand values to which), `simulator` (when would it run), `program`
-(sends and receives added), `deadlock_check` (proof that it runs to the end), `picture` (a simulated or measured timeline).
+(sends and receives added), `deadlock_check` (proof that it runs to the end), `picture` (a timeline, simulated or
+measured).
 
     schedule = make_schedule("1f1b", num_ranks=4, num_microbatches=8)
     portals = chain(schedule.num_stages)
