@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_hybrid.namespaces.detect_lightning_namespace import public_names
-from lightning_hybrid.strategy_registration import register
+from lightning_hybrid.register_strategies_on_import import register
 
 if TYPE_CHECKING:
     from lightning_hybrid.precision.hybrid import HybridPrecision

@@ -1,13 +1,13 @@
 """The public classes for `pytorch_lightning`, whichever namespace the importing file uses.
 
-The modules below are those of `lightning_hybrid`, loaded a second time by `namespaces/import_modules_twice.py`.
+The modules below are those of `lightning_hybrid`, loaded twice by `namespaces/load_twins_for_pytorch_lightning.py`.
 """
 
 from typing import Any
 
 from lightning_hybrid.namespaces.detect_lightning_namespace import public_names
-from lightning_hybrid.namespaces.import_modules_twice import find_twins
 from lightning_hybrid.namespaces.lightning_namespaces import PUBLIC
+from lightning_hybrid.namespaces.load_twins_for_pytorch_lightning import find_twins
 
 # Type checkers see only files; what they say of `lightning_hybrid.for_lightning` holds here too.
 ActivationCheckpointing: Any

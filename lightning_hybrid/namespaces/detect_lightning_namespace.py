@@ -1,7 +1,7 @@
 """Lightning's two namespaces, `lightning.pytorch` and `pytorch_lightning`: detection of the one that a file uses.
 
 They are separate packages with separate classes, and each refuses subclasses of the other's. The strategies, precision
-plugins and callbacks are written once, against `lightning.pytorch`; `import_modules_twice.py` loads the same files
+plugins and callbacks are written once, against `lightning.pytorch`; `load_twins_for_pytorch_lightning.py` loads them
 again, for `pytorch_lightning`. So each public class exists twice, and `lightning_hybrid.Hybrid3DStrategy` is the one
 for the importing file. Nothing here imports either namespace.
 """

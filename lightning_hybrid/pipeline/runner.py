@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.collectives.exchange_step_numbers import StepBroken
+from lightning_hybrid.collectives.exchange_losses_and_logged_values import StepBroken
 from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import LossWeighting
 from lightning_hybrid.pipeline.loss_weights.microbatch_weights_of_means import LossMeanWeights, MeanWeights
 from lightning_hybrid.pipeline.results.detach_and_check_returned_outputs import check_content, detached, returned_batch

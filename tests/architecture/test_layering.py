@@ -47,7 +47,7 @@ FLOORS = [
     {"strategies/run"},
     {"strategies/execution"},
     {"strategies"},
-    {"strategy_registration", "for_lightning", "for_pytorch_lightning"},
+    {"register_strategies_on_import", "for_lightning", "for_pytorch_lightning"},
     {"cli", "__init__"},
 ]
 PEERS = {"pipeline", "tensor", "zero", "experts", "memory", "replicate"}

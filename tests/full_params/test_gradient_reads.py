@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm, pa
 from harness.layouts import each_under_sizes
 from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weights_of
 from lightning_hybrid.full_params import check_hook_agreement as known
-from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
+from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
 from models.tiny import Tiny, loader
 
 # Two tensor ranks cost a quarter of those with stages, which only the slow tests run but for a few cases.

@@ -11,7 +11,7 @@ import pytest
 
 from harness.worlds.hidden_packages import OPTIONAL
 from lightning_hybrid.namespaces import detect_lightning_namespace as namespaces
-from lightning_hybrid.namespaces import import_modules_twice as twins
+from lightning_hybrid.namespaces import load_twins_for_pytorch_lightning as twins
 from lightning_hybrid.namespaces.detect_lightning_namespace import namespace_for
 from lightning_hybrid.namespaces.lightning_namespaces import LIGHTNING, PYTORCH_LIGHTNING
 from lightning_hybrid.step.tracing import intercept_step_operations as watch

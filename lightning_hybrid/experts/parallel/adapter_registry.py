@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_hybrid.experts.parallel.expert_calling_conventions import BatchedPairs, BatchedRows, Call, ExpertsAdapter
+from lightning_hybrid.experts.parallel.batched_expert_adapters import BatchedPairs, BatchedRows, Call, ExpertsAdapter
 from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
 
 # Mutable global: adapters must be registered on every rank before a strategy is set up.

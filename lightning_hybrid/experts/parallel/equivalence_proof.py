@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.equivalence.no_dropout_one_dtype_mode import DeterministicMode
 from lightning_hybrid.equivalence.random_copy import random_copy
-from lightning_hybrid.experts.parallel.expert_calling_conventions import Call, ExpertsAdapter, is_float
+from lightning_hybrid.experts.parallel.batched_expert_adapters import Call, ExpertsAdapter, is_float
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding
 from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten, unflatten

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.experts.parallel.adapter_registry import candidate_adapters
+from lightning_hybrid.experts.parallel.batched_expert_adapters import Call, ExpertsAdapter, stacked_experts
 from lightning_hybrid.experts.parallel.equivalence_proof import why_not_equivalent
-from lightning_hybrid.experts.parallel.expert_calling_conventions import Call, ExpertsAdapter, stacked_experts
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding, possible_widths
 from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
 from lightning_hybrid.patching import replaced_forwards

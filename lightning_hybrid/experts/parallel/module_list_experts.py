@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.experts.parallel.expert_calling_conventions import (
+from lightning_hybrid.experts.parallel.batched_expert_adapters import (
     Call,
     Exchange,
     ExpertsAdapter,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
 from lightning_hybrid.experts.parallel.all_to_all import ExpertAllToAll
-from lightning_hybrid.experts.parallel.expert_calling_conventions import ExpertsAdapter
+from lightning_hybrid.experts.parallel.batched_expert_adapters import ExpertsAdapter
 from lightning_hybrid.parts.gather_on_read import GatherCallbacks, OutsideLayerGuard, ReadGuards
 from lightning_hybrid.parts.local_shards import AxisSharding, LocalShards
 from lightning_hybrid.parts.parameter_shard_placement import Shard

@@ -23,7 +23,7 @@ from lightning_hybrid.step.instrument.intercept_autograd_functions import refuse
 from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot, reachable_leaves
 from lightning_hybrid.step.objects.pytree import ContainerClassRegistered
 from lightning_hybrid.step.recording.escaped_values import refuse_number_in_buffer
-from lightning_hybrid.step.recording.find_nodes_of_autograd_grad import FullGraphNeeded
+from lightning_hybrid.step.recording.find_nodes_autograd_grad_differentiates import FullGraphNeeded
 from lightning_hybrid.step.recording.kept_values import find_kept_values
 from lightning_hybrid.step.recording.make_mutated_tensors_absent import buffers_of
 from lightning_hybrid.step.recording.recorder import Recorder

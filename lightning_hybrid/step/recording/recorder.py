@@ -17,11 +17,14 @@ from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights i
 from lightning_hybrid.step.module_state.snapshot import ArgumentSnapshot
 from lightning_hybrid.step.objects.pytree import Spec, flatten, register_container_class
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
-from lightning_hybrid.step.recording.captured_inputs_of_units import CapturedInputs
+from lightning_hybrid.step.recording.captured_inputs_and_outputs_of_units import CapturedInputs
 from lightning_hybrid.step.recording.check_kept_values_mergeable import selects_rows
 from lightning_hybrid.step.recording.data_dependent_sizes import SIZED_BY_DATA, DynamicSizeReads, masks_to_indices
 from lightning_hybrid.step.recording.escaped_values import find_escaped_values, values_behind_numbers
-from lightning_hybrid.step.recording.find_nodes_of_autograd_grad import FullGraphNeeded, nodes_differentiated
+from lightning_hybrid.step.recording.find_nodes_autograd_grad_differentiates import (
+    FullGraphNeeded,
+    nodes_differentiated,
+)
 from lightning_hybrid.step.recording.make_mutated_tensors_absent import (
     BufferInfo,
     MutatedBatchTensors,

@@ -30,10 +30,10 @@ from lightning_hybrid.step.replay.divergence import Divergence, StepChanged
 from lightning_hybrid.step.standins.absent_numbers import Answer
 from lightning_hybrid.step.standins.absent_tensors import MARK, fill, make_placeholder
 from lightning_hybrid.step.standins.materialize_sharded_tensors import ShardedTensorBase, materialize, materialize_call
-from lightning_hybrid.step.tracing.backward_hooks_in_forward import HOOK_SETUP_EVENT
 from lightning_hybrid.step.tracing.dry_run_metrics import find_sinks
 from lightning_hybrid.step.tracing.finiteness_checks import check_answer
 from lightning_hybrid.step.tracing.intercept_step_operations import TEXT_READS, CurrentRun, StepMode, user_line
+from lightning_hybrid.step.tracing.move_backward_hooks_into_forward import HOOK_SETUP_EVENT
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording, StepError, Template
 
 

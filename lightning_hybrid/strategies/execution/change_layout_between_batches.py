@@ -19,7 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_hybrid.collectives.exchange_step_numbers import StepBroken
+from lightning_hybrid.collectives.exchange_losses_and_logged_values import StepBroken
 from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.runner_base import StepResult, TrainContext

@@ -31,10 +31,10 @@ from lightning_hybrid.strategies.start.model_graph_logging import log_full_graph
 from lightning_hybrid.strategies.state.carry_optimizer_and_gradients import FullGradients, full_states
 from lightning_hybrid.strategies.state.refuse_partial_state_dict import check_is_full
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
+from lightning_hybrid.strategies.techniques.step_shards_in_manual_optimization import can_shard_manual_steps
 from lightning_hybrid.strategies.techniques.sync_batchnorm_argument import synced_norms
 from lightning_hybrid.strategies.techniques.zero import check_zero_replicas
-from lightning_hybrid.strategies.techniques.zero_manual_optimization import can_shard_manual_steps
-from lightning_hybrid.strategies.user_code.unsupported_modules import check_scripted
+from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import check_scripted
 from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
 
 

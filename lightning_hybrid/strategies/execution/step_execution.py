@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.collectives.exchange_step_numbers import StepBroken
+from lightning_hybrid.collectives.exchange_losses_and_logged_values import StepBroken
 from lightning_hybrid.pipeline.results.gradient_handoff import GradientHandoff
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.runner_base import MicrobatchRunner, StepResult, TrainContext

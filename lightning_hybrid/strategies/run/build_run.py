@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
-from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
-from lightning_hybrid.full_params.module_conversions import skip_absent_parameters
+from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
+from lightning_hybrid.full_params.skip_absent_parameters_in_conversions import skip_absent_parameters
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.stages.drop_and_broadcast_parameters import buffer_owners, drop_remote_parameters
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
@@ -28,7 +28,7 @@ from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.run.run_objects_and_options import Setting
 from lightning_hybrid.strategies.run.shard_module_and_gather_states import FullOrShardedState
 from lightning_hybrid.strategies.techniques.compilation import CompiledUnits, share_compile_processes
-from lightning_hybrid.strategies.techniques.connect_adascale import has_adascale
+from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import has_adascale
 from lightning_hybrid.strategies.techniques.recomputation import gather_in_recomputation, recompute_plain_layers
 from lightning_hybrid.strategies.techniques.zero import shard_over_replicas
 from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads, summarize_full_parameters

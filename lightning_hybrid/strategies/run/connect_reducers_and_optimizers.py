@@ -15,10 +15,17 @@ from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers, connect_gradients
-from lightning_hybrid.strategies.techniques.connect_adascale import check_adascale, connect_adascale, has_adascale
+from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import (
+    check_adascale,
+    connect_adascale,
+    has_adascale,
+)
 from lightning_hybrid.strategies.techniques.offload_optimizer_states import offload_states, parameters_by_layer
+from lightning_hybrid.strategies.techniques.step_shards_in_manual_optimization import (
+    shard_optimizer_states,
+    step_manual_shards,
+)
 from lightning_hybrid.strategies.techniques.use_fused_adam_on_cpu import fuse_steps
-from lightning_hybrid.strategies.techniques.zero_manual_optimization import shard_optimizer_states, step_manual_shards
 from lightning_hybrid.strategies.user_code.give_optimizer_steps_full_parameters import (
     search_by_mean_loss,
     step_local_shards,

@@ -27,7 +27,7 @@ from lightning_hybrid.strategies.techniques.plan_tensor_parallelism import Tenso
 from lightning_hybrid.strategies.techniques.recomputation import recompute_layers, recompute_plain_layers
 from lightning_hybrid.strategies.techniques.report_tensor_plans import warn_across_nodes
 from lightning_hybrid.strategies.techniques.zero import LayerReads, zero_shardings
-from lightning_hybrid.strategies.user_code.unsupported_modules import why_no_stages
+from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import why_no_stages
 from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 
 

@@ -12,8 +12,8 @@ from lightning_hybrid.strategies.run.decide_module_partition import ModulePartit
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.techniques.recomputation import describe_policies
 from lightning_hybrid.strategies.techniques.report_tensor_plans import describe_tensor_plans
+from lightning_hybrid.strategies.techniques.step_shards_in_manual_optimization import describe_manual_zero
 from lightning_hybrid.strategies.techniques.zero import describe_zero
-from lightning_hybrid.strategies.techniques.zero_manual_optimization import describe_manual_zero
 
 _SIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "complex64": 8}
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts
-from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
+from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
 from lightning_hybrid.memory.recompute_layers import Recomputation
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import ReadGuards

@@ -18,8 +18,8 @@ from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 from lightning_hybrid.strategies.logs.delay_logger_calls import captured_loggers
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.user_code.imitate_lightning_calls import current_hook
+from lightning_hybrid.strategies.world.evaluate_each_sample_once import forbid_unmatched_collectives
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
-from lightning_hybrid.strategies.world.uneven_evaluation import forbid_unmatched_collectives
 
 Context = Callable[[], AbstractContextManager[Any]]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
-from lightning_hybrid.full_params.cross_stage_mode import CrossStageReads
+from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
 from lightning_hybrid.full_params.read_sharded_parameters_as_full import ShardedParameterReads
 from lightning_hybrid.parts.local_shards import LocalShards
 from lightning_hybrid.patching import replace

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import OwnedShards
-from lightning_hybrid.full_params.cross_stage_mode import SAVING
+from lightning_hybrid.full_params.cross_stage_reads_in_hooks import SAVING
 from lightning_hybrid.strategies.user_code.find_what_hooks_may_read import LIBRARY_PREFIXES
 from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
 

@@ -22,9 +22,9 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import replace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import EpochMetrics
+from lightning_hybrid.strategies.world.evaluate_each_sample_once import evaluate_each_sample_once
 from lightning_hybrid.strategies.world.rank_failures import RankFailures
 from lightning_hybrid.strategies.world.replica_world import ReplicaWorld
-from lightning_hybrid.strategies.world.uneven_evaluation import evaluate_each_sample_once
 from lightning_hybrid.strategies.world.user_device_mesh import published
 
 

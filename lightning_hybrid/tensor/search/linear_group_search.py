@@ -17,9 +17,9 @@ from lightning_hybrid.tensor.requests.unit_requests import Origin, UnitRequests
 from lightning_hybrid.tensor.requests.user_plan import TensorPlanError
 from lightning_hybrid.tensor.runtime.parallel_multihead_attention import attention_placements
 from lightning_hybrid.tensor.search.context_search import ONE_TENSOR_RANK
-from lightning_hybrid.tensor.search.linear_group_plan import GroupPlan
 from lightning_hybrid.tensor.search.linear_group_trials import GroupTrials, StoredPlacements
 from lightning_hybrid.tensor.search.linear_group_variants import uneven_sizes, variants
+from lightning_hybrid.tensor.search.merge_group_plans_into_unit import GroupPlan
 from lightning_hybrid.tensor.search.sequence_search import find_sequence, plan_sequence
 from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof
 

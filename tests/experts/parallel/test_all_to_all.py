@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.experts.parallel.all_to_all import ExpertAllToAll
-from lightning_hybrid.experts.parallel.expert_calling_conventions import BatchedPairs
+from lightning_hybrid.experts.parallel.batched_expert_adapters import BatchedPairs
 
 EXPERTS, TOP, WIDTH = 4, 2, 6
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.standins.cost_counter import CostCounter
-from lightning_hybrid.step.tracing.backward_hooks_in_forward import has_backward_hooks
 from lightning_hybrid.step.tracing.intercept_step_operations import user_line
+from lightning_hybrid.step.tracing.move_backward_hooks_into_forward import has_backward_hooks
 from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 
