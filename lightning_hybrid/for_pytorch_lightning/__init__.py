@@ -1,6 +1,6 @@
 """The public classes for `pytorch_lightning`, whichever namespace the importing file uses.
 
-The modules below are those of `lightning_hybrid`, loaded twice by `namespaces/load_twins_for_pytorch_lightning.py`.
+The modules below are those of `lightning_hybrid`, loaded again by `namespaces/load_twins_for_pytorch_lightning.py`.
 """
 
 from typing import Any
