@@ -46,7 +46,7 @@ def trainer_over_stages(devices, num_microbatches, **options):
 
 def num_slots():
     """Tensors over shared memory: the maximal number of messages in flight."""
-    made = [made[1] for made in transfers._transfers._made.values() if made is not None]
+    made = [made[1] for made in transfers.transfers_of.__self__._made.values() if made is not None]
     return sum(len(memory._contents) for one in made for memory in one._memories.values())
 
 
