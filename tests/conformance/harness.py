@@ -200,7 +200,7 @@ class Checked:
             first = self._first_apart(reference, reference)
             return first and self._first_apart(reference, self._of_ddp(count, perturbed=True))
         except Exception as error:
-            return f"did not run: {_shown(error)}"
+            return f"did not run: {_first_line(f'{type(error).__name__}: {error}')}"
 
     def _of_ddp(self, count: int, *, perturbed: bool = False) -> list[RunRecord]:
         if (count, perturbed) not in self._ddp:
@@ -311,7 +311,7 @@ class _Saving(LayoutConnection):
             self._trainer.save_checkpoint(self._path)
         except Exception as error:
             # Not caught: the other ranks may wait for this one.
-            raise RuntimeError(f"not saved: {_shown(error)}") from error
+            raise RuntimeError(f"not saved: {_first_line(f'{type(error).__name__}: {error}')}") from error
 
 
 def observe_and_save(experiment: Experiment, layout: Layout, path: str) -> _OnRank:
@@ -377,8 +377,8 @@ def load_plainly(experiment: Experiment, path: str, weights: dict[str, Any]) -> 
             **quiet,
             **options,
         )
-        data = None if experiment.make_data is None else experiment.make_data()
-        arguments = {} if data is None else data if isinstance(data, dict) else {"datamodule": data}
+        data = experiment.make_data() if experiment.make_data is not None else {}
+        arguments = data if isinstance(data, dict) else {"datamodule": data}
         trainer.fit(module, **arguments, ckpt_path=path, weights_only=False)
         return stop.said
     except Exception as error:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
+from models.containers import Containers, ReturnsInputs
 from models.hand_written import (
     LENGTH,
     VOCABULARY,
@@ -15,7 +16,6 @@ from models.hand_written import (
     AuxiliaryLosses,
     BatchNorms,
     Branches,
-    Containers,
     Dropouts,
     Encoder,
     EncoderDecoder,
@@ -26,7 +26,6 @@ from models.hand_written import (
     Lit,
     Masks,
     Recurrent,
-    ReturnsInputs,
     SeveralForwards,
     Tied,
     UNet,

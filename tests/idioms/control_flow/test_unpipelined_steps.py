@@ -13,21 +13,10 @@ from torch.utils.data import DataLoader
 from harness.trainer_runs import trainer_of
 from harness.verification import COMBINED, LAYOUTS, check
 from lightning_hybrid.pipeline.side_effects.detect_module_changes import ModuleChanges
-from models.regression import FEATURES, Regressor, mlp, regression_data
+from models.regression import FEATURES, regression_data
+from models.unpipelined import Branching, Contrasts, SomeRows
 
 PP2, *_ = LAYOUTS
-
-
-class Branching(Regressor):
-    """Branches on a number that stages after the first do not have."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = mlp(), nn.Linear(FEATURES, 1)
-
-    def forward(self, x):
-        h = self.body(x)
-        return self.head(h) if h.abs().mean().item() < 10 else self.head(2 * h)
 
 
 class Counting(Branching):
@@ -81,27 +70,6 @@ class Inner(Branching):
             self.manual_backward(loss)
             optimizer.step()
         self.log("train_loss", loss)
-
-
-class Contrasts(Branching):
-    """Compares each sample with all others of its batch."""
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        h = self(x)
-        loss = F.cross_entropy(h @ y.T, torch.arange(len(x)))
-        self.log("train_loss", loss)
-        return loss
-
-
-class SomeRows(Branching):
-    """A mean over the samples that a label selects, another number in each half of the batch."""
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        loss = F.mse_loss(self(x)[y > 0.2], y[y > 0.2])
-        self.log("train_loss", loss)
-        return loss
 
 
 class WritesParameters(Branching):
@@ -313,69 +281,6 @@ def test_step_that_stores_only_later_is_rerun_unsplit(worlds, layout, options):
     assert report.outcome == "same" and "sharded instead of pipelined" in str(report), str(report)
 
 
-class Straight(Regressor):
-    """Two layers more than stages."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = mlp(), nn.Linear(FEATURES, 1)
-
-    def forward(self, x):
-        return self.head(self.body(x))
-
-
-class Pairs(Straight):
-    training_step = Contrasts.training_step
-
-
-class Correlates(Straight):
-    """Normalizes over its batch in every mode, which fails for a single sample."""
-
-    def training_step(self, batch, batch_idx):
-        x, _ = batch
-        h = F.batch_norm(self.body(x), None, None, training=True)
-        return ((h.T @ h) / len(x) - torch.eye(h.shape[1])).square().sum() + self.head(h).square().mean()
-
-
-class Rows(Straight):
-    """A pipeline recognises its mean, and weighs microbatches by it."""
-
-    training_step = SomeRows.training_step
-
-
-def warned(module_class, options):
-    torch.manual_seed(0)
-    given = dict(options)
-    trainer = trainer_of(2, given.pop("pipeline_parallel_size", 1), strategy_options=given, precision="64-true")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module_class(), regression_data()["train_dataloaders"])
-    texts = [str(warning.message) for warning in caught]
-    return trainer.strategy.run.shares_batches, [text for text in texts if "mixes samples" in text]
-
-
-PP, TP = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2, "num_microbatches": 2}
-MIXED = {
-    "shares": (Branching, PP, True, ""),
-    "contrasts in shares": (Contrasts, PP, False, "So each rank runs full batches"),
-    "rows in shares": (SomeRows, PP, False, "So each rank runs full batches"),
-    "microbatches": (Branching, TP, False, ""),
-    "contrasts in microbatches": (Contrasts, TP, False, "as with gradient accumulation"),
-    "stages": (Straight, PP, False, ""),
-    "contrasts in stages": (Pairs, PP, False, "as with gradient accumulation"),
-    "correlations in stages": (Correlates, PP, False, "as with gradient accumulation"),
-    "rows in stages": (Rows, PP, False, ""),
-}
-
-
-@pytest.mark.parametrize("case", MIXED)
-def test_first_batch_detects_objectives_that_mix_samples(worlds, case):
-    module, options, in_shares, text = MIXED[case]
-    first, second = worlds.run(2, warned, module, options)
-    assert first[0] == second[0] == in_shares and second[1] == []
-    assert len(first[1]) == bool(text) and all(text in message for message in first[1]), first[1]
-
-
 class HoldsState(nn.Module):
     def __init__(self):
         super().__init__()
@@ -414,28 +319,3 @@ def test_side_effects_of_steps(case):
     left = ModuleChanges(module, by_content=True)
     step(module)
     assert left.something() is leaves
-
-
-class Series(Straight):
-    """Its samples are series, which the model takes together: fewer of them broadcast against the others' targets."""
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        mask = torch.ones_like(y)
-        found = self(x).T  # one row of all series
-        return ((found - y).abs() * mask).sum() / mask.sum()
-
-
-class WithBalance(Straight):
-    """A mean over some rows beside one over the samples: each is weighted correctly."""
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        out = self(x)
-        return F.mse_loss(out[y > 0.2], y[y > 0.2]) + out.square().mean()
-
-
-@pytest.mark.parametrize(("module", "count"), [(Series, 1), (WithBalance, 0)])
-def test_stages_warn_if_the_loss_is_no_mean(worlds, module, count):
-    first, second = worlds.run(2, warned, module, PP)
-    assert len(first[1]) == count and second[1] == [], first[1]

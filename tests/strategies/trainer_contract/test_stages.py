@@ -1,8 +1,5 @@
 """The rest of Lightning's surface under stages: what a user's Trainer, callbacks and hooks see."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -14,14 +11,12 @@ from lightning.pytorch.callbacks import (
     ThroughputMonitor,
     TQDMProgressBar,
 )
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
-import lightning_hybrid
 from harness.layouts import under_sizes
 from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weights_of
-from models.tiny import FEATURES, Samples, Tiny, loader
+from models.tiny import FEATURES, Tiny, loader
 
 LAYOUTS = under_sizes({"pp2": (2, 2), "dp2xpp2": (4, 2)})
 
@@ -383,77 +378,3 @@ def test_hybrid3d_by_name_on_one_device(worlds):
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
-
-CONFIG = """
-trainer:
-  accelerator: cpu
-  devices: 2
-  max_epochs: 1
-  logger: false
-  enable_checkpointing: false
-  enable_progress_bar: false
-  enable_model_summary: false
-  strategy:
-    class_path: lightning_hybrid.Hybrid3DStrategy
-    init_args:
-      pipeline_parallel_size: 2
-      num_microbatches: 4
-      tensor_parallel_plan:
-        "layers.*.0": colwise
-model:
-  layers: 3
-"""
-
-
-class WithData(Tiny):
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(Samples(), batch_size=8)
-
-
-def run_cli(config):
-    ignore_warnings()
-    cli = LightningCLI(WithData, args=["fit", "--config", config], save_config_callback=None)
-    strategy = cli.trainer.strategy
-    return type(strategy).__name__, strategy.layout.pipeline_parallel_size, weights_of(cli.model)
-
-
-def run_fit(layers):
-    ignore_warnings()
-    model = WithData(layers)
-    trainer_of(1, 1).fit(model)
-    return weights_of(model)
-
-
-def test_cli_names_the_strategy_by_class_path(worlds, tmp_path):
-    config = tmp_path / "config.yaml"
-    config.write_text(CONFIG)
-    [expected] = worlds.run(1, run_fit, 3)
-    for name, stages, weights in worlds.run(2, run_cli, str(config)):
-        assert (name, stages) == ("Hybrid3DStrategy", 2)
-        assert_same(weights, expected)
-
-
-def test_cli_names_the_strategy_by_its_registered_name(worlds, tmp_path):
-    config = tmp_path / "config.yaml"
-    config.write_text(CONFIG.split("  strategy:")[0] + "  strategy: hybrid3d\n")
-    for name, stages, _ in worlds.run(2, run_cli, str(config)):
-        assert (name, stages) == ("Hybrid3DStrategy", 1)
-
-
-@pytest.mark.parametrize(
-    "imports",
-    [
-        # Also in namespaces/test_lightning_names.py, where the other namespace is missing.
-        pytest.param("import lightning_hybrid, lightning.pytorch as pl", marks=pytest.mark.slow),
-        # The order of every rank of these tests: the server that they are forked from has Lightning loaded.
-        pytest.param("import lightning.pytorch as pl, lightning_hybrid", marks=pytest.mark.slow),
-    ],
-)
-def test_strategy_is_registered_in_any_import_order(imports):
-    code = f"{imports}; print(type(pl.Trainer(accelerator='cpu', devices=1, strategy='hybrid3d').strategy).__name__)"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=100)
-    assert "Hybrid3DStrategy" in done.stdout, done.stderr
-
-
-def test_public_names():
-    assert lightning_hybrid.Hybrid3DStrategy.strategy_name == "hybrid3d"

@@ -181,7 +181,7 @@ WORKERS = """
     import lightning_hybrid
     import torch
     from lightning.pytorch import Trainer, seed_everything
-    from strategies.user_code.test_loaders import Augmented, SeesNoise
+    from models.augmented import Augmented, SeesNoise
     from torch.utils.data import DataLoader
 
     seed_everything(7, workers=True, verbose=False)
