@@ -1,8 +1,8 @@
 """Callback that logs and plots the load balance of experts in every MoE layer.
 
 Layers are `MoE`, upcycled ones included, and third-party routers that return the indices of the chosen experts. The
-load of a call is a side output (`step.tracing.side_outputs`), so that it is counted once: by the rank that computes the
-layer, and not again in a recomputation.
+load of a call is a side output of the layer, so that it is counted once: by the rank that computes the layer, and not
+again in a recomputation.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_hybrid.callbacks.expert_load_plot import LoadHistory, draw_loads
+from lightning_hybrid.callbacks.draw_expert_loads import LoadHistory, draw_loads
 from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
 from lightning_hybrid.experts.metrics import balance_of, entropy_of_load, shares_of
 from lightning_hybrid.experts.moe.moe_layer import MoE
 from lightning_hybrid.experts.moe.upcycling import UpcycledMLP
 from lightning_hybrid.patching import around_method
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.emit_and_collect_side_outputs import give_aside, taking_asides
+from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import give_aside, taking_asides
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 

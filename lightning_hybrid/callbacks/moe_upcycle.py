@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.experts.moe.upcycling import AuxiliaryLoss, UpcycledMLP, upcycle_mlp
 from lightning_hybrid.patching import around_method
-from lightning_hybrid.step.tracing.emit_and_collect_side_outputs import taking_asides
+from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import taking_asides
 
 
 class MoEUpcycle(Callback):

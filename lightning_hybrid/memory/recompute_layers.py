@@ -3,7 +3,7 @@
 With "full" a layer saves its inputs alone, and its forward is repeated in the backward with the random numbers, buffers
 and parameter shards of the first run, so results are bitwise those of a run that saves everything (Chen et al. 2016,
 section 3; PyTorch's non-reentrant checkpoint). With "selective" single operations are repeated, and a layer saves the
-results that are expensive to recompute (``recompute_values``, ``knapsack``).
+results that are expensive to recompute (``recomputable_values_and_operations``, ``knapsack``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_hybrid.memory.recomputable_values_and_operations import ParameterGatherer
 from lightning_hybrid.memory.recompute_policies import SELECTIVE_SHARE, Policy
-from lightning_hybrid.memory.recompute_values import ParameterGatherer
 from lightning_hybrid.memory.selective_layer import SelectiveCheckpointing
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.deep_copy import copied, may_change

@@ -13,8 +13,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from lightning_hybrid.memory.knapsack import Step, choose_kept, needed
-from lightning_hybrid.memory.op_tape import SavedTensor, Tape, restore
-from lightning_hybrid.memory.recompute_values import Operation, ParameterGatherer, Use, Value, tensors_of
+from lightning_hybrid.memory.recomputable_values_and_operations import (
+    Operation,
+    ParameterGatherer,
+    Use,
+    Value,
+    tensors_of,
+)
+from lightning_hybrid.memory.recomputation_tape import SavedTensor, Tape, restore
 from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 
 # Cost of moving a byte, in floating-point operations of a matrix product; and of drawing one at random.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lightning_hybrid.parts.local_shards import AxisSharding
+from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 
 Shape = tuple[int, ...]
 

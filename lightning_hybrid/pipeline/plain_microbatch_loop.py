@@ -11,17 +11,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.results.count_metric_batches_once import CountedMetrics
-from lightning_hybrid.pipeline.results.detach_and_check_returned_outputs import detached
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import detached
 from lightning_hybrid.pipeline.runner_base import MicrobatchRunner, TrainContext, backward_of
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
 from lightning_hybrid.pipeline.split_batch_over_ranks_and_gather_results import BatchShare
 from lightning_hybrid.schedule import Action, Kind, Span
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import put
-from lightning_hybrid.step.module_state.snapshot import reachable_leaves
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import reachable_leaves
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.standins.materialize_sharded_tensors import ShardedTensorBase, materialize
-from lightning_hybrid.step.tracing.record_torch_calls_with_lines import TorchCallSites, user_call_sites
+from lightning_hybrid.step.standins.replace_sharded_by_full_tensors import ShardedTensorBase, materialize
+from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites, user_call_sites
 
 
 class MicrobatchLoop:

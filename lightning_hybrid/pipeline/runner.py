@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from lightning_hybrid.collectives.exchange_losses_and_logged_values import StepBroken
 from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import LossWeighting
 from lightning_hybrid.pipeline.loss_weights.microbatch_weights_of_means import LossMeanWeights, MeanWeights
-from lightning_hybrid.pipeline.results.detach_and_check_returned_outputs import check_content, detached, returned_batch
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
+from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import check_content, detached, returned_batch
 from lightning_hybrid.pipeline.results.result_exchange import StepResultExchange
 from lightning_hybrid.pipeline.runner_base import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.pipeline.runtime.cached_schedule_programs import Programs
@@ -27,7 +27,7 @@ from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
 from lightning_hybrid.pipeline.side_effects.select_unsplit_steps import UnsplitSteps
 from lightning_hybrid.pipeline.side_effects.side_effect_run import SideEffectRun
-from lightning_hybrid.pipeline.stages.drop_and_broadcast_parameters import broadcast_buffers, repeated_buffers
+from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import broadcast_buffers, repeated_buffers
 from lightning_hybrid.pipeline.stages.record_and_partition_step import record_once
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, ChosenTraces, TraceCache
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
@@ -35,7 +35,7 @@ from lightning_hybrid.pipeline.unpartitioned_steps_with_gathered_parameters impo
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join
 from lightning_hybrid.step.batch.microbatch import BatchSplitter, copied_batch, sizes_of, split
-from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
+from lightning_hybrid.step.batch_means.torchmetrics_of_full_batch import BatchMetrics
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.recording.kept_values import refuse_absent_numbers
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun

@@ -22,10 +22,10 @@ from lightning_hybrid.collectives.broadcast_from_owner import broadcast_buffer
 from lightning_hybrid.collectives.exchange_losses_and_logged_values import NumberExchange
 from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
 from lightning_hybrid.full_params.gather_parameters_per_op_mode import GatheredParameters
-from lightning_hybrid.parts.local_shards import LocalShards
+from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Entry
-from lightning_hybrid.pipeline.stages.drop_and_broadcast_parameters import buffer_owners
+from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_owners
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.pipeline.stages.unit_attribute_sync import sync_unit_attributes

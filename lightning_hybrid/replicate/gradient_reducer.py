@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_hybrid.replicate.average_sparse_gradients import average_sparse
-from lightning_hybrid.step.objects.skippable_gradient_hook import GradientHook
+from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
 
 
 class GradientObserver(Protocol):

@@ -26,9 +26,9 @@ from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.options.weigh_microbatches_by_count import MicrobatchWeight
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
+from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.run.run_objects_and_options import needs_runner
-from lightning_hybrid.strategies.run.shard_module_and_gather_states import FullOrShardedState
 from lightning_hybrid.strategies.start.average_lr_search_loss import average_lr_search_loss
 from lightning_hybrid.strategies.start.empty_init import EmptyInit, move_to_device
 from lightning_hybrid.strategies.start.refuse_unsupported_callbacks import check_callbacks

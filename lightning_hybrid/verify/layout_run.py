@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_hybrid.verify.layouts import Layout
-from lightning_hybrid.verify.records.run_record import RunRecord
+from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord
 from lightning_hybrid.verify.run_experiment import Experiment, run_in_folder
 
 # How long a rank that failed waits for the other ranks to fail in the same way.

@@ -10,7 +10,7 @@ from lightning_hybrid.verify.one_process.data_split_options import DataSplit
 from lightning_hybrid.verify.one_process.one_process_run import EVALUATIONS, OneProcessRun
 from lightning_hybrid.verify.records.perturb_weights import perturbation
 from lightning_hybrid.verify.records.record_comparison import Difference, compare
-from lightning_hybrid.verify.records.run_record import Failure, RunRecord
+from lightning_hybrid.verify.records.run_record_and_recorder import Failure, RunRecord
 from lightning_hybrid.verify.run_experiment import Experiment, run_once
 
 # If the loss of the full batch and the mean over its microbatches differ by more, the objective mixes samples; rounding

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy
 import torch
 
-from lightning_hybrid.verify.records.run_record import RunRecord, RunRecorder, describe_failure
+from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord, RunRecorder, describe_failure
 
 _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 _AFTER_FIT = {"test_dataloaders", "predict_dataloaders"}

@@ -11,7 +11,7 @@ from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.one_process.data_split_options import DataSplit
 from lightning_hybrid.verify.rank_launcher import RanksFailed, run_ranks
 from lightning_hybrid.verify.records.record_comparison import compare, noise_of, unmoved
-from lightning_hybrid.verify.records.run_record import RunRecord
+from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord
 from lightning_hybrid.verify.reference_and_noise_runs import Reference, data_split_of, run_reference
 from lightning_hybrid.verify.report import Report
 from lightning_hybrid.verify.run_experiment import Experiment

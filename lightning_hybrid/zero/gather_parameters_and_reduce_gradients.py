@@ -29,13 +29,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import GatherCallbacks, ReadGuards
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.step.objects.skippable_gradient_hook import GradientHook
+from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
 from lightning_hybrid.zero.agreed_unshard_order import GatherRounds, agree_on_step
 from lightning_hybrid.zero.gradient_messages import GradientObserver
 from lightning_hybrid.zero.memory_mapped_states import Region
-from lightning_hybrid.zero.parameter_group import ParameterGroup
 from lightning_hybrid.zero.saved_parameter_views import ParameterView, pack
 from lightning_hybrid.zero.shard_layout import ShardRanks
+from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
 
 Stage = int | None  # None: gradients are complete only after all stages of this rank
 

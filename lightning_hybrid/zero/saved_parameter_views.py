@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.zero.parameter_group import ParameterGroup
+from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
 
 
 class ParameterView(NamedTuple):

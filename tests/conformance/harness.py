@@ -27,7 +27,7 @@ from lightning_hybrid.verify import Experiment, Layout, Report, Verification
 from lightning_hybrid.verify.layout_run import LayoutConnection, run_layout
 from lightning_hybrid.verify.records.perturb_weights import perturb, perturbation
 from lightning_hybrid.verify.records.record_comparison import compare
-from lightning_hybrid.verify.records.run_record import RunRecord
+from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord
 
 PARITY, DRAWS, DEMOTED = "parity", "parity up to random draws", "demoted with parity"
 REFUSED, FAILED, DIFFERENT = "refused", "failed", "different"

@@ -6,8 +6,8 @@ from torch import nn
 
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.local_shards import AxisSharding, LocalShards
 from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 
 # By name: the full shape, its sharding over tensor ranks, and that of the rest over shard ranks.
 CUTS = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.memory.op_tape import Tape, restore
+from lightning_hybrid.memory.recomputation_tape import Tape, restore
 from lightning_hybrid.shared_memory import peer_sockets as streams
 from lightning_hybrid.shared_memory.async_all_gather_of_numbers import start_all_gather
 from lightning_hybrid.shared_memory.collectives import SLOT_BYTES, SharedMemory, shared_memory

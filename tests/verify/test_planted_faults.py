@@ -114,7 +114,7 @@ def counted_twice_in_the_norm(patch):
 
 
 def parameters_replaced(patch):
-    from lightning_hybrid.step.standins.absent_tensors import is_absent
+    from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
     from lightning_hybrid.strategies.run import build_run
 
     original = build_run.drop_remote_parameters
@@ -205,7 +205,7 @@ def one_shard_for_all_replicas(patch):
 
 
 def buffers_not_shared(patch):
-    from lightning_hybrid.pipeline.stages import drop_and_broadcast_parameters as stage_parameters
+    from lightning_hybrid.pipeline.stages import drop_broadcast_parameters_and_buffers as stage_parameters
 
     patch.setattr(stage_parameters, "broadcast_buffer", lambda *_: None)
 

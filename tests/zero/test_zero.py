@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from harness.fits import Run, check, fit, fit_reference, trainer_of
 from harness.zero_runs import zero
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.zero.parameter_group import ParameterGroup
 from lightning_hybrid.zero.shard_layout import ShardRanks, shard_placement
+from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
 from models.cases import CASES, Samples, make
 from models.hand_written import Layers, TiedInStep
 
@@ -201,7 +201,7 @@ class CountsFullLayers(Callback):
     recorded = None
 
     def setup(self, trainer, pl_module, stage):
-        from lightning_hybrid.zero.parameter_group import ParameterGroup
+        from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
 
         local, self.most = [], 0
         gather, counts = ParameterGroup.gather, self

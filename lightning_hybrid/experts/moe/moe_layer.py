@@ -14,7 +14,7 @@ from lightning_hybrid.experts.moe.assign_expert_rows import (
     dispatch_expert_choice,
     dispatch_with_capacity,
 )
-from lightning_hybrid.experts.moe.gather_expert_rows import combine, gather_rows
+from lightning_hybrid.experts.moe.gather_and_combine_expert_rows import combine, gather_rows
 from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
 from lightning_hybrid.experts.moe.grouped_mlp_operators import ACTIVATIONS
 from lightning_hybrid.experts.moe.routers import ExpertChoiceRouter, Report, Routing, Score, TopKRouter, capacity

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_hybrid.experts.moe.moe_layer import MoE
 from lightning_hybrid.experts.moe.recognise_dense_mlp import DenseMLP, NotAnMLP, experts_of, recognise
 from lightning_hybrid.experts.moe.routers import Routing, TopKRouter
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.emit_and_collect_side_outputs import give_aside
+from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import give_aside
 
 
 class AuxiliaryLoss(NamedTuple):
@@ -39,7 +39,7 @@ class NormalizedTopKRouter(TopKRouter):
 class UpcycledMLP(nn.Module):
     """Replaces a dense MLP, with the same input and output.
 
-    In training it emits its auxiliary losses as side outputs (`step.tracing.emit_and_collect_side_outputs`).
+    In training it emits its auxiliary losses as side outputs (`step.tracing.collect_side_outputs_of_modules`).
 
     Attributes:
         moe: The experts and their router.

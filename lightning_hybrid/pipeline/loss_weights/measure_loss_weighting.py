@@ -2,7 +2,7 @@
 
 It is not where an objective mixes samples (contrastive pairs, a term for the full batch). Then microbatches train
 another objective than single-process training, as gradient accumulation would. Where the loss is a mean over unmasked
-tokens, microbatches weigh by their number of these (``step.batch_means.counts_in_batch``).
+tokens, microbatches weigh by their number of these (``step.batch_means.find_loss_denominator_in_batch``).
 """
 
 from __future__ import annotations

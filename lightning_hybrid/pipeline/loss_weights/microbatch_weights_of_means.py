@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.graph.step_graph import StepGraph
+from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, TraceCache
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means, leads_to_loss, reached_by
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
 from lightning_hybrid.step.batch_means.sums_over_samples import is_sum_over_samples, matching_values
-from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
 from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id

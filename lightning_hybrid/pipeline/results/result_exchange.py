@@ -20,9 +20,9 @@ from lightning_hybrid.collectives.broadcast_from_owner import broadcast_tensor
 from lightning_hybrid.collectives.exchange_losses_and_logged_values import NumberExchange
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Entry, Key, keyed
-from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
-from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
-from lightning_hybrid.step.batch_means.recompute_batch_scalars import BatchScalars
+from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
+from lightning_hybrid.step.batch_means.batch_scalars_from_microbatch_scalars import BatchScalars
+from lightning_hybrid.step.batch_means.torchmetrics_of_full_batch import BatchMetrics
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
 

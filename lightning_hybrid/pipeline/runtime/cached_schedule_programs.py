@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_hybrid.pipeline.runtime.transport import Transport
+from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.schedule import Portals, Program, check_program, forward_only, lower, make_schedule
 
 # Posting a receive early pays where the sender waits for a message about it, as in gloo; it costs buffers.

@@ -21,9 +21,9 @@ from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, location_of
 from lightning_hybrid.pipeline.runtime.received_values import ReceivedValues, value_of_broken_step
 from lightning_hybrid.pipeline.runtime.split_backward import DeferredGradient, SplitBackward, finish, have_hooks
-from lightning_hybrid.pipeline.runtime.swap_stage_module_state import StageModuleStates
+from lightning_hybrid.pipeline.runtime.switch_module_state_between_stages import StageModuleStates
 from lightning_hybrid.pipeline.runtime.transport import Transport
-from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
+from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.schedule import (
     Action,
@@ -37,12 +37,12 @@ from lightning_hybrid.schedule import (
     Span,
     peer_of,
 )
-from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
+from lightning_hybrid.step.batch_means.torchmetrics_of_full_batch import BatchMetrics
 from lightning_hybrid.step.instrument.instrument_step import instrumented
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import ReplayWatch, StageRun
 from lightning_hybrid.step.standins.absent_numbers import ControlFlowError
-from lightning_hybrid.step.standins.absent_tensors import fill
+from lightning_hybrid.step.standins.make_and_fill_absent_tensors import fill
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 

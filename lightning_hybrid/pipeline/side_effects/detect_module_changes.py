@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_hybrid.step.module_state.snapshot import AttributePath, reachable_leaves
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import AttributePath, reachable_leaves
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import as_plain_tensor, storage_id
 from lightning_hybrid.step.recording.kept_values import find_lists, list_containing
 

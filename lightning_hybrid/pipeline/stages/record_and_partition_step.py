@@ -13,9 +13,9 @@ from torch import nn
 from lightning_hybrid.graph import partition
 from lightning_hybrid.graph.partition import Assignment, PartitionError
 from lightning_hybrid.patching import replaced
+from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
-from lightning_hybrid.step.guards.find_number_branches_by_rerecording import BranchCheck
+from lightning_hybrid.step.guards.find_branches_on_model_numbers import BranchCheck
 from lightning_hybrid.step.recording.choose_units import units_to_open
 from lightning_hybrid.step.recording.record_step import record
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageReplay

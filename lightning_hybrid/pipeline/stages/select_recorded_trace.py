@@ -2,7 +2,7 @@
 
 A batch of new shapes is recorded, as is one after a mode or ``requires_grad`` of a module has changed. Otherwise the
 latest trace is selected, unless the step may diverge from it: its recording has ``guards`` on values that may change,
-or an attribute around its units has changed since. Then each microbatch takes a dry run (``trace_tree``) first: the
+or an attribute around its units has changed since. Then each microbatch takes a dry run first: the
 user's step without the model's arithmetic, whose effects are rolled back. If it diverges from all traces, it is
 recorded there and then. Every rank of a replica runs the same Python and so selects the same traces; the ranks check
 this with the results of the step.
@@ -23,18 +23,18 @@ from torch import Tensor, nn
 
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.record_and_partition_step import record_variant
+from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import copied_batch
 from lightning_hybrid.step.guards.plain_attribute_state import modules_around, plain_state
 from lightning_hybrid.step.guards.track_reads_of_unguarded_state import UnguardedReads
 from lightning_hybrid.step.instrument.instrument_step import InstrumentedReplay, instrumented
-from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
 from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
-from lightning_hybrid.step.replay.trace_tree import TraceTree, UnknownTrace
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.replay.trace_tree_and_dry_run import TraceTree, UnknownTrace
+from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 

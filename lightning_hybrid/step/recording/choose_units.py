@@ -16,10 +16,10 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_hybrid.graph.partition import node_cost
-from lightning_hybrid.step.recording.captured_inputs_and_outputs_of_units import UncapturedOutput
-from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.step.tracing.move_backward_hooks_into_forward import has_backward_hooks
+from lightning_hybrid.step.recording.find_implicit_inputs_of_units import UncapturedOutput
+from lightning_hybrid.step.standins.make_and_fill_absent_tensors import full_shape
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording, StepError
+from lightning_hybrid.step.tracing.wrap_forward_with_backward_hooks import has_backward_hooks
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # without a forward
 

@@ -10,10 +10,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import computed_weights
-from lightning_hybrid.step.module_state.snapshot import AttributePath, ModuleSnapshot, reachable_leaves
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import (
+    AttributePath,
+    ModuleSnapshot,
+    reachable_leaves,
+)
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
-from lightning_hybrid.step.standins.absent_arrays import is_absent_number, line_of_read
 from lightning_hybrid.step.standins.absent_numbers import source_values
+from lightning_hybrid.step.standins.absent_tolist_and_numpy_results import is_absent_number, line_of_read
 from lightning_hybrid.step.tracing.intercept_step_operations import StepMode, user_line
 from lightning_hybrid.step.tracing.recording_dataclasses import ReturnedTensor, StepError
 

@@ -20,16 +20,16 @@ from lightning_hybrid.step.guards.plain_attribute_state import modules_around
 from lightning_hybrid.step.guards.track_reads_of_unguarded_state import UnguardedReads
 from lightning_hybrid.step.instrument.instrument_step import intercepted_step
 from lightning_hybrid.step.instrument.intercept_autograd_functions import refuse_uninterceptable_functions
-from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot, reachable_leaves
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot, reachable_leaves
 from lightning_hybrid.step.objects.pytree import ContainerClassRegistered
 from lightning_hybrid.step.recording.escaped_values import refuse_number_in_buffer
 from lightning_hybrid.step.recording.find_nodes_autograd_grad_differentiates import FullGraphNeeded
 from lightning_hybrid.step.recording.kept_values import find_kept_values
 from lightning_hybrid.step.recording.make_mutated_tensors_absent import buffers_of
 from lightning_hybrid.step.recording.recorder import Recorder
-from lightning_hybrid.step.standins.absent_tensors import absent_members
 from lightning_hybrid.step.standins.cost_counter import CostCounter
 from lightning_hybrid.step.standins.fake_kernel_fallback import quiet_fake_kernels
+from lightning_hybrid.step.standins.make_and_fill_absent_tensors import absent_members
 from lightning_hybrid.step.tracing.dry_run_metrics import MetricDryRun, find_sinks
 from lightning_hybrid.step.tracing.find_stored_autograd_apply import find_bound_applies
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun

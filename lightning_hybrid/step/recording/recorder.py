@@ -14,13 +14,13 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import averages
 from lightning_hybrid.step.guards.track_reads_of_unguarded_state import UnguardedReads
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import values_on_unit
-from lightning_hybrid.step.module_state.snapshot import ArgumentSnapshot
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ArgumentSnapshot
 from lightning_hybrid.step.objects.pytree import Spec, flatten, register_container_class
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
-from lightning_hybrid.step.recording.captured_inputs_and_outputs_of_units import CapturedInputs
 from lightning_hybrid.step.recording.check_kept_values_mergeable import selects_rows
 from lightning_hybrid.step.recording.data_dependent_sizes import SIZED_BY_DATA, DynamicSizeReads, masks_to_indices
 from lightning_hybrid.step.recording.escaped_values import find_escaped_values, values_behind_numbers
+from lightning_hybrid.step.recording.find_implicit_inputs_of_units import CapturedInputs
 from lightning_hybrid.step.recording.find_nodes_autograd_grad_differentiates import (
     FullGraphNeeded,
     nodes_differentiated,
@@ -33,15 +33,19 @@ from lightning_hybrid.step.recording.make_mutated_tensors_absent import (
 from lightning_hybrid.step.recording.refuse_numbers_from_units import run_event_on_stand_ins
 from lightning_hybrid.step.recording.unit_dedup import UnitDeduplicator
 from lightning_hybrid.step.standins.absent_numbers import Answer
-from lightning_hybrid.step.standins.absent_tensors import make_absent
 from lightning_hybrid.step.standins.cost_counter import CostCounter
 from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL
+from lightning_hybrid.step.standins.make_and_fill_absent_tensors import make_absent
 from lightning_hybrid.step.tracing.dry_run_metrics import MetricDryRun
 from lightning_hybrid.step.tracing.finiteness_checks import answer_if_finite
 from lightning_hybrid.step.tracing.intercept_step_operations import TEXT_READS, StepMode, user_line
 from lightning_hybrid.step.tracing.op_signature import signature_of
 from lightning_hybrid.step.tracing.recording_dataclasses import Leaf, Recording, Template, returned_values
-from lightning_hybrid.step.tracing.refuse_unsupported_steps import check_backward_call, no_loss_error, refuse_transforms
+from lightning_hybrid.step.tracing.refuse_backward_functorch_missing_loss import (
+    check_backward_call,
+    no_loss_error,
+    refuse_transforms,
+)
 
 
 class Recorder(StepMode):

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.graph.step_graph import SizedBy
-from lightning_hybrid.step.module_state.snapshot import reachable_leaves
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import reachable_leaves
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
-from lightning_hybrid.step.standins.absent_tensors import make_absent
 from lightning_hybrid.step.standins.cost_counter import CostCounter
-from lightning_hybrid.step.tracing.refuse_unsupported_steps import refuse_transforms
+from lightning_hybrid.step.standins.make_and_fill_absent_tensors import make_absent
+from lightning_hybrid.step.tracing.refuse_backward_functorch_missing_loss import refuse_transforms
 
 _PLAIN = (bool, int, float, str, complex, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _TENSORS = ("_parameters", "_buffers")

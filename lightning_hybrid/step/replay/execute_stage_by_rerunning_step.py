@@ -18,23 +18,27 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import SINK, Node
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch_means.batch_metrics import BatchMetrics
+from lightning_hybrid.step.batch_means.batch_scalars_from_microbatch_scalars import ScalarResults, scalar_nodes
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share, weighted_by_share
-from lightning_hybrid.step.batch_means.recompute_batch_scalars import ScalarResults, scalar_nodes
+from lightning_hybrid.step.batch_means.torchmetrics_of_full_batch import BatchMetrics
 from lightning_hybrid.step.instrument.intercept_autograd_functions import user_functions
 from lightning_hybrid.step.instrument.replay_user_activation_checkpointing import recomputed
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import look_up, put
-from lightning_hybrid.step.module_state.snapshot import AttributePath
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import AttributePath
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.replay.divergence import Divergence, StepChanged
 from lightning_hybrid.step.standins.absent_numbers import Answer
-from lightning_hybrid.step.standins.absent_tensors import MARK, fill, make_placeholder
-from lightning_hybrid.step.standins.materialize_sharded_tensors import ShardedTensorBase, materialize, materialize_call
+from lightning_hybrid.step.standins.make_and_fill_absent_tensors import MARK, fill, make_placeholder
+from lightning_hybrid.step.standins.replace_sharded_by_full_tensors import (
+    ShardedTensorBase,
+    materialize,
+    materialize_call,
+)
 from lightning_hybrid.step.tracing.dry_run_metrics import find_sinks
 from lightning_hybrid.step.tracing.finiteness_checks import check_answer
 from lightning_hybrid.step.tracing.intercept_step_operations import TEXT_READS, CurrentRun, StepMode, user_line
-from lightning_hybrid.step.tracing.move_backward_hooks_into_forward import HOOK_SETUP_EVENT
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording, StepError, Template
+from lightning_hybrid.step.tracing.wrap_forward_with_backward_hooks import HOOK_SETUP_EVENT
 
 
 @dataclasses.dataclass

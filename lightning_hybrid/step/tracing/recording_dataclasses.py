@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import replaces_parameters
-from lightning_hybrid.step.module_state.snapshot import AttributePath
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import AttributePath
 from lightning_hybrid.step.objects.pytree import Spec, flatten
 from lightning_hybrid.step.tracing.find_stored_autograd_apply import BoundApply
 

@@ -16,16 +16,16 @@ from lightning_hybrid.pipeline.results.gradient_handoff import GradientHandoff
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.runner_base import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.schedule import Span
-from lightning_hybrid.step.objects.module_walk import modules_in, parameters_of
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.objects.list_modules_and_parameters import modules_in, parameters_of
+from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
 from lightning_hybrid.strategies.logs.delay_logger_calls import flush_logger_calls
 from lightning_hybrid.strategies.logs.log_reduction import begin_logs, log_for_all, log_for_replica
 from lightning_hybrid.strategies.options.weigh_microbatches_by_count import weigh_by_count
 from lightning_hybrid.strategies.run.build_run import RunOwner, running_layers
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.run.run_objects_and_options import Setting
-from lightning_hybrid.strategies.user_code.find_what_hooks_may_read import old_gradients_are_read, output_is_read
-from lightning_hybrid.strategies.user_code.imitate_lightning_calls import current_hook
+from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import old_gradients_are_read, output_is_read
+from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import current_hook
 
 RunStep = Callable[..., StepResult]
 

@@ -27,8 +27,8 @@ from lightning_hybrid.checkpoint.writing import HostBuffers, prepare, write
 from lightning_hybrid.layout import AXES
 from lightning_hybrid.randomness.generator_snapshot import plain_generator_states, restore_plain_states
 from lightning_hybrid.strategies.options.strategy_options import Options
+from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.run_objects_and_options import needs_runner
-from lightning_hybrid.strategies.run.shard_module_and_gather_states import FullOrShardedState
 from lightning_hybrid.strategies.world.rank_failures import warn_of_missing_checkpoint
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
 

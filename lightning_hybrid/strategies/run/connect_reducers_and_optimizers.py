@@ -26,7 +26,7 @@ from lightning_hybrid.strategies.techniques.step_shards_in_manual_optimization i
     step_manual_shards,
 )
 from lightning_hybrid.strategies.techniques.use_fused_adam_on_cpu import fuse_steps
-from lightning_hybrid.strategies.user_code.give_optimizer_steps_full_parameters import (
+from lightning_hybrid.strategies.user_code.custom_optimizers_read_full_parameters import (
     search_by_mean_loss,
     step_local_shards,
     watch_step,

@@ -10,10 +10,10 @@ from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means
 from lightning_hybrid.strategies.run.decide_module_partition import ModulePartition
 from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import describe_tensor_plans
 from lightning_hybrid.strategies.techniques.recomputation import describe_policies
-from lightning_hybrid.strategies.techniques.report_tensor_plans import describe_tensor_plans
 from lightning_hybrid.strategies.techniques.step_shards_in_manual_optimization import describe_manual_zero
-from lightning_hybrid.strategies.techniques.zero import describe_zero
+from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import describe_zero
 
 _SIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "complex64": 8}
 

@@ -19,7 +19,7 @@ from lightning_hybrid.step.batch.microbatch import BatchSplitter, check_count, w
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_wrappers
 from lightning_hybrid.strategies.start.example_batch import take_example
 from lightning_hybrid.strategies.start.provisional_optimizers import record_with_optimizers
-from lightning_hybrid.strategies.user_code.imitate_lightning_calls import current_hook, step_arguments
+from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import current_hook, step_arguments
 
 _STEPS: dict[TrainerFn, tuple[str, Literal["max_size_cycle", "sequential"]]] = {
     TrainerFn.FITTING: ("training_step", "max_size_cycle"),

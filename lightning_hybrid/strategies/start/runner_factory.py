@@ -12,13 +12,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.local_shards import LocalShards
-from lightning_hybrid.pipeline.plain_runner import PlainRunner
+from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.runner_base import MicrobatchRunner
 from lightning_hybrid.pipeline.runtime.transport import transport_of
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+from lightning_hybrid.pipeline.unpartitioned_runner_with_batch_sharing import PlainRunner
 from lightning_hybrid.pipeline.unpartitioned_steps_with_gathered_parameters import UnpartitionedSteps
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.tracing.recording_dataclasses import StepError

@@ -18,11 +18,14 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_hybrid.checkpoint.single_file import load_module_state
-from lightning_hybrid.parts.local_shards import LocalShards
+from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.patching import replace, replaced
-from lightning_hybrid.pipeline.stages.drop_and_broadcast_parameters import drop_absent_in_copy, unshard_parameters
+from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import (
+    drop_absent_in_copy,
+    unshard_parameters,
+)
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
 
 _REASON = "weight averaging of a sharded module"
 # Where the callbacks go through the parameters of both.

@@ -9,7 +9,7 @@ from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.namespaces.converted_objects import convert
 from lightning_hybrid.namespaces.lightning_namespaces import namespace_of
-from lightning_hybrid.parts.local_shards import LocalShards
+from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
 from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 

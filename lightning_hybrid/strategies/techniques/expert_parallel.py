@@ -18,12 +18,12 @@ from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import S
 from lightning_hybrid.layout import LayoutError, ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import ReadGuards
-from lightning_hybrid.parts.local_shards import AxisSharding
+from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
+from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.strategies.options.strategy_options import Options, compile_options
-from lightning_hybrid.strategies.techniques.report_tensor_plans import check_is_sharded
+from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import check_is_sharded
 from lightning_hybrid.tensor.collectives.feature_collectives import enter, leave, sum_gradients
 from lightning_hybrid.tensor.collectives.rank_groups import GroupRanks
 from lightning_hybrid.tensor.collectives.sequence_shard_tensor import shard_sequence

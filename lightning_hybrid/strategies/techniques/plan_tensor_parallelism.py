@@ -12,9 +12,12 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from torch import nn
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
+from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers
-from lightning_hybrid.strategies.techniques.report_tensor_plans import check_is_sharded, check_sequence_sharding
+from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import (
+    check_is_sharded,
+    check_sequence_sharding,
+)
 from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import UnitCalls, record_calls
 from lightning_hybrid.tensor.discovery.vocabulary_uses import VocabularyUses, WeightUse
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_hybrid.memory.recompute_layers import Recomputation
 from lightning_hybrid.memory.recompute_policies import Policy, Recompute, RecomputeError, is_selective, layer_policies
-from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
+from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
 from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding

@@ -1,6 +1,6 @@
 """Checkpoint hooks of the user, while the module is sharded: tensors that they add are full in the file, or refused.
 
-Their reads are answered as in other hooks (`user_hooks.py`). Beyond that, a tensor which they leave in the checkpoint
+Their reads are answered as in other hooks. Beyond that, a tensor which they leave in the checkpoint
 may be on other ranks, or sharded over several. When Lightning has put the checkpoint together, each of them is replaced
 by its full content on the rank that writes.
 """
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import OwnedShards
 from lightning_hybrid.full_params.cross_stage_reads_in_hooks import SAVING
-from lightning_hybrid.strategies.user_code.find_what_hooks_may_read import LIBRARY_PREFIXES
+from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import LIBRARY_PREFIXES
 from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.equivalence.output_differences import difference_of
 from lightning_hybrid.step.guards.plain_attribute_state import plain_state
-from lightning_hybrid.step.module_state.snapshot import (
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import (
     PLAIN,
     AttributePath,
     ModuleSnapshot,
@@ -34,8 +34,12 @@ from lightning_hybrid.step.module_state.snapshot import (
 from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call
-from lightning_hybrid.step.standins.materialize_sharded_tensors import ShardedTensorBase, materialize, materialize_call
-from lightning_hybrid.step.tracing.record_torch_calls_with_lines import (
+from lightning_hybrid.step.standins.replace_sharded_by_full_tensors import (
+    ShardedTensorBase,
+    materialize,
+    materialize_call,
+)
+from lightning_hybrid.step.tracing.record_user_lines_calling_torch import (
     TorchCall,
     TorchCallSites,
     is_user_frame,

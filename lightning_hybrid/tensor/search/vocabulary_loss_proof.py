@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from lightning_hybrid.parts.parameter_shard_placement import Shard, join, shard_tensor
 from lightning_hybrid.tensor.trial.sharded_unit_proof import TOLERANCE
 from lightning_hybrid.tensor.trial.threaded_ranks import ThreadRanks, TrialFailed, on_ranks
-from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import Vocabulary
+from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import Vocabulary
 from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
 
 _WIDTH, _POSITIONS = 5, (3, 7)

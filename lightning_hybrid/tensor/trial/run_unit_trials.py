@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from lightning_hybrid.equivalence.no_dropout_one_dtype_mode import DeterministicMode
 from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.materialize_sharded_tensors import materialize
-from lightning_hybrid.step.tracing.emit_and_collect_side_outputs import taking_asides
-from lightning_hybrid.step.tracing.record_torch_calls_with_lines import TorchCall, TorchCallSites
+from lightning_hybrid.step.standins.replace_sharded_by_full_tensors import materialize
+from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import taking_asides
+from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCall, TorchCallSites
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
 from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw

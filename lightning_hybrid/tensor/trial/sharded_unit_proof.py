@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_hybrid.equivalence.no_dropout_one_dtype_mode import DeterministicMode
 from lightning_hybrid.equivalence.output_differences import difference_of
 from lightning_hybrid.equivalence.random_copy import random_copy
-from lightning_hybrid.step.tracing.record_torch_calls_with_lines import user_call_sites
+from lightning_hybrid.step.tracing.record_user_lines_calling_torch import user_call_sites
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.check_forward_was_proved import value_read_in
 from lightning_hybrid.tensor.trial.example_inputs import Example, make_example, spread_rows

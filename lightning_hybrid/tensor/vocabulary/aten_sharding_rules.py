@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import VocabularyShard
+from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import VocabularyShard
 
 Rule = Callable[..., Any]
 aten = torch.ops.aten

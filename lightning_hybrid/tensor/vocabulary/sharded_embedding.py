@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_hybrid.step.instrument.intercept_autograd_functions import NotIntercepted
-from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import VocabularyShard
+from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import VocabularyShard
 
 
 class _Lookup(torch.autograd.Function, NotIntercepted):

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call
 from lightning_hybrid.tensor.collectives.rank_groups import Ranks
-from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import Vocabulary
+from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import Vocabulary
 from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
 
 # Attributes of a parameter that are equal for its shard, or belong to the shard.

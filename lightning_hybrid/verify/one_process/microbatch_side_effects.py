@@ -8,7 +8,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries, Rows, merged
-from lightning_hybrid.step.module_state.snapshot import ModuleSnapshot
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
 
 
 class MicrobatchSideEffects:

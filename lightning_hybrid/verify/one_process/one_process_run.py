@@ -18,9 +18,9 @@ import torch
 from torchmetrics import Metric
 
 from lightning_hybrid.pipeline.results.count_metric_batches_once import CountedMetrics
-from lightning_hybrid.pipeline.results.detach_and_check_returned_outputs import detached
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Entry
+from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import detached
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join
@@ -39,8 +39,8 @@ from lightning_hybrid.verify.one_process.data_split_options import DataSplit
 from lightning_hybrid.verify.one_process.deferred_gradients import DeferredGradients
 from lightning_hybrid.verify.one_process.microbatch_side_effects import MicrobatchSideEffects
 from lightning_hybrid.verify.one_process.replica_loader import ReplicaLoader, split_loader
-from lightning_hybrid.verify.one_process.replica_modules import ReplicaModules
-from lightning_hybrid.verify.records.run_record import RunRecord, local_copies, prediction_leaves
+from lightning_hybrid.verify.one_process.replica_modules_and_state_copying import ReplicaModules
+from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord, local_copies, prediction_leaves
 
 EVALUATIONS = frozenset({"validation_step", "test_step", "predict_step"})
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
-from lightning_hybrid.zero.optimizer_states.replaced_step import replace_step
+from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import replace_step
 from lightning_hybrid.zero.storage_devices import HOST
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.parts.parameter_shard_placement import Shard, join, padded
-from lightning_hybrid.zero.optimizer_states.replaced_step import step_after_closure
-from lightning_hybrid.zero.parameter_group import all_gather_single
+from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import step_after_closure
 from lightning_hybrid.zero.shard_layout import shard_placement
+from lightning_hybrid.zero.sharded_parameter_group import all_gather_single
 
 
 def numel_of_shard(p: Tensor, ranks: dist.ProcessGroup) -> int:

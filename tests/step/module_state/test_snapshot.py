@@ -7,7 +7,12 @@ import torch
 from torch import nn
 
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import attribute_tensors, look_up, put
-from lightning_hybrid.step.module_state.snapshot import ArgumentSnapshot, AttributePath, ModuleSnapshot, TensorSnapshot
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import (
+    ArgumentSnapshot,
+    AttributePath,
+    ModuleSnapshot,
+    TensorSnapshot,
+)
 
 
 class Stateful(nn.Module):

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_hybrid.step.tracing.record_torch_calls_with_lines import TorchCallSites, user_call_sites
+from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites, user_call_sites
 
 HIDDEN = torch.ones(4, 2)
 

@@ -11,8 +11,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from harness.fits import Run, assert_parity, fit, reference_of, refusal
 from lightning_hybrid.strategies.run import build_run as set_up
+from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import (
+    describe_tensor_plans,
+    warn_across_nodes,
+)
 from lightning_hybrid.strategies.techniques.plan_tensor_parallelism import plan_folder
-from lightning_hybrid.strategies.techniques.report_tensor_plans import describe_tensor_plans, warn_across_nodes
 from lightning_hybrid.tensor.search.plan_cache import FILE_NAME
 
 

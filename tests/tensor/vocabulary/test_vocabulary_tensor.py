@@ -11,7 +11,7 @@ from lightning_hybrid.tensor.search.choose_vocabulary_shardings import choose_vo
 from lightning_hybrid.tensor.search.vocabulary_loss_proof import cross_entropy_failure
 from lightning_hybrid.tensor.trial.threaded_ranks import TrialFailed, on_ranks
 from lightning_hybrid.tensor.vocabulary import sharded_losses as slice_losses
-from lightning_hybrid.tensor.vocabulary.vocabulary_shard_tensor import Vocabulary, VocabularyShard
+from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import Vocabulary, VocabularyShard
 from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
 
 ROWS, WIDTH, SHAPE = 13, 6, (3, 5)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.verify.layouts import Layout, parse_layout
 from lightning_hybrid.verify.records.record_comparison import AT_THE_END, compare
-from lightning_hybrid.verify.records.run_record import Failure, RunRecord, StepRecord, describe_failure
+from lightning_hybrid.verify.records.run_record_and_recorder import Failure, RunRecord, StepRecord, describe_failure
 from lightning_hybrid.verify.report import Report, _plain, table
 from lightning_hybrid.verify.verify_layouts import _failed
 

@@ -13,20 +13,20 @@ from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import S
 from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import ReadGuards, can_guard
-from lightning_hybrid.parts.local_shards import AxisSharding
+from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.parts.shard_boxes import shard_of
+from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
-from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
+from lightning_hybrid.step.standins.make_and_fill_absent_tensors import full_shape, is_absent
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import stage_of_gradient
 from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import record_calls
 from lightning_hybrid.verify.check_available_memory import free_bytes
 from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import Stage, ZeroSharding
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
-from lightning_hybrid.zero.parameter_group import ParameterGroup
 from lightning_hybrid.zero.shard_layout import ShardRanks, bytes_of_shards, shard_placement
+from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
 from lightning_hybrid.zero.storage_devices import StorageDevices
 
 # Share of the memory free at the start of a run that full layers and their gradients may take.

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 
 from lightning_hybrid.patching import replaced
-from lightning_hybrid.strategies.user_code.find_what_hooks_may_read import LIBRARY_PREFIXES
+from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import LIBRARY_PREFIXES
 from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
 from lightning_hybrid.strategies.user_code.gather_checkpoint_hook_tensors import CheckpointHooks
 

@@ -29,9 +29,9 @@ from lightning_hybrid.checkpoint.single_file import (
     state_mismatches,
 )
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.local_shards import LocalShards
+from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.patching import Replacement, temporary_hook
-from lightning_hybrid.pipeline.stages.drop_and_broadcast_parameters import unshard_parameters
+from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import unshard_parameters
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.start.empty_init import EmptyInit

@@ -20,21 +20,21 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_hybrid.collectives.exchange_losses_and_logged_values import StepBroken
-from lightning_hybrid.pipeline.plain_runner import PlainRunner
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.runner_base import StepResult, TrainContext
+from lightning_hybrid.pipeline.unpartitioned_runner_with_batch_sharing import PlainRunner
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import BatchError
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.run.run_objects_and_options import Setting
 from lightning_hybrid.strategies.start.runner_factory import make_runner
-from lightning_hybrid.strategies.user_code.find_what_hooks_may_read import output_is_read
-from lightning_hybrid.strategies.user_code.give_optimizer_steps_full_parameters import keeps_lists_per_parameter
-from lightning_hybrid.strategies.user_code.imitate_lightning_calls import step_arguments
+from lightning_hybrid.strategies.user_code.custom_optimizers_read_full_parameters import keeps_lists_per_parameter
+from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import output_is_read
+from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import step_arguments
 
 
 class LayoutChooser:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from lightning_hybrid.step.module_state.snapshot import inside, is_state, reachable_leaves
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import inside, is_state, reachable_leaves
 
 _LISTS = (list, set, deque)
 _NOTHING = object()

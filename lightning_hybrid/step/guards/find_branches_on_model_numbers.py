@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_hybrid.step.module_state.snapshot import AttributePath, reachable_leaves
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import AttributePath, reachable_leaves
 from lightning_hybrid.step.standins.absent_numbers import ControlFlowError, branch_message
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording, StepError
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.parts.gather_on_read import GatherCallbacks, below_read_guards, guard, unguard
-from lightning_hybrid.parts.local_shards import AxisSharding
 from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.zero.gradient_messages import GradientMessages, GradientObserver
 from lightning_hybrid.zero.memory_mapped_states import Region
 from lightning_hybrid.zero.shard_layout import ShardRanks, numel_of_largest_shard, offsets_of

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.step.standins.cost_counter import CostCounter
 from lightning_hybrid.step.tracing.intercept_step_operations import user_line
-from lightning_hybrid.step.tracing.move_backward_hooks_into_forward import has_backward_hooks
 from lightning_hybrid.step.tracing.recording_dataclasses import StepError
+from lightning_hybrid.step.tracing.wrap_forward_with_backward_hooks import has_backward_hooks
 
 
 class UncapturedOutput(StepError):

@@ -21,7 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_hybrid.memory.recompute_values import GatheredValue, Geometry, Operation, Use, Value, materialize
+from lightning_hybrid.memory.recomputable_values_and_operations import (
+    GatheredValue,
+    Geometry,
+    Operation,
+    Use,
+    Value,
+    materialize,
+)
 from lightning_hybrid.step.instrument.replay_user_activation_checkpointing import SAVES_EACH
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
 

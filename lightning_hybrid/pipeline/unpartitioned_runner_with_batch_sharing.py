@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.pipeline.keyed_draws_of_unpartitioned_steps import PlainStepRandomness
 from lightning_hybrid.pipeline.loss_weights.learn_loss_weighting import LossWeightFinder
 from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import (
     agree_on_weighting,
@@ -25,7 +26,6 @@ from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import (
 )
 from lightning_hybrid.pipeline.microbatch_results import CHANGES_MODULES, RUNS_OTHER_LINES, MicrobatchResults
 from lightning_hybrid.pipeline.plain_microbatch_loop import MicrobatchLoop
-from lightning_hybrid.pipeline.plain_step_randomness import PlainStepRandomness
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.runner_base import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
@@ -33,8 +33,8 @@ from lightning_hybrid.pipeline.side_effects.detect_module_changes import ModuleC
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
 from lightning_hybrid.pipeline.split_batch_over_ranks_and_gather_results import BatchShare, BatchSharing
 from lightning_hybrid.pipeline.stages.record_and_partition_step import record_once, record_variant
+from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.pipeline.stages.trace_variant import TraceVariant
 from lightning_hybrid.pipeline.unpartitioned_steps_with_gathered_parameters import UnpartitionedSteps
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import (

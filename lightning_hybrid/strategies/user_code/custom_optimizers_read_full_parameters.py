@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.patching import replace, replaced
 from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
-from lightning_hybrid.zero.optimizer_states.replaced_step import replace_step
+from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import replace_step
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import combines_parameters
 
 
