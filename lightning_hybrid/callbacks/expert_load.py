@@ -24,7 +24,7 @@ from lightning_hybrid.experts.metrics import balance_of, entropy_of_load, shares
 from lightning_hybrid.experts.moe.moe_layer import MoE
 from lightning_hybrid.experts.moe.upcycling import UpcycledMLP
 from lightning_hybrid.patching import around_method
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import give_aside, taking_asides
 
 _SUFFIXES = (".png", ".svg", ".pdf")

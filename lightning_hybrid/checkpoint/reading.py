@@ -35,7 +35,7 @@ from lightning_hybrid.checkpoint.flat_state import MODULE, OPTIMIZERS, key_of, p
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import LocalState
 from lightning_hybrid.parts.shard_boxes import ShardBoxes
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import full_shape, is_absent
+from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 
 
 @dataclass(frozen=True, eq=False)

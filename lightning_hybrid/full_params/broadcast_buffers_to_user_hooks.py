@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_hybrid.collectives.broadcast_from_owner import broadcast_buffer
 from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 # Buffers of at most this many elements are sent together.
 _FEW_ELEMENTS = 1 << 16

@@ -37,14 +37,8 @@ from lightning_hybrid.full_params.pipeline_ranks_with_values import Ranks, Value
 from lightning_hybrid.randomness.drawing_ops import draws
 from lightning_hybrid.step.module_state.pickle_sharded_parameters import reduce_for_pickle
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, map_leaves, rebuild_call
-from lightning_hybrid.step.standins.absent_tolist_and_numpy_results import interceptable_tolist
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import (
-    FAKE_MODE,
-    fill,
-    is_absent,
-    make_absent,
-    user_attributes,
-)
+from lightning_hybrid.step.standins.absent_arrays_and_lists import interceptable_tolist
+from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, fill, is_absent, make_absent, user_attributes
 from lightning_hybrid.step.tracing.intercept_step_operations import _METADATA, VIEW_PROPERTIES
 
 _MEMORY = frozenset({"untyped_storage"})  # used to pickle a plain tensor

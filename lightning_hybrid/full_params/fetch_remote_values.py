@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
 from lightning_hybrid.full_params.pipeline_ranks_with_values import ValueLocations
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 _ALIGNMENT = 16  # bytes; in a message, tensors begin at multiples of it
 

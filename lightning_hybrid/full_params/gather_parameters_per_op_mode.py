@@ -21,7 +21,7 @@ from lightning_hybrid.full_params.read_sharded_parameters_as_full import IDENTIT
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call, tensors_inside
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import (
+from lightning_hybrid.step.standins.absent_tensors import (
     SHAPE_METHODS,
     SHAPE_PROPERTIES,
     full_shape,

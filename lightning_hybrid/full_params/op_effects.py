@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.full_params.pipeline_ranks_with_values import Ranks
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.intercept_step_operations import _READS
 
 # Besides reads: operations whose result's shape depends on content, and those that convert tensors to numbers.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
 from lightning_hybrid.parts.parameter_shard_placement import Shard, join, padded, shard_tensor
 from lightning_hybrid.step.module_state.pickle_sharded_parameters import copy_full_parameter, copy_local_parameter
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import FULL_SHAPE, is_absent
+from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
 
 
 @dataclass(frozen=True)

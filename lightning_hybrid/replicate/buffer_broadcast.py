@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 # Attribute of a module: names of buffers that DDP does not broadcast.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"

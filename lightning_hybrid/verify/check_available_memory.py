@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 _LIMITS = (  # of the container that this process runs in
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

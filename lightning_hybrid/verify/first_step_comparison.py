@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.verify.one_process.one_process_step import OneProcessResult
 from lightning_hybrid.verify.records.record_comparison import as_float64
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from harness.one_process_pipeline import assert_same_gradients
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.schedule import Kind
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from models.cases import Samples, make
 
 

@@ -6,13 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.precision import (
-    DoublePrecision,
-    FSDPPrecision,
-    HalfPrecision,
-    MixedPrecision,
-    Precision,
-)
+from lightning.pytorch.plugins.precision import DoublePrecision, FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

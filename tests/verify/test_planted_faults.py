@@ -114,7 +114,7 @@ def counted_twice_in_the_norm(patch):
 
 
 def parameters_replaced(patch):
-    from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+    from lightning_hybrid.step.standins.absent_tensors import is_absent
     from lightning_hybrid.strategies.run import build_run
 
     original = build_run.drop_remote_parameters

@@ -21,7 +21,7 @@ from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, Lo
 from lightning_hybrid.parts.shard_boxes import shard_of
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 

@@ -25,24 +25,13 @@ from lightning_hybrid.pipeline.runtime.switch_module_state_between_stages import
 from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.schedule import (
-    Action,
-    Compute,
-    Instruction,
-    Kind,
-    Message,
-    Program,
-    Receive,
-    Send,
-    Span,
-    peer_of,
-)
+from lightning_hybrid.schedule import Action, Compute, Instruction, Kind, Message, Program, Receive, Send, Span, peer_of
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
 from lightning_hybrid.step.batch_means.torchmetrics_of_full_batch import BatchMetrics
 from lightning_hybrid.step.instrument.instrument_step import instrumented
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import ReplayWatch, StageRun
 from lightning_hybrid.step.standins.absent_numbers import ControlFlowError
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import fill
+from lightning_hybrid.step.standins.absent_tensors import fill
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 

@@ -17,7 +17,7 @@ from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves imp
     reachable_leaves,
 )
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 _MAX_COPIED = 2**24  # before every step

@@ -21,7 +21,7 @@ from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves imp
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.recording.kept_values import skippable_modules
 from lightning_hybrid.step.replay.rerun_step_for_side_effects import SideEffectReplay
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 

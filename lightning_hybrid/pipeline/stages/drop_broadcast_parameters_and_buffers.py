@@ -14,7 +14,7 @@ from lightning_hybrid.collectives.make_tensor_sendable import as_sendable
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import compute_weights
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import drop, fill, is_absent
+from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent
 
 
 def drop_remote_parameters(plan: StagePlan) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 _PLAIN = (bool, int, float, str, type(None))
 

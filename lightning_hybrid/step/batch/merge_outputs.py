@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_hybrid.step.objects.pytree import children_of
 from lightning_hybrid.step.standins.absent_numbers import source_values
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 

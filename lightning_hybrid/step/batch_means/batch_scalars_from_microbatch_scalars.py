@@ -17,8 +17,8 @@ from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
 from lightning_hybrid.step.batch_means.linear_means_of_loss import is_linear
 from lightning_hybrid.step.batch_means.torchmetrics_of_full_batch import BatchMetrics
 from lightning_hybrid.step.objects.pytree import Spec, flatten, unflatten
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
-from lightning_hybrid.step.standins.replace_sharded_by_full_tensors import ShardedTensorBase
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.sharded_to_full_tensors import ShardedTensorBase
 from lightning_hybrid.step.tracing.recording_dataclasses import Template
 
 

@@ -25,7 +25,7 @@ from lightning_hybrid.step.deferred_init.recorded_init_ops import (
     StorageView,
     is_on_meta,
 )
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import drop
+from lightning_hybrid.step.standins.absent_tensors import drop
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.randomness.generator_snapshot import generator_state, is_generator, set_generator_state
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy, storage_id
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 # Attributes that Lightning sets on a module and that are not part of its state.
 _NOT_STATE = frozenset(

@@ -12,8 +12,8 @@ from typing import Any
 from lightning_hybrid.graph.step_graph import Node, StepGraph
 from lightning_hybrid.step.batch_means.sums_over_samples import IDENTITIES, SUMS
 from lightning_hybrid.step.objects.pytree import children_of, flatten
+from lightning_hybrid.step.standins.absent_arrays_and_lists import is_absent_number
 from lightning_hybrid.step.standins.absent_numbers import AbsentFloat, source_values
-from lightning_hybrid.step.standins.absent_tolist_and_numpy_results import is_absent_number
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording, ReturnedTensor
 
 _EXTREMA = frozenset({"max", "amax", "any", "min", "amin", "all"})

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.graph.partition import node_cost
 from lightning_hybrid.step.recording.find_implicit_inputs_of_units import UncapturedOutput
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import full_shape
+from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording, StepError
 from lightning_hybrid.step.tracing.wrap_forward_with_backward_hooks import has_backward_hooks
 

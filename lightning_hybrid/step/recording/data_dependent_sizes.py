@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-)
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.graph.step_graph import Node, SizedBy
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import MARK
+from lightning_hybrid.step.standins.absent_tensors import MARK
 
 # Operations whose result has a shape that depends on content.
 SIZED_BY_DATA = frozenset(

@@ -16,8 +16,8 @@ from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves imp
     reachable_leaves,
 )
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.standins.absent_arrays_and_lists import is_absent_number, line_of_read
 from lightning_hybrid.step.standins.absent_numbers import source_values
-from lightning_hybrid.step.standins.absent_tolist_and_numpy_results import is_absent_number, line_of_read
 from lightning_hybrid.step.tracing.intercept_step_operations import StepMode, user_line
 from lightning_hybrid.step.tracing.recording_dataclasses import ReturnedTensor, StepError
 

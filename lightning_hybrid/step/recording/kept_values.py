@@ -14,12 +14,8 @@ from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves imp
     reachable_leaves,
 )
 from lightning_hybrid.step.recording.escaped_values import describe_tensors
-from lightning_hybrid.step.standins.absent_tolist_and_numpy_results import (
-    has_absent_content,
-    is_absent_number,
-    line_of_read,
-)
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_arrays_and_lists import has_absent_content, is_absent_number, line_of_read
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.dry_run_metrics import find_sinks
 from lightning_hybrid.step.tracing.intercept_step_operations import StepMode
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording, StepError

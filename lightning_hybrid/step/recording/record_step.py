@@ -27,9 +27,9 @@ from lightning_hybrid.step.recording.find_nodes_autograd_grad_differentiates imp
 from lightning_hybrid.step.recording.kept_values import find_kept_values
 from lightning_hybrid.step.recording.make_mutated_tensors_absent import buffers_of
 from lightning_hybrid.step.recording.recorder import Recorder
+from lightning_hybrid.step.standins.absent_tensors import absent_members
 from lightning_hybrid.step.standins.cost_counter import CostCounter
 from lightning_hybrid.step.standins.fake_kernel_fallback import quiet_fake_kernels
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import absent_members
 from lightning_hybrid.step.tracing.dry_run_metrics import MetricDryRun, find_sinks
 from lightning_hybrid.step.tracing.find_stored_autograd_apply import find_bound_applies
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun

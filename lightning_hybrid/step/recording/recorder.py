@@ -33,9 +33,9 @@ from lightning_hybrid.step.recording.make_mutated_tensors_absent import (
 from lightning_hybrid.step.recording.refuse_numbers_from_units import run_event_on_stand_ins
 from lightning_hybrid.step.recording.unit_dedup import UnitDeduplicator
 from lightning_hybrid.step.standins.absent_numbers import Answer
+from lightning_hybrid.step.standins.absent_tensors import make_absent
 from lightning_hybrid.step.standins.cost_counter import CostCounter
 from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import make_absent
 from lightning_hybrid.step.tracing.dry_run_metrics import MetricDryRun
 from lightning_hybrid.step.tracing.finiteness_checks import answer_if_finite
 from lightning_hybrid.step.tracing.intercept_step_operations import TEXT_READS, StepMode, user_line

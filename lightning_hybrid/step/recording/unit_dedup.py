@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_hybrid.graph.step_graph import SizedBy
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import reachable_leaves
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
+from lightning_hybrid.step.standins.absent_tensors import make_absent
 from lightning_hybrid.step.standins.cost_counter import CostCounter
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import make_absent
 from lightning_hybrid.step.tracing.refuse_backward_functorch_missing_loss import refuse_transforms
 
 _PLAIN = (bool, int, float, str, complex, bytes, type(None), torch.dtype, torch.device, torch.Size)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hybrid.graph.step_graph import Node, StepGraph
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import StepError, returned_values
 
 _ADVICE = {

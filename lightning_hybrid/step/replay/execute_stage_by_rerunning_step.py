@@ -28,12 +28,8 @@ from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves imp
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.replay.divergence import Divergence, StepChanged
 from lightning_hybrid.step.standins.absent_numbers import Answer
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import MARK, fill, make_placeholder
-from lightning_hybrid.step.standins.replace_sharded_by_full_tensors import (
-    ShardedTensorBase,
-    materialize,
-    materialize_call,
-)
+from lightning_hybrid.step.standins.absent_tensors import MARK, fill, make_placeholder
+from lightning_hybrid.step.standins.sharded_to_full_tensors import ShardedTensorBase, materialize, materialize_call
 from lightning_hybrid.step.tracing.dry_run_metrics import find_sinks
 from lightning_hybrid.step.tracing.finiteness_checks import check_answer
 from lightning_hybrid.step.tracing.intercept_step_operations import TEXT_READS, CurrentRun, StepMode, user_line

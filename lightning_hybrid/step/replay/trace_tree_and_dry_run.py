@@ -27,7 +27,7 @@ from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.recording.escaped_values import find_escaped_values, number_in_buffer
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import rebuild_result
 from lightning_hybrid.step.standins.absent_numbers import Answer
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import MARK, fill, make_placeholder, swap_in_place
+from lightning_hybrid.step.standins.absent_tensors import MARK, fill, make_placeholder, swap_in_place
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun, StepMode, user_line
 from lightning_hybrid.step.tracing.op_signature import signature_of
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording, Template, returned_values

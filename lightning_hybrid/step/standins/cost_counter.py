@@ -15,8 +15,8 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import as_plain_tensor
+from lightning_hybrid.step.standins.absent_tensors import limit_kernel_cache
 from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL, run_kernel_on_stand_ins
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import limit_kernel_cache
 
 
 class CostCounter(TorchDispatchMode):

@@ -25,7 +25,7 @@ from torch.distributions import Distribution
 
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves, tensors_inside, unflatten
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import FAKE_MODE, make_absent
+from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, make_absent
 
 NO_FAKE_KERNEL = (
     DataDependentOutputException,

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves, unflatten
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent, make_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent, make_absent
 
 
 def find_sinks(root: nn.Module) -> dict[str, nn.Module]:

@@ -23,15 +23,10 @@ from lightning_hybrid.randomness.drawing_ops import draws
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.objects.source_folders import PACKAGE, TORCH
+from lightning_hybrid.step.standins.absent_arrays_and_lists import content_message, stand_in_for_content
 from lightning_hybrid.step.standins.absent_numbers import AbsentFloat, Answer, ControlFlowError, branch_message
-from lightning_hybrid.step.standins.absent_tolist_and_numpy_results import content_message, stand_in_for_content
+from lightning_hybrid.step.standins.absent_tensors import MARK, SHAPE_METHODS, SHAPE_PROPERTIES, full_shape_meta
 from lightning_hybrid.step.standins.guess_branch_reads import answer_guessed_read
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import (
-    MARK,
-    SHAPE_METHODS,
-    SHAPE_PROPERTIES,
-    full_shape_meta,
-)
 from lightning_hybrid.step.standins.order_comparison_operands import COMPARISONS, in_canonical_order
 from lightning_hybrid.step.tracing.shape_only_ops import FILL_OPS, packed_sizes, run_fill_op
 from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 # Operations that create a tensor from the shape, dtype and device of their first argument.
 FILL_OPS = frozenset(

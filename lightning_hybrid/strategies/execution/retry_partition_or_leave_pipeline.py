@@ -25,7 +25,7 @@ from lightning_hybrid.pipeline.runner_base import StepResult, TrainContext
 from lightning_hybrid.pipeline.unpartitioned_runner_with_batch_sharing import PlainRunner
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import BatchError
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
 from lightning_hybrid.strategies.run.build_run import RunOwner

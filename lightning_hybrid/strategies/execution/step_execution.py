@@ -17,7 +17,7 @@ from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.runner_base import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.objects.list_modules_and_parameters import modules_in, parameters_of
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.logs.delay_logger_calls import flush_logger_calls
 from lightning_hybrid.strategies.logs.log_reduction import begin_logs, log_for_all, log_for_replica
 from lightning_hybrid.strategies.options.weigh_microbatches_by_count import weigh_by_count

@@ -13,7 +13,7 @@ from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import St
 from lightning_hybrid.step.deferred_init.deferred_init import InitialValues
 from lightning_hybrid.step.deferred_init.recorded_init_ops import InitialValueError, StorageView
 from lightning_hybrid.step.deferred_init.reset_parameters import reset
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import fill
+from lightning_hybrid.step.standins.absent_tensors import fill
 
 
 class EmptyInit:

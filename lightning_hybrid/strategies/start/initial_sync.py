@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_hybrid.collectives.make_tensor_sendable import as_sendable
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
 def synchronize_start(

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.start.example_batch import provide_loaders_once
 
 

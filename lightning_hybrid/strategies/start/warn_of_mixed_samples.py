@@ -19,7 +19,7 @@ from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import (
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import split
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch
 from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import current_hook
 

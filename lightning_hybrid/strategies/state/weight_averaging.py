@@ -25,7 +25,7 @@ from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers impo
     unshard_parameters,
 )
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 _REASON = "weight averaging of a sharded module"
 # Where the callbacks go through the parameters of both.

@@ -19,7 +19,7 @@ from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import T
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import full_shape, is_absent
+from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import stage_of_gradient
 from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import record_calls
 from lightning_hybrid.verify.check_available_memory import free_bytes

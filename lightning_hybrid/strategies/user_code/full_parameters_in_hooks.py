@@ -16,7 +16,7 @@ from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageRe
 from lightning_hybrid.full_params.read_sharded_parameters_as_full import ShardedParameterReads
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.patching import replace
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import can_step_shards, combines_parameters
 
 # Replicas over which parameters are sharded may have different numbers of these.

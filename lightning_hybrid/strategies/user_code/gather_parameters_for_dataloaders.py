@@ -29,7 +29,7 @@ from lightning_hybrid.full_params.read_sharded_parameters_as_full import IDENTIT
 from lightning_hybrid.patching import around
 from lightning_hybrid.pipeline.unpartitioned_steps_with_gathered_parameters import UnpartitionedSteps
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import (
+from lightning_hybrid.step.standins.absent_tensors import (
     SHAPE_METHODS,
     SHAPE_PROPERTIES,
     full_shape,

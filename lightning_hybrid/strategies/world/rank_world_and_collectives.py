@@ -20,7 +20,7 @@ from lightning_hybrid.experts.moe.moe_layer import name_layers
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import replace
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import EpochMetrics
 from lightning_hybrid.strategies.world.evaluate_replicas_with_uneven_batches import evaluate_each_sample_once
 from lightning_hybrid.strategies.world.publish_device_mesh_to_user import published

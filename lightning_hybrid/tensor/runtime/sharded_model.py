@@ -21,8 +21,8 @@ from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import FULL_SHAPE, is_absent
-from lightning_hybrid.step.standins.replace_sharded_by_full_tensors import materialize_call
+from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
+from lightning_hybrid.step.standins.sharded_to_full_tensors import materialize_call
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
 from lightning_hybrid.tensor.collectives.rank_groups import GroupRanks, paired
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan

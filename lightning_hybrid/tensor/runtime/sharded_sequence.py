@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
-from lightning_hybrid.step.standins.replace_sharded_by_full_tensors import materialize
+from lightning_hybrid.step.standins.sharded_to_full_tensors import materialize
 from lightning_hybrid.tensor.collectives import sequence_sharding_and_collectives as positions
 from lightning_hybrid.tensor.collectives.rank_groups import ExchangingRanks
 from lightning_hybrid.tensor.collectives.sequence_shard_tensor import SequenceShard, shard_sequence

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, shard_tensor
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import full_shape
-from lightning_hybrid.step.standins.replace_sharded_by_full_tensors import materialize_call
+from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.step.standins.sharded_to_full_tensors import materialize_call
 from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites
 from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 from lightning_hybrid.tensor.collectives.feature_collectives import gather, local_shard, sum_gradients

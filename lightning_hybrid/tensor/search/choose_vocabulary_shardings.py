@@ -8,7 +8,7 @@ from math import prod
 
 from torch import nn
 
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import full_shape
+from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.tensor.discovery.vocabulary_uses import WeightUse
 
 # A table with so many times fewer rows than the largest one (positions, token types) is not worth an all-reduce.

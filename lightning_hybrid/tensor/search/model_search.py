@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.recording.unit_dedup import UnitKinds
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import full_shape
+from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
 from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import UnitCalls
 from lightning_hybrid.tensor.discovery.vocabulary_uses import WeightUse

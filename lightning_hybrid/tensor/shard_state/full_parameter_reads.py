@@ -18,7 +18,7 @@ from lightning_hybrid.parts.gather_on_read import GatherCallbacks, OutsideLayerG
 from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.step.instrument.intercept_autograd_functions import NotIntercepted
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
 class FullParameterReads:

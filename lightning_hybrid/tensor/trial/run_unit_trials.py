@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_hybrid.equivalence.no_dropout_one_dtype_mode import DeterministicMode
 from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.replace_sharded_by_full_tensors import materialize
+from lightning_hybrid.step.standins.sharded_to_full_tensors import materialize
 from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import taking_asides
 from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCall, TorchCallSites
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan

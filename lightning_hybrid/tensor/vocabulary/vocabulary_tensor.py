@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from lightning_hybrid.step.instrument.intercept_autograd_functions import NotIntercepted
-from lightning_hybrid.step.standins.replace_sharded_by_full_tensors import materialize
+from lightning_hybrid.step.standins.sharded_to_full_tensors import materialize
 from lightning_hybrid.tensor.vocabulary.aten_sharding_rules import rule_of
 from lightning_hybrid.tensor.vocabulary.sharded_embedding import embedding_rows
 from lightning_hybrid.tensor.vocabulary.sharded_losses import LOSS_RULES, gather_rows

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import drop, fill, is_absent
+from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
 @contextlib.contextmanager

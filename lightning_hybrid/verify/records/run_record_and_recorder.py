@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.mesh import is_lost_connection
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.verify.records.perturb_weights import perturb
 from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import replace_step
 

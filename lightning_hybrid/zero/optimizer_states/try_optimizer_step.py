@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.memory_mapped_states import state_tensors
 from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import STEP_HOOKS
 

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 from lightning_hybrid.step.deferred_init.deferred_init import InitialValues
 from lightning_hybrid.step.deferred_init.recorded_init_ops import InitialValueError
 from lightning_hybrid.step.deferred_init.reset_parameters import reset
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import drop, fill
+from lightning_hybrid.step.standins.absent_tensors import drop, fill
 
 
 def set_by(initialise):

@@ -9,7 +9,7 @@ from torch import nn
 
 from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weights_of
 from lightning_hybrid.step.deferred_init.recorded_init_ops import InitialValueError
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from models.tiny import FEATURES, Tiny, loader
 
 

@@ -10,7 +10,7 @@ import lightning_hybrid
 from harness.trainer_runs import trainer_of, weights_of
 from harness.verification import call_quietly
 from harness.worlds.worlds_plugin import RankError
-from lightning_hybrid.step.standins.make_and_fill_absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from models.tiny import FEATURES, Tiny, loader
 
 
