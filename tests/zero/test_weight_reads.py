@@ -79,7 +79,7 @@ def of(network):
     return Reads
 
 
-ReadsPlaces, ReadsRelative, ReadsTiedInside, ReadsPenalised = map(of, (Positions, Relative, TiedInside, Penalised))
+ReadsPositions, ReadsRelative, ReadsTiedInside, ReadsPenalised = map(of, (Positions, Relative, TiedInside, Penalised))
 
 
 class TwoNetworks(Layers):
@@ -90,7 +90,7 @@ class TwoNetworks(Layers):
         self.layers = nn.ModuleList([Positions(), TiedInside(), mlp()])
 
 
-MODULES = (ReadsPlaces, ReadsRelative, ReadsTiedInside, ReadsPenalised)
+MODULES = (ReadsPositions, ReadsRelative, ReadsTiedInside, ReadsPenalised)
 RUNS = [
     *(zero(1, module, microbatches=1) for module in MODULES),
     *(zero(3, module, microbatches=1, **EACH) for module in MODULES),
