@@ -11,7 +11,10 @@ from torch import nn
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
-from lightning_hybrid.step.instrument.intercept_autograd_functions import functions_with_repeated_draws, user_functions
+from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import (
+    functions_with_repeated_draws,
+    user_functions,
+)
 from lightning_hybrid.step.instrument.replay_user_activation_checkpointing import patched_checkpointing
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 

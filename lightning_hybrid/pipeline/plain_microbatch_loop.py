@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline.results.count_metric_batches_once import CountedMetrics
+from lightning_hybrid.pipeline.results.count_batches_once_across_ranks import CountedMetrics
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import detached
-from lightning_hybrid.pipeline.runner_base import MicrobatchRunner, TrainContext, backward_of
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
 from lightning_hybrid.pipeline.split_batch_over_ranks_and_gather_results import BatchShare
+from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, TrainContext, backward_of
 from lightning_hybrid.schedule import Action, Kind, Span
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import put
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import reachable_leaves

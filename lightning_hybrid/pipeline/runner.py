@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.collectives.exchange_losses_and_logged_values import StepBroken
+from lightning_hybrid.collectives.exchange_and_compare_step_numbers import StepBroken
 from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import LossWeighting
 from lightning_hybrid.pipeline.loss_weights.microbatch_weights_of_means import LossMeanWeights, MeanWeights
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import check_content, detached, returned_batch
 from lightning_hybrid.pipeline.results.result_exchange import StepResultExchange
-from lightning_hybrid.pipeline.runner_base import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.pipeline.runtime.cached_schedule_programs import Programs
 from lightning_hybrid.pipeline.runtime.executor import Executor, Job, Outcome, fill_placeholders
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
@@ -31,6 +30,7 @@ from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers impo
 from lightning_hybrid.pipeline.stages.record_and_partition_step import record_once
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, ChosenTraces, TraceCache
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.pipeline.unpartitioned_steps_with_gathered_parameters import UnpartitionedSteps
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join

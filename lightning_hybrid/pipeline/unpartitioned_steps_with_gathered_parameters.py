@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import digest
 from lightning_hybrid.collectives.broadcast_from_owner import broadcast_buffer
-from lightning_hybrid.collectives.exchange_losses_and_logged_values import NumberExchange
+from lightning_hybrid.collectives.exchange_and_compare_step_numbers import NumberExchange
 from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
 from lightning_hybrid.full_params.gather_parameters_per_op_mode import GatheredParameters
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards

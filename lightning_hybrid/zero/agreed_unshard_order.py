@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.shared_memory.async_all_gather_of_numbers import start_all_gather
-from lightning_hybrid.zero.shard_layout import ShardRanks
+from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks
 from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
 
 _NONE = -1.0

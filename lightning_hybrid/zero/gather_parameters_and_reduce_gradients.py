@@ -34,7 +34,7 @@ from lightning_hybrid.zero.agreed_unshard_order import GatherRounds, agree_on_st
 from lightning_hybrid.zero.gradient_messages import GradientObserver
 from lightning_hybrid.zero.memory_mapped_states import Region
 from lightning_hybrid.zero.saved_parameter_views import ParameterView, pack
-from lightning_hybrid.zero.shard_layout import ShardRanks
+from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks
 from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
 
 Stage = int | None  # None: gradients are complete only after all stages of this rank

@@ -24,7 +24,7 @@ from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.zero.gradient_messages import GradientMessages, GradientObserver
 from lightning_hybrid.zero.memory_mapped_states import Region
-from lightning_hybrid.zero.shard_layout import ShardRanks, numel_of_largest_shard, offsets_of
+from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks, numel_of_largest_shard, offsets_of
 from lightning_hybrid.zero.storage_devices import StorageDevices, StoredShards
 
 # torch 2.13 gave the collectives on single tensors new names.

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import RanksDisagree, digest
-from lightning_hybrid.collectives.exchange_losses_and_logged_values import NumberExchange, StepBroken
+from lightning_hybrid.collectives.exchange_and_compare_step_numbers import NumberExchange, StepBroken
 
 SAME = {"names": 1, "batch": 2, "trace": 3}
 

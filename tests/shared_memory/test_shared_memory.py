@@ -13,7 +13,7 @@ from lightning_hybrid.shared_memory import peer_sockets as streams
 from lightning_hybrid.shared_memory.async_all_gather_of_numbers import start_all_gather
 from lightning_hybrid.shared_memory.collectives import SLOT_BYTES, SharedMemory, shared_memory
 from lightning_hybrid.shared_memory.transfers import Transfers, transfers_of
-from lightning_hybrid.tensor.collectives.rank_groups import GroupRanks
+from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.bool]
 LONG = SLOT_BYTES // 4 * 2 + 3  # elements of float32: three rounds

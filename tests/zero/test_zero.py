@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from harness.fits import Run, check, fit, fit_reference, trainer_of
 from harness.zero_runs import zero
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.zero.shard_layout import ShardRanks, shard_placement
+from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks, shard_placement
 from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
 from models.cases import CASES, Samples, make
 from models.hand_written import Layers, TiedInStep

@@ -20,7 +20,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_hybrid.graph.step_graph import SINK
 from lightning_hybrid.patching import replace
-from lightning_hybrid.pipeline.results.count_metric_batches_once import CountedMetrics
+from lightning_hybrid.pipeline.results.count_batches_once_across_ranks import CountedMetrics
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.tracing.dry_run_metrics import find_sinks
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import digest
 from lightning_hybrid.collectives.broadcast_from_owner import broadcast_tensor
-from lightning_hybrid.collectives.exchange_losses_and_logged_values import NumberExchange
+from lightning_hybrid.collectives.exchange_and_compare_step_numbers import NumberExchange
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Entry, Key, keyed
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant

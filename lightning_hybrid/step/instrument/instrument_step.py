@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.intercept_autograd_functions import (
+from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import (
     functions_with_repeated_draws,
     intercepted_functions,
     user_functions,

@@ -13,7 +13,7 @@ from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves imp
     is_state,
     reachable_leaves,
 )
-from lightning_hybrid.step.recording.escaped_values import describe_tensors
+from lightning_hybrid.step.recording.escaped_tensors_and_read_numbers import describe_tensors
 from lightning_hybrid.step.standins.absent_arrays_and_lists import has_absent_content, is_absent_number, line_of_read
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.dry_run_metrics import find_sinks

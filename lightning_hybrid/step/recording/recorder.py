@@ -19,7 +19,7 @@ from lightning_hybrid.step.objects.pytree import Spec, flatten, register_contain
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
 from lightning_hybrid.step.recording.check_kept_values_mergeable import selects_rows
 from lightning_hybrid.step.recording.data_dependent_sizes import SIZED_BY_DATA, DynamicSizeReads, masks_to_indices
-from lightning_hybrid.step.recording.escaped_values import find_escaped_values, values_behind_numbers
+from lightning_hybrid.step.recording.escaped_tensors_and_read_numbers import find_escaped_values, values_behind_numbers
 from lightning_hybrid.step.recording.find_implicit_inputs_of_units import CapturedInputs
 from lightning_hybrid.step.recording.find_nodes_autograd_grad_differentiates import (
     FullGraphNeeded,

@@ -21,7 +21,7 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch_means.batch_scalars_from_microbatch_scalars import ScalarResults, scalar_nodes
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share, weighted_by_share
 from lightning_hybrid.step.batch_means.torchmetrics_of_full_batch import BatchMetrics
-from lightning_hybrid.step.instrument.intercept_autograd_functions import user_functions
+from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import user_functions
 from lightning_hybrid.step.instrument.replay_user_activation_checkpointing import recomputed
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import look_up, put
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import AttributePath

@@ -24,7 +24,7 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import look_up
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import AttributePath, ModuleSnapshot
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.recording.escaped_values import find_escaped_values, number_in_buffer
+from lightning_hybrid.step.recording.escaped_tensors_and_read_numbers import find_escaped_values, number_in_buffer
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import rebuild_result
 from lightning_hybrid.step.standins.absent_numbers import Answer
 from lightning_hybrid.step.standins.absent_tensors import MARK, fill, make_placeholder, swap_in_place

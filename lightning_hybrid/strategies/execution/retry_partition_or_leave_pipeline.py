@@ -19,9 +19,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_hybrid.collectives.exchange_losses_and_logged_values import StepBroken
+from lightning_hybrid.collectives.exchange_and_compare_step_numbers import StepBroken
 from lightning_hybrid.pipeline.runner import StepRunner
-from lightning_hybrid.pipeline.runner_base import StepResult, TrainContext
+from lightning_hybrid.pipeline.step_runner_interface_and_results import StepResult, TrainContext
 from lightning_hybrid.pipeline.unpartitioned_runner_with_batch_sharing import PlainRunner
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.microbatch import BatchError

@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.collectives.exchange_losses_and_logged_values import StepBroken
+from lightning_hybrid.collectives.exchange_and_compare_step_numbers import StepBroken
 from lightning_hybrid.pipeline.results.gradient_handoff import GradientHandoff
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
-from lightning_hybrid.pipeline.runner_base import MicrobatchRunner, StepResult, TrainContext
+from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.schedule import Span
-from lightning_hybrid.step.objects.list_modules_and_parameters import modules_in, parameters_of
+from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.logs.delay_logger_calls import flush_logger_calls
 from lightning_hybrid.strategies.logs.log_reduction import begin_logs, log_for_all, log_for_replica

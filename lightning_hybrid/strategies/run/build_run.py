@@ -22,9 +22,9 @@ from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import St
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.strategies.options.strategy_options import compile_options
-from lightning_hybrid.strategies.run.decide_module_partition import ModulePartition
 from lightning_hybrid.strategies.run.describe_run import describe_run
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
+from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import ModulePartition
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.run.run_objects_and_options import Setting
 from lightning_hybrid.strategies.techniques.compilation import CompiledUnits, share_compile_processes

@@ -8,7 +8,7 @@ from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means
-from lightning_hybrid.strategies.run.decide_module_partition import ModulePartition
+from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import ModulePartition
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import describe_tensor_plans
 from lightning_hybrid.strategies.techniques.recomputation import describe_policies

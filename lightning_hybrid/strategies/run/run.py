@@ -17,13 +17,13 @@ from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.runner import StepRunner
-from lightning_hybrid.pipeline.runner_base import MicrobatchRunner
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
+from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner
 from lightning_hybrid.pipeline.unpartitioned_runner_with_batch_sharing import PlainRunner
 from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
+from lightning_hybrid.strategies.run.fall_back_to_zero3_shards import Zero3Fallback
 from lightning_hybrid.strategies.run.run_objects_and_options import Setting
-from lightning_hybrid.strategies.run.zero3_fallback_reason_and_warning import Zero3Fallback
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
 from lightning_hybrid.strategies.techniques.compilation import CompiledUnits
 from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads

@@ -18,7 +18,7 @@ from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 from lightning_hybrid.strategies.logs.delay_logger_calls import captured_loggers
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import current_hook
-from lightning_hybrid.strategies.world.evaluate_replicas_with_uneven_batches import forbid_unmatched_collectives
+from lightning_hybrid.strategies.world.evaluate_each_sample_once import forbid_unmatched_collectives
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
 
 Context = Callable[[], AbstractContextManager[Any]]

@@ -25,7 +25,7 @@ from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import recor
 from lightning_hybrid.verify.check_available_memory import free_bytes
 from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import Stage, ZeroSharding
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
-from lightning_hybrid.zero.shard_layout import ShardRanks, bytes_of_shards, shard_placement
+from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks, bytes_of_shards, shard_placement
 from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
 from lightning_hybrid.zero.storage_devices import StorageDevices
 

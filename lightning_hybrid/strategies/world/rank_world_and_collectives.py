@@ -22,7 +22,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import replace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import EpochMetrics
-from lightning_hybrid.strategies.world.evaluate_replicas_with_uneven_batches import evaluate_each_sample_once
+from lightning_hybrid.strategies.world.evaluate_each_sample_once import evaluate_each_sample_once
 from lightning_hybrid.strategies.world.publish_device_mesh_to_user import published
 from lightning_hybrid.strategies.world.rank_failures import RankFailures
 from lightning_hybrid.strategies.world.world_seen_by_user_code import ReplicaWorld

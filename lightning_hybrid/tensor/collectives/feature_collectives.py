@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.parts.parameter_shard_placement import Shard, embed_in_zeros, join, padded, shard_tensor
-from lightning_hybrid.tensor.collectives.rank_groups import Ranks
+from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import Ranks
 
 Map = Callable[[Tensor], Tensor]
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.parts.parameter_shard_placement import Shard, shard_tensor
+from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import ExchangingRanks
 from lightning_hybrid.tensor.collectives.feature_collectives import LinearMap
-from lightning_hybrid.tensor.collectives.rank_groups import ExchangingRanks
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import Ranks
 from lightning_hybrid.tensor.collectives.feature_collectives import Readers, enter
-from lightning_hybrid.tensor.collectives.rank_groups import Ranks
 from lightning_hybrid.tensor.collectives.sequence_shard_tensor import SequenceShard
 
 

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from lightning_hybrid.parts.parameter_shard_placement import Shard, shard_tensor
 from lightning_hybrid.patching import Replacement
+from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import Ranks
 from lightning_hybrid.tensor.collectives.feature_collectives import gather, leave
-from lightning_hybrid.tensor.collectives.rank_groups import Ranks
 from lightning_hybrid.tensor.collectives.sequence_shard_tensor import SequenceShard, save_local_shard, shard_sequence
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.runtime.enter_region_inputs_once import RegionInputs

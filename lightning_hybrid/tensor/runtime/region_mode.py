@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.randomness.drawing_ops import draws
 from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH
-from lightning_hybrid.tensor.collectives.rank_groups import OneRank, Ranks
+from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import OneRank, Ranks
 from lightning_hybrid.tensor.plan.unit_plan import Rule, Site
 from lightning_hybrid.tensor.runtime.convert_slices_to_local import (
     CannotShard,

@@ -24,7 +24,7 @@ from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
 from lightning_hybrid.step.standins.sharded_to_full_tensors import materialize_call
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
-from lightning_hybrid.tensor.collectives.rank_groups import GroupRanks, paired
+from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks, paired
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.compilable_sharded_linears import CompiledRegionInputs, compiled_forwards
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit

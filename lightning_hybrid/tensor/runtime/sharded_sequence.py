@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.standins.sharded_to_full_tensors import materialize
 from lightning_hybrid.tensor.collectives import sequence_sharding_and_collectives as positions
-from lightning_hybrid.tensor.collectives.rank_groups import ExchangingRanks
+from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import ExchangingRanks
 from lightning_hybrid.tensor.collectives.sequence_shard_tensor import SequenceShard, shard_sequence
 from lightning_hybrid.tensor.collectives.sequence_sharding_and_collectives import (
     AnySharding,

@@ -34,8 +34,8 @@ from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.standins.sharded_to_full_tensors import materialize_call
 from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites
 from lightning_hybrid.step.tracing.recording_dataclasses import StepError
+from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import ExchangingRanks, Ranks, as_ranks, paired
 from lightning_hybrid.tensor.collectives.feature_collectives import gather, local_shard, sum_gradients
-from lightning_hybrid.tensor.collectives.rank_groups import ExchangingRanks, Ranks, as_ranks, paired
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan, local_positions
 from lightning_hybrid.tensor.runtime.check_forward_was_proved import ProvedCalls
 from lightning_hybrid.tensor.runtime.enter_region_inputs_once import RegionInputs

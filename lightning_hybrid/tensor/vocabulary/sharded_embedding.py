@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_hybrid.step.instrument.intercept_autograd_functions import NotIntercepted
+from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import NotIntercepted
 from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import VocabularyShard
 
 

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from lightning_hybrid.step.instrument.intercept_autograd_functions import NotIntercepted
+from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import NotIntercepted
 from lightning_hybrid.step.standins.sharded_to_full_tensors import materialize
-from lightning_hybrid.tensor.vocabulary.aten_sharding_rules import rule_of
 from lightning_hybrid.tensor.vocabulary.sharded_embedding import embedding_rows
 from lightning_hybrid.tensor.vocabulary.sharded_losses import LOSS_RULES, gather_rows
 from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import Vocabulary, VocabularyShard
+from lightning_hybrid.tensor.vocabulary.vocabulary_sharded_op_rules import rule_of
 
 # Operations that need the memory of the full tensor.
 _OF_CONTENT = frozenset(

@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call
-from lightning_hybrid.tensor.collectives.rank_groups import Ranks
+from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import Ranks
 from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import Vocabulary
 from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
-from lightning_hybrid.pipeline.results.count_metric_batches_once import CountedMetrics
+from lightning_hybrid.pipeline.results.count_batches_once_across_ranks import CountedMetrics
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Entry
 from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import detached
@@ -37,7 +37,7 @@ from lightning_hybrid.step.tracing.dry_run_metrics import find_sinks
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.verify.one_process.data_split_options import DataSplit
 from lightning_hybrid.verify.one_process.deferred_gradients import DeferredGradients
-from lightning_hybrid.verify.one_process.microbatch_side_effects import MicrobatchSideEffects
+from lightning_hybrid.verify.one_process.merge_side_effects_of_microbatches import MicrobatchSideEffects
 from lightning_hybrid.verify.one_process.replica_loader import ReplicaLoader, split_loader
 from lightning_hybrid.verify.one_process.replica_modules_and_state_copying import ReplicaModules
 from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord, local_copies, prediction_leaves

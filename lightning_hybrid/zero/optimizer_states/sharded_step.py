@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.parts.parameter_shard_placement import Shard, join, padded
 from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import step_after_closure
-from lightning_hybrid.zero.shard_layout import shard_placement
+from lightning_hybrid.zero.shard_dims_ranks_and_offsets import shard_placement
 from lightning_hybrid.zero.sharded_parameter_group import all_gather_single
 
 

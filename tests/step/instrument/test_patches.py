@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.intercept_autograd_functions import intercepted_functions
 from lightning_hybrid.step.instrument.intercept_collectives import CompletedWork
+from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import intercepted_functions
 from lightning_hybrid.step.instrument.replay_user_activation_checkpointing import patched_checkpointing
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 from models.autograd_functions import Reverse

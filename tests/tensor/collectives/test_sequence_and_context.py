@@ -15,7 +15,7 @@ from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
-from lightning_hybrid.tensor.collectives.rank_groups import GroupRanks
+from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks
 from lightning_hybrid.tensor.collectives.sequence_sharding_and_collectives import SequenceSharding
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
 from lightning_hybrid.tensor.search.unit_search import plan_unit

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.fits import Run, check, fit, reference_of
-from lightning_hybrid.tensor.collectives.rank_groups import GroupRanks
+from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks
 from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import VocabularyShard
 from models.hand_written import WIDTH, Decoder, TiedInStep
 

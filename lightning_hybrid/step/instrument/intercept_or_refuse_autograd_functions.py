@@ -14,7 +14,7 @@ from torch.jit import ScriptFunction
 from lightning_hybrid.patching import ReplacedAll
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.instrument.intercept_collectives import collective_patches
-from lightning_hybrid.step.instrument.patch_torchmetrics_branches import branchless_normalization
+from lightning_hybrid.step.instrument.patch_torchmetrics_logits_normalization import branchless_normalization
 from lightning_hybrid.step.standins.absent_arrays_and_lists import TOLIST_PATCH
 from lightning_hybrid.step.tracing.find_stored_autograd_apply import APPLIED_IN_PYTHON, BoundApply
 from lightning_hybrid.step.tracing.finiteness_checks import number_check_patches
