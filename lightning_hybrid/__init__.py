@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 from lightning_hybrid.namespaces.detect_lightning_namespace import public_names
 from lightning_hybrid.register_strategies_on_import import register
+from lightning_hybrid.version import __version__
 
 if TYPE_CHECKING:
     from lightning_hybrid.precision.hybrid import HybridPrecision
     from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
 
-__version__ = "0.1.0.dev0"
-__all__ = ["Hybrid3DStrategy", "HybridPrecision"]
+__all__ = ["Hybrid3DStrategy", "HybridPrecision", "__version__"]
 
 # Public names are loaded when they are first asked for: they import torch and Lightning.
-__getattr__ = public_names(__name__, *__all__)
+__getattr__ = public_names(__name__, "Hybrid3DStrategy", "HybridPrecision")
 
 register()

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.cli import checkpoint, verify
+from lightning_hybrid.version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand that ``arguments``, or the command line, name; return the exit status."""
     parser = argparse.ArgumentParser(prog="lightning-hybrid", description="Tools around the strategies.")
+    parser.add_argument("--version", action="version", version=f"lightning-hybrid {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     verify.add_to(commands)
     checkpoint.add_to(commands)

@@ -7,6 +7,8 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_hybrid.namespaces.lightning_internals import check_lightning_internals
+
 # The module of each public class, below the package.
 PUBLIC = {
     "Hybrid3DStrategy": "strategies.hybrid3d",
@@ -49,7 +51,10 @@ class Namespace:
     index: int
 
     def load(self, name: str) -> Any:
-        """Import the public class of that name."""
+        """Import the public class of that name; an ImportError if Lightning lacks a private name that is used."""
+        if name == "Hybrid3DStrategy":
+            importlib.import_module(self.package)
+            check_lightning_internals(self.package)
         return getattr(importlib.import_module(f"{self.home}.{PUBLIC[name]}"), name)
 
     def counterpart_of(self, module: str) -> str | None:

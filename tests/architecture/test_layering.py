@@ -13,7 +13,7 @@ MAX_LINES, MAX_FILES, MAX_FUNCTION = 400, 12, 60
 
 # Low to high. The rooms of one floor do not import each other, except those of plain Python; nor do peers.
 FLOORS = [
-    {"layout"},
+    {"layout", "version"},
     {"schedule", "graph"},
     {"shared_memory", "patching"},
     {"mesh", "step", "step/objects"},

@@ -1,0 +1,107 @@
+"""The private names of Lightning that this package uses, and the check that the installed version has them.
+
+Lightning has no public hook for these: seeing which batches accumulate, joining the results of an evaluation over
+ranks, stopping all ranks after one batch. Each is checked when the strategy is imported, so that another version of
+Lightning is refused there and not in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+# Private names by module (below `lightning.pytorch` or `pytorch_lightning`), and by class where they are attributes.
+PYTORCH: dict[str, tuple[str, ...]] = {
+    "callbacks.weight_averaging:WeightAveraging": ("_average_model", "_copy_average_to_current", "_swap_models"),
+    "core.module:LightningModule": ("_current_fx_name", "_device_mesh", "_on_before_batch_transfer", "_trainer"),
+    "core.optimizer": ("_init_optimizers_and_lr_schedulers",),
+    "core.optimizer:LightningOptimizer": ("_optimizer",),
+    "loops.evaluation_loop:_EvaluationLoop": (
+        *("_combined_loader", "_data_fetcher", "_data_source", "_evaluation_step", "_is_sequential"),
+        *("_logged_outputs", "_results", "_stage", "_store_dataloader_outputs"),
+    ),
+    "loops.fetchers": ("_DataFetcher",),
+    "loops.fit_loop:_FitLoop": (
+        *("_combined_loader", "_data_fetcher", "_data_source", "_results", "_should_accumulate", "_skip_backward"),
+    ),
+    "loops.optimization.automatic:_AutomaticOptimization": ("_training_step",),
+    "loops.training_epoch_loop:_TrainingEpochLoop": ("_broadcast_sigterm_tensor",),
+    "strategies.launchers": ("_MultiProcessingLauncher", "_SubprocessScriptLauncher"),
+    "strategies.parallel:ParallelStrategy": ("_layer_sync",),
+    "strategies.strategy:Strategy": (
+        *("_accelerator", "_checkpoint_io", "_lightning_module", "_lightning_optimizers", "_model", "_optimizers"),
+        "_precision_plugin",
+    ),
+    "trainer.call": (
+        *("_call_callback_hooks", "_call_configure_model", "_call_lightning_datamodule_hook"),
+        *("_call_lightning_module_hook", "_call_strategy_hook"),
+    ),
+    "trainer.connectors.checkpoint_connector:_CheckpointConnector": ("_get_lightning_module_state_dict",),
+    "trainer.connectors.data_connector": ("_get_distributed_sampler", "_request_dataloader"),
+    "trainer.connectors.data_connector:_DataConnector": ("_prepare_dataloader", "_resolve_sampler"),
+    "trainer.connectors.logger_connector.result": ("_Metadata", "_ResultMetric", "_Sync"),
+    "trainer.connectors.signal_connector:_SignalConnector": ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),
+    "trainer.trainer:Trainer": (
+        *("_accelerator_connector", "_active_loop", "_checkpoint_connector", "_data_connector", "_loggers"),
+        *("_results", "_signal_connector"),
+    ),
+    "tuner.lr_finder": ("_LRCallback",),
+    "utilities.combined_loader:CombinedLoader": ("_mode", "_spec"),
+    "utilities.data": ("_update_dataloader",),
+}
+# The same below `lightning.fabric` or `lightning_fabric`.
+FABRIC: dict[str, tuple[str, ...]] = {
+    "utilities.cloud_io": ("_is_local_file_protocol",),
+    "utilities.device_dtype_mixin": ("_update_properties",),
+    "utilities.distributed": (
+        *("_destroy_dist_connection", "_distributed_is_initialized", "_get_default_process_group_backend_for_device"),
+        *("_init_dist_connection", "_set_num_threads_if_needed", "_sync_ddp_if_available"),
+    ),
+    "utilities.optimizer": ("_optimizer_to_device", "_optimizers_to_device"),
+}
+
+
+def check_lightning_internals(package: str) -> None:
+    """Check that one namespace of Lightning has every private name that is used.
+
+    Args:
+        package: ``lightning.pytorch`` or ``pytorch_lightning``.
+
+    Raises:
+        ImportError: It lacks some; names them, and the installed version.
+    """
+    fabric = package.replace("pytorch_lightning", "lightning_fabric").replace("lightning.pytorch", "lightning.fabric")
+    missing = [*_missing_names(package, PYTORCH), *_missing_names(fabric, FABRIC)]
+    if missing:
+        version = getattr(sys.modules[package], "__version__", "of unknown version")
+        raise ImportError(
+            f"lightning_hybrid uses private names that {package} {version} does not have: {', '.join(missing)};"
+            " install a version that pyproject.toml names: pip install 'lightning>=2.6,<2.7'"
+        )
+
+
+def _missing_names(package: str, table: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    for path, names in table.items():
+        module_name, _, class_name = path.partition(":")
+        try:
+            owner: Any = importlib.import_module(f"{package}.{module_name}")
+            owner = getattr(owner, class_name) if class_name else owner
+        except (ImportError, AttributeError):
+            yield f"{package}.{path}"
+            continue
+        yield from (f"{package}.{path}.{name}" for name in names if not _has_name(owner, name))
+
+
+def _has_name(owner: Any, name: str) -> bool:
+    """Whether a module or a class defines a name, or a method of the class mentions it as an attribute."""
+    if hasattr(owner, name) or not isinstance(owner, type):
+        return hasattr(owner, name)
+    members = [value for base in owner.__mro__ for value in vars(base).values()]
+    accessors = [f for value in members if isinstance(value, property) for f in (value.fget, value.fset)]
+    functions = [inspect.unwrap(value) for value in (*members, *accessors) if callable(value)]
+    annotated = any(name in vars(base).get("__annotations__", {}) for base in owner.__mro__)
+    return annotated or any(name in f.__code__.co_names for f in functions if isinstance(f, FunctionType))
