@@ -1,6 +1,6 @@
 """An ordinary LightningModule, trained by four processes: two pipeline stages, two replicas of each.
 
-    python examples/quickstart.py        about 15 s on a laptop CPU; draws quickstart_timeline.png
+python examples/quickstart.py        about 15 s on a laptop CPU; draws quickstart_timeline.png
 """
 
 import lightning as L

@@ -35,7 +35,9 @@ def distributions(tmp_path_factory):
 
 def test_both_contain_package_license_and_type_marker(distributions):
     sdist, wheel = distributions
-    for names in (tarfile.open(sdist).getnames(), zipfile.ZipFile(wheel).namelist()):
+    with tarfile.open(sdist) as archive:
+        packed = archive.getnames()
+    for names in (packed, zipfile.ZipFile(wheel).namelist()):
         for end in ("/LICENSE", "lightning_hybrid/py.typed", "lightning_hybrid/strategies/hybrid3d.py"):
             assert any(name.endswith(end) for name in names), end
     modules = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")]
