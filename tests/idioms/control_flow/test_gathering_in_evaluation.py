@@ -54,7 +54,7 @@ def test_evaluation_without_training(worlds):
             assert all(torch.equal(one, other) for one, other in zip(tensors, predicted, strict=True))
     (*_, warned, first), (*_, silent, second) = ranks
     assert [text.split()[0] for text in warned] == ["validation_step", "predict_step"] and not silent
-    assert all("test_unpartitioned_evaluation.py" in text and "branches on a value" in text for text in warned)
+    assert all("test_gathering_in_evaluation.py" in text and "branches on a value" in text for text in warned)
     names = {name for name, _ in BranchesInEvaluation().named_parameters()}
     assert first and second and set(first) | set(second) == names and not set(first) & set(second)
 
