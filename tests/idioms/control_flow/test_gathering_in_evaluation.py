@@ -134,7 +134,7 @@ def refused(module, options):
     ("module", "words", "options"),
     [
         (ByRank, ["RanksDisagree", "logged", "on every rank"], {}),
-        (LoopsByRank, ["RanksDisagree", "ends the step", "reads 'layers.1.0.weight'", "test_unpartitioned"], {}),
+        (LoopsByRank, ["RanksDisagree", "ends the step", "reads 'layers.1.0.weight'", "test_gathering"], {}),
         (Straight, ["UnfitError", "pipeline_cuts names 'nothing'", "nearest"], {"pipeline_cuts": ["nothing"]}),
     ],
 )
