@@ -155,8 +155,7 @@ def value_of(text: str) -> Any:
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
     if text[:1] in "[{" and text:
-        import yaml  # Lightning needs it too
-
+        yaml = importlib.import_module("yaml")  # a dependency of Lightning; slow to load, and it has no types
         try:
             return yaml.safe_load(text)
         except yaml.YAMLError:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.verify import Layout
 
 _EXAMPLE = """example:
-  lightning-hybrid explain examples/digits.py:ResNet --data examples/digits.py:Digits --layout pp=2,tp=2
+  lightning-hybrid explain examples/quickstart.py:Classifier --layout pp=2,tp=2
 
 exit status: 0 the step can be run under the layout; 2 invalid command line; 3 it cannot: the reason is printed,
 with the traceback if it is an error of your step. Other errors of your code give their traceback and 1"""

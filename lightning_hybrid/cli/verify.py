@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.verify import Layout, Report
 
 _EXAMPLE = """example:
-  lightning-hybrid verify examples/digits.py:ResNet --data examples/digits.py:Digits \\
-      --module.channels 8 --data.batch_size 16 --layout pp=2 --layout dp=2,pp=2
+  lightning-hybrid verify path.to:Module --data path.to:DataModule --data.batch_size 16 --layout pp=2 --layout dp=2,pp=2
 
 exit status: 0 all layouts are the same; 1 one is different, or failed; 2 invalid command line;
 3 none is different, and one is refused (1 with --strict)"""

@@ -45,7 +45,13 @@ def table_of_run(name, options, devices):
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [("Stack", "pp=2"), ("Stack", "pp=2,tp=2"), ("Stack", "tp=2"), ("Mixture", "dp=2,ep=2")]
+    ("name", "layout"),
+    [
+        ("Stack", "pp=2,tp=2"),
+        pytest.param("Stack", "dp=2,pp=2", marks=pytest.mark.slow),
+        ("Mixture", "dp=2,ep=2"),
+        pytest.param("Mixture", "dp=2,pp=2,ep=2", marks=pytest.mark.slow),
+    ],
 )
 def test_table_is_that_of_a_run(worlds, name, layout):
     layout = parse_layout(layout)

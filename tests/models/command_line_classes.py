@@ -18,10 +18,14 @@ class Stack(Layers):
     def train_dataloader(self):
         return DataLoader(Samples(self.kind, 32, torch.float32), batch_size=8)
 
+    val_dataloader = train_dataloader
+
 
 class Mixture(Looped):
     def train_dataloader(self):
         return DataLoader(Samples(self.kind, 32, torch.float32), batch_size=8)
+
+    val_dataloader = train_dataloader
 
 
 class Manual(Stack):
