@@ -9,11 +9,6 @@ from lightning_hybrid.cli.exit_status import UsageError
 CLASSES = "tests/models/command_line_classes.py"
 
 
-@pytest.fixture(autouse=True)
-def _in_repository(monkeypatch, request):
-    monkeypatch.chdir(request.config.rootpath)
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [

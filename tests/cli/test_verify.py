@@ -66,7 +66,7 @@ def test_command_on_an_example(capfd):
 
 @pytest.mark.slow
 def test_command_reports_a_refusal(capfd):
-    command = ["verify", *DIGITS, *SMALL, "--layout", "pp=2,stages=40"]
+    command = ["verify", *DIGITS, *SMALL, "--layout", "pp=2,stages=40,strict_layout=true"]
     assert main(command) == 3 and main([*command, "--strict"]) == 1
     assert "refused" in capfd.readouterr().out
 
