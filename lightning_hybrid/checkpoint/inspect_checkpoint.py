@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from lightning_hybrid.checkpoint.reading import SavedFolder
 
 
+def summary(saved: SavedFolder) -> dict[str, Any]:
+    """Return what a checkpoint contains as plain values: layout, step and versions, and each tensor by its key."""
+    manifest = saved.manifest
+    tensors = {
+        key: {
+            "shape": list(tensor.size),
+            "dtype": str(tensor.properties.dtype).removeprefix("torch."),
+            "bytes": math.prod(tensor.size) * tensor.properties.dtype.itemsize,
+            "boxes": len(tensor.chunks),
+        }
+        for key, tensor in sorted(saved.tensors.items())
+    }
+    return {name: manifest[name] for name in ("step", "epoch", "layout", "versions", "files")} | {"tensors": tensors}
+
+
 def table(saved: SavedFolder) -> str:
     """Format a table: layout, step and versions, and a line for each tensor."""
-    manifest = saved.manifest
-    sizes = {axis: size for axis, size in manifest["layout"].items() if size > 1}
-    versions = {name: version for name, version in manifest["versions"].items() if version}
-    rows = []
-    total = 0
-    for key, tensor in sorted(saved.tensors.items()):
-        num_bytes = math.prod(tensor.size) * tensor.properties.dtype.itemsize
-        total += num_bytes
-        dtype = str(tensor.properties.dtype).removeprefix("torch.")
-        rows.append((key, str(list(tensor.size)), dtype, f"{num_bytes:,}", str(len(tensor.chunks))))
-    files = manifest["files"]
+    content = summary(saved)
+    sizes = {axis: size for axis, size in content["layout"].items() if size > 1}
+    versions = {name: version for name, version in content["versions"].items() if version}
+    tensors, files = content["tensors"], content["files"]
+    rows = [
+        (key, str(tensor["shape"]), tensor["dtype"], f"{tensor['bytes']:,}", str(tensor["boxes"]))
+        for key, tensor in tensors.items()
+    ]
+    total = sum(tensor["bytes"] for tensor in tensors.values())
     head = [
-        f"step {manifest['step']}, epoch {manifest['epoch']}",
+        f"step {content['step']}, epoch {content['epoch']}",
         f"saved under {', '.join(f'{axis}={size}' for axis, size in sizes.items()) or 'one process'}",
         f"versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
         f"{len(rows)} tensors of {total:,} bytes in {len(files)} files of {sum(f['bytes'] for f in files.values()):,}",

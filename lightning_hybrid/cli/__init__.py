@@ -7,20 +7,39 @@ import sys
 from collections.abc import Sequence
 
 from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
-from lightning_hybrid.cli import checkpoint, verify
+from lightning_hybrid.cli import checkpoint, env, explain, schedule, verify
+from lightning_hybrid.cli.class_targets import split_class_flags
+from lightning_hybrid.cli.exit_status import EXIT_STATUSES, PROBLEM, USAGE, UsageError
 from lightning_hybrid.version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the subcommand that ``arguments``, or the command line, name; return the exit status."""
-    parser = argparse.ArgumentParser(prog="lightning-hybrid", description="Tools around the strategies.")
+    """Run the subcommand that ``arguments``, or the command line, name; return the exit status.
+
+    An error of the user's own code is raised as it is, so that Python prints its traceback.
+    """
+    parser = argparse.ArgumentParser(
+        prog="lightning-hybrid",
+        description="Tools around the strategies.",
+        epilog=f"example:\n  lightning-hybrid explain path.to:Module --layout pp=2\n\n{EXIT_STATUSES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"lightning-hybrid {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    verify.add_to(commands)
-    checkpoint.add_to(commands)
-    parsed, rest = parser.parse_known_args(sys.argv[1:] if arguments is None else list(arguments))
+    for subcommand in (verify, explain, schedule, checkpoint, env):
+        subcommand.add_to(commands)
+    others, class_flags = split_class_flags(sys.argv[1:] if arguments is None else arguments)
+    parsed, unknown = parser.parse_known_args(others)
     try:
-        return int(parsed.run(parsed, rest))
-    except (ValueError, ImportError, AttributeError, OSError, CheckpointError) as error:
+        if unknown:
+            raise UsageError(f"unknown argument {unknown[0]!r}")
+        if class_flags and not hasattr(parsed, "module"):
+            raise UsageError(f"unknown argument {class_flags[0]!r}")
+        parsed.class_flags = class_flags
+        return int(parsed.run(parsed))
+    except UsageError as error:
         print(f"lightning-hybrid {parsed.command}: {error}", file=sys.stderr)
-        return 2
+        return USAGE
+    except CheckpointError as error:
+        print(f"lightning-hybrid {parsed.command}: {error}", file=sys.stderr)
+        return PROBLEM

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from lightning_hybrid.cli.exit_status import OK, PROBLEM, UsageError, print_json
+
+_EXAMPLE = """example:
+  lightning-hybrid checkpoint {} model.ckpt{}
+
+exit status: 0 ok; 1 the checkpoint is not valid{}; 2 invalid command line, or no such path"""
 
 
 def add_to(commands: Any) -> None:
@@ -15,51 +21,74 @@ def add_to(commands: Any) -> None:
         "checkpoint",
         help="convert, inspect or verify a distributed checkpoint",
         description="Works on the folders that save_distributed_checkpoint=True writes; the model is not needed.",
+        epilog=_EXAMPLE.format("verify", "", ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(dest="action", required=True)
-    convert = actions.add_parser("convert", help="a folder to one ordinary .ckpt, or a .ckpt to a folder")
-    convert.add_argument("source", type=Path)
+    convert = _add(actions, "convert", "a folder to one ordinary .ckpt, or a .ckpt to a folder", _convert, " one.ckpt")
     convert.add_argument("target", type=Path)
-    convert.set_defaults(run=_convert)
-    inspect = actions.add_parser("inspect", help="layout, step, versions, and every tensor")
-    inspect.add_argument("source", type=Path)
-    inspect.set_defaults(run=_inspect)
-    verify = actions.add_parser("verify", help="read every byte; exit status 1 if something is not as it was written")
-    verify.add_argument("source", type=Path)
-    verify.set_defaults(run=_verify)
-    for action in (convert, inspect, verify):
-        action.add_argument(
-            "--trust", action="store_true", help="unpickle objects of any class too, which can run arbitrary code"
-        )
+    inspect = _add(actions, "inspect", "layout, step, versions, and every tensor", _inspect)
+    verify = _add(actions, "verify", "read every byte; exit status 1 if something is not as it was written", _verify)
+    for action in (inspect, verify):
+        action.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _convert(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
-    _refuse(rest)
+def _add(actions: Any, name: str, does: str, run: Any, further: str = "") -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name,
+        help=does,
+        description=f"{does[0].upper()}{does[1:]}.",
+        epilog=_EXAMPLE.format(name, further, " or cannot be written" if further else ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", type=Path)
+    parser.add_argument(
+        "--trust", action="store_true", help="unpickle objects of any class too, which can run arbitrary code"
+    )
+    parser.set_defaults(run=lambda parsed: _checked(parsed, run))
+    return parser
+
+
+def _checked(parsed: argparse.Namespace, run: Any) -> int:
+    from lightning_hybrid.checkpoint.checkpoint_folder import incomplete_path
+
+    if not parsed.source.exists() and not incomplete_path(parsed.source).exists():
+        raise UsageError(f"there is no {parsed.source}")
+    try:
+        return int(run(parsed))
+    except OSError as error:
+        print(f"lightning-hybrid checkpoint: {error}", file=sys.stderr)
+        return PROBLEM
+
+
+def _convert(parsed: argparse.Namespace) -> int:
     # Imported late, since this loads torch.
     from lightning_hybrid.checkpoint.convert_between_folder_and_file import to_file, to_folder
 
     if parsed.target.exists():
-        raise ValueError(f"{parsed.target} exists; remove it, or name another target")
+        raise UsageError(f"{parsed.target} exists; remove it, or name another target")
     weights_only = not parsed.trust
     if parsed.source.is_file():
         to_folder(parsed.source, parsed.target, weights_only=weights_only)
     else:
         to_file(parsed.source, parsed.target, weights_only=weights_only, tell=lambda line: print(line, file=sys.stderr))
     print(f"{parsed.target} is written")
-    return 0
+    return OK
 
 
-def _inspect(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
-    _refuse(rest)
-    from lightning_hybrid.checkpoint.inspect_checkpoint import table
+def _inspect(parsed: argparse.Namespace) -> int:
+    from lightning_hybrid.checkpoint.inspect_checkpoint import summary, table
     from lightning_hybrid.checkpoint.reading import SavedFolder
 
-    print(table(SavedFolder(parsed.source, weights_only=not parsed.trust)))
-    return 0
+    saved = SavedFolder(parsed.source, weights_only=not parsed.trust)
+    if parsed.json:
+        print_json(summary(saved))
+    else:
+        print(table(saved))
+    return OK
 
 
-def _verify(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
-    _refuse(rest)
+def _verify(parsed: argparse.Namespace) -> int:
     from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
     from lightning_hybrid.checkpoint.verify_checkpoint import problems
 
@@ -67,10 +96,10 @@ def _verify(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
         found = list(problems(parsed.source, weights_only=not parsed.trust))
     except CheckpointError as error:
         found = [str(error)]
-    print("\n".join(found) or f"{parsed.source} is complete: sizes, digests, and every element of every tensor once")
-    return 1 if found else 0
-
-
-def _refuse(rest: Sequence[str]) -> None:
-    if rest:
-        raise ValueError(f"unknown argument {rest[0]!r}")
+    if parsed.json:
+        print_json({"path": str(parsed.source), "is_valid": not found, "problems": found})
+    else:
+        print(
+            "\n".join(found) or f"{parsed.source} is complete: sizes, digests, and every element of every tensor once"
+        )
+    return PROBLEM if found else OK

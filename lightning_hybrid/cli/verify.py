@@ -3,58 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
-import functools
-import importlib
 import inspect
-import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from lightning_hybrid.cli.class_targets import FLAGS, targets
+from lightning_hybrid.cli.exit_status import OK, PROBLEM, REFUSED, UsageError, print_json, usage_errors
+
 if TYPE_CHECKING:
-    from lightning_hybrid.verify import Layout
+    from lightning_hybrid.verify import Layout, Report
 
+_EXAMPLE = """example:
+  lightning-hybrid verify path.to:Module --data path.to:DataModule --data.batch_size 16 --layout pp=2 --layout dp=2,pp=2
 
-@dataclass(frozen=True)
-class Target:
-    """A class or function by its path, with keyword arguments; any process can import and call it.
-
-    Attributes:
-        path: ``path.to:Name``, or ``path/to/file.py:Name``.
-        arguments: Keyword arguments of the call.
-    """
-
-    path: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    def load(self) -> Any:
-        """Import it.
-
-        Raises:
-            ValueError: The path is not a module and a name in it.
-            ImportError: There is no such module.
-            AttributeError: The module has no such name.
-        """
-        module, colon, name = self.path.rpartition(":")
-        if not colon or not module or not name:
-            raise ValueError(f"{self.path!r} names no class; write path.to:Name or path/to/file.py:Name")
-        folder = os.getcwd()
-        if module.endswith(".py"):
-            path = Path(module).resolve()
-            if not path.exists():
-                raise ImportError(f"{self.path!r}: there is no file {path}")
-            folder, module = str(path.parent), path.stem
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
-
-    def __call__(self) -> Any:
-        """Import it, call it with the arguments, and return the result."""
-        return self.load()(**self.arguments)
+exit status: 0 all layouts are the same; 1 one is different, or failed; 2 invalid command line;
+3 none is different, and one is refused (1 with --strict)"""
 
 
 def add_to(commands: Any) -> None:
@@ -63,106 +28,94 @@ def add_to(commands: Any) -> None:
         "verify",
         help="train a module under layouts and in one process, and compare the numbers",
         description="Trains a module for a few steps in one process and under each layout, and compares losses, "
-        "metrics and the updates of all parameters. Exit status 1 if any differs or fails.",
-        epilog="--module.NAME VALUE and --data.NAME VALUE are arguments of the two classes.",
+        f"metrics and the updates of all parameters. {FLAGS}",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("module", help="path.to:Module or path/to/file.py:Module")
-    parser.add_argument("--data", help="path.to:DataModule, or a function that makes loaders")
+    add_classes_to(parser)
     parser.add_argument("--layout", action="append", metavar="pp=2,dp=2", help="repeat for several; pp=2 if none")
-    parser.add_argument(
-        "--tensor-plan", action="append", metavar="'*.up_proj=colwise'", help="of layouts with tp=; repeat for several"
-    )
+    add_tensor_plan_to(parser)
     parser.add_argument("--steps", type=int, default=4, help="batches of an epoch and of a validation (%(default)s)")
     parser.add_argument("--epochs", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--num-microbatches", type=int, default=2, help="of each replica's batch (%(default)s)")
     parser.add_argument("--precision", default="64-true", help="as Lightning spells it (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one run may take (%(default)s)")
-    parser.add_argument("--strict", action="store_true", help="a layout that is refused fails too")
+    parser.add_argument("--strict", action="store_true", help="a layout that is refused gives exit status 1 too")
+    parser.add_argument("--json", action="store_true", help="print the reports as JSON")
     parser.set_defaults(run=run)
 
 
-def run(known: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Verify, print a table, and return the exit status: 0 if all layouts pass.
+def add_classes_to(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name the user's classes."""
+    parser.add_argument("module", help="path.to:Module or path/to/file.py:Module")
+    parser.add_argument("--data", help="path.to:DataModule, or a function that makes loaders; the module's own if none")
 
-    ``rest`` are ``--module.NAME VALUE`` and ``--data.NAME VALUE``, which argparse did not recognize.
+
+def add_tensor_plan_to(parser: argparse.ArgumentParser) -> None:
+    """Add the argument for entries of a plan for tensor ranks."""
+    parser.add_argument(
+        "--tensor-plan", action="append", metavar="'*.up_proj=colwise'", help="of layouts with tp=; repeat for several"
+    )
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Verify, print a table, and return the exit status.
 
     Raises:
-        ValueError: An unknown argument, an invalid layout, or a count below 1.
-        ImportError: The module or data cannot be imported.
-        AttributeError: Their file has no such name.
+        UsageError: An invalid path, layout or argument of a class, or a count below 1.
     """
     for name in ("steps", "epochs", "num_microbatches"):
-        if getattr(known, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')}={getattr(known, name)}; use 1 or more")
-    of_module, of_data = arguments_of(rest)
-    if of_data and known.data is None:
-        raise ValueError(f"--data.{next(iter(of_data))} is given without --data path.to:DataModule")
+        if getattr(parsed, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')}={getattr(parsed, name)}; use 1 or more")
     # Imported late, since this loads torch.
-    from lightning_hybrid.verify import Experiment, Verification, parse_layout, table
+    from lightning_hybrid.verify import Experiment, Verification, table
 
-    layouts = [parse_layout(text, known.tensor_plan or ()) for text in known.layout or ["pp=2"]]
-    for layout in layouts:
-        check_options(layout)
-    module = Target(known.module, of_module)
-    data = None if known.data is None else Target(known.data, of_data)
-    for target in (module, data):
-        if target is not None:
-            target.load()  # a misspelled path fails here, once, and not in every process
+    layouts = [layout_of(text, parsed.tensor_plan) for text in parsed.layout or ["pp=2"]]
+    module, data = targets(parsed.module, parsed.data, parsed.class_flags)
     experiment = Experiment(
         make_module=module,
         make_data=data,
-        steps=known.steps,
-        epochs=known.epochs,
-        num_microbatches=known.num_microbatches,
-        precision=known.precision,
-        seed=known.seed,
+        steps=parsed.steps,
+        epochs=parsed.epochs,
+        num_microbatches=parsed.num_microbatches,
+        precision=parsed.precision,
+        seed=parsed.seed,
     )
-    verification = Verification(experiment, timeout=known.timeout)
-    reports = []
+    verification = Verification(experiment, timeout=parsed.timeout)
+    reports: list[Report] = []
     for layout in layouts:
         print(f"verifying {layout.name} on {layout.devices} processes ...", file=sys.stderr, flush=True)
         reports.append(verification.check(layout))
-    print(table(reports))
-    for note in dict.fromkeys(note for report in reports for note in report.notes):
-        print(f"note: {note}")
-    return 0 if all(report.passes(strict=known.strict) for report in reports) else 1
+    for traceback in dict.fromkeys(report.traceback for report in reports if report.traceback):
+        print(traceback, file=sys.stderr)
+    if parsed.json:
+        print_json([asdict(report) for report in reports])
+    else:
+        print(table(reports))
+        for note in dict.fromkeys(note for report in reports for note in report.notes):
+            print(f"note: {note}")
+    if not all(report.passes(strict=parsed.strict) for report in reports):
+        return PROBLEM
+    return REFUSED if any(report.outcome == "refused" for report in reports) else OK
 
 
-def check_options(layout: Layout) -> None:
-    """Check that a layout names options of the strategy.
+def layout_of(text: str, tensor_plan: list[str] | None) -> Layout:
+    """Parse a layout, and check that it names options of the strategy.
 
     Raises:
-        ValueError: A name is not an option.
+        UsageError: It does not, or has an entry without a value or with one that the option does not take.
     """
     from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
+    from lightning_hybrid.verify import parse_layout
 
+    with usage_errors():
+        layout = parse_layout(text, tensor_plan or ())
     known = [name for name in inspect.signature(Hybrid3DStrategy.__init__).parameters if name != "self"]
     for name in layout.strategy:
         if name not in known:
             near = difflib.get_close_matches(name, known) or ["dp", "tp", "pp", "cp", "ep", "stages", "m", "zero"]
-            raise ValueError(f"--layout {layout.name!r}: {name!r} is no option of the strategy; nearest: {near}")
-
-
-def arguments_of(rest: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parse ``--module.NAME VALUE`` and ``--data.NAME VALUE`` to two dicts; values are Python's literals, or text.
-
-    Raises:
-        ValueError: Another argument.
-    """
-    found: dict[str, dict[str, Any]] = {"module": {}, "data": {}}
-    remaining = list(rest)
-    while remaining:
-        flag, equals, value = remaining.pop(0).partition("=")
-        owner, dot, name = flag.removeprefix("--").partition(".")
-        if not flag.startswith("--") or not dot or owner not in found or not name.isidentifier():
-            raise ValueError(f"unknown argument {flag!r}; arguments of the classes are --module.NAME and --data.NAME")
-        if not equals:
-            if not remaining:
-                raise ValueError(f"{flag} needs a value")
-            value = remaining.pop(0)
-        try:
-            found[owner][name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            found[owner][name] = value
-    return found["module"], found["data"]
+            raise UsageError(f"--layout {layout.name!r}: {name!r} is no option of the strategy; nearest: {near}")
+    with usage_errors():  # values that no module could be run with
+        Hybrid3DStrategy(**layout.options(None))
+    return layout

@@ -21,6 +21,7 @@ _SHORT = {
     "m": "num_microbatches",
     "zero": "zero_stage",
 }
+_WORDS = {"true": True, "false": False, "null": None}
 # Sizes whose ranks see the same batch; experts are a view of other axes and need no ranks of their own.
 _SAME_BATCH = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 
@@ -90,7 +91,7 @@ def parse_layout(text: str, tensor_plan: Sequence[str] = ()) -> Layout:
     Args:
         text: Sizes (``dp``, ``tp``, ``pp``, ``cp``, ``ep``), ``stages`` per rank, ``m`` microbatches, ``zero`` stage,
             or any option of the strategy by its full name; separated by commas. Without ``=`` only short names,
-            separated by ``x``.
+            separated by ``x``. A value is a number, true, false, null, or text.
         tensor_plan: ``pattern=style`` for each entry of a ``tensor_parallel_plan``; for layouts with tensor ranks.
 
     Raises:
@@ -103,7 +104,7 @@ def parse_layout(text: str, tensor_plan: Sequence[str] = ()) -> Layout:
         name, equals, value = entry.strip().partition("=")
         if not equals or not name or not value:
             raise ValueError(f"--layout {text!r}: {entry!r} is not name=value; use such as dp=2,pp=2 or dp2xpp2")
-        options[_SHORT.get(name, name)] = int(value) if value.isdecimal() else value
+        options[_SHORT.get(name, name)] = int(value) if value.isdecimal() else _WORDS.get(value, value)
     replicas = options.get("data_parallel_size", 1)
     sizes = [options.get(size, 1) for size in _SAME_BATCH]
     if not all(isinstance(size, int) and size >= 1 for size in (replicas, *sizes)):

@@ -24,6 +24,7 @@ class Report:
         steps: Number of training steps compared; of a failed run, those before the failure.
         floor: The largest relative noise floor of a parameter's update.
         notes: Further remarks for the user.
+        traceback: Of the error that ended a run which failed.
     """
 
     layout: str
@@ -34,6 +35,7 @@ class Report:
     steps: int = 0
     floor: float = 0.0
     notes: tuple[str, ...] = field(default_factory=tuple)
+    traceback: str = ""
 
     def __str__(self) -> str:
         """Outcome, message and notes as text."""

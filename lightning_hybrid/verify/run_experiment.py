@@ -72,9 +72,7 @@ def namespace_of(module: Any) -> ModuleType:
         for name in _NAMESPACES:
             if base.__name__ == "LightningModule" and base.__module__.startswith(name):
                 return importlib.import_module(name)
-    raise TypeError(
-        f"{type(module).__name__} is no LightningModule; verify runs a module of {' or '.join(_NAMESPACES)}"
-    )
+    raise TypeError(f"{type(module).__name__} is no LightningModule; use one of {' or '.join(_NAMESPACES)}")
 
 
 def run_once(
@@ -118,7 +116,7 @@ def run_in_folder(
             arguments["callbacks"] = [*arguments.get("callbacks", ()), recorder]
             trainer = pl.Trainer(devices=connection.devices, strategy=connection.strategy(pl), **arguments)
             connection.connect(trainer, module)
-            trainer.fit(module, **_fit_arguments(pl, data))
+            trainer.fit(module, **fit_arguments(pl, data))
             observed: RunRecord = recorder.finish(trainer, module)
             if not only_first_step:
                 fitted = True
@@ -191,7 +189,8 @@ def _arguments(experiment: Experiment, folder: str, only_first_step: bool) -> di
     return arguments
 
 
-def _fit_arguments(pl: ModuleType, data: Any) -> dict[str, Any]:
+def fit_arguments(pl: ModuleType, data: Any) -> dict[str, Any]:
+    """Arguments of ``Trainer.fit`` for what ``Experiment.make_data`` has made."""
     if data is None:
         return {}
     if isinstance(data, pl.LightningDataModule):

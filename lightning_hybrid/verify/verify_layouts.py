@@ -90,7 +90,8 @@ class Verification:
         if reference.failure is not None:
             if self.experiment.precision == "64-true" and "Double" in reference.failure.message:
                 notes = (*notes, "some kernel does not support float64: try --precision 32-true")
-            return Report(layout.name, "failed", f"in the reference: {reference.failure.message}", notes=notes)
+            message, shown = f"in the reference: {reference.failure.message}", reference.failure.traceback
+            return Report(layout.name, "failed", message, notes=notes, traceback=shown)
         try:
             ranks = self._run(layout.devices, run_layout, self.experiment, layout, timeout=self._timeout)
         except Exception as error:
@@ -164,7 +165,7 @@ def _failed(layout: Layout, ranks: Sequence[RunRecord]) -> Report | None:
         return Report(layout.name, "refused", causes[0][1].message)
     rank, failure = next(((rank, f) for rank, f in causes if not f.refused), causes[0])
     message = f"rank {rank}: {failure.message} ({failure.where})"
-    return Report(layout.name, "failed", message, steps=len(ranks[rank].steps))
+    return Report(layout.name, "failed", message, steps=len(ranks[rank].steps), traceback=failure.traceback)
 
 
 def _error_text(error: Exception) -> str:

@@ -78,6 +78,11 @@ def test_file_and_folder_convert_into_each_other(saved, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "step 3, epoch 1" in shown and "optimizer/0/#1/exp_avg" in shown and "bfloat16" in shown
     assert "head.weight" not in shown  # saved once
+    assert command_line(["checkpoint", "inspect", "--json", str(saved)]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["step"] == 3 and content["tensors"]["optimizer/0/#1/exp_avg"]["dtype"] in shown
+    assert command_line(["checkpoint", "inspect", str(tmp_path / "missing.ckpt")]) == 2
+    assert command_line(["checkpoint", "convert", str(saved), str(back)]) == 2
 
 
 def test_large_tensors_convert_on_disk(tmp_path):
@@ -230,13 +235,16 @@ def test_incomplete_folders_are_refused(saved, harm, message, capsys):
     with pytest.raises(CheckpointError, match=message):
         SavedFolder(saved)
     assert command_line(["checkpoint", "verify", str(saved)]) == 1
-    assert command_line(["checkpoint", "inspect", str(saved)]) == 2
+    assert command_line(["checkpoint", "inspect", str(saved)]) == 1
     assert "saved.ckpt" in capsys.readouterr().err
 
 
 def test_verify_reads_every_byte(saved, capsys):
     assert command_line(["checkpoint", "verify", str(saved)]) == 0
     flip(saved / "__0_0.distcp")
+    capsys.readouterr()
+    assert command_line(["checkpoint", "verify", str(saved), "--json"]) == 1
+    assert "__0_0.distcp has other content" in json.loads(capsys.readouterr().out)["problems"][0]
     assert command_line(["checkpoint", "verify", str(saved)]) == 1
     assert "__0_0.distcp has other content" in capsys.readouterr().out
 

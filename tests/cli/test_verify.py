@@ -1,12 +1,13 @@
 """The `verify` command: results by rank; a rank that fails, dies or hangs is reported, and no process is left."""
 
+import json
 import os
 import time
 
 import pytest
 
 from lightning_hybrid.cli import main
-from lightning_hybrid.cli.verify import Target, arguments_of
+from lightning_hybrid.verify import Report
 from lightning_hybrid.verify.rank_launcher import RanksFailed, run_ranks
 
 DIGITS = ["examples/digits.py:ResNet", "--data", "examples/digits.py:Digits", "--data.batch_size", "16"]
@@ -65,35 +66,43 @@ def test_command_on_an_example(capfd):
 
 @pytest.mark.slow
 def test_command_reports_a_refusal(capfd):
-    command = ["verify", *DIGITS, *SMALL, "--layout", "pp=2,stages=40"]
-    assert main(command) == 0 and main([*command, "--strict"]) == 1
+    command = ["verify", *DIGITS, *SMALL, "--layout", "pp=2,stages=40,strict_layout=true"]
+    assert main(command) == 3 and main([*command, "--strict"]) == 1
     assert "refused" in capfd.readouterr().out
 
 
-def test_constructor_arguments():
-    others = ["--module.width", "8", "--data.names=['a']", "--module.act", "gelu", "--data.rate", "1e-3"]
-    assert arguments_of(others) == ({"width": 8, "act": "gelu"}, {"names": ["a"], "rate": 1e-3})
+def test_no_step_is_no_count(capsys):
+    assert main(["verify", "x:Y", "--steps", "0"]) == 2
+    assert "--steps=0" in capsys.readouterr().err
+
+
+OUTCOMES = {"pp=2": "same", "pp=3": "refused", "pp=4": "different", "pp=5": "failed"}
+
+
+class Verdicts:
+    """Stands for `Verification`: the outcome follows from the layout."""
+
+    def __init__(self, experiment, *, timeout):
+        pass
+
+    def check(self, layout):
+        return Report(layout.name, OUTCOMES[layout.name], "why", floor=float("nan"), traceback="the user's traceback")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("layouts", "status", "strict_status"),
     [
-        (["x:Y", "--modul.width", "8"], "--modul.width"),
-        (["nothing"], "names no class"),
-        (["no_such_module:Y"], "no_such_module"),
-        (["examples/digits.py:Nothing"], "Nothing"),
-        (["examples/missing.py:X"], "there is no file"),
-        (["x:Y", "--layout", "pp"], "name=value"),
-        (["x:Y", "--layout", "pp=2", "--layout", "xx=2"], "'xx' is no option of the strategy"),
-        (["x:Y", "--layout", "zero_stag=2"], "nearest: ['zero_stage'"),
-        (["x:Y", "--steps", "0"], "--steps=0"),
-        (["x:Y", "--data.a", "1"], "without --data"),
+        (["pp=2"], 0, 0),
+        (["pp=2", "pp=3"], 3, 1),
+        (["pp=3", "pp=4"], 1, 1),
+        (["pp=5", "pp=2"], 1, 1),
     ],
 )
-def test_command_line_errors(arguments, text, capsys):
-    assert main(["verify", *arguments]) == 2
-    assert text in capsys.readouterr().err
-
-
-def test_target_is_called_with_its_arguments():
-    assert Target("fractions:Fraction", {"numerator": 3})() == 3
+def test_exit_status_and_json(layouts, status, strict_status, monkeypatch, capsys):
+    monkeypatch.setattr("lightning_hybrid.verify.Verification", Verdicts)
+    command = ["verify", "fractions:Fraction", *(word for layout in layouts for word in ("--layout", layout))]
+    assert main([*command, "--json"]) == status
+    captured = capsys.readouterr()
+    assert [report["outcome"] for report in json.loads(captured.out)] == [OUTCOMES[layout] for layout in layouts]
+    assert "the user's traceback" in captured.err
+    assert main([*command, "--strict"]) == strict_status

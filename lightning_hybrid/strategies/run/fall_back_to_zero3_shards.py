@@ -28,6 +28,11 @@ class Zero3Fallback:
         self.mesh = mesh.with_shards_over(list(sizes))
 
     @property
+    def refusal(self) -> str:
+        """The sizes that the step cannot be run under, and the reason."""
+        return f"the step cannot be run under {self._sizes}: {self._reason}"
+
+    @property
     def line(self) -> str:
         """The line of the start table."""
         return f"sharded instead of {self._place}: {self._reason}"

@@ -41,6 +41,7 @@ class ModulePartition:
         expert_planner: Finds the experts, and runs modules with them.
         layer_reads: Which parameters of a layer code outside of it reads.
         has_step: Whether the module has a step of this kind that could be recorded.
+        fallback_error: The error on this rank for which ranks hold shards instead, if there was one.
     """
 
     def __init__(self, run: Run, randomness: KeyedRandomness, *, may_retry: bool) -> None:
@@ -49,6 +50,7 @@ class ModulePartition:
         self.expert_planner: ExpertPlanner | None = None
         self.layer_reads = LayerReads()
         self.has_step = True
+        self.fallback_error: Exception | None = None
         self._setting, self._randomness = run.setting, randomness
 
     def _set(self, **decided: Any) -> None:
@@ -117,6 +119,7 @@ class ModulePartition:
         """
         setting = self._setting
         strict = setting.options.strict_layout
+        self.fallback_error = error
         fallback = Zero3Fallback(setting.module, setting.world.mesh, axes, reason, strict=strict)
         self._set(zero3_fallback=fallback, mesh=fallback.mesh)
         if not self.may_retry:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,6 +49,7 @@ class Failure:
         where: File and line that raised.
         lost: Whether it only reports that the connection to another rank was lost.
         unchanged: Whether no parameter of this rank had changed.
+        traceback: As Python prints it; empty for a refusal.
     """
 
     message: str
@@ -55,6 +57,7 @@ class Failure:
     where: str
     lost: bool = False
     unchanged: bool = False
+    traceback: str = ""
 
 
 @dataclass
@@ -238,7 +241,8 @@ def describe_failure(error: Exception, *, steps_done: int) -> Failure:
     unchanged = steps_done == 0
     refused = is_raised_here and unchanged and not isinstance(error, AssertionError)
     where = "" if last is None else f"{last.tb_frame.f_code.co_filename}:{last.tb_lineno}"
-    return Failure(f"{type(error).__name__}: {error}", refused, where, is_lost_connection(error), unchanged)
+    shown = "" if refused else "".join(traceback.format_exception(error))
+    return Failure(f"{type(error).__name__}: {error}", refused, where, is_lost_connection(error), unchanged, shown)
 
 
 _RAISES_NO_REFUSALS = ("lightning_hybrid.verify", "lightning_hybrid.shared_memory")

@@ -1,0 +1,190 @@
+"""The command ``lightning-hybrid explain path.to:Module --layout pp=2,tp=2``: the plan of a run, without the run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from lightning_hybrid.cli.class_targets import FLAGS, targets
+from lightning_hybrid.cli.exit_status import OK, REFUSED, print_json
+from lightning_hybrid.cli.verify import add_classes_to, add_tensor_plan_to, layout_of
+
+if TYPE_CHECKING:
+    from lightning_hybrid.graph.partition import Assignment
+    from lightning_hybrid.verify import Layout
+
+_EXAMPLE = """example:
+  lightning-hybrid explain examples/quickstart.py:Classifier --layout pp=2,tp=2
+
+exit status: 0 the step can be run under the layout; 2 invalid command line; 3 it cannot: the reason is printed,
+with the traceback if it is an error of your step. Other errors of your code give their traceback and 1"""
+
+
+def add_to(commands: Any) -> None:
+    """Add the subcommand to the subparsers of argparse."""
+    parser = commands.add_parser(
+        "explain",
+        help="show how a module would be partitioned under a layout, without training",
+        description="Records the training step on one batch, in one process on the CPU for any number of ranks, and"
+        " prints the units with their share of the cost, the stages, plans for tensor ranks, experts, or the reason"
+        f" why the step cannot be run under the layout. No step is trained. {FLAGS}",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_classes_to(parser)
+    parser.add_argument("--layout", default="pp=2", metavar="pp=2,tp=2", help="(%(default)s)")
+    add_tensor_plan_to(parser)
+    parser.add_argument("--precision", default="32-true", help="as Lightning spells it (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Plan, print the plan, and return the exit status.
+
+    Raises:
+        UsageError: An invalid path, layout or argument of a class.
+    """
+    layout = layout_of(parsed.layout, parsed.tensor_plan)
+    module, data = targets(parsed.module, parsed.data, parsed.class_flags)
+    # Imported late, since this loads torch.
+    import torch
+
+    from lightning_hybrid.verify.records.run_record_and_recorder import describe_failure
+
+    torch.manual_seed(0)
+    made, loaders = module(), None if data is None else data()
+    try:
+        content = explain(made, loaders, layout, parsed.precision)
+    except Exception as error:
+        if not describe_failure(error, steps_done=0).refused:
+            raise
+        content = {"layout": parsed.layout, "refused": f"{type(error).__name__}: {error}"}
+    if parsed.json:
+        print_json(content)
+    else:
+        _print(content)
+    return OK if content["refused"] is None else REFUSED
+
+
+def explain(module: Any, data: Any, layout: Layout, precision: str) -> dict[str, Any]:
+    """Return the plan as plain values; an error of the user's step while it was recorded is printed with its traceback.
+
+    Args:
+        module: The user's module; not to be used afterwards.
+        data: A LightningDataModule, a loader, or a dict of arguments of ``Trainer.fit``; None if it has its own.
+        layout: The layout.
+        precision: Lightning's name of the precision.
+    """
+    from lightning_hybrid.namespaces.lightning_namespaces import NAMESPACES
+    from lightning_hybrid.verify.records.run_record_and_recorder import describe_failure
+    from lightning_hybrid.verify.run_experiment import fit_arguments, namespace_of
+
+    lightning = namespace_of(module)
+    namespace = next(known for known in NAMESPACES if known.package == lightning.__name__)
+    namespace.load("Hybrid3DStrategy")  # refuses a version of Lightning that lacks what is used
+    planning = importlib.import_module(f"{namespace.home}.strategies.plan_in_one_process")
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    arguments = fit_arguments(lightning, data)
+    strategy = planning.make_plan(lightning, module, arguments, layout.devices, layout.options(None), precision)
+    content: dict[str, Any] = {"layout": layout.name, "ranks": layout.devices, "refused": None, "units": []}
+    content |= {"stages": [], "tensor_plans": {}, "experts": "", "may_retry": False, "table": strategy.table}
+    partition = strategy.partition
+    if partition is None:
+        return content
+    if partition.run.zero3_fallback is not None:
+        content |= {"refused": partition.run.zero3_fallback.refusal, "may_retry": partition.may_retry}
+        error = partition.fallback_error
+        if error is not None and not describe_failure(error, steps_done=0).refused:
+            traceback.print_exception(error)
+    plan = partition.run.plan
+    if plan is not None and plan.first is not None and content["refused"] is None:
+        content["units"] = units_of(plan.first.assignment, sizes)
+        content["stages"] = stages_of(plan.first.assignment, sizes, plan.num_ranks)
+    if partition.run.shards is not None:
+        content["tensor_plans"] = {fqn: list(plan.lines()) for fqn, plan in partition.run.shards.plans.items()}
+    if partition.expert_planner is not None:
+        content["experts"] = partition.expert_planner.summary
+    return content
+
+
+def units_of(assignment: Assignment, sizes: dict[str, int]) -> list[dict[str, Any]]:
+    """Return each unit and, as unit None, the other operations of each stage, in the order of the step."""
+    from lightning_hybrid.graph.partition import node_cost
+
+    graph = assignment.graph
+    costs: dict[tuple[int, str | None], float] = {}
+    names: dict[tuple[int, str | None], set[str]] = {}
+    for node, stage in zip(graph.nodes, assignment.node_stage, strict=True):
+        key = stage, node.unit
+        costs[key] = costs.get(key, 0.0) + node_cost(node, graph)
+        names.setdefault(key, set()).update(node.parameters)
+    total = sum(costs.values()) or 1.0
+    return [
+        {
+            "unit": unit,
+            "stage": stage,
+            **_sizes(names[stage, unit], graph.parameter_bytes, sizes),
+            "cost_share": cost / total,
+        }
+        for (stage, unit), cost in sorted(costs.items(), key=lambda item: item[0][0])
+    ]
+
+
+def stages_of(assignment: Assignment, sizes: dict[str, int], num_ranks: int) -> list[dict[str, Any]]:
+    """Return the stages: rank, parameters before tensor ranks, experts and ZeRO shard them, cost, messages."""
+    from lightning_hybrid.strategies.run.describe_run import value_bytes
+
+    graph, costs = assignment.graph, assignment.costs()
+    stages = []
+    for stage in range(assignment.num_stages):
+        names = {name for name, holders in assignment.holders.items() if stage in holders}
+        sends = {
+            str(target): sum(value_bytes(graph, value) for value in sent)
+            for (source, target), sent in assignment.portals.items()
+            if source == stage
+        }
+        stages.append(
+            {
+                "stage": stage,
+                "pipeline_rank": stage % num_ranks,
+                **_sizes(names, graph.parameter_bytes, sizes),
+                "cost_share": costs[stage] / (sum(costs) or 1.0),
+                "sends_bytes": sends,
+            }
+        )
+    return stages
+
+
+def _sizes(names: set[str], num_bytes: Any, sizes: dict[str, int]) -> dict[str, int]:
+    """Return the number of parameters, and their bytes, without buffers."""
+    own = names & sizes.keys()
+    return {"parameters": sum(sizes[name] for name in own), "bytes": sum(num_bytes[name] for name in own)}
+
+
+def _print(content: dict[str, Any]) -> None:
+    if content["refused"] is not None:
+        print(f"refused: {content['refused']}")
+    if content.get("units"):
+        rows = [("unit", "stage", "parameters", "bytes", "cost")]
+        for unit in content["units"]:
+            rows.append((unit["unit"] or "(between units)", str(unit["stage"]), *_numbers(unit)))
+        for stage in content["stages"]:
+            rows.append((f"stage {stage['stage']} in all", str(stage["stage"]), *_numbers(stage)))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        for row in rows:
+            cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+            print("  ".join([row[0].ljust(widths[0]), *cells]))
+        print()
+    if content["refused"] is None:
+        print(content["table"])
+    elif "table" in content:
+        print("Without strict_layout=True, the ranks would hold shards of all parameters, as under ZeRO-3.")
+        if content["may_retry"]:
+            print("A run tries again before its first two training batches, when its start hooks have been called.")
+
+
+def _numbers(row: dict[str, Any]) -> tuple[str, str, str]:
+    return f"{row['parameters']:,}", f"{row['bytes']:,}", f"{100 * row['cost_share']:.1f} %"

@@ -1,0 +1,101 @@
+"""The command ``lightning-hybrid schedule 1f1b --ranks 4 --microbatches 8``, which imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from lightning_hybrid.cli.exit_status import OK, UsageError, print_json, usage_errors
+from lightning_hybrid.schedule import SCHEDULE_NAMES, Kind, Schedule, chain, make_schedule, simulate, to_svg, to_text
+
+_EXAMPLE = """example:
+  lightning-hybrid schedule zero_bubble --ranks 4 --microbatches 8
+
+exit status: 0 ok; 2 invalid command line, or sizes that the schedule does not have"""
+
+
+def add_to(commands: Any) -> None:
+    """Add the subcommand to the subparsers of argparse."""
+    parser = commands.add_parser(
+        "schedule",
+        help="draw a pipeline schedule, with its bubble and the microbatches in flight",
+        description="Simulates a schedule under given times and draws it. Nothing is trained, and no torch is loaded.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=SCHEDULE_NAMES, help=", ".join(SCHEDULE_NAMES), metavar="name")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks of the pipeline")
+    parser.add_argument("--microbatches", type=int, required=True, help="of a batch")
+    parser.add_argument("--stages-per-rank", type=int, default=1, help="(%(default)s)")
+    parser.add_argument("--forward-ms", type=float, default=1.0, help="of one microbatch on a stage (%(default)s)")
+    parser.add_argument("--backward-ms", type=float, default=2.0, help="the same (%(default)s)")
+    parser.add_argument("--transfer-ms", type=float, default=0.0, help="of a message between ranks (%(default)s)")
+    parser.add_argument("--width", type=int, default=100, help="characters of the drawing (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print numbers and every action with its times as JSON")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw to this file too")
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Draw the schedule, and return the exit status.
+
+    Raises:
+        UsageError: The schedule does not have these sizes, or a time is negative.
+    """
+    if min(parsed.forward_ms, parsed.backward_ms, parsed.transfer_ms) < 0 or parsed.width < 1:
+        raise UsageError("times must be 0 or more, and --width 1 or more")
+    with usage_errors():
+        schedule = make_schedule(parsed.name, parsed.ranks, parsed.microbatches, parsed.stages_per_rank)
+    timeline = simulate(
+        schedule,
+        chain(schedule.num_stages),
+        forward_seconds=parsed.forward_ms / 1000,
+        backward_seconds=parsed.backward_ms / 1000,
+        transfer_seconds=parsed.transfer_ms / 1000,
+    )
+    in_flight = most_in_flight(schedule)
+    if parsed.svg is not None:
+        title = f"{parsed.name}, {parsed.ranks} ranks, {parsed.microbatches} microbatches"
+        try:
+            parsed.svg.write_text(to_svg(timeline, title), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--svg: {error}") from error
+    if not parsed.json:
+        print(to_text(timeline, parsed.width))
+        what = "microbatches" if parsed.stages_per_rank == 1 else "microbatches, counted per stage,"
+        print(f"most {what} in flight, by rank: {', '.join(map(str, in_flight))}")
+        return OK
+    print_json(
+        {
+            "name": schedule.name,
+            "ranks": schedule.num_ranks,
+            "microbatches": schedule.num_microbatches,
+            "stages_per_rank": schedule.stages_per_rank,
+            "makespan_ms": timeline.makespan_seconds * 1000,
+            "bubble": timeline.bubble,
+            "most_in_flight": in_flight,
+            "spans": [
+                {
+                    "rank": span.rank,
+                    "action": str(span.action),
+                    "start_ms": span.start * 1000,
+                    "end_ms": span.end * 1000,
+                }
+                for span in timeline.spans
+            ],
+        }
+    )
+    return OK
+
+
+def most_in_flight(schedule: Schedule) -> list[int]:
+    """Return for each rank how many forwards have at most run whose backward, in full, has not."""
+    peaks = []
+    for row in schedule.actions:
+        now = peak = 0
+        for action in row:
+            now += (action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W))
+            peak = max(peak, now)
+        peaks.append(peak)
+    return peaks

@@ -1,0 +1,174 @@
+"""The plan of a run, made in one process that stands for the first of any number of ranks; nothing is trained.
+
+The process groups are torch's fake ones, in which a collective leaves this rank's values as they are. All decisions of
+a start are made by the first rank, or from what every rank finds equally, so that they are those of the real ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
+from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
+from lightning_hybrid.strategies.run.describe_run import describe_run
+from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
+from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import ModulePartition
+from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
+
+
+class FirstOfManyRanks(LightningEnvironment):
+    """A cluster environment in which this process is rank 0 of ``world_size``, and the others are not there."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self._number = world_size
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Lightning starts no processes."""
+        return True
+
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._number
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the size is fixed."""
+
+    def global_rank(self) -> int:
+        """The first rank."""
+        return 0
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: it is the first rank."""
+
+    def local_rank(self) -> int:
+        """The first rank of its node."""
+        return 0
+
+    def node_rank(self) -> int:
+        """The first node."""
+        return 0
+
+
+class _PlanIsMade(Exception):
+    """Ends the fit: there is a plan."""
+
+
+class PlanningStrategy(Hybrid3DStrategy):
+    """Decides in ``setup`` what a rank would hold, and ends the fit before anything is sharded.
+
+    Attributes:
+        partition: The decisions.
+        table: The table that a run prints at its start.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.partition: ModulePartition | None = None
+        self.table = ""
+
+    def setup_environment(self) -> None:
+        """Build the mesh; there is no other rank to watch."""
+        RankedStrategy.setup_environment(self)
+        module = self.lightning_module
+        assert module is not None
+        self._state = FullOrShardedState(module, self.world)
+        self._files.connect(module, self.world, self._state)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Record and partition the step, as a run does; always raises, since the plan is all that is needed."""
+        module, state = self.lightning_module, self._state
+        assert self.accelerator is not None and self.model is not None and module is not None and state is not None
+        self.accelerator.setup(trainer)
+        lifecycle = RunLifecycle(
+            trainer, module, self, state=state, files=self._files, recompute=self._recompute, evaluated=self._evaluated
+        )
+        self._lifecycle = lifecycle
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        run, partition = lifecycle.run, None
+        if lifecycle.setting.needs_runner:
+            randomness = KeyedRandomness(lifecycle.setting.seed, self.root_device)
+            partition = ModulePartition(run, randomness, may_retry=lifecycle.changes.may_retry)
+            run = partition.decide(None, "")
+        self.partition, self.table = partition, describe_run(run, partition)
+        raise _PlanIsMade
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Do nothing: there is no other rank to tell."""
+
+    def teardown(self) -> None:
+        """Restore the user's objects; the process groups are the caller's."""
+        if self.partition is not None:
+            self.partition.run.until_end.close()
+        if self._world is not None:
+            self._world.close()
+
+
+def make_plan(
+    lightning: ModuleType,
+    module: Any,
+    fit_arguments: Mapping[str, Any],
+    devices: int,
+    options: Mapping[str, Any],
+    precision: str,
+) -> PlanningStrategy:
+    """Plan a run on ``devices`` ranks in this process, which must have no process groups; an error of it is raised.
+
+    Args:
+        lightning: The namespace of the module.
+        module: The user's module; not to be used afterwards.
+        fit_arguments: Arguments of ``Trainer.fit``.
+        devices: The number of ranks.
+        options: Arguments of the strategy.
+        precision: Lightning's name of the precision.
+    """
+    with _quiet(lightning), _fake_ranks(devices):
+        strategy = PlanningStrategy(**{**options, "process_group_backend": "fake"})
+        off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=devices,
+            strategy=strategy,
+            plugins=[FirstOfManyRanks(devices)],
+            precision=precision,
+            max_epochs=1,
+            **off,
+        )
+        with contextlib.suppress(_PlanIsMade):
+            trainer.fit(module, **fit_arguments)
+    return strategy
+
+
+@contextlib.contextmanager
+def _fake_ranks(number: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=number)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _quiet(lightning: ModuleType) -> Iterator[None]:
+    """Leave out what Lightning says about a run that will not take place."""
+    logger = logging.getLogger(f"{lightning.__name__}.utilities.rank_zero")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".isinstance\\(treespec, LeafSpec\\). is deprecated")
+            yield
+    finally:
+        logger.setLevel(level)

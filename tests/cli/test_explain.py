@@ -1,0 +1,128 @@
+"""The `explain` command: the plan of any number of ranks, made in one process, is that of the ranks themselves."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from harness.fits import trainer_of
+from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.cli import main
+from lightning_hybrid.cli.explain import explain
+from lightning_hybrid.verify import parse_layout
+from models import command_line_classes
+
+CLASSES = "tests/models/command_line_classes.py"
+
+
+def explained(capsys, *arguments):
+    status = main(["explain", *arguments, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def table_of_run(name, options, devices):
+    """On a rank: the table that a fit prints at its start."""
+    lines = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Handler()
+    logger.addHandler(handler)
+    try:
+        torch.manual_seed(0)
+        trainer_of(devices, Hybrid3DStrategy(**options), [], max_steps=1).fit(getattr(command_line_classes, name)())
+    finally:
+        logger.removeHandler(handler)
+    return [line for line in lines if line.startswith("hybrid3d:")]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("Stack", "pp=2,tp=2"),
+        pytest.param("Stack", "dp=2,pp=2", marks=pytest.mark.slow),
+        ("Mixture", "dp=2,ep=2"),
+        pytest.param("Mixture", "dp=2,pp=2,ep=2", marks=pytest.mark.slow),
+    ],
+)
+def test_table_is_that_of_a_run(worlds, name, layout):
+    layout = parse_layout(layout)
+    [table] = worlds.run(layout.devices, table_of_run, name, layout.options(None), layout.devices)[0]
+    torch.manual_seed(0)
+    assert explain(getattr(command_line_classes, name)(), None, layout, "32-true")["table"] == table
+
+
+def test_units_and_stages(capsys):
+    status, plan = explained(capsys, f"{CLASSES}:Stack", "--layout", "pp=2,stages=2,dp=8")
+    sizes = sum(parameter.numel() for parameter in command_line_classes.Stack().parameters())
+    assert status == 0 and plan["ranks"] == 16 and plan["refused"] is None
+    assert [stage["pipeline_rank"] for stage in plan["stages"]] == [0, 1, 0, 1]
+    for rows in (plan["units"], plan["stages"]):
+        assert sum(row["parameters"] for row in rows) == sizes and sum(row["bytes"] for row in rows) == 4 * sizes
+        assert sum(row["cost_share"] for row in rows) == pytest.approx(1)
+    names = {unit["unit"] for unit in plan["units"]}
+    assert {"layers.0", "layers.3", "head", None} <= names
+
+
+def test_text_names_units_stages_and_plans(capsys):
+    assert main(["explain", f"{CLASSES}:Stack", "--module.num_layers", "2", "--layout", "pp=2,tp=2"]) == 0
+    out = capsys.readouterr().out
+    assert "layers.0" in out and "stage 1 in all" in out and "0 -> 2 (found: by output features)" in out
+
+
+def test_experts(capsys):
+    status, plan = explained(capsys, f"{CLASSES}:Mixture", "--layout", "dp=2,ep=2")
+    assert status == 0 and "4 experts, 2 on each of 2 ranks" in plan["experts"]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "reason"),
+    [
+        ("Stack", "pp=30", "UnfitError: the step needs 30 stages"),
+        ("Stack", "tp=3", "shards no layer of the module"),
+        ("Stack", "dp=2,ep=2", "finds no experts"),
+        ("Stack", "pp=30,strict_layout=true", "UnfitError: the step needs 30 stages"),
+    ],
+)
+def test_refusals(capsys, name, layout, reason):
+    status, plan = explained(capsys, f"{CLASSES}:{name}", "--layout", layout)
+    assert status == 3 and reason in plan["refused"]
+
+
+@pytest.mark.filterwarnings("ignore:sharded instead of pipelined")
+def test_refused_modules(capsys):
+    status, plan = explained(capsys, f"{CLASSES}:Manual")
+    assert status == 3 and "manual optimization" in plan["refused"]
+
+
+def test_errors_of_the_user_are_shown(capsys):
+    assert main(["explain", f"{CLASSES}:BrokenStep"]) == 3
+    captured = capsys.readouterr()
+    assert (
+        "no such column" in captured.out and "command_line_classes.py" in captured.err and "Traceback" in captured.err
+    )
+    with pytest.raises(ValueError, match="the user's own"):
+        main(["explain", f"{CLASSES}:BrokenConstructor"])
+
+
+@pytest.mark.slow
+def test_modules_of_pytorch_lightning():
+    pytorch_lightning = pytest.importorskip("pytorch_lightning")
+
+    class Old(pytorch_lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+
+        def training_step(self, batch, batch_idx):
+            return self.layers(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    loader = torch.utils.data.DataLoader(torch.randn(16, 8), batch_size=8)
+    plan = explain(Old(), loader, parse_layout("pp=2"), "32-true")
+    assert plan["refused"] is None and [stage["parameters"] for stage in plan["stages"]] == [144, 144]
