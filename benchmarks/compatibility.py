@@ -240,7 +240,7 @@ def plain(text: str) -> str:
     """One line without the place of installed packages."""
     parts = text.replace("\n", " ").split("site-packages/")
     cleaned = "".join([*(part.rsplit(" ", 1)[0] + " " for part in parts[:-1]), parts[-1]])
-    return cleaned.replace("<", "&lt;").replace("|", "\\|")[:240]
+    return cleaned.replace("<", "&lt;").replace("|", "\\|").replace("[", "\\[")[:240]
 
 
 if __name__ == "__main__":

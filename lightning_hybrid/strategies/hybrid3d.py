@@ -91,7 +91,11 @@ class Hybrid3DStrategy(RankedStrategy):
         process_group_backend: "nccl" or "gloo"; by device if None.
         timeout: Of collective operations.
         start_method: "popen" runs the script once per device; "fork" serves notebooks.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in Lightning's own.
+        accelerator: As in Lightning's own strategies; the Trainer sets it.
+        parallel_devices: The same; one device for each rank of the node.
+        cluster_environment: The same; found by the Trainer if None.
+        checkpoint_io: The same; how files of checkpoints are written and read.
+        precision_plugin: The same; converted to `HybridPrecision` if it is Lightning's own.
 
     Raises:
         LayoutError: Sizes that do not multiply to the world size.
