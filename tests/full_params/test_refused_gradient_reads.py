@@ -51,7 +51,12 @@ class FetchesMuch(RecordsGradients):
 
 REFUSED = {
     ReadsOnFirstRank: ["RanksDisagree", "only some", "ReadsOnFirstRank.on_before_optimizer_step", "every rank"],
-    ReadsOnSecondRank: ["RanksDisagree", "only some", "ReadsOnSecondRank.on_train_batch_start", "test_refused_gradient_reads"],
+    ReadsOnSecondRank: [
+        "RanksDisagree",
+        "only some",
+        "ReadsOnSecondRank.on_train_batch_start",
+        "test_refused_gradient_reads",
+    ],
     ReadsDifferently: [
         "RanksDisagree",
         "ReadsDifferently.on_after_backward",
