@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
-from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.flat_state import MODULE, OPTIMIZERS, key_of, put_tensors, torch_state
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import LocalState
+from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.parts.shard_boxes import ShardBoxes
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent

@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
-from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.dcp_planner_and_writer import BoxPlanner, Item, Writer, chunk_of
 from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, references, take_tensors
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import assign_boxes
 from lightning_hybrid.checkpoint.verify_checkpoint import covered
+from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.mesh import Mesh
 
 _MERGED = "state"  # of an optimizer: each rank has entries of its own

@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.cli import checkpoint, verify
+from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.version import __version__
 
 

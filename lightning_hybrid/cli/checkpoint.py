@@ -60,8 +60,8 @@ def _inspect(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _verify(parsed: argparse.Namespace, rest: Sequence[str]) -> int:
     _refuse(rest)
-    from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
     from lightning_hybrid.checkpoint.verify_checkpoint import problems
+    from lightning_hybrid.errors import CheckpointError
 
     try:
         found = list(problems(parsed.source, weights_only=not parsed.trust))

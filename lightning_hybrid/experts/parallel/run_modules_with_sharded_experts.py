@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
+from lightning_hybrid.errors import StepError, UnequalMicrobatches
 from lightning_hybrid.experts.parallel.all_to_all import ExpertAllToAll
 from lightning_hybrid.experts.parallel.batched_expert_adapters import ExpertsAdapter
 from lightning_hybrid.parts.gather_on_read import GatherCallbacks, OutsideLayerGuard, ReadGuards
@@ -22,7 +23,6 @@ from lightning_hybrid.parts.shard_boxes import shard_of
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 
 def placements_of(
@@ -64,10 +64,6 @@ class ContextRows(Protocol):
 
     def unshard(self, shard_rows: Tensor, number: int) -> Tensor:
         """All-gathers ``number`` rows, of shape [number, D], from the shards of the ranks."""
-
-
-class UnequalMicrobatches(RuntimeError):
-    """Expert-parallel ranks have different numbers of microbatches."""
 
 
 class ShardedExperts:

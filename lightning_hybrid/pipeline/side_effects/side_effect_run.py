@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_hybrid.errors import StepError
 from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call
@@ -22,7 +23,6 @@ from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.recording.kept_values import skippable_modules
 from lightning_hybrid.step.replay.rerun_step_for_side_effects import SideEffectReplay
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 
 class SideEffectRun:

@@ -12,18 +12,15 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_hybrid.errors import StepChanged
 from lightning_hybrid.graph.step_graph import Node, StepGraph
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError, returned_values
+from lightning_hybrid.step.tracing.recording_dataclasses import returned_values
 
 _ADVICE = {
     "values of the model": "Make the decision from the batch alone, use torch.where or sums over a mask",
     "the content of the batch": "Ask the mask itself by mask.any() or int(mask.sum()), which is seen in each batch",
 }
-
-
-class StepChanged(StepError):
-    """The step ran other operations than when it was recorded."""
 
 
 class Divergence:

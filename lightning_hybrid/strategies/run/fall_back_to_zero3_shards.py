@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hybrid.layout import LayoutError
+from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.mesh import Mesh
 
 _SIZES = {"pp": "pipeline_parallel_size", "cp": "context_parallel_size", "tp": "tensor_parallel_size"}

@@ -24,16 +24,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.randomness.drawing_ops import draws
 from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import OneRank, Ranks
 from lightning_hybrid.tensor.plan.unit_plan import Rule, Site
-from lightning_hybrid.tensor.runtime.convert_slices_to_local import (
-    CannotShard,
-    local_index,
-    local_offset,
-    local_sections,
-)
+from lightning_hybrid.tensor.runtime.convert_slices_to_local import local_index, local_offset, local_sections
 from lightning_hybrid.tensor.runtime.find_positions_in_view_sizes import find_positions
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import mark, mark_all, sharded_over, tensors_in
 

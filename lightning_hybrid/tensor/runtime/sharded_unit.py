@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.errors import StepError
 from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, shard_tensor
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.standins.sharded_to_full_tensors import materialize_call
 from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import ExchangingRanks, Ranks, as_ranks, paired
 from lightning_hybrid.tensor.collectives.feature_collectives import gather, local_shard, sum_gradients
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan, local_positions

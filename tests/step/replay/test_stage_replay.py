@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from harness.one_process_pipeline import assert_same_gradients, keyed, pipeline, record_and_cut, reference
-from lightning_hybrid.graph.partition import PartitionError
+from lightning_hybrid.errors import PartitionError, StepError
 from lightning_hybrid.step.standins.absent_tensors import make_absent
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 from models.cases import HAND_WRITTEN, HUGGING_FACE, batch_of, make
 from models.hand_written import Dropouts, Layers
 from models.hugging_face import GPT2Dropout
