@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
-from lightning_hybrid.errors import StepError, UnequalMicrobatches
+from lightning_hybrid.errors import StepError, UnequalMicrobatches, UnsupportedExpertCalls
 from lightning_hybrid.experts.parallel.all_to_all import ExpertAllToAll
 from lightning_hybrid.experts.parallel.batched_expert_adapters import ExpertsAdapter
 from lightning_hybrid.parts.gather_on_read import GatherCallbacks, OutsideLayerGuard, ReadGuards
@@ -150,7 +150,13 @@ class ShardedExperts:
             with _swapped_data(self._full[fqn]):
                 return forward(*args, **kwargs)
         with self._outside.inside(self._parameters[fqn].values()):
-            return self._exchanged(fqn, forward, args, kwargs)
+            try:
+                return self._exchanged(fqn, forward, args, kwargs)
+            except UnsupportedExpertCalls as error:
+                raise UnsupportedExpertCalls(
+                    f"{fqn}: {error}, which it did not do when its experts were sharded over"
+                    f" {self.sharding.group.size()} ranks; set expert_parallel_size=1"
+                ) from error
 
     def _exchanged(self, fqn: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         module, adapter = self._modules[fqn], self.adapters[fqn]

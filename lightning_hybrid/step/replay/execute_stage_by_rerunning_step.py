@@ -388,7 +388,7 @@ class ReplayWatch(StepMode):
             raise self.changes.error(change)
         node = self._nodes[self._next]
         if node.name != name or node.inputs != tuple(inputs):
-            raise self.changes.of_operation(node, f"is now {name} of the values {inputs} at {user_line()}")
+            raise self.changes.of_operation(node, f"is now {self.changes.operation(name, inputs, user_line())}")
         self._next += 1
         return node
 

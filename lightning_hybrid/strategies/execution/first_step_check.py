@@ -212,8 +212,8 @@ class FirstStepCheck:
         self._losses = self._reference = None
         if verdict.first is not None:
             raise FirstStepError(
-                f"{verdict.first}. No parameter has changed. `lightning-hybrid verify` shows more; another layout, such"
-                " as pipeline_parallel_size=1, may be right; verify_first_step=False trains without this check"
+                f"{verdict.first}. No parameter has changed. `lightning-hybrid verify` compares other"
+                " layouts with one process; verify_first_step=False trains without this check"
             )
         noise = f"; {verdict.num_noise} of them are rounding noise" if verdict.num_noise else ""
         rank_zero_info(

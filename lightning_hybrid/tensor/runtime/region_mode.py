@@ -279,8 +279,7 @@ class RegionMode(TorchFunctionMode):
             if key not in self.rules:
                 raise CannotShard(
                     f"{name}{sizes} of a value of local shape {old} at {_where(key)} did not run when the unit's plan "
-                    f"was proved, so the meaning of its sizes is unknown; do not shard the unit if it branches on its"
-                    " inputs"
+                    "was proved, so the meaning of its sizes is unknown"
                 )
             rule = self.rules[key]
             if rule is None:
@@ -322,9 +321,7 @@ class RegionMode(TorchFunctionMode):
 
     def _must_divide(self, name: str, groups: int) -> None:
         if groups % self._over.size:
-            raise CannotShard(
-                f"{name} has {groups} groups, which {self._over.size} ranks cannot share; do not shard it"
-            )
+            raise CannotShard(f"{name} has {groups} groups, which {self._over.size} ranks cannot share")
 
     def _with_local_offsets(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         tensor = args[0]
