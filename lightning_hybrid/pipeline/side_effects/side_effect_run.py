@@ -74,7 +74,8 @@ class SideEffectRun:
                 run = replay.run(lambda: self._call.on(self._batch), {}, self._names, current)
         except Exception as error:
             raise StepError(
-                f"{kept}, and the step failed where only its side effects run ({type(error).__name__}: {error})"
+                f"{kept}, and the step failed where only its side effects run ({type(error).__name__}: {error});"
+                " make the step do the same each time it runs on a batch, or keep the tensor (loss.detach()) instead"
             ) from error
         finally:
             written.restore()

@@ -88,7 +88,10 @@ def _warn_unsplit(num_ranks: int, is_strict: bool, name: str, reason: str) -> No
         return
     message = f"{reason}: its value for the full batch cannot be computed from microbatches"
     if is_strict:
-        raise StepError(message)
+        raise StepError(
+            f"{message}; append it to a list of the module, or set num_microbatches=1, or strict_layout=False, which"
+            " warns and runs such batches as one microbatch each"
+        )
     rank_zero_warn(
         f"{message}. So each batch is one microbatch, and the {num_ranks} pipeline ranks work one after the other. Rows"
         " of samples and means over samples that a step appends to a list of its module, or logs, can be computed"
