@@ -178,7 +178,7 @@ class Doubles(WritesThroughView):
         return self.layers[1](torch.cat([first, second], dim=1)).square().mean()
 
 
-def test_changed_operation_is_told_by_the_operations_that_made_its_inputs():
+def test_changed_operation_is_described_by_the_makers_of_its_inputs():
     module = Doubles().double()
     x = torch.randn(3, 8, dtype=torch.float64)
 
