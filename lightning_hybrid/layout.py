@@ -18,12 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from lightning_hybrid.errors import LayoutError
+
 # Outermost first: tensor ranks are neighbours (they talk most, so they share a node), pipeline ranks are far apart.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-
-
-class LayoutError(ValueError):
-    """The sizes of a layout do not fit each other or the world."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_hybrid.layout import AXES, Coordinates, LayoutError, ParallelLayout
+from lightning_hybrid.errors import LayoutError
+from lightning_hybrid.layout import AXES, Coordinates, ParallelLayout
 from lightning_hybrid.shared_memory.gloo_exit import end_after_gloo
 
 FLATTENED: Mapping[str, tuple[str, ...]] = {

@@ -2,7 +2,8 @@ import itertools
 
 import pytest
 
-from lightning_hybrid.layout import AXES, Coordinates, LayoutError, ParallelLayout
+from lightning_hybrid.errors import LayoutError
+from lightning_hybrid.layout import AXES, Coordinates, ParallelLayout
 
 
 def test_ranks_are_numbered_with_tensor_innermost_and_pipeline_outermost():

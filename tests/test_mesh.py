@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_hybrid.layout import AXES, LayoutError, ParallelLayout
+from lightning_hybrid.errors import LayoutError
+from lightning_hybrid.layout import AXES, ParallelLayout
 from lightning_hybrid.mesh import FLATTENED, Mesh
 
 LAYOUTS = [

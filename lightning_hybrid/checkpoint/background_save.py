@@ -10,8 +10,8 @@ from typing import ClassVar
 from torch.distributed import ProcessGroup
 
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
-from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.writing import Save, write
+from lightning_hybrid.errors import CheckpointError
 
 
 class BackgroundSave:

@@ -23,20 +23,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_hybrid.errors import CheckpointError, IncompleteCheckpoint
+
 MANIFEST, META, OPTIMIZERS, GENERATORS = "manifest.json", "meta.pt", "optimizers.pt", "generators.pt"
 FORMAT, VERSION = "lightning_hybrid checkpoint", 1
 INCOMPLETE = ".incomplete"
 _LISTED = 5
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, or is not valid."""
-
-
-class IncompleteCheckpoint(CheckpointError):
-    """A save did not end, or files of the folder are missing."""
 
 
 def incomplete_path(path: Path) -> Path:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, named_state, put_tensors, torch_state
 from lightning_hybrid.checkpoint.reading import ReadRequest, SavedFolder
 from lightning_hybrid.checkpoint.writing import prepare, write
+from lightning_hybrid.errors import CheckpointError
 
 _LARGE_BYTES = 1 << 20
 

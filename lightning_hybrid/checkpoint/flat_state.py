@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import OwnedShards, unsharded
+from lightning_hybrid.errors import CheckpointError
 
 REFERENCE = "tensor of the checkpoint"
 _NUMBER = "number of the checkpoint"

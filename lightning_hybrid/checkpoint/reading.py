@@ -30,12 +30,14 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
-from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.flat_state import MODULE, OPTIMIZERS, key_of, put_tensors, torch_state
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import LocalState
+from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.parts.shard_boxes import ShardBoxes
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
+
+_OTHER_MODEL = "load it into the model that it was made from"
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +80,7 @@ class SavedFolder:
         """The metadata of one tensor, such as its full shape; raises a CheckpointError if there is none of that key."""
         saved = self.metadata.state_dict_metadata.get(key)
         if not isinstance(saved, TensorStorageMetadata):
-            raise CheckpointError(f"{self.path} has no {key}")
+            raise CheckpointError(f"{self.path} has no {key}; {_OTHER_MODEL}")
         return saved
 
     def rest(self) -> dict[str, Any]:
@@ -119,7 +121,9 @@ class SavedFolder:
             if each.shard is not None:
                 boxes = [(span.offsets, span.sizes, span.of(each.target)) for span in each.shard.spans]
             elif (shape := tuple(each.target.shape)) != tuple(saved.size):
-                raise CheckpointError(f"{each.key} has shape {tuple(saved.size)} in {self.path}, not {shape}")
+                raise CheckpointError(
+                    f"{each.key} has shape {tuple(saved.size)} in {self.path}, not {shape}; {_OTHER_MODEL}"
+                )
             else:
                 boxes = [((0,) * len(shape), shape, each.target)]
             for index, (offsets, sizes, target) in enumerate(boxes):

@@ -27,14 +27,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
-from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.dcp_planner_and_writer import BoxPlanner, Item, Writer, chunk_of
 from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, references, take_tensors
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import assign_boxes
 from lightning_hybrid.checkpoint.verify_checkpoint import covered
+from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.mesh import Mesh
 
 _MERGED = "state"  # of an optimizer: each rank has entries of its own
+_SAME = "see that on_save_checkpoint does the same on every rank"
 
 
 @dataclass
@@ -225,7 +226,7 @@ def _merged_metadata(reports: Sequence[_Report]) -> Metadata:
             if tuple(entry.size) != shape or entry.properties.dtype != dtype:
                 raise CheckpointError(
                     f"ranks disagree on {key}: {tuple(entry.size)} of {entry.properties.dtype} and {shape} of {dtype};"
-                    " see that on_save_checkpoint does the same on every rank"
+                    f" {_SAME}"
                 )
         for key, chunk in report.chunks:
             tensors[key].chunks.append(chunk)
@@ -246,11 +247,11 @@ def _check(metadata: Metadata, expected: set[str]) -> None:
     """Check that every tensor was written, each element once; raises a CheckpointError otherwise."""
     lost = sorted(expected - metadata.state_dict_metadata.keys())
     if lost:
-        raise CheckpointError(f"no rank wrote {', '.join(lost[:5])} ({len(lost)} tensors)")
+        raise CheckpointError(f"no rank wrote {', '.join(lost[:5])} ({len(lost)} tensors); {_SAME}")
     for key, tensor in metadata.state_dict_metadata.items():
         assert isinstance(tensor, TensorStorageMetadata)
         if message := covered(tuple(tensor.size), [(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]):
-            raise CheckpointError(f"{key} of shape {tuple(tensor.size)} {message}")
+            raise CheckpointError(f"{key} of shape {tuple(tensor.size)} {message}; {_SAME}")
 
 
 # -- between ranks ----------------------------------------------------------------------------------------------------

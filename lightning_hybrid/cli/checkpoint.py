@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hybrid.cli.exit_status import OK, PROBLEM, UsageError, print_json
+from lightning_hybrid.errors import CheckpointError
 
 _EXAMPLE = """example:
   lightning-hybrid checkpoint {} model.ckpt{}
@@ -89,7 +90,6 @@ def _inspect(parsed: argparse.Namespace) -> int:
 
 
 def _verify(parsed: argparse.Namespace) -> int:
-    from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
     from lightning_hybrid.checkpoint.verify_checkpoint import problems
 
     try:

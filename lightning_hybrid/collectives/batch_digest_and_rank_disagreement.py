@@ -8,14 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import as_plain_tensor
 
 _DIGESTED = 4096  # elements used per tensor, about
-
-
-class RanksDisagree(RuntimeError):
-    """The ranks of one replica have different batches, or do different things."""
 
 
 def batches_differ(checksums: Sequence[float]) -> RanksDisagree:

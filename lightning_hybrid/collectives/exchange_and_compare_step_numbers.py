@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import RanksDisagree, batches_differ
+from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import batches_differ
+from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.shared_memory.async_all_gather_of_numbers import start_all_gather
 
 _HEADER = 4

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import RanksDisagree
+from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.step.tracing.intercept_step_operations import user_line
 
 # A rank waits in a hook for the others to do the same no longer than this.

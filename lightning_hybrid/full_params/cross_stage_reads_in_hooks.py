@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.collectives.make_tensor_sendable import as_sendable
+from lightning_hybrid.errors import GlobalReadError
 from lightning_hybrid.full_params import op_effects as effects
 from lightning_hybrid.full_params.broadcast_buffers_to_user_hooks import HookBuffers
 from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
@@ -44,10 +45,6 @@ from lightning_hybrid.step.tracing.intercept_step_operations import _METADATA, V
 _MEMORY = frozenset({"untyped_storage"})  # used to pickle a plain tensor
 _AUTOGRAD = frozenset({"backward", "grad"})
 SAVING = "trainer.save_checkpoint"  # a checkpoint is written in full, however large
-
-
-class GlobalReadError(RuntimeError):
-    """A hook requests what is not available of a model that is sharded over ranks."""
 
 
 class CrossStageReads(TorchFunctionMode):

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.collectives.make_tensor_sendable import as_sendable
+from lightning_hybrid.errors import StepError
 from lightning_hybrid.full_params.op_effects import written_of
 from lightning_hybrid.full_params.read_sharded_parameters_as_full import IDENTITY
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
@@ -29,7 +30,6 @@ from lightning_hybrid.step.standins.absent_tensors import (
     is_absent,
 )
 from lightning_hybrid.step.tracing.intercept_step_operations import user_line
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 OWN_PROPERTIES = frozenset({"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "layout", "grad", "is_cuda"})
 

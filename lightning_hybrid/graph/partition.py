@@ -18,6 +18,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lightning_hybrid.errors import PartitionError, UnfitError
 from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
 
 # Moving one byte takes as long as about this many floating-point operations, on a CPU core as on an accelerator's
@@ -26,14 +27,6 @@ FLOPS_PER_BYTE = 8.0
 
 # A partition that shares more than this fraction of the parameter bytes between stages is no pipeline.
 MAX_SHARED_FRACTION = 0.5
-
-
-class PartitionError(ValueError):
-    """A step that cannot be partitioned as requested."""
-
-
-class UnfitError(PartitionError):
-    """The number of stages, or a name in ``pipeline_cuts``, does not fit the step."""
 
 
 @dataclass(frozen=True)

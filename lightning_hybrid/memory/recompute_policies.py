@@ -10,6 +10,8 @@ import fnmatch
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+from lightning_hybrid.errors import RecomputeError
+
 Policy: TypeAlias = Literal["keep", "full", "selective"] | float
 Recompute: TypeAlias = Policy | int | Sequence[str] | Mapping[str, Policy]
 POLICIES = ("keep", "full", "selective")
@@ -23,10 +25,6 @@ def is_selective(policy: object) -> bool:
 
 def _is_policy(policy: Any) -> bool:
     return policy in POLICIES if isinstance(policy, str) else isinstance(policy, float) and 0 < policy <= 1
-
-
-class RecomputeError(ValueError):
-    """The layers that ``recompute`` names do not exist, or cannot be recomputed."""
 
 
 def check_recompute(recompute: Any) -> None:

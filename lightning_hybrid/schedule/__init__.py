@@ -13,8 +13,8 @@ measured).
 The room is plain Python: it imports neither torch nor Lightning. Ranks are pipeline coordinates, not global ranks.
 """
 
+from lightning_hybrid.errors import ScheduleError
 from lightning_hybrid.schedule.deadlock_check import check_program
-from lightning_hybrid.schedule.errors import ScheduleError
 from lightning_hybrid.schedule.generators import SCHEDULE_NAMES, forward_only, make_schedule
 from lightning_hybrid.schedule.linked_stages_and_messages import Message, Portals, chain
 from lightning_hybrid.schedule.picture import to_svg, to_text

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lightning_hybrid.schedule.errors import ScheduleError
+from lightning_hybrid.errors import ScheduleError
 from lightning_hybrid.schedule.linked_stages_and_messages import Message, made_by, needed_by
 from lightning_hybrid.schedule.program import Compute, Program, Receive, Send, peer_of
 from lightning_hybrid.schedule.schedule_and_actions import Action

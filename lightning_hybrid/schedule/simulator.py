@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_hybrid.schedule.errors import ScheduleError
+from lightning_hybrid.errors import ScheduleError
 from lightning_hybrid.schedule.linked_stages_and_messages import Portals, needed_by
 from lightning_hybrid.schedule.schedule_and_actions import Action, Kind, Schedule
 

@@ -25,10 +25,6 @@ _ROUNDING = {"64-true": 1e-10, "32-true": 1e-4}
 _NOISE = 1e-2
 
 
-class FirstStepError(RuntimeError):
-    """The first step does not match single-process training, or one process cannot run it."""
-
-
 @dataclass(frozen=True)
 class FirstDifference:
     """A number of the first step that differs from that of one process.

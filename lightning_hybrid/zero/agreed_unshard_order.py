@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.errors import RanksDiffer
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.shared_memory.async_all_gather_of_numbers import start_all_gather
 from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks
@@ -25,10 +26,6 @@ _NONE = -1.0
 _DONE = -2.0
 # Most groups of one layer, and most to prefetch: a layer has one per dtype.
 _SLOTS = 8
-
-
-class RanksDiffer(RuntimeError):
-    """Ranks that shard the same parameters are about to train different ones."""
 
 
 class GatherRounds:

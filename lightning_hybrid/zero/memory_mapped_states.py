@@ -19,12 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_hybrid.errors import OffloadError
+
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _POPULATE_WRITE = 23  # Linux 5.14: one call faults all pages in, which is faster than one by one
-
-
-class OffloadError(OSError):
-    """The file for offloaded states cannot be created, or has been truncated."""
 
 
 class StateFile:

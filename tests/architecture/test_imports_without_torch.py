@@ -19,6 +19,6 @@ for module in sys.argv[2:]:
 """
 
 
-def test_layout_and_schedule_import_without_torch():
-    modules = ["lightning_hybrid.layout", "lightning_hybrid.schedule"]
+def test_errors_layout_and_schedule_import_without_torch():
+    modules = ["lightning_hybrid.errors", "lightning_hybrid.layout", "lightning_hybrid.schedule"]
     subprocess.run([sys.executable, "-S", "-c", PROGRAM, str(PACKAGE), *modules], check=True)

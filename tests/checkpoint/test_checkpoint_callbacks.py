@@ -12,8 +12,8 @@ from torch import nn
 
 from harness.feature_runs import Run, compare, on_rank
 from lightning_hybrid.checkpoint import background_save as background
-from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.reading import SavedFolder
+from lightning_hybrid.errors import CheckpointError
 from models.transfer_learning import Net
 
 BESIDE = {"save_distributed_checkpoint": True, "async_checkpoint": True}

@@ -18,12 +18,12 @@ from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint import writing
 from lightning_hybrid.checkpoint.background_save import BackgroundSave
-from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError, IncompleteCheckpoint
 from lightning_hybrid.checkpoint.convert_between_folder_and_file import to_file, to_folder
 from lightning_hybrid.checkpoint.reading import SavedFolder, _Index
 from lightning_hybrid.checkpoint.verify_checkpoint import covered, problems
 from lightning_hybrid.checkpoint.writing import prepare
 from lightning_hybrid.cli import main as command_line
+from lightning_hybrid.errors import CheckpointError, IncompleteCheckpoint
 
 ROOT = Path(__file__).parents[2]
 

@@ -31,9 +31,9 @@ from harness.checkpoint_runs import (
 )
 from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
-from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.reading import SavedFolder
 from lightning_hybrid.cli import main as command_line
+from lightning_hybrid.errors import CheckpointError
 from models.cases import make
 
 ZERO_TP2 = Layout(1, dp=2, tp=2, options=(("zero_stage", 2),))

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from lightning_hybrid.graph.partition import PartitionError, assign, balance, check_shared, owner_stages
+from lightning_hybrid.errors import PartitionError
+from lightning_hybrid.graph.partition import assign, balance, check_shared, owner_stages
 from lightning_hybrid.graph.step_graph import Node, StepGraph, Value
 
 

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.one_process_pipeline import assert_same_gradients, pipeline, reference
-from lightning_hybrid.graph.partition import PartitionError
+from lightning_hybrid.errors import PartitionError
 from models.cases import batch_of, make
 from models.hand_written import WIDTH, Layers, mlp
 

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.one_process_pipeline import Outcome, keyed, pipeline, reference
-from lightning_hybrid.graph.partition import PartitionError
-from lightning_hybrid.step.standins.absent_numbers import ControlFlowError
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
+from lightning_hybrid.errors import ControlFlowError, PartitionError, StepError
 from models.sampled.architectures import Drawn, make
 
 REFUSALS = (StepError, ControlFlowError, PartitionError)

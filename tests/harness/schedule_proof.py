@@ -3,7 +3,8 @@
 import re
 from collections import defaultdict
 
-from lightning_hybrid.schedule import Action, Kind, ScheduleError, simulate
+from lightning_hybrid.errors import ScheduleError
+from lightning_hybrid.schedule import Action, Kind, simulate
 
 
 def action_of(text):

@@ -5,13 +5,13 @@ import pytest
 
 from harness.schedule_proof import action_of, check_schedule
 from harness.schedules import GENERATORS, portals_of
+from lightning_hybrid.errors import ScheduleError
 from lightning_hybrid.schedule import (
     Compute,
     Message,
     Portals,
     Receive,
     Schedule,
-    ScheduleError,
     Send,
     chain,
     check_program,

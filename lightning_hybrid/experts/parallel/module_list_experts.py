@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.errors import UnsupportedExpertCalls
 from lightning_hybrid.experts.parallel.batched_expert_adapters import (
     Call,
     Exchange,
@@ -34,10 +35,6 @@ from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves imp
 from lightning_hybrid.step.objects.pytree import map_leaves
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
-
-
-class UnsupportedExpertCalls(RuntimeError):
-    """A block calls its modules in another way than experts are called."""
 
 
 class ExpertList(ExpertsAdapter):

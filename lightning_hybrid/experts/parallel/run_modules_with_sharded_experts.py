@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
+from lightning_hybrid.errors import StepError, UnequalMicrobatches, UnsupportedExpertCalls
 from lightning_hybrid.experts.parallel.all_to_all import ExpertAllToAll
 from lightning_hybrid.experts.parallel.batched_expert_adapters import ExpertsAdapter
 from lightning_hybrid.parts.gather_on_read import GatherCallbacks, OutsideLayerGuard, ReadGuards
@@ -22,7 +23,6 @@ from lightning_hybrid.parts.shard_boxes import shard_of
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 
 def placements_of(
@@ -64,10 +64,6 @@ class ContextRows(Protocol):
 
     def unshard(self, shard_rows: Tensor, number: int) -> Tensor:
         """All-gathers ``number`` rows, of shape [number, D], from the shards of the ranks."""
-
-
-class UnequalMicrobatches(RuntimeError):
-    """Expert-parallel ranks have different numbers of microbatches."""
 
 
 class ShardedExperts:
@@ -154,7 +150,13 @@ class ShardedExperts:
             with _swapped_data(self._full[fqn]):
                 return forward(*args, **kwargs)
         with self._outside.inside(self._parameters[fqn].values()):
-            return self._exchanged(fqn, forward, args, kwargs)
+            try:
+                return self._exchanged(fqn, forward, args, kwargs)
+            except UnsupportedExpertCalls as error:
+                raise UnsupportedExpertCalls(
+                    f"{fqn}: {error}, which it did not do when its experts were sharded over"
+                    f" {self.sharding.group.size()} ranks; set expert_parallel_size=1"
+                ) from error
 
     def _exchanged(self, fqn: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         module, adapter = self._modules[fqn], self.adapters[fqn]

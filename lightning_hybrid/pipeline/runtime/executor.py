@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.errors import ControlFlowError, StepError
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, location_of
 from lightning_hybrid.pipeline.runtime.received_values import ReceivedValues, value_of_broken_step
@@ -30,10 +31,8 @@ from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
 from lightning_hybrid.step.batch_means.torchmetrics_of_full_batch import BatchMetrics
 from lightning_hybrid.step.instrument.instrument_step import instrumented
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import ReplayWatch, StageRun
-from lightning_hybrid.step.standins.absent_numbers import ControlFlowError
 from lightning_hybrid.step.standins.absent_tensors import fill
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 
 @dataclass(frozen=True)

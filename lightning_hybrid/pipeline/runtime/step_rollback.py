@@ -10,6 +10,7 @@ from numpy import ndarray
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_hybrid.errors import StepError
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import (
     ModuleSnapshot,
     TensorSnapshot,
@@ -18,7 +19,6 @@ from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves imp
 )
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 _MAX_COPIED = 2**24  # before every step
 

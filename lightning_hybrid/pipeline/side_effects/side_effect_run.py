@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_hybrid.errors import StepError
 from lightning_hybrid.pipeline.runtime.executor import fill_placeholders
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call
@@ -22,7 +23,6 @@ from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.recording.kept_values import skippable_modules
 from lightning_hybrid.step.replay.rerun_step_for_side_effects import SideEffectReplay
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 
 class SideEffectRun:
@@ -74,7 +74,8 @@ class SideEffectRun:
                 run = replay.run(lambda: self._call.on(self._batch), {}, self._names, current)
         except Exception as error:
             raise StepError(
-                f"{kept}, and the step failed where only its side effects run ({type(error).__name__}: {error})"
+                f"{kept}, and the step failed where only its side effects run ({type(error).__name__}: {error});"
+                " make the step do the same each time it runs on a batch, or keep the tensor (loss.detach()) instead"
             ) from error
         finally:
             written.restore()

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_hybrid.errors import PartitionError, StepError
 from lightning_hybrid.graph import partition
-from lightning_hybrid.graph.partition import Assignment, PartitionError
+from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
@@ -19,7 +20,7 @@ from lightning_hybrid.step.guards.find_branches_on_model_numbers import BranchCh
 from lightning_hybrid.step.recording.choose_units import units_to_open
 from lightning_hybrid.step.recording.record_step import record
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageReplay
-from lightning_hybrid.step.tracing.recording_dataclasses import Recording, StepError
+from lightning_hybrid.step.tracing.recording_dataclasses import Recording
 
 # If a stage costs more than this multiple of the mean, the units of the costliest are opened to balance better.
 _UNBALANCED = 1.08

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from lightning_hybrid.errors import StepError
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import Node
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 
 def check_parameter_owners(

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.errors import StepError
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.record_and_partition_step import record_variant
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
@@ -36,7 +37,6 @@ from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
 from lightning_hybrid.step.replay.trace_tree_and_dry_run import TraceTree, UnknownTrace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 # When a step has so many traces, they are dropped: their number may be unbounded.
 _MAX_TRACES = 512

@@ -15,10 +15,10 @@ import numpy
 import torch
 from torch import Tensor
 
+from lightning_hybrid.errors import StepError
 from lightning_hybrid.step.objects.pytree import children_of
 from lightning_hybrid.step.standins.absent_numbers import source_values
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 
 def join(outputs: Sequence[Any], weights: Sequence[float], counts: Sequence[int | None], *, step: str = "") -> Any:

@@ -16,6 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from lightning_hybrid.errors import BatchError
 from lightning_hybrid.step.batch.merge_outputs import join
 from lightning_hybrid.step.objects.pytree import children_of, flatten, map_leaves, tensors_inside
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy, with_class_of
@@ -23,10 +24,6 @@ from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached
 BatchSplitter = Callable[[Any, int], Sequence[Any]]
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
-
-
-class BatchError(ValueError):
-    """A batch that cannot be split as requested."""
 
 
 def batch_size_of(batch: Any) -> int | None:

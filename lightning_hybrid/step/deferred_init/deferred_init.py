@@ -19,12 +19,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid.step.deferred_init.recorded_init_ops import (
-    InitialValueError,
-    RecordedInitOps,
-    StorageView,
-    is_on_meta,
-)
+from lightning_hybrid.errors import InitialValueError
+from lightning_hybrid.step.deferred_init.recorded_init_ops import RecordedInitOps, StorageView, is_on_meta
 from lightning_hybrid.step.standins.absent_tensors import drop
 
 

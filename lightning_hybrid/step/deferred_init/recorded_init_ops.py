@@ -23,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from lightning_hybrid.errors import InitialValueError
+
 _META = torch.device("meta")
 _aten = torch.ops.aten
 _GET_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -50,10 +52,6 @@ _OVERWRITES = frozenset(
         "zero",
     )
 )
-
-
-class InitialValueError(RuntimeError):
-    """A parameter or buffer on the meta device has no initial value."""
 
 
 @dataclass(frozen=True)

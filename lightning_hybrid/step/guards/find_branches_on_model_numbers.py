@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from lightning_hybrid.errors import ControlFlowError, StepError
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import AttributePath, reachable_leaves
-from lightning_hybrid.step.standins.absent_numbers import ControlFlowError, branch_message
-from lightning_hybrid.step.tracing.recording_dataclasses import Recording, StepError
+from lightning_hybrid.step.standins.absent_numbers import branch_message
+from lightning_hybrid.step.tracing.recording_dataclasses import Recording
 
 # Moderate, so that their exponentials are finite too.
 _PROBES = (300.0, -300.0)

@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import Function, _SingleLevelFunction
 from torch.jit import ScriptFunction
 
+from lightning_hybrid.errors import StepError
 from lightning_hybrid.patching import ReplacedAll
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.instrument.intercept_collectives import collective_patches
@@ -19,7 +20,6 @@ from lightning_hybrid.step.standins.absent_arrays_and_lists import TOLIST_PATCH
 from lightning_hybrid.step.tracing.find_stored_autograd_apply import APPLIED_IN_PYTHON, BoundApply
 from lightning_hybrid.step.tracing.finiteness_checks import number_check_patches
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun, user_line
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 # The class whose ``apply`` every call of an autograd function runs.
 _APPLY_OWNER = _SingleLevelFunction if APPLIED_IN_PYTHON else Function

@@ -7,7 +7,6 @@ active, a shard or an absent tensor would be copied as the parameter.
 from __future__ import annotations
 
 import copyreg
-import pickle
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._utils import _rebuild_parameter, _rebuild_parameter_with_state
 from torch.overrides import _get_current_function_mode_stack
 
+from lightning_hybrid.errors import NotOnThisRank
 from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, FULL_SHAPE, is_absent, user_attributes
 
 _DEEPCOPY = "__deepcopy__"
@@ -24,10 +24,6 @@ _ADVICE = (
     "do it on all ranks in a hook of the module or of a callback, such as on_train_batch_end, or after fit, when the"
     " module is full on every rank; trainer.save_checkpoint(...) writes a checkpoint"
 )
-
-
-class NotOnThisRank(pickle.PicklingError):
-    """A copy or pickle is requested of a parameter whose content is on other ranks."""
 
 
 def copy_full_parameter(parameter: Tensor, shape: torch.Size) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_hybrid.errors import StepError
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import computed_weights
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import (
     AttributePath,
@@ -19,7 +20,7 @@ from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.standins.absent_arrays_and_lists import is_absent_number, line_of_read
 from lightning_hybrid.step.standins.absent_numbers import source_values
 from lightning_hybrid.step.tracing.intercept_step_operations import StepMode, user_line
-from lightning_hybrid.step.tracing.recording_dataclasses import ReturnedTensor, StepError
+from lightning_hybrid.step.tracing.recording_dataclasses import ReturnedTensor
 
 
 def values_behind_numbers(leaves: list[Any], read_at: str) -> tuple[int, ...]:

@@ -15,22 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_hybrid.errors import StepError, UncapturedOutput
 from lightning_hybrid.step.standins.cost_counter import CostCounter
 from lightning_hybrid.step.tracing.intercept_step_operations import user_line
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 from lightning_hybrid.step.tracing.wrap_forward_with_backward_hooks import has_backward_hooks
-
-
-class UncapturedOutput(StepError):
-    """Code around units reads a value of the model that a call of a unit stored in its attributes (captured output).
-
-    Attributes:
-        unit: FQN of the unit; if it is opened, its code is glue and each of its operations is recorded.
-    """
-
-    def __init__(self, unit: str, message: str) -> None:
-        super().__init__(message)
-        self.unit = unit
 
 
 class CapturedInputs:

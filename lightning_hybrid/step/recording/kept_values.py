@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
+from lightning_hybrid.errors import StepError
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import (
     AttributePath,
     ModuleSnapshot,
@@ -18,7 +19,7 @@ from lightning_hybrid.step.standins.absent_arrays_and_lists import has_absent_co
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.dry_run_metrics import find_sinks
 from lightning_hybrid.step.tracing.intercept_step_operations import StepMode
-from lightning_hybrid.step.tracing.recording_dataclasses import Recording, StepError
+from lightning_hybrid.step.tracing.recording_dataclasses import Recording
 
 # FQN of the module, its attribute, and the key if the attribute is a dict of lists.
 ListPath: TypeAlias = tuple[str, str, Any]

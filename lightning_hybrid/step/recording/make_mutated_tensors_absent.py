@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_hybrid.errors import StepError
 from lightning_hybrid.step.instrument.intercept_collectives import COLLECTIVE, collective_outputs
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
 from lightning_hybrid.step.standins.absent_tensors import MARK, make_absent, swap_in_place
 from lightning_hybrid.step.tracing.intercept_step_operations import user_line
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 _IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor")
 _WRITES = frozenset({*(f"__{name}__" for name in _IN_PLACE), "__set__"})  # of `tensor.data`

@@ -8,10 +8,10 @@ from typing import Any
 import numpy
 from torch import Tensor, nn
 
+from lightning_hybrid.errors import UncapturedOutput
 from lightning_hybrid.step.guards.plain_attribute_state import plain_state
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import reachable_leaves
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.recording.find_implicit_inputs_of_units import UncapturedOutput
 from lightning_hybrid.step.standins.fake_kernel_fallback import run_on_stand_ins
 from lightning_hybrid.step.tracing.intercept_step_operations import user_line
 

@@ -7,23 +7,21 @@ trace than the recorded one as soon as it differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from lightning_hybrid.errors import StepChanged
 from lightning_hybrid.graph.step_graph import Node, StepGraph
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError, returned_values
+from lightning_hybrid.step.tracing.recording_dataclasses import returned_values
 
+_NONE = "no value of the model"
 _ADVICE = {
     "values of the model": "Make the decision from the batch alone, use torch.where or sums over a mask",
     "the content of the batch": "Ask the mask itself by mask.any() or int(mask.sum()), which is seen in each batch",
 }
-
-
-class StepChanged(StepError):
-    """The step ran other operations than when it was recorded."""
 
 
 class Divergence:
@@ -72,9 +70,13 @@ class Divergence:
     def of_operation(self, node: Node, now: str) -> StepChanged:
         """The error to raise where the operation of this run, ``now``, differs from the recorded node."""
         return self.error(
-            f"operation {node.index} of the step was {node.name} of the values {list(node.inputs)} at {node.line} when"
-            f" it was recorded and {now}"
+            f"operation {node.index} of the step was {self.operation(node.name, node.inputs, node.line)} when it was"
+            f" recorded and {now}"
         )
+
+    def operation(self, name: str, inputs: Sequence[int], line: str) -> str:
+        """Describe an operation by its name, the operations that made its inputs, and its line."""
+        return f"{name.removeprefix('@')}{' of ' if inputs else ''}{self._describe(inputs)} at {line}"
 
     def check_returned(self, result: Any, mark_of: Callable[[Tensor], int | None]) -> None:
         """Check that the step returns the recorded values; the backward starts from the recorded scalar loss.
@@ -86,13 +88,17 @@ class Divergence:
         now, loss = returned_values(result, mark_of)
         if now != old or self._graph.loss not in (None, loss):
             raise self.error(
-                f"the step returned {self._describe(old)} when it was recorded and returns {self._describe(now)} now"
+                f"the step returned {self._describe(old) or _NONE} when it was recorded and returns"
+                f" {self._describe(now) or _NONE} now"
             )
 
-    def _describe(self, values: tuple[int, ...]) -> str:
-        makers = map(self._graph.made_by, values)
-        made = [f"value {v} ({node.name} at {node.line})" for v, node in zip(values, makers, strict=True)]
-        return ", ".join(made) or "no value of the model"
+    def _describe(self, values: Sequence[int]) -> str:
+        described = []
+        for value in values:
+            maker = self._graph.made_by(value)
+            which = f"output {maker.outputs.index(value)}" if len(maker.outputs) > 1 else "the result"
+            described.append(f"{which} of {maker.name.removeprefix('@')} ({maker.line})")
+        return ", ".join(described)
 
     def _op_that_sized(self, value: int) -> Node | None:
         """The operation through which the size of a value depends on more than shapes."""

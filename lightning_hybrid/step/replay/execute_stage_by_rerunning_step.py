@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_hybrid.errors import StepChanged, StepError
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import SINK, Node
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -26,14 +27,14 @@ from lightning_hybrid.step.instrument.replay_user_activation_checkpointing impor
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import look_up, put
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import AttributePath
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
-from lightning_hybrid.step.replay.divergence import Divergence, StepChanged
+from lightning_hybrid.step.replay.divergence import Divergence
 from lightning_hybrid.step.standins.absent_numbers import Answer
 from lightning_hybrid.step.standins.absent_tensors import MARK, fill, make_placeholder
 from lightning_hybrid.step.standins.sharded_to_full_tensors import ShardedTensorBase, materialize, materialize_call
 from lightning_hybrid.step.tracing.dry_run_metrics import find_sinks
 from lightning_hybrid.step.tracing.finiteness_checks import check_answer
 from lightning_hybrid.step.tracing.intercept_step_operations import TEXT_READS, CurrentRun, StepMode, user_line
-from lightning_hybrid.step.tracing.recording_dataclasses import Recording, StepError, Template
+from lightning_hybrid.step.tracing.recording_dataclasses import Recording, Template
 from lightning_hybrid.step.tracing.wrap_forward_with_backward_hooks import HOOK_SETUP_EVENT
 
 
@@ -387,7 +388,7 @@ class ReplayWatch(StepMode):
             raise self.changes.error(change)
         node = self._nodes[self._next]
         if node.name != name or node.inputs != tuple(inputs):
-            raise self.changes.of_operation(node, f"is now {name} of the values {inputs} at {user_line()}")
+            raise self.changes.of_operation(node, f"is now {self.changes.operation(name, inputs, user_line())}")
         self._next += 1
         return node
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_hybrid.errors import ControlFlowError
 from lightning_hybrid.patching import ReplacedAll
-from lightning_hybrid.step.standins.absent_numbers import IF_FINITE, AbsentFloat, ControlFlowError, source_values
+from lightning_hybrid.step.standins.absent_numbers import IF_FINITE, AbsentFloat, source_values
 
 
 def content_message(line: str, name: str) -> str:

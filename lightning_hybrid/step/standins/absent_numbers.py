@@ -6,14 +6,12 @@ import struct
 from math import isnan  # the original function: it is patched during a step
 from typing import Any, TypeAlias
 
+from lightning_hybrid.errors import ControlFlowError
+
 Answer: TypeAlias = bool | int | float  # to a finiteness check
 
 # Answers to finiteness checks of absent values.
 IF_FINITE = {"isnan": False, "isinf": False, "isneginf": False, "isposinf": False, "isfinite": True}
-
-
-class ControlFlowError(RuntimeError):
-    """User code branches on an absent value."""
 
 
 class AbsentFloat(float):

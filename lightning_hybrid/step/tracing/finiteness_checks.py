@@ -16,14 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_hybrid.errors import ControlFlowError
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
-from lightning_hybrid.step.standins.absent_numbers import (
-    IF_FINITE,
-    Answer,
-    ControlFlowError,
-    branch_message,
-    source_values,
-)
+from lightning_hybrid.step.standins.absent_numbers import IF_FINITE, Answer, branch_message, source_values
 
 if TYPE_CHECKING:
     from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun, StepMode

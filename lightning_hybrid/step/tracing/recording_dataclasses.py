@@ -15,10 +15,6 @@ from lightning_hybrid.step.objects.pytree import Spec, flatten
 from lightning_hybrid.step.tracing.find_stored_autograd_apply import BoundApply
 
 
-class StepError(ValueError):
-    """A step that cannot be recorded."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """Describes one leaf of a node's result: index of a value, index of an input returned as is, or a constant."""

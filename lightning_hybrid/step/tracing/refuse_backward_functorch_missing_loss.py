@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hybrid.errors import StepError
 from lightning_hybrid.step.tracing.intercept_step_operations import user_line
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 
 def refuse_transforms(name: str) -> None:

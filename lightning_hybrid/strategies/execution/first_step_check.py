@@ -12,13 +12,14 @@ import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_hybrid.errors import FirstStepError
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.describe_run import value_bytes
 from lightning_hybrid.verify.check_available_memory import memory_shortage
-from lightning_hybrid.verify.first_step_comparison import FirstStepError, compare_first_step, precision_of
+from lightning_hybrid.verify.first_step_comparison import compare_first_step, precision_of
 from lightning_hybrid.verify.one_process.gather_stage_parameters import full_parameters_on_first_rank
 from lightning_hybrid.verify.one_process.one_process_step import (
     OneProcessResult,
@@ -211,8 +212,8 @@ class FirstStepCheck:
         self._losses = self._reference = None
         if verdict.first is not None:
             raise FirstStepError(
-                f"{verdict.first}. No parameter has changed. `lightning-hybrid verify` shows more; another layout, such"
-                " as pipeline_parallel_size=1, may be right; verify_first_step=False trains without this check"
+                f"{verdict.first}. No parameter has changed. `lightning-hybrid verify` compares other"
+                " layouts with one process; verify_first_step=False trains without this check"
             )
         noise = f"; {verdict.num_noise} of them are rounding noise" if verdict.num_noise else ""
         rank_zero_info(

@@ -20,13 +20,12 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_hybrid.collectives.exchange_and_compare_step_numbers import StepBroken
+from lightning_hybrid.errors import BatchError, StepError
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.step_runner_interface_and_results import StepResult, TrainContext
 from lightning_hybrid.pipeline.unpartitioned_runner_with_batch_sharing import PlainRunner
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.microbatch import BatchError
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.run import Run

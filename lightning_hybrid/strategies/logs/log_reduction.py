@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.data import extract_batch_size
 from torchmetrics import Metric
 
-from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import RanksDisagree
+from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.results.log_entry import Entry, Key, keys_of
 from lightning_hybrid.shared_memory.async_all_gather_of_numbers import start_all_gather

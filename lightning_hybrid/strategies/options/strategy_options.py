@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.layout import LayoutError
+from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.memory.recompute_policies import Recompute, check_recompute
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule
 from lightning_hybrid.step.batch.microbatch import BatchSplitter

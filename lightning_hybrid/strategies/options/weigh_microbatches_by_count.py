@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from lightning_hybrid.errors import BatchError
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.step.batch.microbatch import BatchError
 
 MicrobatchWeight = Callable[[Any], float]
 

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint.background_save import BackgroundSave
-from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import OwnedShards, unsharded
 from lightning_hybrid.checkpoint.reading import SavedFolder
 from lightning_hybrid.checkpoint.writing import HostBuffers, prepare, write
+from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import AXES
 from lightning_hybrid.randomness.generator_snapshot import plain_generator_states, restore_plain_states
 from lightning_hybrid.strategies.options.strategy_options import Options

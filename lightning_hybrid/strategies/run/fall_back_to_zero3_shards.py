@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hybrid.layout import LayoutError
+from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.mesh import Mesh
 
 _SIZES = {"pp": "pipeline_parallel_size", "cp": "context_parallel_size", "tp": "tensor_parallel_size"}
+# The last alternative of a message: to have no stages. Shards are better, and are what these ranks hold.
+_NO_STAGES = re.compile(
+    r"(?:[;,] or|[;,]| or)(?: to [^;,]+,)? set "
+    r"(?:\w+=\w+(?:, | and ))*pipeline_parallel_size=1(?:(?:, | and )\w+=\w+)*"
+)
 
 
 class Zero3Fallback:
@@ -21,7 +27,7 @@ class Zero3Fallback:
     """
 
     def __init__(self, module: pl.LightningModule, mesh: Mesh, axes: Sequence[str], reason: str, *, strict: bool):
-        self._module, self._strict, self._reason = module, strict, reason
+        self._module, self._strict, self._reason = module, strict, _NO_STAGES.sub("", reason)
         sizes = {axis: mesh.size(axis) for axis in axes if mesh.size(axis) > 1}
         self._sizes = ", ".join(f"{_SIZES[axis]}={size}" for axis, size in sizes.items())
         self._place = "pipelined" if list(axes) == ["pp"] else "cut"
@@ -43,11 +49,13 @@ class Zero3Fallback:
         Raises:
             LayoutError: The user wants the layout or nothing.
         """
-        self._reason = reason or self._reason
+        self._reason = _NO_STAGES.sub("", reason) or self._reason
         if self._strict:
             name = f"{type(self._module).__name__}.training_step"
             raise LayoutError(
-                f"strict_layout=True, and {name} cannot be run under {self._sizes}: {self._reason}"
+                f"strict_layout=True, and {name} cannot be run under {self._sizes}: {self._reason}; set"
+                f" strict_layout=False to have these {self.mesh.size('shares')} ranks hold shards of every parameter,"
+                " gradient and optimizer state instead"
             ) from error
         if not self._module.automatic_optimization:
             # Its optimizers take as many steps as it likes, so that shares would not give the numbers of one process.

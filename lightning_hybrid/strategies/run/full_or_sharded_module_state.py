@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid.checkpoint.checkpoint_folder import CheckpointError
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import LocalState
 from lightning_hybrid.checkpoint.reading import SavedOptimizer
 from lightning_hybrid.checkpoint.single_file import (
@@ -28,6 +27,7 @@ from lightning_hybrid.checkpoint.single_file import (
     shard_loading_hook,
     state_mismatches,
 )
+from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.patching import Replacement, temporary_hook

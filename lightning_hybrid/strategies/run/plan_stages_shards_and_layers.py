@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_hybrid.graph.partition import UnfitError
-from lightning_hybrid.layout import LayoutError
+from lightning_hybrid.errors import BatchError, LayoutError, UnfitError
 from lightning_hybrid.memory.recompute_layers import Recomputation
 from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
@@ -16,7 +15,6 @@ from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.microbatch import BatchError
 from lightning_hybrid.strategies.run.fall_back_to_zero3_shards import Zero3Fallback
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.start.first_recording import record_first_step

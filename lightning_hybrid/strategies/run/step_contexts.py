@@ -11,10 +11,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 
+from lightning_hybrid.errors import ControlFlowError, StepError
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
-from lightning_hybrid.step.standins.absent_numbers import ControlFlowError
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 from lightning_hybrid.strategies.logs.delay_logger_calls import captured_loggers
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import current_hook

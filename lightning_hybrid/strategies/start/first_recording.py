@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hybrid.graph.partition import UnfitError
+from lightning_hybrid.errors import UnfitError
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner
 from lightning_hybrid.step.batch.microbatch import BatchSplitter, check_count, why_unsplit
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_wrappers

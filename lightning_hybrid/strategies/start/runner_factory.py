@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_hybrid.errors import StepError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
@@ -21,7 +22,6 @@ from lightning_hybrid.pipeline.step_runner_interface_and_results import Microbat
 from lightning_hybrid.pipeline.unpartitioned_runner_with_batch_sharing import PlainRunner
 from lightning_hybrid.pipeline.unpartitioned_steps_with_gathered_parameters import UnpartitionedSteps
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
 from lightning_hybrid.verify.check_available_memory import free_bytes
@@ -88,7 +88,10 @@ def _warn_unsplit(num_ranks: int, is_strict: bool, name: str, reason: str) -> No
         return
     message = f"{reason}: its value for the full batch cannot be computed from microbatches"
     if is_strict:
-        raise StepError(message)
+        raise StepError(
+            f"{message}; append it to a list of the module, or set num_microbatches=1, or strict_layout=False, which"
+            " warns and runs such batches as one microbatch each"
+        )
     rank_zero_warn(
         f"{message}. So each batch is one microbatch, and the {num_ranks} pipeline ranks work one after the other. Rows"
         " of samples and means over samples that a step appends to a list of its module, or logs, can be computed"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hybrid.layout import LayoutError
+from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, UnitPlan
 
 

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.experts.parallel.expert_detection import ExpertCalls, FoundExperts, has_stacked_experts
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import TensorShardedExperts, width_placements
 from lightning_hybrid.experts.parallel.experts_summary import by_reason, describe_experts
 from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts, placements_of
-from lightning_hybrid.layout import LayoutError, ParallelLayout
+from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding

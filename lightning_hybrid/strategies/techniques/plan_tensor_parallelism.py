@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from torch import nn
 
+from lightning_hybrid.errors import TensorPlanError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers
@@ -23,7 +24,7 @@ from lightning_hybrid.tensor.discovery.vocabulary_uses import VocabularyUses, We
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.read_transformers_tp_plan import requests_of_model
 from lightning_hybrid.tensor.requests.unit_requests import requests_by_unit
-from lightning_hybrid.tensor.requests.user_plan import Request, TensorPlanError, requests_of_user
+from lightning_hybrid.tensor.requests.user_plan import Request, requests_of_user
 from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 from lightning_hybrid.tensor.search.model_search import plan_units
 from lightning_hybrid.tensor.search.plan_cache import PlanCache

@@ -7,8 +7,9 @@ from itertools import groupby
 
 from torch import nn
 
+from lightning_hybrid.errors import RecomputeError
 from lightning_hybrid.memory.recompute_layers import Recomputation
-from lightning_hybrid.memory.recompute_policies import Policy, Recompute, RecomputeError, is_selective, layer_policies
+from lightning_hybrid.memory.recompute_policies import Policy, Recompute, is_selective, layer_policies
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts
-from lightning_hybrid.layout import LayoutError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import ReadGuards, can_guard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding

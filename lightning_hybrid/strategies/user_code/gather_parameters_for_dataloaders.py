@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import get_worker_info
 
+from lightning_hybrid.errors import StepError
 from lightning_hybrid.full_params.gather_parameters_per_op_mode import OWN_PROPERTIES, GatheredParameters
 from lightning_hybrid.full_params.read_sharded_parameters_as_full import IDENTITY
 from lightning_hybrid.patching import around
@@ -37,7 +38,6 @@ from lightning_hybrid.step.standins.absent_tensors import (
     is_absent,
 )
 from lightning_hybrid.step.tracing.intercept_step_operations import user_line
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 
 _MOST_OBJECTS, _MOST_ITEMS = 10_000, 100

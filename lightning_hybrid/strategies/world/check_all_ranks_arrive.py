@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_hybrid.errors import NotOnAllRanks
 from lightning_hybrid.mesh import Mesh
 
 # The others usually come within this time; then their progress is read.
@@ -29,10 +30,6 @@ def pauses() -> Iterator[None]:
         time.sleep(seconds)
         seconds = min(2 * seconds, _LONGEST_PAUSE_SECONDS)
         yield
-
-
-class NotOnAllRanks(RuntimeError):
-    """Only some ranks make a call that all must make."""
 
 
 class Rendezvous:

@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import RanksDisagree
+from lightning_hybrid.errors import RanksDisagree
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around, reduced_as, replace
 from lightning_hybrid.replicate.forbid_communication import collectives_forbidden

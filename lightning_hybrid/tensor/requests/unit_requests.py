@@ -13,8 +13,9 @@ from typing import Literal
 
 from torch import nn
 
+from lightning_hybrid.errors import TensorPlanError
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
-from lightning_hybrid.tensor.requests.user_plan import Request, TensorPlanError
+from lightning_hybrid.tensor.requests.user_plan import Request
 
 Origin = Literal["your plan", "the model's own plan", "found"]
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
+from lightning_hybrid.errors import TensorPlanError
 from lightning_hybrid.tensor.discovery.linear_dataflow import may_be_linear
 
 Wanted = Literal["column", "row", "gathered", "replicated"]
@@ -29,10 +30,6 @@ STYLES: Mapping[str, Wanted] = {
     "replicated": "replicated",
     "none": "replicated",
 }
-
-
-class TensorPlanError(ValueError):
-    """A `tensor_parallel_plan` names no module, or requests what cannot be done or is not proved."""
 
 
 class Request(NamedTuple):

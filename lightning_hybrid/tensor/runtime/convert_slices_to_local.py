@@ -7,11 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.parts.parameter_shard_placement import Shard
-
-
-class CannotShard(RuntimeError):
-    """User code in a sharded region does something whose sharded result cannot be derived."""
 
 
 def local_offset(placement: Shard, offset: int) -> int:

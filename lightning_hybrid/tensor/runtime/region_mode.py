@@ -24,16 +24,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.randomness.drawing_ops import draws
 from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import OneRank, Ranks
 from lightning_hybrid.tensor.plan.unit_plan import Rule, Site
-from lightning_hybrid.tensor.runtime.convert_slices_to_local import (
-    CannotShard,
-    local_index,
-    local_offset,
-    local_sections,
-)
+from lightning_hybrid.tensor.runtime.convert_slices_to_local import local_index, local_offset, local_sections
 from lightning_hybrid.tensor.runtime.find_positions_in_view_sizes import find_positions
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import mark, mark_all, sharded_over, tensors_in
 
@@ -283,8 +279,7 @@ class RegionMode(TorchFunctionMode):
             if key not in self.rules:
                 raise CannotShard(
                     f"{name}{sizes} of a value of local shape {old} at {_where(key)} did not run when the unit's plan "
-                    f"was proved, so the meaning of its sizes is unknown; do not shard the unit if it branches on its"
-                    " inputs"
+                    "was proved, so the meaning of its sizes is unknown"
                 )
             rule = self.rules[key]
             if rule is None:
@@ -326,9 +321,7 @@ class RegionMode(TorchFunctionMode):
 
     def _must_divide(self, name: str, groups: int) -> None:
         if groups % self._over.size:
-            raise CannotShard(
-                f"{name} has {groups} groups, which {self._over.size} ranks cannot share; do not shard it"
-            )
+            raise CannotShard(f"{name} has {groups} groups, which {self._over.size} ranks cannot share")
 
     def _with_local_offsets(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         tensor = args[0]

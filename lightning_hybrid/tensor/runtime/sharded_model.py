@@ -121,7 +121,7 @@ class ShardedModel:
                     around_draw=around_draw,
                     around_local_draw=around_local,
                 )
-                self._runners[fqn].keeps_sharded = keeps_sharded
+                self._runners[fqn].fqn, self._runners[fqn].keeps_sharded = fqn, keeps_sharded
                 if isolated is not None and (calls := self._runners[fqn].proved) is not None:
                     calls.isolated = isolated
                 if proved.positions is not None and plan.positions is not None:

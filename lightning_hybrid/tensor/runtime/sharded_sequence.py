@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
 from lightning_hybrid.step.standins.sharded_to_full_tensors import materialize
 from lightning_hybrid.tensor.collectives import sequence_sharding_and_collectives as positions
@@ -26,7 +27,6 @@ from lightning_hybrid.tensor.collectives.sequence_sharding_and_collectives impor
     TwoLevelSharding,
 )
 from lightning_hybrid.tensor.plan.unit_plan import PositionsPlan
-from lightning_hybrid.tensor.runtime.convert_slices_to_local import CannotShard
 
 
 class ShardedSequence:

@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.errors import CannotShard, StepError
 from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, shard_tensor
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.standins.sharded_to_full_tensors import materialize_call
 from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import ExchangingRanks, Ranks, as_ranks, paired
 from lightning_hybrid.tensor.collectives.feature_collectives import gather, local_shard, sum_gradients
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan, local_positions
@@ -66,6 +66,7 @@ class ShardedUnit:
     """A unit, and the state of its sharded forwards on one rank.
 
     Attributes:
+        fqn: FQN of the unit in the root, for errors; empty in trials.
         learning: Whether the region mode makes rules instead of following them; set by trials.
         keeps_sharded: Whether results of a sharded sequence go to the next unit as shards.
         last_region_mode: The region mode of the last forward, if there was one.
@@ -105,6 +106,7 @@ class ShardedUnit:
         self._positions = local_positions(plan)
         by = self._positions and self._positions.by
         self._all = paired(self._ranks, self._context) if by in ("context", "both") else self._ranks
+        self.fqn = ""
         self.learning = self.keeps_sharded = False
         self.last_region_mode: RegionMode | None = None
         self.last_sequence: ShardedSequence | None = None
@@ -163,14 +165,31 @@ class ShardedUnit:
             self._fallback_unit._path = path
 
     def run_sharded(self, *args: Any, **kwargs: Any) -> Any:
-        """The unit's forward, sharded; arguments and results are those of the unit."""
+        """The unit's forward, sharded; arguments and results are those of the unit.
+
+        Raises:
+            CannotShard: It does what its plan was not proved for.
+        """
         linears = self._linears
         outer, linears.region_mode, linears.sequence = (linears.region_mode, linears.sequence), None, None
         try:
             with self._region_inputs.of_forward():
                 return self._run_sharded(args, kwargs)
+        except CannotShard as error:
+            if not self.fqn:
+                raise
+            raise CannotShard(f"{self.fqn}: {error}; {self._remedy()}") from error
         finally:
             linears.region_mode, linears.sequence = outer
+
+    def _remedy(self) -> str:
+        """What the user can do about code that the plan was not proved for."""
+        by = None if self._positions is None else self._positions.by
+        changes = ["context_parallel_size=1"] if by in ("context", "both") else []
+        if self._ranks.size > 1:
+            changes.insert(0, f"tensor_parallel_plan={{{self.fqn!r}: 'replicated'}}")
+        also = " and leave sequence_parallel out" if by in ("tensor", "both") else ""
+        return f"set {' and '.join(changes)}{also}"
 
     def _run_sharded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         linears, sequence = self._linears, None

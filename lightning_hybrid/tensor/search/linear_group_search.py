@@ -9,12 +9,12 @@ from functools import partial
 
 from torch import nn
 
+from lightning_hybrid.errors import TensorPlanError
 from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard
 from lightning_hybrid.tensor.discovery.linear_dataflow import LinearDataflow, Pair, trace_linears
 from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, Group, LinearLike, SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.requested_pairs import requested_pairs
 from lightning_hybrid.tensor.requests.unit_requests import Origin, UnitRequests
-from lightning_hybrid.tensor.requests.user_plan import TensorPlanError
 from lightning_hybrid.tensor.runtime.parallel_multihead_attention import attention_placements
 from lightning_hybrid.tensor.search.context_search import ONE_TENSOR_RANK
 from lightning_hybrid.tensor.search.linear_group_trials import GroupTrials, StoredPlacements

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_hybrid.errors import TensorPlanError
 from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.recording.unit_dedup import UnitKinds
@@ -20,7 +21,6 @@ from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import UnitC
 from lightning_hybrid.tensor.discovery.vocabulary_uses import WeightUse
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.unit_requests import UnitRequests, check_followed
-from lightning_hybrid.tensor.requests.user_plan import TensorPlanError
 from lightning_hybrid.tensor.search.choose_vocabulary_shardings import VocabularySharding, choose_vocabulary_shardings
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from lightning_hybrid.tensor.search.vocabulary_loss_proof import cross_entropy_failure

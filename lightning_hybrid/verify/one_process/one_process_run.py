@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
+from lightning_hybrid.errors import BatchError
 from lightning_hybrid.pipeline.results.count_batches_once_across_ranks import CountedMetrics
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Entry
@@ -24,14 +25,7 @@ from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import det
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join
-from lightning_hybrid.step.batch.microbatch import (
-    BatchError,
-    batch_size_of,
-    choose_count,
-    join_batches,
-    sizes_of,
-    split,
-)
+from lightning_hybrid.step.batch.microbatch import batch_size_of, choose_count, join_batches, sizes_of, split
 from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
 from lightning_hybrid.step.tracing.dry_run_metrics import find_sinks
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss

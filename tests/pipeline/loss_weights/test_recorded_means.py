@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 from harness.logged_steps import SAMPLES, Classifier, assert_steps_agree
 from harness.trainer_runs import ignore_warnings, lines_of_lightning, trainer_of
 from harness.verification import COMBINED, TENSOR, check
+from lightning_hybrid.errors import FirstStepError
 from lightning_hybrid.pipeline.loss_weights.microbatch_weights_of_means import LossMeanWeights
 from lightning_hybrid.verify import Layout
-from lightning_hybrid.verify.first_step_comparison import FirstStepError
 
 VOCABULARY, LENGTH, CLASSES, FEATURES = 24, 7, 4, 6
 

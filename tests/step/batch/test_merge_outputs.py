@@ -6,8 +6,8 @@ import numpy
 import pytest
 import torch
 
+from lightning_hybrid.errors import StepError
 from lightning_hybrid.step.batch.merge_outputs import join
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 
 ROWS = torch.arange(16.0).reshape(8, 2)
 NAMES = [f"s{i}" for i in range(8)]

@@ -4,8 +4,8 @@ import numpy
 import pytest
 import torch
 
+from lightning_hybrid.errors import BatchError
 from lightning_hybrid.step.batch.microbatch import (
-    BatchError,
     batch_size_of,
     check_count,
     choose_count,

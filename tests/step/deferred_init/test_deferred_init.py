@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from lightning_hybrid.errors import InitialValueError
 from lightning_hybrid.step.deferred_init.deferred_init import InitialValues
-from lightning_hybrid.step.deferred_init.recorded_init_ops import InitialValueError
 from lightning_hybrid.step.deferred_init.reset_parameters import reset
 from lightning_hybrid.step.standins.absent_tensors import drop, fill
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness.one_process_pipeline import record_and_cut
-from lightning_hybrid.step.standins.absent_numbers import ControlFlowError
+from lightning_hybrid.errors import ControlFlowError
 from models.cases import batch_of, make
 from models.hand_written import Layers
 

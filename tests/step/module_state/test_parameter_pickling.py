@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weights_of
-from lightning_hybrid.step.module_state.pickle_sharded_parameters import NotOnThisRank
+from lightning_hybrid.errors import NotOnThisRank
 from models.pickled_objects import IN_BATCH, KINDS, WHEN, Writes, data, made, write
 from models.tiny import Tiny, loader
 

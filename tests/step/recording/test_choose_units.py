@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from harness.one_process_pipeline import assert_same_gradients, pipeline, record_and_cut, reference
+from lightning_hybrid.errors import ControlFlowError
 from lightning_hybrid.step.recording.choose_units import choose_units
-from lightning_hybrid.step.standins.absent_numbers import ControlFlowError
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, drop
 from models.cases import batch_of
 from models.hand_written import WIDTH, Layers

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from harness.one_process_pipeline import assert_same_gradients, keyed, pipeline, record_and_cut, reference
-from lightning_hybrid.graph.partition import PartitionError
+from lightning_hybrid.errors import PartitionError, StepChanged, StepError
 from lightning_hybrid.step.standins.absent_tensors import make_absent
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
 from models.cases import HAND_WRITTEN, HUGGING_FACE, batch_of, make
 from models.hand_written import Dropouts, Layers
 from models.hugging_face import GPT2Dropout
@@ -164,6 +163,34 @@ def test_later_stage_tensor_read_by_an_earlier_one_is_refused():
     again = step_on(module, {**batch, "x": batch["x"] - left})
     with pytest.raises(StepError, match=r"an earlier microbatch or batch left.*plain attribute.*num_microbatches=1"):
         pipeline(module, step_on(module, batch), 2, again=again)
+
+
+class Doubles(WritesThroughView):
+    """Takes two halves of what its first layer returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.doubles = False
+
+    def training_step(self, x):
+        first, second = self.layers[0](x).chunk(2, dim=1)
+        first = first + first if self.doubles else first + second
+        return self.layers[1](torch.cat([first, second], dim=1)).square().mean()
+
+
+def test_changed_operation_is_described_by_the_makers_of_its_inputs():
+    module = Doubles().double()
+    x = torch.randn(3, 8, dtype=torch.float64)
+
+    def changed():
+        module.doubles = True
+        return module.training_step(x)
+
+    code = Doubles.training_step.__code__
+    line = rf"{code.co_filename}:{code.co_firstlineno + 1}"
+    was, now = (rf"add of output 0 of chunk \({line}\), output {k} of chunk \({line}\) at \S+" for k in (1, 0))
+    with pytest.raises(StepChanged, match=rf"of the step was {was} when it was recorded and is now {now};"):
+        pipeline(module, lambda: module.training_step(x), 2, again=changed)
 
 
 class Compares(Layers):

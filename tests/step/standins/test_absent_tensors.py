@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hybrid.errors import ControlFlowError
 from lightning_hybrid.step.standins.absent_arrays_and_lists import AbsentArray, has_absent_content, stand_in_for_content
-from lightning_hybrid.step.standins.absent_numbers import AbsentFloat, ControlFlowError
+from lightning_hybrid.step.standins.absent_numbers import AbsentFloat
 from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent, make_absent, user_attributes
 from lightning_hybrid.step.standins.order_comparison_operands import in_canonical_order
 

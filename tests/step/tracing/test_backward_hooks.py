@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_full_backward_hook
 
 from harness.one_process_pipeline import assert_same_gradients, pipeline, reference
-from lightning_hybrid.step.tracing.recording_dataclasses import StepError
+from lightning_hybrid.errors import StepError
 from models.cases import batch_of, make
 from models.hand_written import Layers
 

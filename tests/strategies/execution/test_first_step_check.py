@@ -11,9 +11,9 @@ from lightning_utilities.core import rank_zero
 from torch import nn
 
 from harness.trainer_runs import trainer_of, weights_of
+from lightning_hybrid.errors import FirstStepError
 from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
 from lightning_hybrid.verify import check_available_memory as memory
-from lightning_hybrid.verify.first_step_comparison import FirstStepError
 from models.tiny import FEATURES, Tiny, loader
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weights_of
-from lightning_hybrid.step.deferred_init.recorded_init_ops import InitialValueError
+from lightning_hybrid.errors import InitialValueError
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from models.tiny import FEATURES, Tiny, loader
 

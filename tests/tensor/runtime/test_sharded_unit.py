@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.parts.parameter_shard_placement import join, shard_tensor
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks
-from lightning_hybrid.tensor.runtime.convert_slices_to_local import CannotShard
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from models.tensor_blocks import BLOCKS, WIDTH, Block, FusedAttention, tokens
@@ -233,10 +233,15 @@ def test_unproved_branch_is_refused():
     unit = Branches()
     plan = plan_unit(unit, (tokens(2, 6, 8),), {}, 2)
     local = {fqn: shard_tensor(t, plan.placements[fqn], dist.get_rank(), 2) for fqn, t in unit.state_dict().items()}
-    with ShardedUnit(unit, plan, dist.group.WORLD, tensors=lambda: local).running(), torch.no_grad():
+    runner = ShardedUnit(unit, plan, dist.group.WORLD, tensors=lambda: local)
+    runner.fqn = "layers.1"
+    with runner.running(), torch.no_grad():
         unit(tokens(4, 6, 8))
-        with pytest.raises(CannotShard, match=r"did not run when the unit's plan was proved"):
+        with pytest.raises(CannotShard, match=r"did not run when the unit's plan was proved") as caught:
             unit(tokens(12, 6, 8))
+    message = str(caught.value)
+    assert message.startswith("layers.1: "), message
+    assert message.endswith("; set tensor_parallel_plan={'layers.1': 'replicated'}"), message
 
 
 @pytest.mark.world(2)

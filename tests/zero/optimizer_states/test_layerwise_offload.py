@@ -14,7 +14,8 @@ from harness.resident_file import resident_bytes
 from harness.simulated_host import SimulatedHost
 from harness.zero_runs import KINDS, SUBSETS, assert_bits, assert_same_bits, with_offload
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.zero.memory_mapped_states import OffloadError, Region, StateFile
+from lightning_hybrid.errors import OffloadError
+from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
 from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import steps_independently
 from models.cases import make

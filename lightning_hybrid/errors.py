@@ -1,0 +1,225 @@
+"""The exceptions of the package: `HybridError` and its subclasses, which are also built-in errors.
+
+    try:
+        trainer.fit(module)
+    except HybridError as error:
+        print(type(error).docs)  # errors.md#layouterror
+
+The room is plain Python: it imports neither torch nor Lightning. A wrong value of an argument that no class below
+describes raises a plain ``ValueError`` or ``TypeError``.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+_POINTER = "<-- ERROR HERE"
+
+
+class HybridError(Exception):
+    """The base class of the exceptions of lightning_hybrid.
+
+    Attributes:
+        docs: Section of the documentation that lists the messages of the class, with their causes and what to do, as a
+            path below the folder of the documentation.
+    """
+
+    docs: ClassVar[str] = "errors.md"
+
+
+# -- arguments, before the first step ----------------------------------------------------------------------------------
+
+
+class LayoutError(HybridError, ValueError):
+    """The sizes of a layout do not fit each other, the number of processes, or (``strict_layout=True``) the module."""
+
+    docs = "errors.md#layouterror"
+
+
+class RecomputeError(HybridError, ValueError):
+    """The layers that ``recompute`` names do not exist, or the module has no layers."""
+
+    docs = "errors.md#recomputeerror"
+
+
+class TensorPlanError(HybridError, ValueError):
+    """A ``tensor_parallel_plan`` names no module, or requests what cannot be done or is not proved."""
+
+    docs = "errors.md#tensorplanerror"
+
+
+class ScheduleError(HybridError, ValueError):
+    """A schedule or program cannot run as written; those of the package can."""
+
+    docs = "errors.md#scheduleerror"
+
+    @classmethod
+    def at(
+        cls,
+        summary: str,
+        rows: Sequence[Iterable[object]],
+        positions: Mapping[int, int] | None = None,
+        details: Iterable[str] = (),
+    ) -> ScheduleError:
+        """Make an error that shows every rank's row, pointing at one position in some of them.
+
+        Args:
+            summary: What is wrong, in a line.
+            rows: For every rank, what it does; each entry is shown by its `str`.
+            positions: For the offending ranks, the index into their row.
+            details: Further lines, such as what each rank waits for.
+        """
+        positions = positions or {}
+        lines = [summary, *(f"  {detail}" for detail in details)]
+        for rank, row in enumerate(rows):
+            words = [str(entry) for entry in row]
+            if rank in positions:
+                words.insert(positions[rank] + 1, _POINTER)
+            lines.append(f"rank {rank}: {'  '.join(words)}")
+        return cls("\n".join(lines))
+
+
+class InitialValueError(HybridError, RuntimeError):
+    """A parameter or buffer on the meta device has no initial value when training starts."""
+
+    docs = "errors.md#initialvalueerror"
+
+
+# -- the step as it is recorded, cut into stages and replayed ----------------------------------------------------------
+
+
+class StepError(HybridError, ValueError):
+    """A step that cannot be recorded, or cannot be run as it was recorded."""
+
+    docs = "errors.md#steperror"
+
+
+class UncapturedOutput(StepError):
+    """Code around units reads a value of the model that a call of a unit stored in its attributes (captured output).
+
+    Attributes:
+        unit: FQN of the unit; if it is opened, its code is glue and each of its operations is recorded.
+    """
+
+    docs = "errors.md#uncapturedoutput"
+
+    def __init__(self, unit: str, message: str) -> None:
+        super().__init__(message)
+        self.unit = unit
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle with both arguments, and with the notes."""
+        return type(self), (self.unit, *self.args), self.__dict__
+
+
+class StepChanged(StepError):
+    """A training step runs other operations, or makes values of other shapes, than when it was recorded."""
+
+    docs = "errors.md#stepchanged"
+
+
+class ControlFlowError(HybridError, RuntimeError):
+    """A step branches on a value that the model computes, where that value is on another rank or not computed yet."""
+
+    docs = "errors.md#controlflowerror"
+
+
+class PartitionError(HybridError, ValueError):
+    """A recorded step that cannot be cut into the requested number of stages."""
+
+    docs = "errors.md#partitionerror"
+
+
+class UnfitError(PartitionError):
+    """The number of stages, or a name in ``pipeline_cuts``, does not fit the step."""
+
+    docs = "errors.md#unfiterror"
+
+
+class BatchError(HybridError, ValueError):
+    """A batch that cannot be split into microbatches as requested, or whose microbatches cannot be weighted."""
+
+    docs = "errors.md#batcherror"
+
+
+class FirstStepError(HybridError, RuntimeError):
+    """With ``verify_first_step=True``: the first step does not match one process, or one process cannot run it."""
+
+    docs = "errors.md#firststeperror"
+
+
+# -- sharded layers and experts ----------------------------------------------------------------------------------------
+
+
+class CannotShard(HybridError, RuntimeError):
+    """Code of a sharded layer does something whose sharded result cannot be derived from the proof of its plan."""
+
+    docs = "errors.md#cannotshard"
+
+
+class UnsupportedExpertCalls(HybridError, RuntimeError):
+    """A block calls its experts in another way than in the proof that they can be sharded."""
+
+    docs = "errors.md#unsupportedexpertcalls"
+
+
+class UnequalMicrobatches(HybridError, RuntimeError):
+    """Ranks that share experts have different numbers of microbatches; raised on all of them."""
+
+    docs = "errors.md#unequalmicrobatches"
+
+
+# -- ranks that do not do the same -------------------------------------------------------------------------------------
+
+
+class RanksDisagree(HybridError, RuntimeError):
+    """Ranks that must do the same have different batches, log different keys, or run different operations."""
+
+    docs = "errors.md#ranksdisagree"
+
+
+class RanksDiffer(HybridError, RuntimeError):
+    """Replicas that shard the same parameters are about to train different ones; raised on every rank."""
+
+    docs = "errors.md#ranksdiffer"
+
+
+class NotOnAllRanks(HybridError, RuntimeError):
+    """Only some ranks make a call that all must make, such as ``trainer.save_checkpoint``."""
+
+    docs = "errors.md#notonallranks"
+
+
+# -- state that is on other ranks, in memory and in files --------------------------------------------------------------
+
+
+class GlobalReadError(HybridError, RuntimeError):
+    """A hook requests what is not available of a model that is sharded over ranks."""
+
+    docs = "errors.md#globalreaderror"
+
+
+class NotOnThisRank(HybridError, pickle.PicklingError):
+    """A copy or pickle is requested of a parameter whose content is on other ranks."""
+
+    docs = "errors.md#notonthisrank"
+
+
+class OffloadError(HybridError, OSError):
+    """The file for offloaded states or parameters cannot be created or extended, or has been truncated."""
+
+    docs = "errors.md#offloaderror"
+
+
+class CheckpointError(HybridError, RuntimeError):
+    """A checkpoint cannot be written, is not valid, or does not fit the module or optimizer."""
+
+    docs = "errors.md#checkpointerror"
+
+
+class IncompleteCheckpoint(CheckpointError):
+    """A save to the checkpoint did not end, or files of its folder are missing or truncated."""
+
+    docs = "errors.md#incompletecheckpoint"
