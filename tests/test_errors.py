@@ -24,6 +24,7 @@ INTERNAL = {
     "RanksFailed",
     "StepBroken",
     "TrialFailed",
+    "UsageError",
     "UnknownTrace",
 }
 # Built-in bases that code written before `HybridError` may catch.
