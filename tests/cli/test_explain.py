@@ -1,12 +1,12 @@
 """The `explain` command: the plan of any number of ranks, made in one process, is that of the ranks themselves."""
 
 import json
-import logging
 
 import pytest
 import torch
 
 from harness.fits import trainer_of
+from harness.trainer_runs import lines_of_lightning
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.cli import main
 from lightning_hybrid.cli.explain import explain
@@ -23,19 +23,10 @@ def explained(capsys, *arguments):
 
 def table_of_run(name, options, devices):
     """On a rank: the table that a fit prints at its start."""
-    lines = []
-
-    class Handler(logging.Handler):
-        def emit(self, record):
-            lines.append(record.getMessage())
-
-    logger, handler = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Handler()
-    logger.addHandler(handler)
-    try:
-        torch.manual_seed(0)
-        trainer_of(devices, Hybrid3DStrategy(**options), [], max_steps=1).fit(getattr(command_line_classes, name)())
-    finally:
-        logger.removeHandler(handler)
+    torch.manual_seed(0)
+    trainer = trainer_of(devices, Hybrid3DStrategy(**options), [], max_steps=1)
+    with lines_of_lightning() as lines:
+        trainer.fit(getattr(command_line_classes, name)())
     return [line for line in lines if line.startswith("hybrid3d:")]
 
 
