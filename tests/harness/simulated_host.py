@@ -152,10 +152,10 @@ class SimulatedHost(Callback):
 
         def seen_in_the_step():
             for group in zero._all:
-                for name in group._cut:
+                for name in group._placements:
                     gradient = group._gradients.get(name)
                     if gradient is not None:
-                        self.seen["within"].add((group._parts[name].device.type, gradient.device.type))
+                        self.seen["within"].add((group._shards[name].device.type, gradient.device.type))
             finish()
 
         zero._finish = seen_in_the_step

@@ -128,6 +128,7 @@ def of_pytorch_lightning():
 
     def __init__(self):
         pytorch_lightning.LightningModule.__init__(self)
+        self.lr = 1e-2
         self.net = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(4)))
         self.head = nn.Linear(FEATURES, 1)
 
