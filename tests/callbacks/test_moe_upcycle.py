@@ -72,10 +72,10 @@ def sums(numbers, count, over):
 @pytest.mark.parametrize(
     ("case", "pp", "dp", "options"),
     [
+        ("Llama", 1, 1, {"tensor_parallel_size": 2, "sequence_parallel": True}),
         ("GPT2", 2, 2, {}),
         ("Llama", 2, 1, {"recompute": "full"}),
         pytest.param("Llama", 1, 2, {"expert_parallel_size": 2}, marks=pytest.mark.slow),
-        pytest.param("Llama", 1, 1, {"tensor_parallel_size": 2, "sequence_parallel": True}, marks=pytest.mark.slow),
         pytest.param("GPT2", 1, 2, {}, marks=pytest.mark.slow),
         pytest.param("Llama", 1, 2, {"recompute": "full"}, marks=pytest.mark.slow),
         pytest.param("Layers", 2, 1, {"recompute": "selective"}, marks=pytest.mark.slow),

@@ -35,6 +35,7 @@ from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call
 from lightning_hybrid.step.standins.sharded_to_full_tensors import ShardedTensorBase, materialize, materialize_call
+from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import taking_asides
 from lightning_hybrid.step.tracing.record_user_lines_calling_torch import (
     TorchCall,
     TorchCallSites,
@@ -194,7 +195,9 @@ class ProvedCalls:
             with self.isolated(), saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved):
                 drawn = torch.get_rng_state()
                 args, kwargs = copied((args, kwargs), _copy_of, modules=False)
-                leaves = [materialize(leaf) for leaf in flatten(run(*args, **kwargs))[0]]
+                with taking_asides() as asides:  # they are compared, and do not reach the step
+                    result = run(*args, **kwargs)
+                leaves = [materialize(leaf) for leaf in flatten((result, asides))[0]]
                 leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
                 state_after = reachable_leaves(self._unit, plain=False)
                 kept = {path: tuple(materialize(leaf).shape) for path, leaf in state_after if isinstance(leaf, Tensor)}
