@@ -1,13 +1,10 @@
 """Write docs/reference/options.md: every option of the strategy, from its signature and docstring.
 
-python .ci/options_table.py            writes the page
-python .ci/options_table.py --check    exit status 1 if the page is not up to date
+python .ci/options_table.py
 """
 
-import argparse
 import ast
 import re
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -143,18 +140,5 @@ def page() -> str:
     return HEAD + "\n".join(rows()) + "\n" + NAMES + "\n".join(registered()) + "\n"
 
 
-def main() -> int:
-    """Write the page, or check it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if it is not up to date")
-    if not parser.parse_args().check:
-        PAGE.write_text(page())
-        return 0
-    if PAGE.read_text() == page():
-        return 0
-    print(f"{PAGE.relative_to(ROOT)} is not up to date; run python .ci/options_table.py", file=sys.stderr)
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(page())

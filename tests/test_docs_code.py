@@ -1,4 +1,4 @@
-"""Code in the documentation runs as it is printed, and relative links lead to a heading that exists.
+"""Code in the documentation runs as it is printed.
 
 A Python block is run in an empty folder, unless `<!-- notest -->` is on the line before its fence, or `notest` in it.
 A block that begins with `# NAME.py` (or `.yaml`) is a file of its page: the page's bash blocks run there, and run it
@@ -122,22 +122,3 @@ def test_a_block_runs(block, tmp_path):
 def test_the_commands_of_a_page_run(page, tmp_path):
     write_files(page, tmp_path)
     run("bash", "-euc", commands_of(page), folder=tmp_path, timeout=600)
-
-
-def anchors_of(page: Path) -> set[str]:
-    """The anchors of a page's headings."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    titles = re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page):
-    text = re.sub(r"^```.*?^```$", "", PAGES[page].read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text)):
-        if re.match(r"\w+:", target):
-            continue
-        path, _, anchor = target.partition("#")
-        file = (PAGES[page].parent / path).resolve() if path else PAGES[page]
-        assert file.exists(), f"{page}: {target}"
-        assert not anchor or anchor in anchors_of(file), f"{page}: {target} is not among {sorted(anchors_of(file))}"

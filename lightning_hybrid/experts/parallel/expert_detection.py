@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +19,7 @@ from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthShardi
 from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.deep_copy import copied
+from lightning_hybrid.step.objects.fast_named_modules_and_parameters import tied_parameters
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.recording.unit_dedup import UnitKinds, without_deduplication
 
@@ -86,7 +86,7 @@ class ExpertCalls:
         chosen: dict[int, ExpertsAdapter | str] = {}  # by structure of the module, as the next
         chosen_widths: dict[tuple[int, str], WidthSharding | str] = {}
         kinds = UnitKinds()
-        tied = _tied_parameters(root)
+        tied = tied_parameters(root)
         for fqn, call in self._calls.items():
             module = root.get_submodule(fqn)
             candidates = [c for c in candidate_adapters(module, call) if not self._is_layer_stack(fqn, c)]
@@ -158,9 +158,3 @@ def _pick_width(
 def has_stacked_experts(root: nn.Module) -> bool:
     """Returns whether some module may have stacked weights of experts."""
     return any(stacked_experts(module) is not None for module in root.modules())
-
-
-def _tied_parameters(root: nn.Module) -> set[int]:
-    """Returns the ids of parameters that several modules have."""
-    counts = Counter(id(p) for module in root.modules() for p in module._parameters.values() if p is not None)
-    return {parameter for parameter, number in counts.items() if number > 1}

@@ -5,6 +5,7 @@ Torch's recursive generators pass each item through one frame per level of nesti
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from torch import nn
@@ -38,3 +39,9 @@ def parameters_of(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, n
                 if parameter is not None and id(parameter) not in found:
                     found[id(parameter)] = prefix + name, parameter
     return list(found.values())
+
+
+def tied_parameters(root: nn.Module) -> set[int]:
+    """The ids of the parameters that several modules hold."""
+    counts = Counter(id(p) for module in root.modules() for p in module._parameters.values() if p is not None)
+    return {parameter for parameter, count in counts.items() if count > 1}

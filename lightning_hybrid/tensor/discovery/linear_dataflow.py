@@ -8,7 +8,6 @@ output (a split, a view as heads) show how its features are arranged.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.step.objects.fast_named_modules_and_parameters import tied_parameters
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import tensors_in
 
@@ -103,7 +103,7 @@ def trace_linears(unit: nn.Module, run: Callable[[], Any]) -> LinearDataflow:
         run: Calls it on small inputs.
     """
     dataflow = LinearDataflow()
-    shared = _tied_parameters(unit)
+    shared = tied_parameters(unit)  # they would need several shardings
     with contextlib.ExitStack() as hooks, torch.no_grad():
         for fqn, module in unit.named_modules():
             if isinstance(module, nn.MultiheadAttention):
@@ -114,12 +114,6 @@ def trace_linears(unit: nn.Module, run: Callable[[], Any]) -> LinearDataflow:
         with _DataflowMode(dataflow):
             run()
     return dataflow
-
-
-def _tied_parameters(unit: nn.Module) -> set[int]:
-    """Ids of parameters that several modules hold; they would need several shardings."""
-    counts = Counter(id(p) for module in unit.modules() for p in module._parameters.values() if p is not None)
-    return {key for key, count in counts.items() if count > 1}
 
 
 def may_be_linear(module: nn.Module) -> bool:
