@@ -16,7 +16,7 @@ from lightning_hybrid.errors import RecomputeError
 
 Policy: TypeAlias = Literal["keep", "full", "selective"] | float
 Layers: TypeAlias = str | type[nn.Module]
-Recompute: TypeAlias = Policy | int | Sequence[Layers] | Mapping[Layers, Policy]
+Recompute: TypeAlias = int | Policy | Sequence[Layers] | Mapping[Layers, Policy]
 POLICIES = ("keep", "full", "selective")
 SELECTIVE_SHARE = 0.4
 

@@ -19,7 +19,7 @@ class OtherNames(TypedDict, total=False):
     """Keywords of other libraries that the strategy takes; None is as if they were left out."""
 
     activation_checkpointing: bool | type[nn.Module] | list[type[nn.Module]] | set[type[nn.Module]] | None
-    activation_checkpointing_policy: Any
+    activation_checkpointing_policy: type[nn.Module] | list[type[nn.Module]] | set[type[nn.Module]] | Any
     gradient_checkpointing: bool | None
     cpu_offload: Any
     offload_policy: Any

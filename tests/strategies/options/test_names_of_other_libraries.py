@@ -156,6 +156,7 @@ YAML = """
 sharding_strategy: HYBRID_SHARD
 device_mesh: [1, 1]
 activation_checkpointing: [torch.nn.Sequential]
+activation_checkpointing_policy: [torch.nn.Sequential]
 state_dict_type: sharded
 offload_optimizer: true
 compile: true

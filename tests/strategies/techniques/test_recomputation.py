@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
+from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
@@ -194,6 +196,17 @@ def test_invalid_requests(worlds):
             ActivationCheckpointing(nothing)
     [message] = worlds.run(1, refusal, policies_of, ["model.transformer.g.*"])
     assert "'model.transformer.g.*' is the name of no layer; the nearest are model.tran" in message
+
+
+@pytest.mark.parametrize(
+    "given", [1, 2, 0.3, 1.0, "full", ["layers.*"], {"layers.*": 0.3, "layers.0": "keep"}], ids=str
+)
+@pytest.mark.parametrize("taker", [Hybrid3DStrategy, ActivationCheckpointing])
+def test_yaml_form(taker, given):
+    parser = ArgumentParser()
+    parser.add_class_arguments(taker, "it")
+    parsed = parser.parse_string(yaml.safe_dump({"it": {"recompute": given}})).it.recompute
+    assert parsed == given and type(parsed) is type(given)
 
 
 def test_other_strategies_are_refused():
