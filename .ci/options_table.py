@@ -49,9 +49,9 @@ COLUMNS = """
 OTHERS = """
 ## Names of other libraries
 
-The strategy takes these too, in Python and in YAML, and resolves them to the options above; the tables are what it
-makes of them. None is as if a name were left out. A name that contradicts another one, or an option that is not at its
-default, is an error with both names. [Migration](../migration.md) has more of each library.
+The strategy takes these too, in Python and in YAML. It resolves them to the options above, or refuses them with what to
+set; the tables are its own answers. None is as if a name were left out. A name that contradicts another one, or an option
+that is not at its default, is an error with both names. [Migration](../migration.md) has more of each library.
 """
 
 NAMES = """
@@ -199,7 +199,10 @@ def names_of_others() -> str:
     """A table for each library: its keyword, and what it means here."""
     tables = []
     for library, names in notes()["names of other libraries"].items():
-        lines = [f"| `{name}={value}` | {meaning(name, value)} |" for name, values in names.items() for value in values]
+        given: dict[str, list[str]] = {}
+        for name, value in ((name, value) for name, values in names.items() for value in values):
+            given.setdefault(meaning(name, value), []).append(f"`{name}={value}`")
+        lines = [f"| {'<br>'.join(keywords)} | {meant} |" for meant, keywords in given.items()]
         tables.append(in_card("names", f"\n| {library} | here |\n|---|---|\n", lines))
     return OTHERS + "".join(tables)
 
