@@ -50,8 +50,8 @@ OTHERS = """
 ## Names of other libraries
 
 The strategy takes these too, in Python and in YAML. It resolves them to the options above, or refuses them with what to
-set; the tables are its own answers. None is as if a name were left out. A name that contradicts another one, or an option
-that is not at its default, is an error with both names. [Migration](../migration.md) has more of each library.
+set; the tables are its own answers. None is as if a name were left out. A name that contradicts another one, or an
+option that is not at its default, is an error with both names. [Migration](../migration.md) has more of each library.
 """
 
 NAMES = """
