@@ -14,6 +14,7 @@ import data_path
 import experts
 import mesh
 import schedules
+import step_graph
 import tensor_block
 import zero_memory
 
@@ -25,6 +26,7 @@ PICTURES = {
     "experts": experts.draw,
     "mesh": mesh.draw,
     "schedules": schedules.draw,
+    "step_graph": step_graph.draw,
     "tensor_block": tensor_block.draw,
     "zero_memory": zero_memory.draw,
 }
