@@ -94,7 +94,7 @@ def gather_step(strategy: Any, ranks: Ranks) -> MeasuredStep | None:
         memory += [sample._replace(rank=lane, time=sample.time + offset) for sample in sampled]
     begin = min((span.start for span in spans), default=0.0)
     spans = [span._replace(start=span.start - begin, end=span.end - begin) for span in spans]
-    memory = [sample._replace(time=sample.time - begin) for sample in memory if sample.time >= begin]
+    memory = [sample._replace(time=max(0.0, sample.time - begin)) for sample in memory]
     sizes = _sizes(layout)
     columns = {"rank": chosen} | {
         axis: [_coordinates(layout, rank)[axis] for rank in chosen] for axis in AXES if sizes[axis] > 1

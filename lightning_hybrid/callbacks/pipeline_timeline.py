@@ -30,8 +30,8 @@ class PipelineTimeline(Callback):
     "pipeline_timeline" and "memory_timeline" (needs matplotlib). Runs without stages are drawn too: forwards,
     backwards, the average over replicas as far as it follows the backward, and the optimizer's step.
 
-    A measurement is taken between two steps and costs one small collective; all other steps cost nothing. On a GPU
-    the times are those of the device, by CUDA events.
+    A measurement is taken between two steps and costs one small collective. On a GPU the times are those of the device,
+    by two CUDA events for each action of any step; a measurement waits for them.
 
     Args:
         path: where the picture goes; its suffix, ".svg" or ".png", says which kind (PNG needs matplotlib). A path that
@@ -124,7 +124,11 @@ class PipelineTimeline(Callback):
     def _prepare(self, strategy: Any, step: int) -> None:
         """Samples memory in a step that is measured, if it is drawn."""
         is_drawn = self.memory_path is not None or any(path.suffix == ".json" for path in self.paths)
-        strategy.recorder.samples_memory = is_drawn and self._is_wanted(step)
+        readers = strategy.recorder.memory_readers
+        if is_drawn and self._is_wanted(step):
+            readers.add(self)
+        else:
+            readers.discard(self)
 
     def _report(self, trainer: Trainer, measured: MeasuredStep, step: int) -> None:
         timeline, bubbles = measured.timeline, measured.bubbles

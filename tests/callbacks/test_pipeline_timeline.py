@@ -27,7 +27,7 @@ from models.regression import Sequential
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def fit(callback, max_steps=4, accumulate=1, loggers=(), strategy=None, **options):
+def fit(*callbacks, max_steps=4, accumulate=1, loggers=(), strategy=None, **options):
     data = torch.randn(64, 4)
     loader = DataLoader(TensorDataset(data, data.sum(1, keepdim=True)), batch_size=8)
     trainer = Trainer(
@@ -36,7 +36,7 @@ def fit(callback, max_steps=4, accumulate=1, loggers=(), strategy=None, **option
         strategy=strategy or Hybrid3DStrategy(**options),
         max_steps=max_steps,
         accumulate_grad_batches=accumulate,
-        callbacks=[callback],
+        callbacks=list(callbacks),
         logger=list(loggers),
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -174,7 +174,8 @@ def test_runs_without_stages_are_drawn(options, actions):
 
 
 @pytest.mark.world(2)
-def test_manual_backwards_and_steps_are_recorded():
+@pytest.mark.parametrize("options", [{}, {"pipeline_parallel_size": 2}], ids=["replicas", "not partitioned"])
+def test_manual_backwards_and_steps_are_recorded(options):
     class Manual(Sequential):
         automatic_optimization = False
 
@@ -185,9 +186,11 @@ def test_manual_backwards_and_steps_are_recorded():
             optimizer.step()
 
     with mock.patch.dict(globals(), Sequential=Manual), mock.patch.object(PipelineTimeline, "_report") as reported:
-        fit(PipelineTimeline(step=2), max_steps=2)
+        fit(PipelineTimeline(step=2), max_steps=2, **options)
     if dist.get_rank() == 0:
-        assert [str(span.action) for span in reported.call_args.args[1].timeline.spans] == REPLICAS
+        measured = reported.call_args.args[1]
+        actions = [str(span.action) for span in measured.timeline.spans if span.rank == 0]
+        assert actions == REPLICAS and measured.bubbles is None
 
 
 @pytest.mark.world(2)
@@ -213,12 +216,14 @@ def test_memory_is_sampled_in_measured_steps_only():
 
     class Watched(PipelineTimeline):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            sampled.append(trainer.strategy.recorder.samples_memory)
+            sampled.append(bool(trainer.strategy.recorder.memory_readers))
 
-    fit(Watched(step=2, every_n_steps=2, memory_path="memory.svg"), max_steps=4, pipeline_parallel_size=2)
+    drawn = Watched(step=2, every_n_steps=2, memory_path="memory.svg")
+    without = PipelineTimeline("without.svg", step=2)  # does not end the measurement of the other
+    fit(drawn, without, max_steps=4, pipeline_parallel_size=2)
     assert sampled == [False, True, False, True]
-    assert written() == ["memory-2.svg", "memory-4.svg", "timeline-2.svg", "timeline-4.svg"]
-    assert lanes_of("memory-4.svg")[0] == {"rank": [0, 1], "pipeline": [0, 1]}
+    assert written() == ["memory-2.svg", "memory-4.svg", "timeline-2.svg", "timeline-4.svg", "without.svg"]
+    assert lanes_of("memory-2.svg")[0] == {"rank": [0, 1], "pipeline": [0, 1]}
 
 
 @pytest.mark.world(2)

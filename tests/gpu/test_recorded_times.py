@@ -37,7 +37,7 @@ class Measured(Callback):
     """Waits for the device before and after each step, and keeps the spans and the memory of the last one."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        trainer.strategy.recorder.samples_memory = True
+        trainer.strategy.recorder.memory_readers.add(self)
         torch.cuda.synchronize()
         self.begin = time.perf_counter()
 

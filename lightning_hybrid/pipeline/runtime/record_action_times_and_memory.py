@@ -27,12 +27,13 @@ class ActionRecorder:
     """Records the actions of the latest training step.
 
     Attributes:
-        samples_memory: Whether the memory in use is read at the start and the end of each action.
+        memory_readers: Objects for which the memory in use is read at the start and the end of each action; it is not
+            read while there are none.
     """
 
     def __init__(self, device: torch.device = _CPU, new_event: Callable[[], Any] | None = None) -> None:
         """Set up for a rank on ``device``; ``new_event`` returns a CUDA event with timing, and serves tests."""
-        self.samples_memory = False
+        self.memory_readers: set[object] = set()
         self._device, self._is_cuda = device, device.type == "cuda"
         self._new_event = new_event or _new_cuda_event
         self._rows: list[tuple[Action, Mark, Mark, float]] = []
@@ -52,7 +53,7 @@ class ActionRecorder:
             mark.record()
         else:
             mark = time.perf_counter()
-        if self.samples_memory:
+        if self.memory_readers:
             self._memory.append((mark, used_bytes(self._device)))
         return mark
 

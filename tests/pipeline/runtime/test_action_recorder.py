@@ -79,7 +79,7 @@ def test_the_host_measures_itself_and_leaves_waiting_out():
 def test_memory_is_read_at_the_ends_of_actions_on_request():
     recorder = ActionRecorder()
     for is_sampled in (False, True):
-        recorder.samples_memory = is_sampled
+        recorder.memory_readers |= {"a test"} if is_sampled else set()
         recorder.begin()
         recorder.add(FORWARD, recorder.mark())
         samples = recorder.memory(1)
