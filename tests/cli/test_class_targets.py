@@ -75,6 +75,8 @@ def test_flags_follow_the_type_hints_of_the_class():
 
 
 def test_data_by_class_and_by_function():
+    _, data = made(f"{CLASSES}:Stack", f"{CLASSES}:Data", "--data.options.sizes", "3")
+    assert data.options == {"sizes": 3}
     flags = ("--data.options", "{sizes: [1, 2]}", "--data.batch_size", "4")
     _, data = made(f"{CLASSES}:Stack", f"{CLASSES}:Data", *flags)
     assert (data.batch_size, data.options) == (4, {"sizes": [1, 2]})

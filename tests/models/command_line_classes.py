@@ -54,7 +54,7 @@ class BrokenConstructor(Stack):
 
 
 class Data(pl.LightningDataModule):
-    def __init__(self, batch_size: int = 8, options: dict | None = None):
+    def __init__(self, batch_size: int = 8, options: dict[str, int | list[int]] | None = None):
         super().__init__()
         self.batch_size, self.options = batch_size, options
 

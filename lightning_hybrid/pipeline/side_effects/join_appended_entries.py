@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.step.batch.merge_outputs import join
 from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_leaf
 from lightning_hybrid.step.recording.kept_values import ListPath, RecordedCall, find_lists
 from lightning_hybrid.step.standins.absent_numbers import AbsentFloat
 
@@ -39,7 +40,7 @@ class AppendedEntries:
             begin = last.get(path, 0)
             if len(entries) > begin or path in self.rows:
                 earlier: list[list[Any]] = [[] for _ in range(len(self._ends) - 2)]
-                new = [map_leaves(_detached, entry) for entry in entries[begin:]]
+                new = [map_leaves(detached_leaf, entry) for entry in entries[begin:]]
                 self.rows.setdefault(path, earlier).append(new)
 
     def evenly(self, count: int, contents: Sequence[Mapping[int, Tensor]] = ()) -> Rows:
@@ -119,11 +120,7 @@ def _filled(content: Mapping[int, Tensor], leaf: Any) -> Any:
     """A detached leaf; a number that was read on another rank, or computed from such, is replaced by its value."""
     if isinstance(leaf, AbsentFloat) and leaf.is_affine and leaf.values and leaf.values <= content.keys():
         return leaf.computed(content)
-    return _detached(leaf)
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+    return detached_leaf(leaf)
 
 
 def _are_equal(some: Sequence[float | None], others: Sequence[float | None]) -> bool:
