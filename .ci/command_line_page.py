@@ -1,25 +1,21 @@
-"""Write docs/reference/command_line.md: every command with its `--help`, which shows an example.
+"""Write the `--help` of every command, which shows an example, into docs/command_line.md.
 
 PYTHONPATH=. python .ci/command_line_page.py
 """
 
 import argparse
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 from lightning_hybrid import cli
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "command_line.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "command_line.md"
 
-HEAD = """\
-# Command line
-
-Installing the package installs the command `lightning-hybrid`; `python -m lightning_hybrid.cli` is the same. Written by
-`python .ci/command_line_page.py` from the output of `--help`; a test fails if a command or an option is missing.
-More about two of them: [verify your module](../verify.md), [checkpoints](../checkpoints.md#on-the-command-line).
-"""
+# After such a line stands the help of one command, in a fenced block.
+MARK = "<!-- help: {} -->"
 
 
 class _ParserFound(Exception):
@@ -50,14 +46,17 @@ def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
 
 
 def page() -> str:
-    """The text of the page."""
-    sections = [HEAD]
+    """The text of the page, in which the help of each command is that of today."""
+    text = PAGE.read_text()
     with mock.patch.dict(os.environ, COLUMNS="100", NO_COLOR="1"):
         for parser in commands(main_parser()):
-            text = parser.format_help().strip()
-            assert "example:" in text, f"the help of {parser.prog} shows no example"
-            sections.append(f"## `{parser.prog}`\n\n```text\n{text}\n```\n")
-    return "\n".join(sections)
+            mark, shown = MARK.format(parser.prog), parser.format_help().strip()
+            assert "example:" in shown, f"the help of {parser.prog} shows no example"
+            assert text.count(mark) == 1, f"{PAGE.name} needs one line {mark}"
+            before, _, after = text.partition(mark)
+            after = re.sub(r"\A\n\n```text\n.*?\n```\n", "", after, flags=re.DOTALL)
+            text = f"{before}{mark}\n\n```text\n{shown}\n```\n{after}"
+    return text
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_hybrid.experts.moe.upcycling import AuxiliaryLoss, UpcycledMLP, upcycle_mlp
 from lightning_hybrid.patching import around_method
 from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import taking_asides
+from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 
 
 class MoEUpcycle(Callback):
@@ -254,7 +255,7 @@ def _add_losses(module: LightningModule, run: Callable[[], Any]) -> Any:
 
 
 def _with_losses(module: LightningModule, output: Any, losses: list[Tensor]) -> Any:
-    loss = output.get("loss") if isinstance(output, Mapping) else output
+    loss = find_loss(output)
     if not losses or not isinstance(loss, Tensor):
         return output
     # One after the other: in a pipeline the partial sum is sent along with the activations.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_hybrid.checkpoint.dcp_planner_and_writer import Tell, tell_nothing
 from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, named_state, put_tensors, torch_state
 from lightning_hybrid.checkpoint.reading import ReadRequest, SavedFolder
 from lightning_hybrid.checkpoint.writing import prepare, write
@@ -20,7 +20,7 @@ from lightning_hybrid.errors import CheckpointError
 _LARGE_BYTES = 1 << 20
 
 
-def to_file(source: Path, target: Path, *, weights_only: bool = True, tell: Callable[[str], None] = print) -> None:
+def to_file(source: Path, target: Path, *, weights_only: bool = True, tell: Tell = tell_nothing) -> None:
     """Convert a folder to one file.
 
     Tensors are read one by one into memory-mapped scratch files beside the target.
@@ -29,7 +29,7 @@ def to_file(source: Path, target: Path, *, weights_only: bool = True, tell: Call
         source: The folder.
         target: The file; replaced atomically when it is complete.
         weights_only: Whether to refuse all but tensors and plain Python values.
-        tell: Called with name and shape of each large tensor.
+        tell: Called before each tensor is read.
 
     Raises:
         CheckpointError: The folder is not complete, or no checkpoint.
@@ -44,11 +44,10 @@ def to_file(source: Path, target: Path, *, weights_only: bool = True, tell: Call
 
         def tensor(key: str) -> Tensor:
             if key not in loaded:
+                tell(key, len(loaded), len(saved.tensors))
                 described = saved.metadata_of(key)
                 loaded[key] = _on_disk(Path(scratch), described.size, described.properties.dtype)
                 saved.read([ReadRequest(key, loaded[key])])
-                if loaded[key].nbytes >= _LARGE_BYTES:
-                    tell(f"{key} {tuple(described.size)}")
             return loaded[key]
 
         complete = Path(scratch) / "complete"
@@ -70,7 +69,7 @@ def _on_disk(scratch: Path, size: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype).set_(storage, 0, size)  # type: ignore[call-overload]
 
 
-def to_folder(source: Path, target: Path, *, weights_only: bool = True) -> None:
+def to_folder(source: Path, target: Path, *, weights_only: bool = True, tell: Tell = tell_nothing) -> None:
     """Convert one file, which is memory-mapped, to a folder.
 
     A file has numbers for the parameters of optimizers, so their states are matched by order.
@@ -79,6 +78,7 @@ def to_folder(source: Path, target: Path, *, weights_only: bool = True) -> None:
         source: The file.
         target: The folder; replaced atomically when it is complete.
         weights_only: Whether to refuse all but tensors and plain Python values.
+        tell: Called before each tensor is written.
 
     Raises:
         CheckpointError: It is no checkpoint, or cannot be written.
@@ -101,4 +101,6 @@ def to_folder(source: Path, target: Path, *, weights_only: bool = True) -> None:
         "step": state.get("global_step"),
         "epoch": state.get("epoch"),
     }
-    write(prepare(state, target, None, about), None)
+    save = prepare(state, target, None, about)
+    save.tell = tell
+    write(save, None)

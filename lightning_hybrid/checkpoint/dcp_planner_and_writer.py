@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import io
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 # A box: the key and shape of its tensor, its offsets, and its content.
 Item = tuple[str, tuple[int, ...], tuple[int, ...], Tensor]
+# Called before each piece of long work with the name of the piece, how many are done, and how many there are.
+Tell = Callable[[str, int, int], None]
+
+
+def tell_nothing(what: str, done: int, total: int) -> None:
+    """The ``Tell`` of work that shows no progress."""
 
 
 def chunk_of(offsets: tuple[int, ...], content: Tensor) -> ChunkStorageMetadata:
@@ -36,9 +42,10 @@ def chunk_of(offsets: tuple[int, ...], content: Tensor) -> ChunkStorageMetadata:
 class BoxPlanner(SavePlanner):
     """The save planner that gives the boxes of one rank to torch's writer."""
 
-    def __init__(self, items: Iterable[Item]) -> None:
+    def __init__(self, items: Sequence[Item], tell: Tell = tell_nothing) -> None:
         self._contents: dict[MetadataIndex, Tensor] = {}
-        self._items = []
+        self._items = list[WriteItem]()
+        self._tell, self._num_resolved = tell, 0
         for key, shape, offsets, content in items:
             index = MetadataIndex(key, offsets)
             data = TensorWriteData(chunk_of(offsets, content), TensorProperties(content.dtype), torch.Size(shape))
@@ -62,6 +69,8 @@ class BoxPlanner(SavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """The content of a box, in its shape."""
+        self._tell(write_item.index.fqn, self._num_resolved, len(self._items))
+        self._num_resolved += 1
         return self._contents[write_item.index]
 
 

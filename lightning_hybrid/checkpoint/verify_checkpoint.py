@@ -7,21 +7,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
+from lightning_hybrid.checkpoint.dcp_planner_and_writer import Tell, tell_nothing
 from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, references
 from lightning_hybrid.checkpoint.reading import SavedFolder
 
 
-def problems(path: Path, *, weights_only: bool = True) -> Iterator[str]:
+def problems(path: Path, *, weights_only: bool = True, tell: Tell = tell_nothing) -> Iterator[str]:
     """List what is wrong with the checkpoint in a folder, one sentence each; every byte is read.
 
-    ``weights_only`` refuses all but tensors and plain Python values.
+    Args:
+        path: The folder.
+        weights_only: Whether to refuse all but tensors and plain Python values.
+        tell: Called before each file is read.
 
     Raises:
         CheckpointError: It is no checkpoint, or not complete.
     """
     saved = SavedFolder(path, weights_only=weights_only)
     files = saved.manifest["files"]
-    for name, entry in files.items():
+    for number, (name, entry) in enumerate(files.items()):
+        tell(name, number, len(files))
         if folder.digest(path / name) != entry["sha256"]:
             yield f"{name} has other content than when it was written"
     for index, info in saved.metadata.storage_data.items():

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
-from lightning_hybrid.checkpoint.dcp_planner_and_writer import BoxPlanner, Item, Writer, chunk_of
+from lightning_hybrid.checkpoint.dcp_planner_and_writer import BoxPlanner, Item, Tell, Writer, chunk_of, tell_nothing
 from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, references, take_tensors
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import assign_boxes
 from lightning_hybrid.checkpoint.verify_checkpoint import covered
@@ -51,6 +51,7 @@ class Save:
         expected: The keys of all tensors of this rank's state.
         about: Entries of the manifest.
         error: The error because of which this rank has nothing to write; it is sent to the others.
+        tell: Called before each box is written.
     """
 
     path: Path
@@ -61,6 +62,7 @@ class Save:
     generators: dict[str, Any] | None = None
     expected: set[str] = field(default_factory=set)
     error: Exception | None = None
+    tell: Tell = tell_nothing
 
 
 @dataclass
@@ -175,7 +177,7 @@ def _write_own(save: Save, rank: int) -> _Report:
         target = folder.incomplete_path(save.path)
         target.mkdir(parents=True, exist_ok=True)
         (target / folder.MANIFEST).unlink(missing_ok=True)  # of a save that was killed as it ended
-        report.results, report.files = Writer(target).write(BoxPlanner(save.items), rank)
+        report.results, report.files = Writer(target).write(BoxPlanner(save.items, save.tell), rank)
         for key, shape, offsets, content in save.items:
             report.tensors[key] = shape, content.dtype
             report.chunks.append((key, chunk_of(offsets, content)))

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="lightning-hybrid",
         description="Tools around the strategies.",
-        epilog=f"example:\n  lightning-hybrid explain path.to:Module --layout pp=2\n\n{EXIT_STATUSES}",
+        epilog=f"example:\n  lightning-hybrid schedule 1f1b --ranks 4 --microbatches 8\n\n{EXIT_STATUSES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"lightning-hybrid {__version__}")

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hybrid.cli.exit_status import OK, PROBLEM, UsageError, print_json
+from lightning_hybrid.cli.progress import Progress
 from lightning_hybrid.errors import CheckpointError
+
+# Seconds between two lines of progress where there is no terminal.
+_LINE_SECONDS = 5.0
 
 _EXAMPLE = """example:
   lightning-hybrid checkpoint {} model.ckpt{}
@@ -30,7 +34,7 @@ def add_to(commands: Any) -> None:
     convert.add_argument("target", type=Path)
     inspect = _add(actions, "inspect", "layout, step, versions, and every tensor", _inspect)
     verify = _add(actions, "verify", "read every byte; exit status 1 if something is not as it was written", _verify)
-    for action in (inspect, verify):
+    for action in (convert, inspect, verify):
         action.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -69,11 +73,15 @@ def _convert(parsed: argparse.Namespace) -> int:
     if parsed.target.exists():
         raise UsageError(f"{parsed.target} exists; remove it, or name another target")
     weights_only = not parsed.trust
-    if parsed.source.is_file():
-        to_folder(parsed.source, parsed.target, weights_only=weights_only)
+    is_file = parsed.source.is_file()
+    with Progress("convert", interval=_LINE_SECONDS) as progress:
+        (to_folder if is_file else to_file)(parsed.source, parsed.target, weights_only=weights_only, tell=progress)
+    if parsed.json:
+        kinds = ("file", "folder") if is_file else ("folder", "file")
+        paths = {"source": str(parsed.source), "target": str(parsed.target)}
+        print_json({**paths, "source_kind": kinds[0], "target_kind": kinds[1]})
     else:
-        to_file(parsed.source, parsed.target, weights_only=weights_only, tell=lambda line: print(line, file=sys.stderr))
-    print(f"{parsed.target} is written")
+        print(f"{parsed.target} is written")
     return OK
 
 
@@ -93,7 +101,8 @@ def _verify(parsed: argparse.Namespace) -> int:
     from lightning_hybrid.checkpoint.verify_checkpoint import problems
 
     try:
-        found = list(problems(parsed.source, weights_only=not parsed.trust))
+        with Progress("verify", interval=_LINE_SECONDS) as progress:
+            found = list(problems(parsed.source, weights_only=not parsed.trust, tell=progress))
     except CheckpointError as error:
         found = [str(error)]
     if parsed.json:

@@ -7,9 +7,9 @@ import importlib
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from lightning_hybrid.cli.class_targets import FLAGS, targets
+from lightning_hybrid.cli.configured_run import FLAGS
 from lightning_hybrid.cli.exit_status import OK, REFUSED, print_json
-from lightning_hybrid.cli.verify import add_classes_to, add_tensor_plan_to, layout_of
+from lightning_hybrid.cli.verify import add_classes_to, add_tensor_plan_to, checked, configured, layout_of
 
 if TYPE_CHECKING:
     from lightning_hybrid.graph.partition import Assignment
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _EXAMPLE = """example:
   lightning-hybrid explain examples/quickstart.py:Classifier --layout pp=2,tp=2
+  lightning-hybrid explain examples/gpt_cli.py --config examples/configs/3d.yaml
 
 exit status: 0 the step can be run under the layout; 2 invalid command line; 3 it cannot: the reason is printed,
 with the traceback if it is an error of your step. Other errors of your code give their traceback and 1"""
@@ -34,9 +35,9 @@ def add_to(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_classes_to(parser)
-    parser.add_argument("--layout", default="pp=2", metavar="pp=2,tp=2", help="(%(default)s)")
+    parser.add_argument("--layout", metavar="pp=2,tp=2", help="(config's or pp=2)")
     add_tensor_plan_to(parser)
-    parser.add_argument("--precision", default="32-true", help="as Lightning spells it (%(default)s)")
+    parser.add_argument("--precision", help="as Lightning spells it (config's or 32-true)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -47,21 +48,23 @@ def run(parsed: argparse.Namespace) -> int:
     Raises:
         UsageError: An invalid path, layout or argument of a class.
     """
-    layout = layout_of(parsed.layout, parsed.tensor_plan)
-    module, data = targets(parsed.module, parsed.data, parsed.class_flags)
+    layout = None if parsed.layout is None else layout_of(parsed.layout, parsed.tensor_plan)
+    made, config = configured(parsed)
+    if layout is None:
+        layout = checked(config.layout) if config.layout else layout_of("pp=2", parsed.tensor_plan)
     # Imported late, since this loads torch.
     import torch
 
     from lightning_hybrid.verify.records.run_record_and_recorder import describe_failure
 
     torch.manual_seed(0)
-    made, loaders = module(), None if data is None else data()
+    module, data = made.make_module(), made.make_data()
     try:
-        content = explain(made, loaders, layout, parsed.precision)
+        content = explain(module, data, layout, parsed.precision or config.precision or "32-true")
     except Exception as error:
         if not describe_failure(error, steps_done=0).refused:
             raise
-        content = {"layout": parsed.layout, "refused": f"{type(error).__name__}: {error}"}
+        content = {"layout": layout.name, "refused": f"{type(error).__name__}: {error}"}
     if parsed.json:
         print_json(content)
     else:

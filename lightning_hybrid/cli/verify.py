@@ -9,14 +9,17 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from lightning_hybrid.cli.class_targets import FLAGS, targets
+from lightning_hybrid.cli.configured_run import FLAGS, ConfiguredRun
 from lightning_hybrid.cli.exit_status import OK, PROBLEM, REFUSED, UsageError, print_json, usage_errors
+from lightning_hybrid.cli.progress import Progress
+from lightning_hybrid.cli.trainer_config import TrainerConfig, trainer_config
 
 if TYPE_CHECKING:
     from lightning_hybrid.verify import Layout, Report
 
 _EXAMPLE = """example:
-  lightning-hybrid verify path.to:Module --data path.to:DataModule --data.batch_size 16 --layout pp=2 --layout dp=2,pp=2
+  lightning-hybrid verify examples/quickstart.py:Classifier --layout pp=2 --layout dp=2
+  lightning-hybrid verify examples/gpt_cli.py --config examples/configs/pipeline.yaml --module.width 32
 
 exit status: 0 all layouts are the same; 1 one is different, or failed; 2 invalid command line;
 3 none is different, and one is refused (1 with --strict)"""
@@ -33,13 +36,13 @@ def add_to(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_classes_to(parser)
-    parser.add_argument("--layout", action="append", metavar="pp=2,dp=2", help="repeat for several; pp=2 if none")
+    parser.add_argument("--layout", action="append", metavar="pp=2,dp=2", help="repeat for several (config's or pp=2)")
     add_tensor_plan_to(parser)
     parser.add_argument("--steps", type=int, default=4, help="batches of an epoch and of a validation (%(default)s)")
     parser.add_argument("--epochs", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--num-microbatches", type=int, default=2, help="of each replica's batch (%(default)s)")
     parser.add_argument("--precision", default="64-true", help="as Lightning spells it (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="(%(default)s)")
+    parser.add_argument("--seed", type=int, help="(config's or 1)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one run may take (%(default)s)")
     parser.add_argument("--strict", action="store_true", help="a layout that is refused gives exit status 1 too")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
@@ -48,8 +51,24 @@ def add_to(commands: Any) -> None:
 
 def add_classes_to(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name the user's classes."""
-    parser.add_argument("module", help="path.to:Module or path/to/file.py:Module")
+    parser.add_argument(
+        "module",
+        nargs="?",
+        help="path.to:Module, FILE.py:Module, or a script FILE.py that calls LightningCLI; none if a config names it",
+    )
     parser.add_argument("--data", help="path.to:DataModule, or a function that makes loaders; the module's own if none")
+    parser.add_argument("--config", action="append", default=[], metavar="FILE", help="of LightningCLI; repeatable")
+
+
+def configured(parsed: argparse.Namespace) -> tuple[ConfiguredRun, TrainerConfig]:
+    """Return what makes the classes of a command line, and what its config says of the run; the classes are imported.
+
+    Raises:
+        UsageError: A path, an argument or a config file is wrong.
+    """
+    flags = [*(f"--config={path}" for path in parsed.config), *parsed.class_flags]
+    run = ConfiguredRun(parsed.module, parsed.data, flags)
+    return run, trainer_config(run.parse())
 
 
 def add_tensor_plan_to(parser: argparse.ArgumentParser) -> None:
@@ -71,22 +90,27 @@ def run(parsed: argparse.Namespace) -> int:
     # Imported late, since this loads torch.
     from lightning_hybrid.verify import Experiment, Verification, table
 
-    layouts = [layout_of(text, parsed.tensor_plan) for text in parsed.layout or ["pp=2"]]
-    module, data = targets(parsed.module, parsed.data, parsed.class_flags)
+    layouts = [layout_of(text, parsed.tensor_plan) for text in parsed.layout or ()]
+    made, config = configured(parsed)
+    if config.unused:
+        print(f"not used from the config: {', '.join(f'trainer.{name}' for name in config.unused)}", file=sys.stderr)
+    layouts = layouts or [checked(config.layout) if config.layout else layout_of("pp=2", parsed.tensor_plan)]
     experiment = Experiment(
-        make_module=module,
-        make_data=data,
+        make_module=made.make_module,
+        make_data=made.make_data,
         steps=parsed.steps,
         epochs=parsed.epochs,
         num_microbatches=parsed.num_microbatches,
         precision=parsed.precision,
-        seed=parsed.seed,
+        seed=next(seed for seed in (parsed.seed, config.seed, 1) if seed is not None),
+        trainer=config.arguments,
     )
     verification = Verification(experiment, timeout=parsed.timeout)
     reports: list[Report] = []
-    for layout in layouts:
-        print(f"verifying {layout.name} on {layout.devices} processes ...", file=sys.stderr, flush=True)
-        reports.append(verification.check(layout))
+    with Progress("verify") as progress:
+        for layout in layouts:
+            progress(f"{layout.name} on {layout.devices} processes", len(reports), len(layouts))
+            reports.append(verification.check(layout))
     for traceback in dict.fromkeys(report.traceback for report in reports if report.traceback):
         print(traceback, file=sys.stderr)
     if parsed.json:
@@ -117,6 +141,17 @@ def layout_of(text: str, tensor_plan: list[str] | None) -> Layout:
         if name not in known:
             near = difflib.get_close_matches(name, known) or ["dp", "tp", "pp", "cp", "ep", "stages", "m", "zero"]
             raise UsageError(f"--layout {layout.name!r}: {name!r} is no option of the strategy; nearest: {near}")
-    with usage_errors():  # values that no module could be run with
+    return checked(layout)
+
+
+def checked(layout: Layout) -> Layout:
+    """Return the layout, whose values the strategy takes.
+
+    Raises:
+        UsageError: It does not take one, whatever the module is.
+    """
+    from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
+
+    with usage_errors():
         Hybrid3DStrategy(**layout.options(None))
     return layout

@@ -146,7 +146,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         precision_plugin: Precision | None = None,
         **other_names: Unpack[OtherNames],
     ) -> None:
-        arguments = resolve_names(dict(locals()), other_names, _DEFAULTS)
+        arguments = resolve_names(dict(locals()), other_names, OPTION_DEFAULTS)
         super().__init__(Options.of(arguments), **{name: arguments[name] for name in _OF_LIGHTNING})
         self._lifecycle: RunLifecycle | None = None
         self._evaluated = itertools.count(1)  # numbers batches of evaluation over all runs
@@ -303,4 +303,6 @@ class Hybrid3DStrategy(CheckpointedStrategy):
 
 
 _PARAMETERS = inspect.signature(Hybrid3DStrategy.__init__).parameters.values()
-_DEFAULTS = {parameter.name: parameter.default for parameter in _PARAMETERS if parameter.default is not parameter.empty}
+OPTION_DEFAULTS = {
+    parameter.name: parameter.default for parameter in _PARAMETERS if parameter.default is not parameter.empty
+}

@@ -105,14 +105,35 @@ def parse_layout(text: str, tensor_plan: Sequence[str] = ()) -> Layout:
         if not equals or not name or not value:
             raise ValueError(f"--layout {text!r}: {entry!r} is not name=value; use such as dp=2,pp=2 or dp2xpp2")
         options[_SHORT.get(name, name)] = int(value) if value.isdecimal() else _WORDS.get(value, value)
-    replicas = options.get("data_parallel_size", 1)
-    sizes = [options.get(size, 1) for size in _SAME_BATCH]
-    if not all(isinstance(size, int) and size >= 1 for size in (replicas, *sizes)):
-        raise ValueError(f"--layout {text!r}: sizes must be whole numbers of 1 or more; use such as dp=2,pp=2")
+    devices = _num_ranks(text, options)
     entries = [entry.partition("=") for entry in tensor_plan]
     for pattern, equals, style in entries:
         if not pattern or not equals or not style:
             raise ValueError(f"--tensor-plan {pattern + equals + style!r} is not pattern=style")
     if entries and options.get("tensor_parallel_size", 1) > 1:
         options["tensor_parallel_plan"] = {pattern: style for pattern, _, style in entries}
-    return Layout(text, devices=replicas * math.prod(sizes), strategy=options)
+    return Layout(text, devices=devices, strategy=options)
+
+
+def layout_of_options(options: Mapping[str, Any], devices: int | None = None) -> Layout:
+    """Return the layout of a strategy's options, named as ``parse_layout`` reads it.
+
+    Args:
+        options: Options of the strategy by their full names.
+        devices: Number of processes; the product of the sizes if None.
+
+    Raises:
+        ValueError: A size is no whole number, or the processes are no multiple of the ranks that share a batch.
+    """
+    names = {full: short for short, full in _SHORT.items()}
+    name = ",".join(f"{names.get(option, option)}={value}" for option, value in options.items()) or "dp=auto"
+    return Layout(name, devices=devices or _num_ranks(name, options), strategy=dict(options))
+
+
+def _num_ranks(name: str, options: Mapping[str, Any]) -> int:
+    """Return the product of the sizes that need ranks of their own."""
+    replicas = options.get("data_parallel_size", 1)
+    sizes = [replicas if replicas != "auto" else 1, *(options.get(size, 1) for size in _SAME_BATCH)]
+    if not all(isinstance(size, int) and size >= 1 for size in sizes):
+        raise ValueError(f"--layout {name!r}: sizes must be whole numbers of 1 or more; use such as dp=2,pp=2")
+    return math.prod(sizes)

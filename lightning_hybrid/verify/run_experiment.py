@@ -63,16 +63,17 @@ class Connection(Protocol):
 
 
 def namespace_of(module: Any) -> ModuleType:
-    """The Lightning that a module's base class comes from: ``lightning.pytorch`` or ``pytorch_lightning``.
+    """The Lightning of a module, or of its class: ``lightning.pytorch`` or ``pytorch_lightning``.
 
     Raises:
         TypeError: It is no LightningModule.
     """
-    for base in type(module).__mro__:
+    kind = module if isinstance(module, type) else type(module)
+    for base in kind.__mro__:
         for name in _NAMESPACES:
             if base.__name__ == "LightningModule" and base.__module__.startswith(name):
                 return importlib.import_module(name)
-    raise TypeError(f"{type(module).__name__} is no LightningModule; use one of {' or '.join(_NAMESPACES)}")
+    raise TypeError(f"{kind.__name__} is no LightningModule; use one of {' or '.join(_NAMESPACES)}")
 
 
 def run_once(

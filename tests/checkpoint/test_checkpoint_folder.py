@@ -88,10 +88,13 @@ def test_file_and_folder_convert_into_each_other(saved, tmp_path, capsys):
 def test_large_tensors_convert_on_disk(tmp_path):
     saved_dict = {"state_dict": {"w": torch.randn(700, 1000), "half": torch.randn(700_000).bfloat16()}}
     torch.save(saved_dict, tmp_path / "plain.ckpt")
-    to_folder(tmp_path / "plain.ckpt", tmp_path / "saved.ckpt")
     progress = []
-    to_file(tmp_path / "saved.ckpt", tmp_path / "back.ckpt", tell=progress.append)
-    assert progress == ["model/w (700, 1000)", "model/half (700000,)"]
+    to_folder(tmp_path / "plain.ckpt", tmp_path / "saved.ckpt", tell=lambda *line: progress.append(line))
+    assert sorted(line[0] for line in progress) == ["model/half", "model/w"]
+    assert [line[1:] for line in progress] == [(0, 2), (1, 2)]
+    progress.clear()
+    to_file(tmp_path / "saved.ckpt", tmp_path / "back.ckpt", tell=lambda *line: progress.append(line))
+    assert progress == [("model/w", 0, 2), ("model/half", 1, 2)]
     torch.testing.assert_close(torch.load(tmp_path / "back.ckpt"), saved_dict, rtol=0, atol=0)
 
 
@@ -121,7 +124,7 @@ def convert(name, number):
     watcher = threading.Thread(target=watch)
     watcher.start()
     to_folder(Path(f"{name}.ckpt"), Path(name))
-    to_file(Path(name), Path(f"{name}_again.ckpt"), tell=lambda _: None)
+    to_file(Path(name), Path(f"{name}_again.ckpt"))
     done.set()
     watcher.join()
     return most[0] - begin

@@ -100,7 +100,11 @@ class Verdicts:
 )
 def test_exit_status_and_json(layouts, status, strict_status, monkeypatch, capsys):
     monkeypatch.setattr("lightning_hybrid.verify.Verification", Verdicts)
-    command = ["verify", "fractions:Fraction", *(word for layout in layouts for word in ("--layout", layout))]
+    command = [
+        "verify",
+        "models.command_line_classes:Stack",
+        *(word for layout in layouts for word in ("--layout", layout)),
+    ]
     assert main([*command, "--json"]) == status
     captured = capsys.readouterr()
     assert [report["outcome"] for report in json.loads(captured.out)] == [OUTCOMES[layout] for layout in layouts]

@@ -1,8 +1,10 @@
 """Classes that tests name on the command line."""
 
+import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_hybrid import Hybrid3DStrategy
 from models.cases import Samples
 from models.hand_written import Layers
 from models.mixtures import Looped
@@ -39,6 +41,32 @@ class BrokenStep(Stack):
         raise KeyError("no such column")
 
 
+class CountsRanks(Stack):
+    """Its loss depends on the number of processes."""
+
+    def training_step(self, batch, batch_idx=0):
+        return super().training_step(batch, batch_idx) * self.trainer.world_size
+
+
 class BrokenConstructor(Stack):
     def __init__(self):
         raise ValueError("the user's own")
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, batch_size: int = 8, options: dict[str, int | list[int]] | None = None):
+        super().__init__()
+        self.batch_size, self.options = batch_size, options
+
+    def train_dataloader(self):
+        return make_loader(self.batch_size)
+
+    val_dataloader = train_dataloader
+
+
+def make_loader(batch_size: int = 8):
+    return DataLoader(Samples(Layers.kind, 32, torch.float32), batch_size=batch_size)
+
+
+class OwnStrategy(Hybrid3DStrategy):
+    pass

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid.step.batch.merge_outputs import join
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.recording.kept_values import ListPath, find_lists
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_leaf
+from lightning_hybrid.step.recording.kept_values import ListPath, RecordedCall, find_lists
 from lightning_hybrid.step.standins.absent_numbers import AbsentFloat
 
 Rows: TypeAlias = dict[ListPath, list[list[Any]]]  # the entries that each microbatch has appended
@@ -39,7 +40,7 @@ class AppendedEntries:
             begin = last.get(path, 0)
             if len(entries) > begin or path in self.rows:
                 earlier: list[list[Any]] = [[] for _ in range(len(self._ends) - 2)]
-                new = [map_leaves(_detached, entry) for entry in entries[begin:]]
+                new = [map_leaves(detached_leaf, entry) for entry in entries[begin:]]
                 self.rows.setdefault(path, earlier).append(new)
 
     def evenly(self, count: int, contents: Sequence[Mapping[int, Tensor]] = ()) -> Rows:
@@ -92,7 +93,9 @@ class AppendedEntries:
             counts = {len(entries) for entries in of_each}
             if path not in lists or len(of_each) != len(weights) or len(counts) != 1 or counts == {0}:
                 continue
-            if any(size is not None and size > 1 and counts == {size} for size in sizes):  # an entry per sample
+            are_calls = isinstance(of_each[0][0], RecordedCall)
+            if not are_calls and any(size is not None and size > 1 and counts == {size} for size in sizes):
+                # An entry per sample.
                 joined = [entry for entries in of_each for entry in entries]
             else:
                 joined = [joined_of(list(column)) for column in zip(*of_each, strict=True)]
@@ -114,15 +117,10 @@ def merged(rows: Sequence[Rows], counts: Sequence[int]) -> Rows:
 
 
 def _filled(content: Mapping[int, Tensor], leaf: Any) -> Any:
-    """A detached leaf; a number that was read on another rank is replaced by its value."""
-    if isinstance(leaf, AbsentFloat) and len(leaf.values) == 1 and leaf.values <= content.keys():
-        [value] = leaf.values
-        return content[value].item()
-    return _detached(leaf)
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+    """A detached leaf; a number that was read on another rank, or computed from such, is replaced by its value."""
+    if isinstance(leaf, AbsentFloat) and leaf.is_affine and leaf.values and leaf.values <= content.keys():
+        return leaf.computed(content)
+    return detached_leaf(leaf)
 
 
 def _are_equal(some: Sequence[float | None], others: Sequence[float | None]) -> bool:

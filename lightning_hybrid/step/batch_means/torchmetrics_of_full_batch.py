@@ -15,6 +15,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_hybrid.graph.step_graph import SINK, Node
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_leaf
 from lightning_hybrid.step.tracing.dry_run_metrics import isolated_copy
 
 
@@ -61,7 +62,7 @@ class BatchMetrics:
             self._prepare(copy)
             self._copies[key] = _MetricCopy(sink, copy)  # type: ignore[arg-type]
         each = self._copies[key]
-        args, kwargs = map_leaves(_detached, (args, kwargs))
+        args, kwargs = map_leaves(detached_leaf, (args, kwargs))
         with torch.no_grad():
             each.copy.update(*args, **kwargs)
         each.count += 1
@@ -97,7 +98,3 @@ def _has_native_forward(sink: nn.Module) -> bool:
     """Whether ``forward`` is torchmetrics' own, and returns the value of its arguments without other replicas."""
     metrics = [module for module in sink.modules() if isinstance(module, Metric)]
     return all(type(metric).forward is Metric.forward and not metric.dist_sync_on_step for metric in metrics)
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -39,6 +39,11 @@ def with_class_of(original: Tensor, piece: Tensor) -> Tensor:
     return piece
 
 
+def detached_leaf(leaf: Any) -> Any:
+    """A leaf of a container, detached if it is a tensor."""
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
 def detached_copy(tensor: Tensor) -> Tensor:
     """A detached copy of the same class, attributes and shape; no method of the user's class is called."""
     return with_class_of(tensor, as_plain_tensor(tensor).detach().clone())

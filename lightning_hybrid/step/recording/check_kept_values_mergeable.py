@@ -12,8 +12,9 @@ from typing import Any
 from lightning_hybrid.graph.step_graph import Node, StepGraph
 from lightning_hybrid.step.batch_means.sums_over_samples import IDENTITIES, SUMS
 from lightning_hybrid.step.objects.pytree import children_of, flatten
+from lightning_hybrid.step.recording.kept_values import RecordedCall
 from lightning_hybrid.step.standins.absent_arrays_and_lists import is_absent_number
-from lightning_hybrid.step.standins.absent_numbers import AbsentFloat, source_values
+from lightning_hybrid.step.standins.absent_numbers import AbsentFloat
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording, ReturnedTensor
 
 _EXTREMA = frozenset({"max", "amax", "any", "min", "amin", "all"})
@@ -44,7 +45,8 @@ def why_not_mergeable(
         return f"{graph.step} appends to other lists on the full batch"
     for local, entries in zip(recording.appended, full_entries, strict=True):
         sizes = (samples, samples) if full is None else (samples, total)
-        if len(local) > 1 and (len(local), len(entries)) == sizes:  # an entry per sample
+        are_calls = len(local) > 0 and isinstance(local[0], RecordedCall)
+        if not are_calls and len(local) > 1 and (len(local), len(entries)) == sizes:  # an entry per sample
             continue
         pairs = zip(local, entries, strict=False)
         if len(local) != len(entries) or any(_cannot_merge(*pair, graph, *sizes) for pair in pairs):
@@ -68,15 +70,19 @@ def _cannot_merge(local: Any, full: Any, graph: StepGraph, samples: int | None, 
     if isinstance(local, ReturnedTensor):
         return samples is not None and _cannot_merge_tensor(local, full, graph, samples, total)
     if is_absent_number(local):
-        [one, *others] = source_values(local) or (None,)
-        if one is None or others or not isinstance(local, AbsentFloat) or graph.values[one].shape:
+        if not isinstance(local, AbsentFloat) or not local.values or not local.is_affine:
             return True
-        number = ReturnedTensor((), one)
-        return samples is not None and _cannot_merge_tensor(number, number, graph, samples, total)
+        numbers = [ReturnedTensor((), value) for value in local.values]
+        return any(
+            graph.values[value].shape
+            or (samples is not None and _cannot_merge_tensor(number, number, graph, samples, total))
+            for value, number in zip(local.values, numbers, strict=True)
+        )
     inside, of_full = children_of(local), children_of(full)
     if inside is None or of_full is None:
         return type(local) is int and local == samples
-    if (isinstance(local, list | tuple) and len(local) == samples) or len(inside[0]) != len(of_full[0]):
+    has_any_length = isinstance(local, list | tuple) and not hasattr(local, "_fields")
+    if (has_any_length and len(local) == samples) or len(inside[0]) != len(of_full[0]):
         return True
     return any(_cannot_merge(*each, graph, samples, total) for each in zip(inside[0], of_full[0], strict=True))
 

@@ -37,6 +37,22 @@ def find_lists(root: nn.Module) -> dict[ListPath, list[Any]]:
     return found
 
 
+class RecordedCall(NamedTuple):
+    """An entry of a list of calls that are made after the step: once per batch, and never one per sample.
+
+    Attributes:
+        target: Which object is called.
+        name: The method.
+        args: Its arguments by position.
+        kwargs: Its arguments by name.
+    """
+
+    target: str
+    name: str
+    args: dict[int, Any]
+    kwargs: dict[str, Any]
+
+
 class KeptValues(NamedTuple):
     """Values that a step keeps on its modules: the fields of these names of a ``Recording``."""
 
@@ -60,7 +76,7 @@ def find_kept_values(
     old_ids, without = {id(leaf) for leaf in old}, skippable_modules(root, [recording])
     kept = {location: "a tensor of the model" for location, _ in recording.kept if location.attribute != "_buffers"}
     of_batch: dict[AttributePath, tuple[int, ...]] = {}
-    for location, leaf in reachable_leaves(root, plain=not recording.numbers_kept):
+    for location, leaf in reachable_leaves(root, plain=bool(recording.numbers_kept)):
         if id(leaf) in old_ids or location in kept:
             continue
         if recording.numbers_kept and is_absent_number(leaf):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Mapping
 from math import isnan  # the original function: it is patched during a step
 from typing import Any, TypeAlias
 
@@ -12,6 +13,23 @@ Answer: TypeAlias = bool | int | float  # to a finiteness check
 
 # Answers to finiteness checks of absent values.
 IF_FINITE = {"isnan": False, "isinf": False, "isneginf": False, "isposinf": False, "isfinite": True}
+
+
+# Methods of float that keep a mean: of any operands, and of one that is absent, which comes first.
+_ADDITIVE = frozenset({"__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "__pos__"})
+_SCALING = frozenset({"__mul__", "__rmul__", "__truediv__"})
+
+
+def _arithmetic(name: str) -> Callable[..., Any]:
+    """Return the method ``name`` of an absent number, which records the operation."""
+
+    def method(number: AbsentFloat, *others: Any) -> Any:
+        if not all(isinstance(other, int | float) for other in others):
+            return NotImplemented  # the tensor's own method handles it
+        values = number.values.union(*(getattr(other, "values", ()) for other in others))
+        return AbsentFloat(number.line, values, number.assumed_finite, operation=(name, (number, *others)))
+
+    return method
 
 
 class AbsentFloat(float):
@@ -25,6 +43,7 @@ class AbsentFloat(float):
     values: frozenset[int]
     assumed_finite: set[int] | None
     finite_answer: Answer | None
+    operation: tuple[str, tuple[Any, ...]] | None
 
     def __new__(
         cls,
@@ -32,6 +51,7 @@ class AbsentFloat(float):
         values: frozenset[int] = frozenset(),
         assumed_finite: set[int] | None = None,
         finite_answer: Answer | None = None,
+        operation: tuple[str, tuple[Any, ...]] | None = None,
     ) -> AbsentFloat:
         """An absent number.
 
@@ -40,22 +60,46 @@ class AbsentFloat(float):
             values: The values of the step graph that it was computed from.
             assumed_finite: Set to which values are added that a branch assumes to be finite.
             finite_answer: Its value under that assumption; None if unknown.
+            operation: The method of ``float`` that computes it, and its operands; None if it was read from a tensor.
         """
         number = super().__new__(cls, _nan_with_payload(values))
         number.line, number.values = line, values
         number.assumed_finite, number.finite_answer = assumed_finite, finite_answer
+        number.operation = operation
         return number
 
-    def _arithmetic(self, *others: Any) -> Any:
-        if not all(isinstance(other, int | float) for other in others):
-            return NotImplemented  # the tensor's own method handles it
-        values = self.values.union(*(getattr(other, "values", ()) for other in others))
-        return AbsentFloat(self.line, values, self.assumed_finite)
+    __add__, __radd__, __sub__, __rsub__ = map(_arithmetic, ("__add__", "__radd__", "__sub__", "__rsub__"))
+    __mul__, __rmul__, __truediv__ = map(_arithmetic, ("__mul__", "__rmul__", "__truediv__"))
+    __rtruediv__, __pow__, __rpow__ = map(_arithmetic, ("__rtruediv__", "__pow__", "__rpow__"))
+    __floordiv__, __rfloordiv__ = map(_arithmetic, ("__floordiv__", "__rfloordiv__"))
+    __mod__, __rmod__ = map(_arithmetic, ("__mod__", "__rmod__"))
+    __neg__, __pos__, __abs__, __round__ = map(_arithmetic, ("__neg__", "__pos__", "__abs__", "__round__"))
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _arithmetic
-    __truediv__ = __rtruediv__ = __rpow__ = __neg__ = __pos__ = __abs__ = _arithmetic
-    __pow__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _arithmetic
-    __round__ = _arithmetic
+    @property
+    def is_affine(self) -> bool:
+        """Whether it is an affine function of the values, so that its mean is that of their means."""
+        if self.operation is None:
+            return True
+        name, operands = self.operation
+        absent = [operand for operand in operands if source_values(operand) is not None]
+        if not all(isinstance(operand, AbsentFloat) and operand.is_affine for operand in absent):
+            return False
+        return name in _ADDITIVE or (name in _SCALING and len(absent) == 1 and absent[0] is operands[0])
+
+    def computed(self, content: Mapping[int, Any]) -> Answer:
+        """Compute it from the values, tensors of one element by value index.
+
+        Raises:
+            KeyError: A value is not there.
+        """
+        if self.operation is None:
+            [value] = self.values
+            number: Answer = content[value].item()
+            return number
+        name, operands = self.operation
+        first, *others = (o.computed(content) if isinstance(o, AbsentFloat) else o for o in operands)
+        result: Answer = getattr(float, name)(float(first), *others)
+        return result
 
     def _value_or_raise(self) -> bool | int | float:
         if self.finite_answer is None:

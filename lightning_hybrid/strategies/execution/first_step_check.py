@@ -16,6 +16,7 @@ from lightning_hybrid.errors import FirstStepError
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.describe_run import value_bytes
 from lightning_hybrid.verify.check_available_memory import memory_shortage
@@ -28,9 +29,8 @@ from lightning_hybrid.verify.one_process.one_process_step import (
     StepCall,
     no_communication,
 )
+from lightning_hybrid.verify.records.perturb_weights import perturbation_of_weights
 
-# Relative change of the weights for the noise floor: their last digits; autocast starts from weights in float32.
-_PERTURBATION = {"64-true": 1e-15, "bf16-true": 2.0**-9, "16-true": 2.0**-11}
 # Losses of the full batch and of its microbatches that differ by more mix samples; rounding stays far below.
 _MIXES = {"64-true": 1e-7, "32-true": 1e-4}
 
@@ -75,7 +75,7 @@ class FirstStepCheck:
             return step(args)
         verified = self._run_reference([*args])
         output = step(args)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = find_loss(output)
         if verified and loss is not None:
             self._losses.append(float(loss.detach()))
         else:  # a step without a loss changes nothing; the next one is the first
@@ -158,7 +158,7 @@ class FirstStepCheck:
                 device=setting.device,
                 splitter=None if run.runner is None else run.runner.splitter,
                 weight=setting.options.microbatch_weight,
-                perturbation=_PERTURBATION.get(self._precision, 1e-7),
+                perturbation=perturbation_of_weights(self._precision),
             )
         call = StepCall(
             step=module.training_step,

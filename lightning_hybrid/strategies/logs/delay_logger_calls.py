@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_hybrid.patching import keep_clean, replaced
+from lightning_hybrid.step.recording.kept_values import RecordedCall
 
 # Attribute of the module while steps may run.
 _CALLS = "_hybrid_logger_calls"
@@ -22,7 +23,7 @@ _CALLS = "_hybrid_logger_calls"
 class _LoggerProxy:
     """Stands for a logger, or for its experiment; attributes are those of the real one, calls are recorded."""
 
-    def __init__(self, real: Callable[[], Any], calls: list[Any], path: tuple[Any, ...], is_logger: bool) -> None:
+    def __init__(self, real: Callable[[], Any], calls: list[Any], path: str, is_logger: bool) -> None:
         self.__dict__.update(_real=real, _calls=calls, _path=path, _is_logger=is_logger)
 
     @property  # type: ignore[misc]
@@ -31,13 +32,13 @@ class _LoggerProxy:
 
     def __getattr__(self, name: str) -> Any:
         if self._is_logger and name == "experiment":
-            return _LoggerProxy(lambda: self._real().experiment, self._calls, (*self._path, name), is_logger=False)
+            return _LoggerProxy(lambda: self._real().experiment, self._calls, f"{self._path}.{name}", is_logger=False)
         real = getattr(self._real(), name)
         if not callable(real) or (self._is_logger and not name.startswith("log_")):
             return real
 
         def call(*args: Any, **kwargs: Any) -> None:
-            self._calls.append((self._path, name, args, kwargs))
+            self._calls.append(RecordedCall(self._path, name, dict(enumerate(args)), kwargs))
 
         return call
 
@@ -59,7 +60,7 @@ def captured_loggers(module: pl.LightningModule) -> Iterator[None]:
     calls = vars(module).setdefault(_CALLS, [])
     keep_clean(type(module))
     proxies = [
-        _LoggerProxy(lambda logger=logger: logger, calls, (index,), is_logger=True)  # type: ignore[misc]
+        _LoggerProxy(lambda logger=logger: logger, calls, str(index), is_logger=True)  # type: ignore[misc]
         for index, logger in enumerate(loggers)
     ]
     with replaced(trainer, "_loggers", proxies, reason="loggers are told once, after the step"):
@@ -74,10 +75,11 @@ def flush_logger_calls(module: pl.LightningModule) -> None:
     recorded = list(calls)
     calls.clear()
     for path, name, args, kwargs in recorded:
-        target: Any = module.trainer.loggers[path[0]]
-        for attribute in path[1:]:
+        index, *attributes = path.split(".")
+        target: Any = module.trainer.loggers[int(index)]
+        for attribute in attributes:
             target = getattr(target, attribute)
-        getattr(target, name)(*args, **kwargs)
+        getattr(target, name)(*args.values(), **kwargs)
 
 
 def drop_logger_calls(module: pl.LightningModule) -> None:

@@ -12,6 +12,7 @@ from lightning.pytorch.tuner.lr_finder import _LRCallback
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around
+from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 
 
 def average_lr_search_loss(trainer: Any, mesh: Mesh) -> Callable[[], None]:
@@ -27,7 +28,7 @@ def average_lr_search_loss(trainer: Any, mesh: Mesh) -> Callable[[], None]:
 def _with_mean_loss(
     mesh: Mesh, original: Callable[..., None], trainer: Any, pl_module: Any, outputs: Any, *args: Any
 ) -> None:
-    loss = outputs if isinstance(outputs, torch.Tensor) else (outputs or {}).get("loss")
+    loss = find_loss(outputs)
     # A replica may have skipped its step.
     local = [0.0, 0.0] if loss is None else [float(loss), 1.0]
     totals = mesh.all_reduce(torch.tensor(local, dtype=torch.float64, device=trainer.strategy.root_device), "data")

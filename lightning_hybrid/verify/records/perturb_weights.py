@@ -8,13 +8,18 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-# Relative perturbation of the initial weights, by precision.
-_PERTURBATION = {"64-true": 1e-15, "32-true": 1e-7, "16-mixed": 2.0**-11, "16-true": 2.0**-11}
+# Relative perturbation that changes the last digits of numbers, by precision.
+_PERTURBATION = {"64-true": 1e-15, "32-true": 1e-7, "16-true": 2.0**-11, "bf16-true": 2.0**-9}
 
 
 def perturbation(precision: str) -> float:
-    """The relative perturbation of the initial weights for the noise floor."""
-    return _PERTURBATION.get(precision, 2.0**-9)
+    """The relative perturbation of the initial weights for the noise floor of a run: the last digits of operations."""
+    return _PERTURBATION.get(precision.replace("mixed", "true"), 2.0**-9)
+
+
+def perturbation_of_weights(precision: str) -> float:
+    """The same for one step: the last digits of the weights, which are float32 under mixed precision."""
+    return _PERTURBATION.get(precision, 1e-7)
 
 
 def perturb(module: nn.Module, size: float) -> None:

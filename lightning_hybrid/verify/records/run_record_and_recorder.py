@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.mesh import is_lost_connection
 from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.verify.records.perturb_weights import perturb
 from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import replace_step
 
@@ -146,7 +147,7 @@ class RunRecorder:
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Record loss, metrics, learning rates and weights after the step."""
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        loss = find_loss(outputs)
         rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self.observed.steps.append(
             StepRecord(

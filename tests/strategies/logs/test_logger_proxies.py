@@ -1,5 +1,7 @@
 """Direct calls of a step to its logger: once per batch and with real numbers, as in one process."""
 
+import warnings
+
 import pytest
 import torch
 from lightning.pytorch.loggers import Logger
@@ -52,7 +54,7 @@ class CallsLogger(Regression):
         experiment.add_scalar("loss", loss.item(), self.global_step)
         self.logger.log_metrics({"first": h.detach().mean()}, step=self.global_step)
         if batch_idx % 2:
-            experiment.add_scalar("twice", 2 * float(loss), self.global_step)
+            experiment.add_scalar("twice", 2 * loss.item(), self.global_step)
         experiment.add_scalar("rate", 0.1, self.global_step)
         return loss
 
@@ -76,6 +78,37 @@ class CallsWithoutNumbers(Regression):
         return self.loss(batch)
 
 
+class CallsWithArithmetic(Regression):
+    """Numbers that are affine in a mean over samples, by operators of Python."""
+
+    def training_step(self, batch, batch_idx):
+        loss, other = self.loss(batch), self.layers[0](batch[0]).square().mean()
+        experiment = self.logger.experiment
+        experiment.add_scalar("loss", loss.item(), self.global_step)
+        experiment.add_scalar("affine", 1 - 2 * loss.item() / 3 - other.item(), self.global_step)
+        self.logger.log_metrics({"negative": -loss.item(), "tensor": loss}, step=self.global_step)
+        return loss
+
+
+class CallsWithSquares(Regression):
+    """A number that is no mean of those of the microbatches."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.logger.experiment.add_scalar("square", loss.item() ** 2, self.global_step)
+        self.logger.experiment.add_scalar("product", 2 * loss.item() * loss.item(), self.global_step)
+        return loss
+
+
+class CallsWithFloat(Regression):
+    """Python's ``float`` loses how the number is computed."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.logger.experiment.add_scalar("twice", 2 * float(loss), self.global_step)
+        return loss
+
+
 def run_calls(module, strategy, devices):
     torch.manual_seed(0)
     logger, model = Notebook(), module().double()
@@ -89,6 +122,32 @@ def run_calls(module, strategy, devices):
 def run_over_stages(module, num_microbatches, stages):
     options = {"pipeline_parallel_size": 2, "num_microbatches": num_microbatches, "stages_per_rank": stages}
     return run_calls(module, Hybrid3DStrategy(**options), 2)
+
+
+def run_and_list_warnings(module, num_microbatches):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        calls = run_over_stages(module, num_microbatches, 1)
+    return calls, [str(one.message) for one in caught if "is one microbatch" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    ("module", "num_microbatches", "num_warnings"),
+    [
+        (CallsWithArithmetic, 1, 0),
+        (CallsWithArithmetic, 2, 0),
+        (CallsWithArithmetic, 4, 0),
+        (CallsWithSquares, 2, 1),
+        (CallsWithFloat, 2, 1),
+    ],
+)
+def test_numbers_that_python_computes(worlds, module, num_microbatches, num_warnings):
+    [expected] = worlds.run(1, run_calls, module, "auto", 1)
+    (calls, warned), _ = worlds.run(2, run_and_list_warnings, module, num_microbatches)
+    assert len(warned) == num_warnings and len(calls) == len(expected) > 3
+    for actual, wanted in zip(calls, expected, strict=True):
+        assert actual[::2] == wanted[::2]
+        assert actual[1] == pytest.approx(wanted[1], rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,189 @@
+"""The exit status of each command, its JSON on standard output alone, and the examples of its help, which are run."""
+
+import json
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_hybrid.checkpoint.convert_between_folder_and_file import to_folder
+from lightning_hybrid.cli import main
+from lightning_hybrid.cli.progress import Progress
+
+CLASSES = "tests/models/command_line_classes.py"
+STACK = f"{CLASSES}:Stack"
+RUN = ["--module.num_layers", "2", "--steps", "2"]
+OK, PROBLEM, USAGE, REFUSED = range(4)
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """A file, the folder that it becomes, one with a byte less, and text that is no checkpoint."""
+    checkpoint = {"state_dict": {"w": torch.ones(3)}, "global_step": 3, "epoch": 1, "optimizer_states": []}
+    torch.save(checkpoint, tmp_path / "one.ckpt")
+    for name in ("model.ckpt", "damaged.ckpt"):
+        to_folder(tmp_path / "one.ckpt", tmp_path / name)
+    [file] = (tmp_path / "damaged.ckpt").glob("__0_*")
+    file.write_bytes(file.read_bytes()[:-1])
+    (tmp_path / "text.ckpt").write_text("no checkpoint")
+    return tmp_path
+
+
+def status_of(line):
+    """The exit status of the process: argparse ends it by itself."""
+    try:
+        return main(line)
+    except SystemExit as ended:
+        return ended.code
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        (["inspect", "model.ckpt"], OK),
+        (["inspect", "damaged.ckpt"], PROBLEM),
+        (["inspect", "missing.ckpt"], USAGE),
+        (["inspect"], USAGE),
+        (["verify", "model.ckpt"], OK),
+        (["verify", "damaged.ckpt"], PROBLEM),
+        (["verify", "missing.ckpt"], USAGE),
+        (["verify", "model.ckpt", "--unknown"], USAGE),
+        (["convert", "model.ckpt", "new.ckpt"], OK),
+        (["convert", "one.ckpt", "new.ckpt"], OK),
+        (["convert", "damaged.ckpt", "new.ckpt"], PROBLEM),
+        (["convert", "text.ckpt", "new.ckpt"], PROBLEM),
+        (["convert", "model.ckpt", "text.ckpt/new.ckpt"], PROBLEM),
+        (["convert", "missing.ckpt", "new.ckpt"], USAGE),
+        (["convert", "model.ckpt", "one.ckpt"], USAGE),
+        ([], USAGE),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_checkpoint(line, status, checkpoints, monkeypatch, capsys):
+    monkeypatch.chdir(checkpoints)
+    assert status_of(["checkpoint", *line]) == status
+    captured = capsys.readouterr()
+    assert captured.out if status == OK else captured.out + captured.err
+
+
+@pytest.mark.parametrize(("source", "kinds"), [("model.ckpt", ("folder", "file")), ("one.ckpt", ("file", "folder"))])
+def test_json_of_a_conversion(source, kinds, checkpoints, monkeypatch, capsys):
+    monkeypatch.chdir(checkpoints)
+    assert main(["checkpoint", "convert", source, "new.ckpt", "--json"]) == OK
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert (report["source"], report["target"]) == (source, "new.ckpt")
+    assert (report["source_kind"], report["target_kind"]) == kinds
+    assert (checkpoints / "new.ckpt").is_dir() == (kinds[1] == "folder") and "convert 1 of" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        (["schedule", "1f1b", "--ranks", "2", "--microbatches", "2"], OK),
+        (["schedule", "1f1b", "--ranks", "two", "--microbatches", "2"], USAGE),
+        (["schedule", "no_schedule", "--ranks", "2", "--microbatches", "2"], USAGE),
+        (["env"], OK),
+        (["env", "word"], USAGE),
+        (["explain", STACK], OK),
+        (["explain", STACK, "--layout", "pp=30"], REFUSED),
+        (["explain", STACK, "--layout", "pp=0"], USAGE),
+        (["explain", "missing.py:Net"], USAGE),
+        (["verify", STACK, "--layout", "pp=x"], USAGE),
+        (["verify", STACK, "--config", "missing.yaml"], USAGE),
+        ([], USAGE),
+        (["no_command"], USAGE),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_other_commands(line, status, capsys):
+    assert status_of(line) == status
+    captured = capsys.readouterr()
+    assert bool(captured.out) == (status in (OK, REFUSED)) and bool(captured.err) >= (status == USAGE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "status", "out", "err"),
+    [
+        ([STACK, *RUN, "--layout", "pp=2"], OK, "same", ""),
+        ([f"{CLASSES}:CountsRanks", "--steps", "2", "--layout", "dp=2"], PROBLEM, "different", ""),
+        ([f"{CLASSES}:BrokenConstructor"], PROBLEM, "failed", "command_line_classes.py"),
+        ([STACK, *RUN, "--layout", "pp=30,strict_layout=true", "--layout", "pp=2"], REFUSED, "refused", ""),
+    ],
+    ids=["same", "different", "raises", "refused"],
+)
+def test_verify(line, status, out, err, capsys):
+    assert main(["verify", *line]) == status
+    captured = capsys.readouterr()
+    assert out in captured.out and err in captured.err and "verify 1 of" in captured.err
+
+
+def examples():
+    """The lines of each command's help that follow its word "example", each once."""
+    found = {}
+    script = runpy.run_path(str(Path(__file__).parents[2] / ".ci" / "command_line_page.py"))
+    for parser in script["commands"](script["main_parser"]()):
+        lines = parser.epilog.split("example:\n")[1].split("\n\n")[0].splitlines()
+        assert lines and all(line.startswith(f"  {parser.prog.split()[0]} ") for line in lines), parser.prog
+        for line in lines:
+            is_slow = " verify examples" in line or " explain " in line
+            found[line] = pytest.param(line.strip(), marks=[pytest.mark.slow] if is_slow else [], id=line.strip())
+    return list(found.values())
+
+
+@pytest.mark.parametrize("line", examples())
+def test_examples_of_the_help(line, checkpoints, monkeypatch, capsys):
+    program, *arguments = shlex.split(line)
+    if arguments[0] == "checkpoint":
+        monkeypatch.chdir(checkpoints)
+        (checkpoints / "one.ckpt").unlink()
+    assert program == "lightning-hybrid" and main(arguments) == OK
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["", "verify", "explain", "schedule", "env", "checkpoint convert"])
+def test_help_has_an_example_and_the_exit_statuses(command, capsys):
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    text = capsys.readouterr().out
+    assert re.search(rf"example:\n  lightning-hybrid {command}", text) and "exit status: 0" in text
+
+
+class Terminal:
+    """Standard error that is a terminal."""
+
+    def __init__(self):
+        self.text = ""
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+def test_progress_is_lines_without_a_terminal(capsys):
+    with Progress("read") as progress:
+        progress("a", 0, 2)
+        progress("b", 1, 2)
+    with Progress("read", interval=3600) as progress:
+        progress("c", 0, 2)
+        progress("d", 1, 2)
+    captured = capsys.readouterr()
+    assert captured.err.splitlines() == ["read 1 of 2: a", "read 2 of 2: b", "read 1 of 2: c"] and not captured.out
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with Progress("read") as progress:
+        progress("a", 0, 2)
+        progress("b", 1, 2)
+        assert "50%" in sys.stderr.text and "b" in sys.stderr.text and "\n" not in sys.stderr.text
