@@ -15,6 +15,10 @@ import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+# The last alternative that a message advises for a step that cannot run in stages.
+WITHOUT_STAGES = (
+    "set pipeline_parallel_size=1 and zero_stage=3 (replicas run the step as ordinary Python, and hold shards)"
+)
 _POINTER = "<-- ERROR HERE"
 
 

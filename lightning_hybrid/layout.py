@@ -65,16 +65,16 @@ class ParallelLayout:
         room = self.data_parallel_size * self.context_parallel_size
         if room % self.expert_parallel_size:
             raise LayoutError(
-                f"experts are laid over dp*cp = {self.data_parallel_size}*{self.context_parallel_size} = {room} ranks, "
-                f"which expert_parallel_size={self.expert_parallel_size} does not divide; "
-                f"set expert_parallel_size={math.gcd(room, self.expert_parallel_size)}"
+                f"experts are sharded over dp*cp = {self.data_parallel_size}*{self.context_parallel_size} = {room}"
+                f" ranks, which expert_parallel_size={self.expert_parallel_size} does not divide; set"
+                f" expert_parallel_size={math.gcd(room, self.expert_parallel_size)}"
             )
         smaller, larger = sorted((self.data_shard_size, self.expert_replicas))
         if larger % smaller:
             raise LayoutError(
-                f"shards of {self.data_shard_size} replicas and experts over {self.expert_replicas} of them "
-                f"(expert_parallel_size={self.expert_parallel_size}) do not fit each other; set one to a multiple of "
-                f"the other, such as expert_parallel_size={math.gcd(smaller, larger) * self.expert_contexts}"
+                f"shards of {self.data_shard_size} replicas and experts over {self.expert_replicas} of them"
+                f" (expert_parallel_size={self.expert_parallel_size}) do not fit: neither number is a multiple of the"
+                f" other; set expert_parallel_size={math.gcd(smaller, larger) * self.expert_contexts}"
             )
 
     @classmethod

@@ -148,7 +148,7 @@ class ExpertLoadMonitor(Callback):
         if self.path is not None and trainer.is_global_zero and self.history.steps:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             draw_loads(self.history, self.path)
-            rank_zero_info(f"the load of the experts is drawn in {self.path}")
+            rank_zero_info(f"the load of the experts is plotted in {self.path}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Unwraps the layers and the training step."""

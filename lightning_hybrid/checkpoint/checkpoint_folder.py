@@ -63,7 +63,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except ValueError as error:
-        raise IncompleteCheckpoint(f"{path / MANIFEST} is torn ({error}); use another checkpoint") from error
+        raise IncompleteCheckpoint(f"{path / MANIFEST} is not valid JSON ({error}); use another checkpoint") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path / MANIFEST} is not the manifest of a checkpoint of lightning_hybrid")
     if manifest["version"] > VERSION:

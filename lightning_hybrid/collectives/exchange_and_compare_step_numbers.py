@@ -89,9 +89,9 @@ class NumberExchange:
                 if index == 2:
                     raise batches_differ(sent)
                 raise RanksDisagree(
-                    f"what the step does differs between the ranks of one replica ({sent} on pipeline ranks 0 to"
-                    f" {len(sent) - 1}): it depends on a condition on the rank, or on random numbers with different"
-                    " seeds; let all ranks decide in the same way"
+                    f"the operations of the step differ between the ranks of one replica (checksums {sent} on pipeline"
+                    f" ranks 0 to {len(sent) - 1}): they depend on a condition on the rank, or on random numbers with"
+                    " different seeds; let all ranks take the same branches"
                     if index == 3
                     else f"the {what} differs between the ranks of one replica: {sent}; log the same keys on every rank"
                 )

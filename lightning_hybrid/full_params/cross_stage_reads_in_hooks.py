@@ -267,8 +267,8 @@ class CrossStageReads(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in _AUTOGRAD:
             raise GlobalReadError(
-                f"{self._hook}: {name}() starts from values that live on some pipeline ranks only; add the term to the"
-                " loss in training_step, or set pipeline_parallel_size=1"
+                f"{self._hook}: {name}() starts from values that are on some pipeline ranks only; add the term to the"
+                " loss in training_step"
             )
         leaves = list(leaves)
         if name in effects.LIKE_FIRST and ranks[0] is not None:
@@ -304,8 +304,8 @@ class CrossStageReads(TorchFunctionMode):
                 result = func(*args, **kwargs)
             except RuntimeError as error:
                 raise GlobalReadError(
-                    f"{self._hook}: {name} cannot be followed on a pipeline rank that has no content for it ({error});"
-                    " compute it from norms or sums, or set pipeline_parallel_size=1"
+                    f"{self._hook}: {name} cannot run on a pipeline rank that has no content for it ({error}); compute"
+                    " it from norms or sums"
                 ) from error
         for made in flatten(result)[0]:
             if isinstance(made, Tensor) and not any(made is leaf for leaf in leaves):
@@ -373,8 +373,8 @@ class CrossStageReads(TorchFunctionMode):
             return self._locations.ranks_of(tensor)
         raise GlobalReadError(
             f"{self._hook}: a tensor of shape {tuple(tensor.shape)} has no content on pipeline rank {self._rank}, and"
-            " it was not made in a hook, so the rank that has its content is unknown; make it in on_fit_start or later"
-            " hooks, or set pipeline_parallel_size=1"
+            " it was not made in a hook, so the rank that has its content is unknown; make it in on_fit_start or a"
+            " later hook"
         )
 
     def _fetch(self, tensors: Sequence[Tensor], why: str) -> list[Tensor]:
@@ -387,7 +387,7 @@ class CrossStageReads(TorchFunctionMode):
         if self._elements > self._most_elements and self._hook != SAVING:
             raise GlobalReadError(
                 f"{self._hook}: {why} needs {count} elements of other pipeline ranks, {self._elements} in this hook"
-                f" with those before, and at most {self._most_elements} are sent; let each gradient be reduced first"
+                f" with those before, and at most {self._most_elements} are sent; reduce each gradient first"
                 " (p.grad.norm(), p.grad.abs().max()), or use torch.nn.utils.get_total_norm or clip_grad_norm_"
             )
         return self._remote.fetch(self._hook, why, tensors)

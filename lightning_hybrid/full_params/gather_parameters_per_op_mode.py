@@ -112,7 +112,7 @@ class GatheredParameters(TorchFunctionMode):
                 raise StepError(
                     f"{user_line()}: {name} reads a tensor without content on this rank, such as one that a hook or"
                     " torch.func made of parameters of other ranks, in a step of evaluation that every rank runs"
-                    " unsplit; keep a copy of the module or a number in the hook, or set pipeline_parallel_size=1"
+                    " unsplit; keep a copy of the module, or a number, in the hook"
                 )
             return func(*args, **kwargs)
         full_tensors = {name: self._full_tensor(name) for name in found.values()}

@@ -70,13 +70,13 @@ class _StrictExecution:
         blocked = {rank: at for rank, at in enumerate(self._position) if at < len(rows[rank])}
         if blocked:
             details = [f"rank {rank} waits at {rows[rank][at]} for {self._lack(rank)}" for rank, at in blocked.items()]
-            raise ScheduleError.at("deadlock: no rank can go on", rows, blocked, details)
+            raise ScheduleError.at("deadlock: no rank can continue", rows, blocked, details)
         for (rank, peer), issued in self._issued.items():
             for instruction, index in issued:
                 if instruction.message in self._arrived:
                     continue
                 raise ScheduleError.at(
-                    f"{instruction} of rank {rank} never meets its other half on rank {peer}", rows, {rank: index}
+                    f"{instruction} of rank {rank} has no matching transfer on rank {peer}", rows, {rank: index}
                 )
 
     def _step(self, rank: int) -> bool:

@@ -175,7 +175,7 @@ class Hybrid3DStrategy(RankedStrategy):
     @property
     def _active(self) -> RunLifecycle:
         if self._lifecycle is None:
-            raise RuntimeError("no run has been set up; ask in on_fit_start() or later")
+            raise RuntimeError("no run has been set up; read it in on_fit_start() or later")
         return self._lifecycle
 
     def setup_environment(self) -> None:

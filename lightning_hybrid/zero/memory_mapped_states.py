@@ -91,7 +91,7 @@ class StateFile:
         if not self.is_complete:
             raise OffloadError(
                 f"the file with {self._content} in {self.folder!r} has {self._length} bytes where {self.nbytes} were"
-                " reserved: it has been truncated; go on from the latest checkpoint"
+                " reserved: it has been truncated; continue from the latest checkpoint"
             )
 
     @property

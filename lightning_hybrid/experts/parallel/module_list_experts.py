@@ -96,7 +96,7 @@ class ExpertList(ExpertsAdapter):
                 """Of shape [..., D] -> [..., D']."""
                 if not results[number] or results[number][0].shape[0] != rows.shape[:-1].numel():
                     raise UnsupportedExpertCalls(
-                        f"the rows of {self.names[number]} depend on what other experts answer"
+                        f"the rows of {self.names[number]} depend on the results of other experts"
                     )
                 return results[number].pop(0).view(*rows.shape[:-1], out.shape[-1])
 
@@ -115,7 +115,7 @@ class ExpertList(ExpertsAdapter):
                 """Of shape [..., D] -> zeros [..., D']."""
                 if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dim() < 2:
                     raise UnsupportedExpertCalls(
-                        f"{self.names[number]} is called with something else than one tensor of rows"
+                        f"{self.names[number]} is called with other arguments than one tensor of rows"
                     )
                 recorded[number].append(args[0])
                 empty = _empty_result(local_expert, args[0])

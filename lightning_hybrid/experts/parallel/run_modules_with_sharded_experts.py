@@ -154,7 +154,7 @@ class ShardedExperts:
                 return self._exchanged(fqn, forward, args, kwargs)
             except UnsupportedExpertCalls as error:
                 raise UnsupportedExpertCalls(
-                    f"{fqn}: {error}, which it did not do when its experts were sharded over"
+                    f"{fqn}: {error}, unlike in the proof that its experts can be sharded over"
                     f" {self.sharding.group.size()} ranks; set expert_parallel_size=1"
                 ) from error
 
@@ -193,7 +193,7 @@ class ShardedExperts:
         most, fewest = votes[0].item(), -votes[1].item()
         if most != fewest:
             raise UnequalMicrobatches(
-                f"replicas that share experts must run their layers equally often, but have batches of {fewest} to"
+                f"replicas that share experts must run their layers equally often, but their batches have {fewest} to"
                 f" {most} microbatches ({num_microbatches} here); give them batches of equal size, or set"
                 " num_microbatches=1"
             )

@@ -204,9 +204,9 @@ def describe_mixing(found: tuple[float, float], then: str = "") -> str:
     """
     then = then or "The mean over microbatches is what training minimises, as with gradient accumulation"
     return (
-        f"the objective mixes samples: the loss of a batch is {found[0]:.6g}, the mean of the losses of its parts is"
-        f" {found[1]:.6g}. {then}. For a mean over what labels or a mask leave, pass"
-        " microbatch_weight=function(microbatch) -> count"
+        f"the objective mixes samples: the loss of a batch is {found[0]:.6g}, the mean of the losses of its"
+        f" microbatches or shares is {found[1]:.6g}. {then}. For a mean over the entries that labels or a mask select,"
+        " pass microbatch_weight=function(microbatch) -> count"
     )
 
 

@@ -34,7 +34,7 @@ def values_behind_numbers(leaves: list[Any], read_at: str) -> tuple[int, ...]:
     if read_at and lost:
         raise StepError(
             f"{user_line()}: an operation takes a number that was computed from one read from the model ({read_at});"
-            " other pipeline stages do not have it: compute it with torch functions on tensors"
+            " other pipeline stages do not have it; compute it with torch functions on tensors"
         )
     return tuple(sorted(frozenset[int]().union(*found)))
 

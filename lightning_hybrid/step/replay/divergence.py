@@ -12,15 +12,15 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_hybrid.errors import StepChanged
+from lightning_hybrid.errors import WITHOUT_STAGES, StepChanged
 from lightning_hybrid.graph.step_graph import Node, StepGraph
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import returned_values
 
 _NONE = "no value of the model"
 _ADVICE = {
-    "values of the model": "Make the decision from the batch alone, use torch.where or sums over a mask",
-    "the content of the batch": "Ask the mask itself by mask.any() or int(mask.sum()), which is seen in each batch",
+    "values of the model": "Decide from the batch alone, use torch.where or sums over a mask",
+    "the content of the batch": "Test the mask itself (mask.any(), int(mask.sum())), which is read in each batch",
 }
 
 
@@ -57,14 +57,14 @@ class Divergence:
             if maker is not None:
                 return StepChanged(
                     f"{line}: the step branches on the size of a tensor, or loops over it, and that size depends on"
-                    f" {maker.sized_by}: {maker.name} at {maker.line} has made it. Its shape is {shape} now and was"
+                    f" {maker.sized_by}: {maker.name} at {maker.line} computes it. Its shape is {shape} now and was"
                     f" {self._graph.values[value].shape} when the step was recorded, so that {change}."
-                    f" {_ADVICE[maker.sized_by]}, or set pipeline_parallel_size=1"
+                    f" {_ADVICE[maker.sized_by]}, or {WITHOUT_STAGES}"
                 )
         return StepChanged(
-            f"{change}; its control flow depends on something that no guard covers (such as a global variable, or what"
-            " torch.jit.script has made): keep that as an attribute of the module, make the step the same on every"
-            " batch, or set pipeline_parallel_size=1"
+            f"{change}; its control flow depends on something that no guard covers (such as a global variable, or a"
+            " result of torch.jit.script); keep that as an attribute of the module, make the step the same on every"
+            f" batch, or {WITHOUT_STAGES}"
         )
 
     def of_operation(self, node: Node, now: str) -> StepChanged:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_hybrid.errors import StepChanged, StepError
+from lightning_hybrid.errors import WITHOUT_STAGES, StepChanged, StepError
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import SINK, Node
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -253,9 +253,9 @@ class ReplayWatch(StepMode):
         if stale:
             raise StepError(
                 f"{user_line()}: {name} on stage {self._stage} reads a tensor that an earlier microbatch or batch left"
-                " on the module, or that a transform of torch.func made, and whose content is on another stage; keep it"
-                " in a plain attribute, not in a buffer, and set num_microbatches=1, apply transforms inside the"
-                " forward of one layer, or set pipeline_parallel_size=1"
+                " on the module, or that a transform of torch.func made, and whose content is on another stage; keep"
+                " it in a plain attribute, not in a buffer, and set num_microbatches=1, apply transforms inside the"
+                f" forward of one layer, or {WITHOUT_STAGES}"
             )
         if replace:
             leaves = [self._resolve(leaf) for leaf in leaves]
@@ -309,15 +309,16 @@ class ReplayWatch(StepMode):
         if tensor.shape != recorded.shape and not recorded.dynamic and self._is_pipelined:
             raise StepChanged(
                 f"{user_line()}: a value of shape {recorded.shape} when the step was recorded now has shape"
-                f" {tuple(tensor.shape)}, though the batch has the same shapes; set pipeline_parallel_size=1"
+                f" {tuple(tensor.shape)}, though the batch has the same shapes; make it depend on the shapes of the"
+                f" batch alone, or {WITHOUT_STAGES}"
             )
         if value in self._wanted and value not in self.made:
             tensor = materialize(tensor)
             if tensor.dtype is not self._wanted[value]:  # other ranks read its bytes as the recorded dtype
                 raise StepChanged(
                     f"{user_line()}: a value of dtype {self._wanted[value]} when the step was recorded now has"
-                    f" {tensor.dtype}, and other ranks expect the recorded one; make it the same on every batch, say by"
-                    " .to(dtype) on what is returned there, or set pipeline_parallel_size=1"
+                    f" {tensor.dtype}, and other ranks expect the recorded one; make it the same on every batch, for"
+                    f" example by .to(dtype) on the returned value, or {WITHOUT_STAGES}"
                 )
             self.made[value] = tensor.clone() if value in self._cloned else tensor
 
@@ -332,8 +333,8 @@ class ReplayWatch(StepMode):
         if value not in self._received:
             raise StepError(
                 f"{user_line()}: stage {self._stage} reads a value of stage {self._value_stage[value]} that nothing"
-                " sends, or that was computed from a captured input of a module (inside an object, say); pass that"
-                " as a tensor, name a cut inside that module in pipeline_cuts, or set pipeline_parallel_size=1"
+                " sends, or that was computed from a captured input of a module (for example inside an object); pass"
+                f" that as a tensor, name a cut inside that module in pipeline_cuts, or {WITHOUT_STAGES}"
             )
         tensor = self._received[value]
         self.mark(tensor, value)
@@ -351,9 +352,8 @@ class ReplayWatch(StepMode):
         if node.name == HOOK_SETUP_EVENT:
             raise StepError(
                 f"{user_line()}: torch sets up a full backward hook of a module whose inside is cut into stages, so"
-                " that no rank sees where it begins and ends; register the hook on modules inside it, before the first"
-                " batch (by register_full_backward_hook of each, not of all modules), or set pipeline_parallel_size=1"
-                " and num_microbatches=1"
+                " that no rank has both its beginning and its end; register the hook on modules inside it, before the"
+                f" first batch (by register_full_backward_hook of each, not of all modules), or {WITHOUT_STAGES}"
             )
         return rebuild_result(template, leaves, self._received_or_placeholder, self.mark, self._rewrite)
 

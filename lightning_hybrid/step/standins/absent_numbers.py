@@ -6,7 +6,7 @@ import struct
 from math import isnan  # the original function: it is patched during a step
 from typing import Any, TypeAlias
 
-from lightning_hybrid.errors import ControlFlowError
+from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError
 
 Answer: TypeAlias = bool | int | float  # to a finiteness check
 
@@ -120,7 +120,7 @@ def source_values(number: Any) -> frozenset[int] | None:
 def branch_message(line: str) -> str:
     """The error message for a step that branches on an absent value."""
     return (
-        f"{line}: the step branches on a value that is computed by the model, which is not there while the step is"
-        " recorded, nor later on every pipeline stage. Make the decision from the batch alone, use torch.where,"
-        " or set pipeline_parallel_size=1"
+        f"{line}: the step branches on a value that is computed by the model, which is not available while the step is"
+        " recorded, nor later on every pipeline stage; decide from the batch alone, use torch.where, or"
+        f" {WITHOUT_STAGES}"
     )

@@ -217,7 +217,7 @@ class FirstStepCheck:
             )
         noise = f"; {verdict.num_noise} of them are rounding noise" if verdict.num_noise else ""
         rank_zero_info(
-            f"first step verified: loss and {verdict.num_gradients} gradients equal one process within"
+            f"first step verified: loss and {verdict.num_gradients} gradients match one process within"
             f" {verdict.within:.1g}{noise}"
         )
         if reference is not None:
@@ -237,7 +237,7 @@ class FirstStepCheck:
         full, mean, count = reference.mixes
         if abs(full - mean) > _MIXES.get(precision, 5e-2) * max(abs(full), abs(mean)) + 1e-12:
             rank_zero_warn(
-                f"the objective mixes samples: the loss of the whole batch is {full:.6g}, the mean over its {count}"
-                f" microbatches {mean:.6g}. Training minimises the latter, as gradient accumulation does; for a mean"
-                " over what a mask leaves, pass microbatch_weight=function(microbatch) -> count"
+                f"the objective mixes samples: the loss of the full batch is {full:.6g}, the mean over its {count}"
+                f" microbatches {mean:.6g}. Training minimises the latter, as gradient accumulation does. For a mean"
+                " over the entries that a mask selects, pass microbatch_weight=function(microbatch) -> count"
             )

@@ -100,6 +100,6 @@ def _warn_unsplit(num_ranks: int, is_strict: bool, name: str, reason: str) -> No
 
 def _warn_of_unpartitioned(name: str, reason: Exception) -> None:
     rank_zero_warn(
-        f"{name} cannot be run in stages, so every rank runs it unpartitioned, and gathers parameters of other ranks"
-        f" when it reads them, as one process and in the time of one process. The reason: {reason}"
+        f"{name} cannot be run in stages, so every rank runs it unpartitioned, and receives parameters of other ranks"
+        f" when it reads them. The results and the time are those of one process. The reason: {reason}"
     )

@@ -160,8 +160,8 @@ class ExpertPlanner:
 def _check_graphs(options: Mapping[str, Any]) -> None:
     if options.get("fullgraph"):
         raise ValueError(
-            f"compile={dict(options)} wants one graph of each layer, but experts that ranks share run between two"
-            " graphs; leave fullgraph out"
+            f"compile={dict(options)} compiles each layer to one graph, but experts that are sharded over ranks run"
+            " between two graphs; leave fullgraph out"
         )
 
 

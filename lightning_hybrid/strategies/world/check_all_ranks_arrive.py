@@ -70,7 +70,7 @@ class Rendezvous:
                     raise NotOnAllRanks(
                         f"{what} on rank {self._mesh.rank} needs all {len(ranks)} ranks, since each has only its own"
                         f" shard, but ranks {gone} "
-                        + (f"have not come within {waited:.0f} s" if late else "have gone on without it")
+                        + (f"have not come within {waited:.0f} s" if late else "have continued without it")
                         + "; call it on all ranks: only the first writes the file"
                     )
                 next(pause)
