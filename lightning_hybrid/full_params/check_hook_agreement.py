@@ -60,7 +60,8 @@ class HookAgreement:
                 f"{hook}: {self._axis} rank {self._group.rank()} {what}{why and f' for {why}'} ({line}), and the other"
                 f" ranks did not within {_PATIENCE.total_seconds():.0f} s. Each rank holds a shard of the model, so"
                 " read gradients and parameters on every rank, and put only the use of the number under a condition on"
-                " the rank"
+                " the rank",
+                entry="hook-ranks",
             ) from error
         if all(row.tolist() == rows[0].tolist() for row in rows):
             return
@@ -69,7 +70,8 @@ class HookAgreement:
         raise RanksDisagree(
             f"only some {self._axis} ranks read gradients, parameters or what is computed from them in {hook}, or they"
             f" read different ones. {listed}. Each rank holds a shard of the model, so read them on every rank, and"
-            " put only the use of the number under a condition on the rank"
+            " put only the use of the number under a condition on the rank",
+            entry="hook-ranks",
         )
 
     @contextlib.contextmanager

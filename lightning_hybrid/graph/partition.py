@@ -90,7 +90,9 @@ def balance(costs: Sequence[float], num_segments: int) -> list[int]:
     """
     count = len(costs)
     if not 1 <= num_segments <= count:
-        raise PartitionError(f"{count} elements cannot be divided into {num_segments} non-empty segments")
+        raise PartitionError(
+            f"{count} elements cannot be divided into {num_segments} non-empty segments", entry="elements"
+        )
     sums = [0.0, *itertools.accumulate(costs)]
     best = sums[:]  # best[i]: smallest largest sum over the first i elements, with the segments so far
     choice: list[list[int]] = []
@@ -135,7 +137,8 @@ def owner_stages(graph: StepGraph, num_stages: int, cuts: Sequence[str] | None =
                     f"; {WITHOUT_STAGES}"
                     if len(starts) == 1
                     else f"; set pipeline_parallel_size * stages_per_rank to {len(starts)} or less"
-                )
+                ),
+                entry="too-many-stages",
             )
         bounds = [*starts[1:], len(graph.nodes)]
         begin = [0, *starts[1:]]
@@ -205,7 +208,8 @@ def _check_views(graph: StepGraph, node_stage: Sequence[int], value_stage: Seque
             raise PartitionError(
                 f"{node.line}: {node.name} on stage {stage} writes into a view of a tensor from stage"
                 f" {value_stage[lost[0]]}, where the write would be lost; write into the tensor itself (x[index] ="
-                " value) or choose pipeline_cuts that keep both on one stage"
+                " value) or choose pipeline_cuts that keep both on one stage",
+                entry="view-of-stage",
             )
 
 
@@ -217,7 +221,8 @@ def _check_derivatives(graph: StepGraph, node_stage: Sequence[int], num_stages: 
         raise PartitionError(
             f"{line}: torch.autograd.grad takes a derivative, and all operations that it differentiates through must"
             f" be on one stage, which leaves stages {empty} of {num_stages} empty; set a smaller"
-            f" pipeline_parallel_size or pipeline_cuts outside of the derivative, or {WITHOUT_STAGES}"
+            f" pipeline_parallel_size or pipeline_cuts outside of the derivative, or {WITHOUT_STAGES}",
+            entry="derivative",
         )
 
 
@@ -264,7 +269,8 @@ def check_shared(assignment: Assignment) -> None:
         raise PartitionError(
             f"{assignment.graph.step} is recurrent through its stages: {shared} of {total} parameter bytes (such as"
             f" {worst!r}, read on stages {list(assignment.shared[worst])}) are used again after later layers;"
-            f" {WITHOUT_STAGES}"
+            f" {WITHOUT_STAGES}",
+            entry="recurrent",
         )
 
 
@@ -305,7 +311,8 @@ def _cut_at(graph: StepGraph, num_stages: int, cuts: Sequence[str], updates: Col
     if len(cuts) != num_stages - 1:
         raise UnfitError(
             f"pipeline_cuts has {len(cuts)} entries but {num_stages} stages need {num_stages - 1}:"
-            " name the first unit of each stage but the first"
+            " name the first unit of each stage but the first",
+            entry="cuts-number",
         )
     begins = [0]
     for cut in cuts:
@@ -314,10 +321,15 @@ def _cut_at(graph: StepGraph, num_stages: int, cuts: Sequence[str], updates: Col
         if begin is None:
             known = sorted({name for node in graph.nodes for name in _names(node)})
             near = difflib.get_close_matches(cut, known, n=3, cutoff=0.0)
-            raise UnfitError(f"pipeline_cuts names {cut!r}, which {graph.step} never uses; nearest: {near}")
+            raise UnfitError(
+                f"pipeline_cuts names {cut!r}, which {graph.step} never uses; nearest: {near}", entry="cuts-name"
+            )
         if begin <= begins[-1]:
             previous = repr(cuts[len(begins) - 2]) if len(begins) > 1 else "the first stage"
-            raise UnfitError(f"pipeline_cuts are not in the order of {graph.step}: {cut!r} is not after {previous}")
+            raise UnfitError(
+                f"pipeline_cuts are not in the order of {graph.step}: {cut!r} is not after {previous}",
+                entry="cuts-order",
+            )
         begins.append(begin)
     return begins
 

@@ -75,6 +75,8 @@ def layer_policies(recompute: Recompute | None, layers: Collection[str]) -> dict
         matched = fnmatch.filter(layers, pattern)
         if not matched:
             near = ", ".join(difflib.get_close_matches(pattern, layers, n=3, cutoff=0.0))
-            raise RecomputeError(f"recompute names {pattern!r}, which matches no layer; nearest: {near}")
+            raise RecomputeError(
+                f"recompute names {pattern!r}, which matches no layer; nearest: {near}", entry="recompute-name"
+            )
         policies |= dict.fromkeys(matched, policy)
     return policies

@@ -31,6 +31,7 @@ def check_program(program: Program) -> tuple[int, ...]:
             raise ScheduleError.at(
                 f"rank {rank} of the program does not compute the actions of schedule {schedule.name!r} in their order",
                 program.instructions,
+                entry="schedule-transfer",
             )
     execution = _StrictExecution(program)
     while execution.advance():
@@ -70,13 +71,16 @@ class _StrictExecution:
         blocked = {rank: at for rank, at in enumerate(self._position) if at < len(rows[rank])}
         if blocked:
             details = [f"rank {rank} waits at {rows[rank][at]} for {self._lack(rank)}" for rank, at in blocked.items()]
-            raise ScheduleError.at("deadlock: no rank can continue", rows, blocked, details)
+            raise ScheduleError.at("deadlock: no rank can continue", rows, blocked, details, entry="schedule-deadlock")
         for (rank, peer), issued in self._issued.items():
             for instruction, index in issued:
                 if instruction.message in self._arrived:
                     continue
                 raise ScheduleError.at(
-                    f"{instruction} of rank {rank} has no matching transfer on rank {peer}", rows, {rank: index}
+                    f"{instruction} of rank {rank} has no matching transfer on rank {peer}",
+                    rows,
+                    {rank: index},
+                    entry="schedule-transfer",
                 )
 
     def _step(self, rank: int) -> bool:
@@ -119,7 +123,10 @@ class _StrictExecution:
         elif instruction in self._seen:
             reason = "stands there twice"
         if reason:
-            raise ScheduleError.at(f"{instruction} {reason}", self.program.instructions, {rank: self._position[rank]})
+            position = {rank: self._position[rank]}
+            raise ScheduleError.at(
+                f"{instruction} {reason}", self.program.instructions, position, entry="schedule-transfer"
+            )
 
     def _match(self, rank: int, peer: int) -> None:
         """Let the k-th transfers of both sides of a pair meet, or those of one tag, as far as both have issued them."""
@@ -139,6 +146,7 @@ class _StrictExecution:
                     rows,
                     spots,
                     [f"rank {spot} waits at {rows[spot][index]}" for spot, index in spots.items()],
+                    entry="schedule-deadlock",
                 )
             self._matched[pair] += 1
             self._arrived.add(one.message)

@@ -111,6 +111,7 @@ def agree_on_step(trained: Mapping[str, bool], ranks: ShardRanks, device: torch.
         raise RanksDiffer(
             f"replicas train different parameters: on this rank {len(frozen)} of {len(trained)} are frozen"
             f" ({', '.join(frozen[:3]) or 'none'}), on another replica others; freeze the same ones on every rank, or"
-            " set zero_stage=0"
+            " set zero_stage=0",
+            entry="frozen-differ",
         )
     return bool(most == -fewest)

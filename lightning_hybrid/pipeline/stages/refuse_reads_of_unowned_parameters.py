@@ -37,7 +37,8 @@ def check_parameter_owners(
             raise StepError(
                 f"{node.line or graph.step}: {graph.step} uses {name!r} {place}, but the first training step put it on"
                 f" pipeline ranks {list(ranks_of(name))}{other}; use both in the same order in every step and batch,"
-                f" or {WITHOUT_STAGES}"
+                f" or {WITHOUT_STAGES}",
+                entry="parameter-order",
             )
 
 

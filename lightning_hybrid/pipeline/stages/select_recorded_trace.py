@@ -243,7 +243,8 @@ class TraceCache:
                         raise StepError(
                             f"{call.name} behaves differently each time it runs on the same batch, so that no"
                             f" recording predicts its operations: {reason}; make it the same each time, or"
-                            f" {WITHOUT_STAGES}"
+                            f" {WITHOUT_STAGES}",
+                            entry="unrepeatable",
                         ) from None
                 chosen.append(variant)
         finally:

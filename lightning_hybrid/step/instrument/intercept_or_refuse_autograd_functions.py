@@ -97,7 +97,8 @@ def _refuse_call(current: CurrentRun, function: type[Function]) -> Any:
         raise StepError(
             f"{user_line()}: {name} is called through an object that holds {name}.apply (a functools.partial, a list,"
             f" a default argument), where the recording does not see the call; call {name}.apply(...) directly, or"
-            " store it as a variable or an attribute of a module"
+            " store it as a variable or an attribute of a module",
+            entry="function-apply",
         )
 
     return staticmethod(forward)

@@ -135,7 +135,8 @@ def choose_units(
         raise StepError(
             f"{hooked[0]} has a full backward hook, so that it must be on one stage; {num_stages} stages need as many"
             f" modules with parameters, and there are {count}; register the hook on modules inside it, or set a"
-            " smaller pipeline_parallel_size"
+            " smaller pipeline_parallel_size",
+            entry="hook-stages",
         )
     return units
 

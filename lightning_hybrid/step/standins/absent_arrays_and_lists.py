@@ -49,7 +49,7 @@ class AbsentArray:
         self._refuse()
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise ControlFlowError(content_message(self.__dict__["line"], "numpy"))
+        raise ControlFlowError(content_message(self.__dict__["line"], "numpy"), entry="content")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuse

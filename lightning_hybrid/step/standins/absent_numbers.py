@@ -59,13 +59,13 @@ class AbsentFloat(float):
 
     def _value_or_raise(self) -> bool | int | float:
         if self.finite_answer is None:
-            raise ControlFlowError(branch_message(self.line))
+            raise ControlFlowError(branch_message(self.line), entry="branch")
         return self.assume_finite(self.finite_answer)
 
     def assume_finite(self, answer: Any) -> Any:
         """Return an answer that holds for finite values, and record that other ranks are to check it."""
         if self.assumed_finite is None or not self.values:
-            raise ControlFlowError(branch_message(self.line))
+            raise ControlFlowError(branch_message(self.line), entry="branch")
         self.assumed_finite.update(self.values)
         return answer
 

@@ -103,7 +103,7 @@ def _patched_check(current: CurrentRun, module: Any, name: str) -> Callable[...,
         if values is None:
             return original(value, *args, **kwargs)
         if not values or assumed_finite is None:  # the ranks that have the values are unknown
-            raise ControlFlowError(branch_message(watch.numbers_read))
+            raise ControlFlowError(branch_message(watch.numbers_read), entry="branch")
         assumed_finite.update(values)
         return IF_FINITE[name]
 
@@ -132,5 +132,6 @@ def check_answer(name: str, result: Any, finite_answer: Answer | None, line: str
         f"{line}: the step checks whether values of the model are finite{code and f' ({code})'}, and in this batch"
         " some are not. The recording, and ranks that do not have the values, assume that they are finite; the batch"
         " ends here, before parameters change. Look for the cause with Trainer(detect_anomaly=True) in one process. To"
-        f" let your code handle the batch, {WITHOUT_STAGES}"
+        f" let your code handle the batch, {WITHOUT_STAGES}",
+        entry="finite",
     )

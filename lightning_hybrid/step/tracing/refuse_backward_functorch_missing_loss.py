@@ -22,7 +22,8 @@ def refuse_transforms(name: str) -> None:
         raise StepError(
             f"{user_line()}: {name} runs inside a transform of torch.func (vmap, grad, jvp or one made of these),"
             " where values of the model cannot be followed from one operation to the next; apply the transform inside"
-            f" the forward of one layer, use torch.autograd.grad, or {WITHOUT_STAGES}"
+            f" the forward of one layer, use torch.autograd.grad, or {WITHOUT_STAGES}",
+            entry="torch-func",
         )
 
 
@@ -33,7 +34,8 @@ def no_loss_error(name: str, result: Any) -> StepError:
         what += f" with keys {list(result)}"
     return StepError(
         f"{name} returned {what} and no loss that depends on a trainable parameter; return the loss tensor, or a dict"
-        " with the key 'loss'"
+        " with the key 'loss'",
+        entry="no-loss",
     )
 
 
@@ -46,5 +48,6 @@ def check_backward_call(line: str, *, is_replayed: bool) -> None:
     if is_replayed:
         raise StepError(
             f"{line}: the step calls backward() itself, which would run on one stage instead of all; add the term to"
-            f" the loss that the step returns, or {WITHOUT_STAGES}"
+            f" the loss that the step returns, or {WITHOUT_STAGES}",
+            entry="own-backward",
         )

@@ -116,7 +116,8 @@ class FirstStepCheck:
         if failure:
             raise FirstStepError(
                 f"verify_first_step=True: the first step does not run in one process: {failure}. No parameter has"
-                " changed; set verify_first_step=False to train without this check"
+                " changed; set verify_first_step=False to train without this check",
+                entry="first-step-fails",
             )
         return bool(gave_loss)
 
@@ -129,7 +130,8 @@ class FirstStepCheck:
         if missing:
             raise FirstStepError(
                 f"{missing}. No parameter has changed. Verify a smaller model of the same code (fewer layers, a smaller"
-                " batch), or set verify_first_step=False"
+                " batch), or set verify_first_step=False",
+                entry="first-step-memory",
             )
 
     def _gather(self, batch: Any) -> list[ReplicaInput]:
@@ -213,7 +215,8 @@ class FirstStepCheck:
         if verdict.first is not None:
             raise FirstStepError(
                 f"{verdict.first}. No parameter has changed. `lightning-hybrid verify` compares other"
-                " layouts with one process; verify_first_step=False trains without this check"
+                " layouts with one process; verify_first_step=False trains without this check",
+                entry="first-step-differs",
             )
         noise = f"; {verdict.num_noise} of them are rounding noise" if verdict.num_noise else ""
         rank_zero_info(

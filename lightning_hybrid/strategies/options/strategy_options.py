@@ -110,7 +110,7 @@ class Options:
             is_auto = name == "data_parallel_size" and size == "auto"
             if not is_auto and not _is_count(size):
                 also = "'auto' or " if name == "data_parallel_size" else ""
-                raise LayoutError(f"{name}={size!r}; use {also}a whole number of 1 or more")
+                raise LayoutError(f"{name}={size!r}; use {also}a whole number of 1 or more", entry="size-type")
         if self.sequence_parallel and self.sizes["tensor_parallel_size"] == 1:
             raise ValueError(
                 "sequence_parallel=True shards positions over the ranks of tensor parallelism, and"
@@ -126,7 +126,9 @@ class Options:
             )
         if self.shard_size is not None:
             if not _is_count(self.shard_size):
-                raise LayoutError(f"shard_size={self.shard_size!r}; use None for all replicas, or a whole number")
+                raise LayoutError(
+                    f"shard_size={self.shard_size!r}; use None for all replicas, or a whole number", entry="shard-size"
+                )
             if not self.zero_stage:
                 raise ValueError(
                     f"shard_size={self.shard_size} is the number of replicas that one copy is sharded over, and"

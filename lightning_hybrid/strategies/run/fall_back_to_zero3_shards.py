@@ -52,7 +52,8 @@ class Zero3Fallback:
             raise LayoutError(
                 f"strict_layout=True, and {name} cannot be run under {self._sizes}: {self._reason}; set"
                 f" strict_layout=False to have these {self.mesh.size('shares')} ranks hold shards of every parameter,"
-                " gradient and optimizer state instead"
+                " gradient and optimizer state instead",
+                entry="strict-layout",
             ) from error
         if not self._module.automatic_optimization:
             # Its optimizers take as many steps as it likes, so that shares would not give the numbers of one process.

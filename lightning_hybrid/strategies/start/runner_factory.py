@@ -90,7 +90,8 @@ def _warn_unsplit(num_ranks: int, is_strict: bool, name: str, reason: str) -> No
     if is_strict:
         raise StepError(
             f"{message}; append it to a list of the module, or set num_microbatches=1, or strict_layout=False, which"
-            " warns and runs such batches as one microbatch each"
+            " warns and runs such batches as one microbatch each",
+            entry="kept-value",
         )
     rank_zero_warn(
         f"{message}. So each batch is one microbatch, and the {num_ranks} pipeline ranks work one after the other. Rows"

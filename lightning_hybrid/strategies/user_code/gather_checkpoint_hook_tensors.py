@@ -155,10 +155,12 @@ class CheckpointHooks:
                 named.append(name)
         gathered = self._reads.gather_objects((refused, named))
         if problems := [each for others, _ in gathered for each in others]:
-            raise CheckpointError(f"{problems[0]}; {_ADVICE}")
+            raise CheckpointError(f"{problems[0]}; {_ADVICE}", entry="save-hook")
         names = [each for _, each in gathered]
         if lone := [name for each in names for name in each if any(name not in others for others in names)]:
-            raise CheckpointError(f"{lone[0]} is added by some ranks, or is sharded over some, only; {_ADVICE}")
+            raise CheckpointError(
+                f"{lone[0]} is added by some ranks, or is sharded over some, only; {_ADVICE}", entry="save-hook"
+            )
         writes = bool(self._trainer.strategy.is_global_zero)
         full_tensors = self._reads.contents_for_file(list(tensors.values()), keep=writes)
         for (key, leaf), full_tensor in zip(tensors.items(), full_tensors, strict=True):

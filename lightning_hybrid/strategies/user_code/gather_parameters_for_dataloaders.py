@@ -114,7 +114,8 @@ class LoaderReads(TorchFunctionMode):
             raise StepError(
                 f"{user_line()}: {name} reads a tensor of shape {tuple(unknown.shape)}, which has no content on this"
                 " rank, while a loader fetches a batch: a buffer, or a tensor that a step or hook kept on the module;"
-                " keep numbers (.item(), .tolist()) in a hook"
+                " keep numbers (.item(), .tolist()) in a hook",
+                entry="loader-content",
             )
         self._gather(name, tensors)
         if not any(self._unpartitioned.is_gathered_on_read(self._names[id(leaf)]) for leaf in tensors):
@@ -135,7 +136,8 @@ class LoaderReads(TorchFunctionMode):
             if (is_shard or self._unpartitioned.is_gathered_on_read(name)) and get_worker_info() is not None:
                 raise StepError(
                     f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch in a worker, to which"
-                    f" other ranks cannot send their shards; set num_workers=0, or {_INSTEAD}"
+                    f" other ranks cannot send their shards; set num_workers=0, or {_INSTEAD}",
+                    entry="loader-worker",
                 )
             zero = self._zero() if is_shard else None
             if zero is not None and self._synchronizes:
@@ -144,7 +146,8 @@ class LoaderReads(TorchFunctionMode):
                 raise StepError(
                     f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch, but it is sharded over"
                     " replicas, and no object of the loader refers to the module; pass the module to the dataset,"
-                    f" {_INSTEAD}, or set zero_stage=0 and expert_parallel_size=1"
+                    f" {_INSTEAD}, or set zero_stage=0 and expert_parallel_size=1",
+                    entry="loader-module",
                 )
 
 
@@ -230,5 +233,6 @@ def _check_content(batch: Any) -> None:
             raise StepError(
                 f"a loader yielded a tensor {shape}that has no content on this rank, such as one that a step or hook"
                 " kept on the module; let the dataset compute it from the module while it is read, or keep numbers"
-                " (.item(), .tolist()) in a hook"
+                " (.item(), .tolist()) in a hook",
+                entry="loader-content",
             )

@@ -71,7 +71,8 @@ class Rendezvous:
                         f"{what} on rank {self._mesh.rank} needs all {len(ranks)} ranks, since each has only its own"
                         f" shard, but ranks {gone} "
                         + (f"have not come within {waited:.0f} s" if late else "have continued without it")
-                        + "; call it on all ranks: only the first writes the file"
+                        + "; call it on all ranks: only the first writes the file",
+                        entry="save-ranks",
                     )
                 next(pause)
                 arrived = self._store.add(f"arrived-{self._met}", 0)

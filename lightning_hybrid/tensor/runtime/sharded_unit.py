@@ -178,7 +178,7 @@ class ShardedUnit:
         except CannotShard as error:
             if not self.fqn:
                 raise
-            raise CannotShard(f"{self.fqn}: {error}; {self._remedy()}") from error
+            raise CannotShard(f"{self.fqn}: {error}; {self._remedy()}", entry="unproved-code") from error
         finally:
             linears.region_mode, linears.sequence = outer
 
@@ -327,7 +327,8 @@ def _check_forward(fqn: str, module: nn.Module) -> None:
     if getattr(forward, "__func__", forward) is not type(module).forward:
         raise StepError(
             f"{fqn} of a layer sharded over tensor ranks has another forward than when the layer was planned; set it"
-            " before fit, or set tensor_parallel_size=1"
+            " before fit, or set tensor_parallel_size=1",
+            entry="swapped-weight",
         )
 
 
@@ -342,5 +343,6 @@ def _local_substitute(
     raise StepError(
         f"{fqn} of a layer sharded over tensor ranks is replaced by a tensor of shape {tuple(substitute.shape)} and"
         f" not {tuple(original.shape)} or {full_shape(original)}; use a tensor of the parameter's shape, or set"
-        " tensor_parallel_size=1"
+        " tensor_parallel_size=1",
+        entry="swapped-weight",
     )
