@@ -13,7 +13,7 @@ ROW = re.compile(r'^\| <a id="([\w-]+)"></a>(.+?) \| (.+?) \|', re.M)
 INTRODUCTION = """# Exceptions
 
 Written by `python .ci/exceptions_page.py`; a test fails if it is not up to date. The classes are in
-`lightning_hybrid.errors`, which imports neither torch nor Lightning. Each derives from `HybridError` and from a built-in
+`lightning_hybrid.errors`, which imports neither torch nor Lightning. Each derives from `HybridError` and a built-in
 error, so that `except ValueError` catches a `LayoutError`. The links lead to the messages of a class in
 [errors](../errors.md), with causes and what to do.
 """
