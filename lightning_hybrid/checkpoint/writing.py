@@ -35,7 +35,7 @@ from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.mesh import Mesh
 
 _MERGED = "state"  # of an optimizer: each rank has entries of its own
-_SAME = "see that on_save_checkpoint does the same on every rank"
+_SAME = "on_save_checkpoint must do the same on every rank"
 
 
 @dataclass

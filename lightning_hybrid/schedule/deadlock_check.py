@@ -117,11 +117,11 @@ class _StrictExecution:
         here = ends[0] if isinstance(instruction, Send) else ends[1]
         reason = None
         if here != rank or peer == rank:
-            reason = f"stands on rank {rank} but goes from rank {ends[0]} to rank {ends[1]}"
+            reason = f"is on rank {rank} but goes from rank {ends[0]} to rank {ends[1]}"
         elif isinstance(instruction, Send) and message not in self._made:
-            reason = "comes before the action that makes it"
+            reason = "precedes the action that computes it"
         elif instruction in self._seen:
-            reason = "stands there twice"
+            reason = "occurs twice"
         if reason:
             position = {rank: self._position[rank]}
             raise ScheduleError.at(
@@ -141,8 +141,8 @@ class _StrictExecution:
                 spots = dict(sorted({rank: one_index, peer: other_index}.items()))
                 rows = self.program.instructions
                 raise ScheduleError.at(
-                    f"deadlock: transfer number {self._matched[pair]} between ranks {pair[0]} and {pair[1]} does not "
-                    "match, so both wait for ever",
+                    f"deadlock: transfer number {self._matched[pair]} between ranks {pair[0]} and {pair[1]} does not"
+                    " match, so both wait forever",
                     rows,
                     spots,
                     [f"rank {spot} waits at {rows[spot][index]}" for spot, index in spots.items()],

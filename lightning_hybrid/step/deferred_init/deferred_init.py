@@ -132,8 +132,8 @@ class InitialValues:
         if not self._recorded.is_written(self.view_of(tensor)):
             raise InitialValueError(
                 f"{name} is on the meta device and nothing gives it a value; give its module a reset_parameters()"
-                " method, load a checkpoint, or build the model with trainer.init_module(empty_init=True), which keeps"
-                " what is done to parameters and leaves buffers real",
+                " method, load a checkpoint, or build the model with trainer.init_module(empty_init=True), which"
+                " records operations on parameters and leaves buffers real",
                 entry="meta-value",
             )
 

@@ -58,7 +58,7 @@ class FirstStepCheck:
         if not module.automatic_optimization:
             raise ValueError(
                 f"verify_first_step=True compares gradients before the optimizer steps, but {type(module).__name__}"
-                " uses manual optimization, which steps by itself; set verify_first_step=False"
+                " uses manual optimization, which steps inside training_step; set verify_first_step=False"
             )
         self._start_over()
 

@@ -63,5 +63,5 @@ class Zero3Fallback:
         rank_zero_warn(
             f"{self.line}. So each of the {self.mesh.size('shares')} ranks of {self._sizes} holds a shard of every"
             f" parameter, gradient and optimizer state, and runs the step {batch}. Set strict_layout=True to make this"
-            " an error"
+            " an error (docs/howto/step_not_partitioned.md)"
         )

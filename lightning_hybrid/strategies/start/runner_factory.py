@@ -94,13 +94,15 @@ def _warn_unsplit(num_ranks: int, is_strict: bool, name: str, reason: str) -> No
             entry="kept-value",
         )
     rank_zero_warn(
-        f"{message}. So each batch is one microbatch, and the {num_ranks} pipeline ranks work one after the other. Rows"
-        " of samples and means over samples that a step appends to a list of its module, or logs, can be computed"
+        f"{message}. So each batch is one microbatch, and the {num_ranks} pipeline ranks work one after the other."
+        " Rows of samples and means over samples that a step appends to a list of its module, or logs, can be computed"
+        " (docs/semantics/kept_values.md)"
     )
 
 
 def _warn_of_unpartitioned(name: str, reason: Exception) -> None:
     rank_zero_warn(
         f"{name} cannot be run in stages, so every rank runs it unpartitioned, and receives parameters of other ranks"
-        f" when it reads them. The results and the time are those of one process. The reason: {reason}"
+        " when it reads them. The results and the time are those of one process (docs/semantics/evaluation.md). The"
+        f" reason: {reason}"
     )

@@ -205,7 +205,7 @@ class _LoopResults:
         if any(names != objects[0] for names in objects):
             raise RanksDisagree(
                 f"replicas log different metric objects for loader {loader} of {self._loop._stage.value}: {objects};"
-                " log the same ones on every rank, and see that every replica gets a batch",
+                " log the same ones on every rank, and give every replica a batch",
                 entry="eval-metrics",
             )
         for key in dict.fromkeys(key for logs in all_logs for key in logs):
