@@ -22,7 +22,7 @@ def refuse_transforms(name: str) -> None:
         raise StepError(
             f"{user_line()}: {name} runs inside a transform of torch.func (vmap, grad, jvp or one made of these),"
             " where values of the model cannot be followed from one operation to the next; apply the transform inside"
-            f" the forward of one layer, use torch.autograd.grad, or {WITHOUT_STAGES}",
+            " the forward of one layer, or use torch.autograd.grad",
             entry="torch-func",
         )
 
