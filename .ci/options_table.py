@@ -1,28 +1,57 @@
-"""Write docs/reference/options.md: every option of the strategy, from its signature and docstring.
+"""Write docs/reference/options.md: every option of the strategy, and the names that other libraries give them.
 
-python .ci/options_table.py
+PYTHONPATH=. python .ci/options_table.py
 """
 
 import ast
 import re
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.accelerators import CPUAccelerator
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook, fp16_compress_wrapper
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
+from lightning_hybrid.strategies.options.names_of_other_libraries import resolve_names
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "options.md"
 STRATEGY = ROOT / "lightning_hybrid" / "strategies" / "hybrid3d.py"
 REGISTRATION = ROOT / "lightning_hybrid" / "register_strategies_on_import.py"
 
+NOTES = ROOT / ".ci" / "option_notes.yaml"
+
+IN_EXAMPLES = (
+    *(CPUAccelerator, LightningEnvironment, TorchCheckpointIO, HybridPrecision, timedelta),
+    *(CPUOffloadPolicy, MixedPrecisionPolicy, fp16_compress_hook, fp16_compress_wrapper),
+)
+
 HEAD = """\
 # Options of the strategy
 
-Written by `python .ci/options_table.py` from the signature and the docstring of
-[`Hybrid3DStrategy`](strategy.md); a test fails if it is not up to date. Any option may be given by keyword, and
-in the YAML file of a `LightningCLI` under `trainer.strategy.init_args`. [Layouts](../layouts.md): how to choose sizes.
+Any option may be given by keyword, and in the YAML file of a `LightningCLI` under `trainer.strategy.init_args`.
+[Layouts](../layouts.md): how to choose sizes. Written by `PYTHONPATH=. python .ci/options_table.py` from the signature
+and the docstring of [`Hybrid3DStrategy`](strategy.md) and from `.ci/option_notes.yaml`; a test fails if it is not up to
+date, and runs each example as `Hybrid3DStrategy(...)`.
+"""
 
-## Options
+COLUMNS = """
+| option, type, default | meaning | constraints | cost | example |
+|---|---|---|---|---|
+"""
 
-| option | type | default | meaning |
-|---|---|---|---|
+OTHERS = """
+## Names of other libraries
+
+The strategy takes these too, in Python and in YAML. It resolves them to the options above, or refuses them with what to
+set; the tables are its own answers. None is as if a name were left out. A name that contradicts another one, or an
+option that is not at its default, is an error with both names. [Migration](../migration.md) has more of each library.
 """
 
 NAMES = """
@@ -50,7 +79,7 @@ def signature() -> dict[str, tuple[ast.expr, ast.expr]]:
     """Annotation and default of each argument of the strategy, by name; each has a default."""
     methods = (node for node in strategy_class().body if isinstance(node, ast.FunctionDef))
     arguments = next(node.args for node in methods if node.name == "__init__")
-    names = [*arguments.args[1:], *arguments.kwonlyargs]
+    names = [*arguments.args[1:], *arguments.kwonlyargs]  # not the names of other libraries
     pairs = zip(names, [*arguments.defaults, *arguments.kw_defaults], strict=True)
     return {argument.arg: (argument.annotation, default) for argument, default in pairs}
 
@@ -60,9 +89,9 @@ def meanings() -> dict[str, str]:
     section = re.search(r"^Args:\n(.*?)\n\n", ast.get_docstring(strategy_class()), re.M | re.S)[1]
     found = {}
     for entry in re.split(r"\n(?=    \S)", section):
-        names, _, text = entry.strip().partition(":")
-        found |= dict.fromkeys(re.split(r",\s*", names), " ".join(text.split()).replace("``", "`"))
-    return found
+        name, _, text = entry.strip().partition(":")
+        found[name] = " ".join(text.split()).replace("``", "`")
+    return {name: text for name, text in found.items() if not name.startswith("**")}
 
 
 def aliases(tree: ast.Module) -> dict[str, ast.expr]:
@@ -106,22 +135,76 @@ def in_double_quotes(value: ast.expr) -> str:
     return ast.unparse(value)
 
 
-def rows() -> list[str]:
-    """One line of the table for each option.
+def notes() -> dict[str, dict[str, dict[str, Any]]]:
+    """The file of notes: options by subject, and values of names by library."""
+    return yaml.safe_load(NOTES.read_text())
+
+
+def in_card(kind: str, head: str, lines: list[str]) -> str:
+    """A table whose rows the site shows as cards (docs/stylesheets/site.css)."""
+    text = f'\n<div class="{kind}" markdown>\n{head}' + "\n".join(lines) + "\n\n</div>\n"
+    assert len({line.count("|") for line in lines}) == 1, "a cell holds a vertical bar"
+    return text
+
+
+def options() -> str:
+    """A table of options for each subject.
 
     Raises:
-        ValueError: An option has no text in the docstring, or the docstring describes none that exists.
+        ValueError: An option has no text in the docstring or no note, or one of these is of no option.
     """
-    options, texts = signature(), meanings()
-    if unequal := options.keys() ^ texts.keys():
-        raise ValueError(f"in only one of signature and docstring: {', '.join(sorted(unequal))}")
-    known, lines = imported_aliases(parse(STRATEGY)), []
-    for name, text in texts.items():
-        annotation, default = options[name]
-        types = ", ".join(f"`{kind}`" for kind in dict.fromkeys(alternatives(annotation, known)))
-        lines.append(f"| `{name}` | {types} | `{in_double_quotes(default)}` | {text} |")
-    assert not any(line.count("|") != 5 for line in lines), "a cell holds a vertical bar"
-    return lines
+    found, texts, subjects = signature(), meanings(), notes()["subjects"]
+    for what, names in (("docstring", set(texts)), ("notes", {name for each in subjects.values() for name in each})):
+        if unequal := found.keys() ^ names:
+            raise ValueError(f"in only one of signature and {what}: {', '.join(sorted(unequal))}")
+    known, sections = imported_aliases(parse(STRATEGY)), []
+    for subject, of_subject in subjects.items():
+        lines = []
+        for name, note in of_subject.items():
+            annotation, default = found[name]
+            types = ", ".join(f"`{kind}`" for kind in dict.fromkeys(alternatives(annotation, known)))
+            first = f"**`{name}`**<br>{types}<br>default `{in_double_quotes(default)}`"
+            cells = (texts[name], note.get("constraints", "none"), note.get("cost", "none"), f"`{note['example']}`")
+            lines.append(f"| {first} | {' | '.join(cells)} |")
+        sections.append(f"\n## {subject}\n" + in_card("options", COLUMNS, lines))
+    return "".join(sections)
+
+
+def keywords(source: str) -> dict[str, Any]:
+    """The keywords that `Hybrid3DStrategy(source)` passes."""
+    return eval(f"dict({source})", {"torch": torch, "nn": torch.nn, **{each.__name__: each for each in IN_EXAMPLES}})
+
+
+def meaning(name: str, value: str) -> str:
+    """What the strategy makes of a keyword of another library."""
+    given = keywords(f"{name}={value}")
+    try:
+        Hybrid3DStrategy(**given)
+    except ValueError as error:
+        return "refused: " + re.sub(rf"^{name}={re.escape(repr(given[name]))}[:;]? ", "", str(error))
+    unset = dict.fromkeys(signature(), object())
+    own = {option: given[option] for option in given if option in unset}
+    others = {option: given[option] for option in given if option not in unset}
+    resolved = resolve_names({**unset, **own}, others, unset)
+    meant = {option: source_of(value) for option, value in resolved.items() if value is not unset[option]}
+    return ", ".join(f"`{option}={value}`" for option, value in meant.items()) or "nothing to set"
+
+
+def source_of(value: Any) -> str:
+    """A value as one writes it."""
+    return re.sub(r"<class '[\w.]+\.(\w+)'>", r"\1", repr(value)).replace("'", '"')
+
+
+def names_of_others() -> str:
+    """A table for each library: its keyword, and what it means here."""
+    tables = []
+    for library, names in notes()["names of other libraries"].items():
+        given: dict[str, list[str]] = {}
+        for name, value in ((name, value) for name, values in names.items() for value in values):
+            given.setdefault(meaning(name, value), []).append(f"`{name}={value}`")
+        lines = [f"| {'<br>'.join(keywords)} | {meant} |" for meant, keywords in given.items()]
+        tables.append(in_card("names", f"\n| {library} | here |\n|---|---|\n", lines))
+    return OTHERS + "".join(tables)
 
 
 def registered() -> list[str]:
@@ -137,7 +220,7 @@ def registered() -> list[str]:
 
 def page() -> str:
     """The text of the page."""
-    return HEAD + "\n".join(rows()) + "\n" + NAMES + "\n".join(registered()) + "\n"
+    return HEAD + options() + names_of_others() + NAMES + "\n".join(registered()) + "\n"
 
 
 if __name__ == "__main__":

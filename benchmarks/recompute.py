@@ -49,7 +49,7 @@ def saved_bytes(recompute: Recompute, width: int, layers: int, length: int, size
     model = SmallGPT(width, layers, heads=width // 64, length=length)
     text, following = batch_of(size, length)
     found = find_layers(dict(model.named_children()))
-    with Made() as made, Recomputation(found, layer_policies(recompute, list(found))).running():
+    with Made() as made, Recomputation(found, layer_policies(recompute, found)).running():
         loss = loss_of(model(text), following)
     for parameter in model.parameters():
         made.storages.pop(parameter.untyped_storage()._cdata, None)

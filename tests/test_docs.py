@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_hybrid.strategies.options.names_of_other_libraries import OtherNames
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "lightning_hybrid"
@@ -133,6 +135,22 @@ def test_the_table_of_options_is_up_to_date():
 
 def test_the_page_of_exceptions_is_up_to_date():
     assert REFERENCE["exceptions"] == run_script("exceptions_page.py")["page"](), "run python .ci/exceptions_page.py"
+
+
+def test_each_example_of_an_option_makes_a_strategy():
+    script = run_script("options_table.py")
+    for options in script["notes"]()["subjects"].values():
+        for name, note in options.items():
+            given = script["keywords"](note["example"])
+            assert name in given and note.keys() <= {"constraints", "cost", "example"}
+            script["Hybrid3DStrategy"](**given)
+
+
+def test_names_of_other_libraries_are_complete():
+    libraries = run_script("options_table.py")["notes"]()["names of other libraries"]
+    names = [name for each in libraries.values() for name in each]
+    assert len(names) == len(set(names))
+    assert OtherNames.__annotations__.keys() <= set(names)
 
 
 def test_the_command_line_page_has_every_command_and_option():

@@ -14,7 +14,7 @@ class ActivationCheckpointing(Callback):
 
     Args:
         recompute: "full" or "selective" for all layers, or the share of bytes that selective ones save; n for every
-            n-th; names of layers, with wildcards; or a mapping of names to such policies or "keep".
+            n-th; names of layers, with wildcards, or classes; or a mapping of these to such policies or "keep".
 
     Raises:
         ValueError: ``recompute`` is none of these.

@@ -111,7 +111,8 @@ def layout_of(text: str, tensor_plan: list[str] | None) -> Layout:
 
     with usage_errors():
         layout = parse_layout(text, tensor_plan or ())
-    known = [name for name in inspect.signature(Hybrid3DStrategy.__init__).parameters if name != "self"]
+    parameters = inspect.signature(Hybrid3DStrategy.__init__).parameters.values()
+    known = [parameter.name for parameter in parameters if parameter.default is not parameter.empty]
     for name in layout.strategy:
         if name not in known:
             near = difflib.get_close_matches(name, known) or ["dp", "tp", "pp", "cp", "ep", "stages", "m", "zero"]

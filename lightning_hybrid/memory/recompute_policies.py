@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
+
+from torch import nn
 
 from lightning_hybrid.errors import RecomputeError
 
 Policy: TypeAlias = Literal["keep", "full", "selective"] | float
-Recompute: TypeAlias = Policy | int | Sequence[str] | Mapping[str, Policy]
+Layers: TypeAlias = str | type[nn.Module]
+Recompute: TypeAlias = int | Policy | Sequence[Layers] | Mapping[Layers, Policy]
 POLICIES = ("keep", "full", "selective")
 SELECTIVE_SHARE = 0.4
 
@@ -43,40 +46,57 @@ def check_recompute(recompute: Any) -> None:
     if isinstance(recompute, Mapping) and all(map(_is_policy, recompute.values())):
         recompute = list(recompute)
     is_list = isinstance(recompute, Sequence) and not isinstance(recompute, str)
-    if is_list and all(isinstance(name, str) for name in recompute):
+    if is_list and all(isinstance(each, str) or _is_module_class(each) for each in recompute):
         return
     raise ValueError(
         f"recompute={recompute!r}; use 'full' for all layers, 'selective' or a share of bytes such as 0.4 to keep what"
-        " is expensive to compute, an integer n for every n-th, names of layers such as ['model.layers.*'], or a"
-        " mapping of names to 'full', 'selective', a share or 'keep'"
+        " is expensive to compute, an integer n for every n-th, names or classes of layers such as"
+        " ['model.layers.*'], or a mapping of these to 'full', 'selective', a share or 'keep'"
     )
 
 
-def layer_policies(recompute: Recompute | None, layers: Collection[str]) -> dict[str, Policy]:
+def _is_module_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+def layer_policies(recompute: Recompute | None, layers: Mapping[str, nn.Module]) -> dict[str, Policy]:
     """Returns the policy of each layer by FQN.
 
     Args:
         recompute: A policy for all ("keep", "full", "selective", or a float: the share of bytes that a selective layer
-            saves); n for every n-th layer, beginning with the first; FQNs with wildcards (``*``) of layers that are
-            recomputed; or such patterns with a policy each, of which the last that matches a layer counts.
-        layers: FQNs of all layers of the module, in order.
+            saves); n for every n-th layer, beginning with the first; FQNs with wildcards (``*``), or classes, of
+            layers that are recomputed; or these with a policy each, of which the last that matches a layer counts.
+        layers: All layers of the module by FQN, in order.
 
     Raises:
-        RecomputeError: A pattern matches no layer.
+        RecomputeError: A pattern matches no layer, or no layer is of a class.
     """
     if recompute is None or isinstance(recompute, str | float):
         policy: Policy = "keep" if recompute is None else recompute  # type: ignore[assignment]
         return dict.fromkeys(layers, policy)
     if isinstance(recompute, int):
         return {fqn: "keep" if number % recompute else "full" for number, fqn in enumerate(layers)}
-    patterns: Mapping[str, Policy] = recompute if isinstance(recompute, Mapping) else dict.fromkeys(recompute, "full")
+    choices: Mapping[Any, Policy] = recompute if isinstance(recompute, Mapping) else dict.fromkeys(recompute, "full")
     policies: dict[str, Policy] = dict.fromkeys(layers, "keep")
-    for pattern, policy in patterns.items():
-        matched = fnmatch.filter(layers, pattern)
-        if not matched:
-            near = ", ".join(difflib.get_close_matches(pattern, layers, n=3, cutoff=0.0))
-            raise RecomputeError(
-                f"recompute names {pattern!r}, which matches no layer; nearest: {near}", entry="recompute-name"
-            )
-        policies |= dict.fromkeys(matched, policy)
+    for choice, policy in choices.items():
+        policies |= dict.fromkeys(_chosen_layers(choice, layers), policy)
     return policies
+
+
+def _chosen_layers(choice: Layers, layers: Mapping[str, nn.Module]) -> list[str]:
+    """Returns the FQNs that a pattern matches, or of the layers of a class."""
+    if isinstance(choice, str):
+        if matched := fnmatch.filter(layers, choice):
+            return matched
+        near = ", ".join(difflib.get_close_matches(choice, layers, n=3, cutoff=0.0))
+        raise RecomputeError(
+            f"recompute names {choice!r}, which matches no layer; nearest: {near}", entry="recompute-name"
+        )
+    if of_class := [fqn for fqn, layer in layers.items() if isinstance(layer, choice)]:
+        return of_class
+    classes = ", ".join(sorted({type(layer).__name__ for layer in layers.values()}))
+    raise RecomputeError(
+        f"recompute: no layer is a {choice.__name__}; the layers, which are recomputed in full or in part, are"
+        f" {', '.join(layers)}, of {classes}",
+        entry="recompute-name",
+    )

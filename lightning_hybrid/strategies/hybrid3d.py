@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -16,28 +17,28 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.batch.microbatch import BatchSplitter
 from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
+from lightning_hybrid.strategies.options.names_of_other_libraries import OtherNames, resolve_names
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.options.weigh_microbatches_by_count import MicrobatchWeight
-from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
+from lightning_hybrid.strategies.run.checkpointed_strategy import CheckpointedStrategy
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.run.run_objects_and_options import needs_runner
 from lightning_hybrid.strategies.start.average_lr_search_loss import average_lr_search_loss
-from lightning_hybrid.strategies.start.empty_init import EmptyInit, move_to_device
+from lightning_hybrid.strategies.start.empty_init import move_to_device
 from lightning_hybrid.strategies.start.refuse_unsupported_callbacks import check_callbacks
-from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
 
 _OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 
 
-class Hybrid3DStrategy(RankedStrategy):
+class Hybrid3DStrategy(CheckpointedStrategy):
     """Trains an unmodified LightningModule over data-parallel replicas and pipeline stages.
 
     The user's ``training_step`` is recorded once without parameters, partitioned into stages of equal cost, and run on
@@ -50,7 +51,7 @@ class Hybrid3DStrategy(RankedStrategy):
         context_parallel_size: Ranks that the positions of each sequence are sharded over, layer by layer; each of them
             may be several tensor ranks.
         expert_parallel_size: Ranks that the experts of a layer are sharded over, which exchange the rows of their
-            tokens: context ranks first, then replicas; divides ``data_parallel_size * context_parallel_size``.
+            tokens: context ranks first, then replicas.
         expert_chunks: Chunks in which the experts of a rank run: the rows of one are sent while another is computed.
         sequence_parallel: Between sharded regions, each tensor rank works on its own positions of the sequence, or of
             its context rank's positions.
@@ -63,23 +64,23 @@ class Hybrid3DStrategy(RankedStrategy):
         zero_stage: What is sharded over replicas (ZeRO): 1 optimizer states, 2 gradients too, 3 parameters too; 0
             nothing: each holds all of it.
         shard_size: Replicas that one copy is sharded over; others hold further copies. All of them if None.
-        reshard_after_forward: Whether each layer's parameters are gathered for its forward and its backward alone, and
-            its gradients reduced for each microbatch, or all of them once per step; "auto" by the memory that is free.
+        reshard_after_forward: As in FSDP2: if True, each layer's parameters are gathered for its forward and again for
+            its backward, and its gradients are reduced then, for each microbatch; if False, all are gathered once and
+            reduced once per step. None is True; "auto" is False where enough memory is free.
         offload: What is not on the device while no step needs it: "cpu" for all that replicas shard, and the
             optimizer's states in any case; "disk:PATH" for optimizer states in files under a folder; or a mapping of
             any of "parameters", "gradients" and "optimizer_states" to these.
         recompute: Layers that are recomputed in the backward: "full" for all, which save their inputs alone; n for
-            every n-th; names with wildcards; "selective" for all, which save the results of expensive operations, or
-            the share of bytes that these save, such as 0.3 ("selective" is 0.4); or a mapping of names to such
-            policies or "keep".
+            every n-th; names with wildcards, or classes; "selective" for all, which save the results of expensive
+            operations, or the share of bytes that these save, such as 0.3 ("selective" is 0.4); or a mapping of names
+            or classes to such policies or "keep".
         microbatch_weight: ``function(microbatch) -> count`` by which microbatches (and replicas) are weighted, such as
             the number of unmasked tokens. If None, means over tokens are those of each replica's full batch, and
             everything else is weighted by numbers of samples.
-        tensor_parallel_plan: How linears are sharded, by patterns of their names, such as
-            ``{"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}``; others follow
-            the model's own plan (``tp_plan`` of transformers) or are searched, and all is proved.
-        compile: "units" runs each layer through ``torch.compile``; a mapping does too, with its options (``backend``,
-            ``mode``, ``dynamic``, ``fullgraph``, ``options``), such as ``{"backend": "inductor", "dynamic": False}``.
+        tensor_parallel_plan: How linears are sharded, by patterns of their names; others follow the model's own plan
+            (``tp_plan`` of transformers) or are searched, and all is proved.
+        compile: "units" or True runs each layer through ``torch.compile``; a mapping does too, with its options
+            (``backend``, ``mode``, ``dynamic``, ``fullgraph``, ``options``).
         example_batch: A batch to record the step with, where drawing one from the loader before the run is unsafe.
         save_distributed_checkpoint: Checkpoints are folders in which every rank writes its own bytes; one ordinary
             file, written by the first rank, if False. Either is loaded under any layout.
@@ -96,10 +97,12 @@ class Hybrid3DStrategy(RankedStrategy):
         cluster_environment: The same; found by the Trainer if None.
         checkpoint_io: The same; how files of checkpoints are written and read.
         precision_plugin: The same; converted to `HybridPrecision` if it is Lightning's own.
+        **other_names: Options by the names of FSDP, DDP, accelerate and DeepSpeed, which are resolved to those above.
 
     Raises:
         LayoutError: Sizes that do not multiply to the world size.
-        ValueError: An unknown schedule, or an option that needs another which is not set.
+        TypeError: A keyword that is no option, nor a known one of another library.
+        ValueError: An unknown schedule, or an option that needs another which is not set, or contradicts one.
     """
 
     strategy_name = "hybrid3d"
@@ -123,12 +126,12 @@ class Hybrid3DStrategy(RankedStrategy):
         sequence_parallel: bool = False,
         zero_stage: Literal[0, 1, 2, 3] = 0,
         shard_size: int | None = None,
-        reshard_after_forward: bool | Literal["auto"] = "auto",
+        reshard_after_forward: bool | Literal["auto"] | None = "auto",
         offload: str | dict[str, str] | None = None,
         recompute: Recompute | None = None,
         microbatch_weight: MicrobatchWeight | None = None,
         tensor_parallel_plan: dict[str, str] | None = None,
-        compile: Literal["units"] | dict[str, Any] | None = None,
+        compile: Literal["units"] | bool | dict[str, Any] | None = None,
         example_batch: Any = None,
         save_distributed_checkpoint: bool = False,
         async_checkpoint: bool = False,
@@ -140,20 +143,16 @@ class Hybrid3DStrategy(RankedStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        **other_names: Unpack[OtherNames],
     ) -> None:
-        arguments = dict(locals())
+        arguments = resolve_names(dict(locals()), other_names, _DEFAULTS)
         super().__init__(Options.of(arguments), **{name: arguments[name] for name in _OF_LIGHTNING})
-        self._files = CheckpointFiles(self.options)
-        self._state: FullOrShardedState | None = None
         self._lifecycle: RunLifecycle | None = None
-        self._empty: EmptyInit | None = None
         self._evaluated = itertools.count(1)  # numbers batches of evaluation over all runs
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the options and what a Trainer has connected, without process groups or a run."""
-        fresh = {"_files": CheckpointFiles(self.options), "_evaluated": itertools.count(1)}
-        no_run = {"_world": None, "_state": None, "_lifecycle": None, "_recompute": self.options.recompute}
-        return {**super().__getstate__(), **no_run, **fresh}
+        return {**super().__getstate__(), "_lifecycle": None, "_evaluated": itertools.count(1)}
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
@@ -177,6 +176,11 @@ class Hybrid3DStrategy(RankedStrategy):
         if self._lifecycle is None:
             raise RuntimeError("no run has been set up; read it in on_fit_start() or later")
         return self._lifecycle
+
+    def make_full(self) -> None:
+        """Gather the full module on every rank; collective."""
+        if self._state is not None:
+            self._state.make_full()
 
     def setup_environment(self) -> None:
         """Join the process groups, and start to watch for failures of ranks."""
@@ -219,27 +223,6 @@ class Hybrid3DStrategy(RankedStrategy):
         """Move the module to this rank's device."""
         assert self.lightning_module is not None
         move_to_device(self.lightning_module, self.root_device)
-
-    @contextlib.contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Build tensors on the right device in the right dtype; with ``empty_init`` parameters hold no storage."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(super().tensor_init_context(empty_init=False))
-            if empty_init:
-                self._empty = self._empty or EmptyInit(self.root_device)
-                stack.enter_context(self._empty.building())
-            yield
-
-    def _adopt_empty_init(self) -> EmptyInit | None:
-        """Return the initial values of a module that is on the meta device; None if it is not."""
-        assert self.lightning_module is not None
-        self._empty = EmptyInit.adopted(self.lightning_module, self._empty, self.root_device)
-        return self._empty
-
-    def make_full(self) -> None:
-        """Gather the full module on every rank; collective."""
-        if self._state is not None:
-            self._state.make_full()
 
     def on_exception(self, exception: BaseException) -> None:
         """Report the error to the other ranks, and join no further collectives."""
@@ -308,39 +291,6 @@ class Hybrid3DStrategy(RankedStrategy):
         """Accumulate local gradients inside, without averaging them."""
         return contextlib.nullcontext() if self._lifecycle is None else self._lifecycle.execution.accumulating()
 
-    # -- states -------------------------------------------------------------------------------------------------------
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Gather the state dict of the full module on the first rank; collective."""
-        return super().lightning_module_state_dict() if self._state is None else self._state.module_state()
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a full state dict into the local shards."""
-        assert self._state is not None
-        self._state.load_module(checkpoint["state_dict"], self._adopt_empty_init, strict=strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer as a checkpoint has it; collective."""
-        return self._files.optimizer_state(optimizer)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load each optimizer's state for the parameters of this rank, and the generators' if there are as many."""
-        assert self._state is not None
-        self._state.load_optimizers(self.optimizers, checkpoint["optimizer_states"])
-        self._files.restore_generators()
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a folder, each rank its own bytes, or one file on the first rank."""
-        if self._state is None and not self.options.save_distributed_checkpoint:  # before the ranks have met
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        _ = self.world
-        self._files.save(checkpoint, filepath, storage_options, super().save_checkpoint)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a folder or a file on every rank."""
-        return self._files.load(checkpoint_path, weights_only, super().load_checkpoint)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, after the one being written is complete."""
-        self._files.remove(filepath, super().remove_checkpoint)
+_PARAMETERS = inspect.signature(Hybrid3DStrategy.__init__).parameters.values()
+_DEFAULTS = {parameter.name: parameter.default for parameter in _PARAMETERS if parameter.default is not parameter.empty}

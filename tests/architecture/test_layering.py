@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "lightning_hybrid", ROOT / "tests"
-MAX_LINES, MAX_FILES, MAX_FUNCTION = 400, 12, 60
+MAX_LINES, MAX_FILES, MAX_FUNCTION, MAX_STRATEGY = 400, 12, 60, 300
 
 # Low to high. The rooms of one floor do not import each other, except those of plain Python; nor do peers.
 FLOORS = [
@@ -142,6 +142,13 @@ def test_a_function_fits_a_screen(path):
     functions = (n for n in ast.walk(ast.parse((PACKAGE / path).read_text())) if isinstance(n, ast.FunctionDef))
     long = {f.name: f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno - f.lineno >= MAX_FUNCTION}
     assert not long, f"{path}: functions of more than {MAX_FUNCTION} lines: {long}; split them along their phases"
+
+
+def test_the_strategy_only_translates_hooks():
+    """The class that a user meets is read from top to bottom: options, a run, steps."""
+    tree = ast.parse((PACKAGE / "strategies" / "hybrid3d.py").read_text())
+    [strategy] = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    assert strategy.end_lineno - strategy.lineno < MAX_STRATEGY
 
 
 def import_graph():

@@ -1,9 +1,11 @@
 """What recomputed layers save for their backward."""
 
+import pytest
 import torch
 from torch import nn
 
 from harness.live_storages import LiveStorages
+from lightning_hybrid.errors import RecomputeError
 from lightning_hybrid.memory.recompute_layers import Recomputation
 from lightning_hybrid.memory.recompute_policies import layer_policies
 from lightning_hybrid.step.objects.repeated_layers import find_layers
@@ -21,7 +23,7 @@ def test_layer_saves_only_its_input():
     assert len(layers) == 12
     kept, grads = {}, {}
     for recompute in ("keep", "full", 3):
-        policies = layer_policies(recompute, list(layers))
+        policies = layer_policies(recompute, layers)
         with LiveStorages() as live, Recomputation(layers, policies).running():
             out = model(x)
         kept[recompute] = live.bytes()
@@ -29,6 +31,15 @@ def test_layer_saves_only_its_input():
     assert kept["full"] < 0.25 * kept["keep"] and kept["full"] < kept[3] < kept["keep"]
     for recompute in ("full", 3):
         assert all(torch.equal(a, b) for a, b in zip(grads["keep"], grads[recompute], strict=True))
+
+
+def test_layers_by_class():
+    layers = {"a": nn.Linear(2, 2), "b": nn.LayerNorm(2), "c": nn.Linear(2, 2)}
+    assert layer_policies([nn.Linear], layers) == {"a": "full", "b": "keep", "c": "full"}
+    choices = {nn.Module: "full", nn.Linear: "selective", "c": "keep"}
+    assert layer_policies(choices, layers) == {"a": "selective", "b": "full", "c": "keep"}
+    with pytest.raises(RecomputeError, match=r"no layer is a GELU; the layers, .* are a, b, c, of LayerNorm, Linear"):
+        layer_policies([nn.Linear, nn.GELU], layers)
 
 
 def test_statistics_are_updated_once():

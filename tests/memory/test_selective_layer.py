@@ -38,7 +38,7 @@ def bytes_and_gradients(model, x, recompute):
     """Bytes saved for the backward except weights, and all gradients."""
     torch.manual_seed(3)
     layers = find_layers({"": model})
-    with LiveStorages() as live, Recomputation(layers, layer_policies(recompute, list(layers))).running():
+    with LiveStorages() as live, Recomputation(layers, layer_policies(recompute, layers)).running():
         out = model(x)
     weights = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in model.parameters()}
     kept = live.bytes() - sum(nbytes for address, nbytes in weights.items() if address in live.made)

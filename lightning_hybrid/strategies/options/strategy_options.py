@@ -107,10 +107,13 @@ class Options:
 
     def _check_sizes(self) -> None:
         for name, size in self.sizes.items():
-            is_auto = name == "data_parallel_size" and size == "auto"
-            if not is_auto and not _is_count(size):
-                also = "'auto' or " if name == "data_parallel_size" else ""
-                raise LayoutError(f"{name}={size!r}; use {also}a whole number of 1 or more", entry="size-type")
+            is_data = name == "data_parallel_size"
+            if _is_count(size) or (is_data and size == "auto"):
+                continue
+            advice = "'auto' or a whole number of 1 or more" if is_data else "a whole number of 1 or more"
+            if size == "auto":
+                advice += ": only data_parallel_size is chosen, as the ranks that the other sizes leave"
+            raise LayoutError(f"{name}={size!r}; use {advice}", entry="size-type")
         if self.sequence_parallel and self.sizes["tensor_parallel_size"] == 1:
             raise ValueError(
                 "sequence_parallel=True shards positions over the ranks of tensor parallelism, and"
@@ -134,9 +137,7 @@ class Options:
                     f"shard_size={self.shard_size} is the number of replicas that one copy is sharded over, and"
                     " zero_stage=0 shards nothing; set zero_stage=1, 2 or 3"
                 )
-        if self.reshard_after_forward not in (True, False, "auto"):
-            raise ValueError(f"reshard_after_forward={self.reshard_after_forward!r}; use True, False or 'auto'")
-
+        self._check_reshard()
         for what, needed in (("parameters", 3), ("gradients", 1)):
             if isinstance(self.offload, Mapping) and what in self.offload and self.zero_stage < needed:
                 raise ValueError(
@@ -144,6 +145,18 @@ class Options:
                     f" replicas that shard them; set zero_stage={needed} or more, or leave {what!r} out"
                 )
         _ = self.offloaded
+
+    def _check_reshard(self) -> None:
+        given: Any = self.reshard_after_forward
+        if isinstance(given, bool) or given == "auto":
+            return
+        if isinstance(given, int):
+            raise ValueError(
+                f"reshard_after_forward={given}: a layer is not sharded over fewer ranks between its forward and its"
+                f" backward; set shard_size={given} to shard over so many at all times, and reshard_after_forward to"
+                " True, False or 'auto'"
+            )
+        raise ValueError(f"reshard_after_forward={given!r}; use True, False, None (True) or 'auto'")
 
     @property
     def offloaded(self) -> dict[str, str]:

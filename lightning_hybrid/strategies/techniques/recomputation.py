@@ -62,7 +62,7 @@ def _policies(
     recompute: Recompute, layers: dict[str, nn.Module], by_user: Collection[int], *, compiled: bool
 ) -> dict[str, Policy]:
     """Return the policies by layer; compiled code cannot be traced: its layers are recomputed in full."""
-    policies = layer_policies(recompute, list(layers))
+    policies = layer_policies(recompute, layers)
     for fqn, layer in layers.items():
         if is_selective(policies[fqn]) and (compiled or any(id(inner) in by_user for inner in layer.modules())):
             policies[fqn] = "full"

@@ -45,11 +45,14 @@ class RankedStrategy(ParallelStrategy):
     def __init__(self, options: Options, **lightning: Any) -> None:
         super().__init__(**lightning)
         self.num_nodes = 1
-        self._connected = frozenset(vars(self))  # names of what a Trainer, and a copy of this object, keeps
         self.options = options
         self._recompute = options.recompute
         self._backend = options.process_group_backend
         self._world: RankWorld | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle no ranks, and the recomputation of the options, not that of a Trainer's callbacks."""
+        return {**super().__getstate__(), "_world": None, "_recompute": self.options.recompute}
 
     @property
     def root_device(self) -> torch.device:

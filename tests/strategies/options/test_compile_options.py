@@ -30,7 +30,7 @@ def test_valid_values(given, meant):
     ("given", "message"),
     [
         ("layers", r"compile='layers'; use None, 'units', or a mapping .*backend, mode, dynamic, fullgraph, options"),
-        (True, "compile=True; use None, 'units'"),
+        (1, "compile=1; use None, 'units'"),
         ({"back_end": "inductor"}, "has back_end; allowed are backend, mode"),
         ({"backend": "inducter"}, "{'backend': 'inducter'} is unknown; allowed are .*inductor"),
         ({"mode": "fastest"}, "{'mode': 'fastest'} is unknown; allowed are default, .*max-autotune"),

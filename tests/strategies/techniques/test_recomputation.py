@@ -5,9 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
+from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from harness.fits import Run, fit, refusal, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
@@ -74,11 +77,12 @@ LAYERS = [f"model.transformer.h.{k}" for k in range(4)]
 SOME = [
     (["model.transformer.h.1"], LAYERS[1:2]),
     ({"*": "full", "model.transformer.h.*": "keep", "model.transformer.h.3": "full"}, LAYERS[3:]),
+    ({GPT2Block: "full", "model.transformer.h.0": "keep"}, LAYERS[1:]),
     ({"*": "selective", "model.transformer.h.*": 0.3, "model.transformer.h.0": "full"}, LAYERS[:1]),
 ]
 
 
-@pytest.mark.parametrize(("recompute", "chosen"), SOME, ids=["names", "policies", "selective"])
+@pytest.mark.parametrize(("recompute", "chosen"), SOME, ids=["names", "policies", "class", "selective"])
 def test_some_layers(worlds, recompute, chosen):
     [policies] = worlds.run(1, policies_of, recompute)
     assert [name for name in LAYERS if policies[name] == "full"] == chosen
@@ -187,11 +191,22 @@ def policies_by_both(_):
 def test_invalid_requests(worlds):
     with pytest.raises(ValueError, match="recompute='half'; use 'full' for all layers, 'selective' or"):
         Hybrid3DStrategy(recompute="half")
-    for nothing in (0, 1.5, True, {"*": 2}):
+    for nothing in (0, 1.5, True, {"*": 2}, [int]):
         with pytest.raises(ValueError, match=re.escape(f"recompute={nothing!r}; use")):
             ActivationCheckpointing(nothing)
     [message] = worlds.run(1, refusal, policies_of, ["model.transformer.g.*"])
     assert "recompute names 'model.transformer.g.*', which matches no layer; nearest: model.tran" in message
+
+
+@pytest.mark.parametrize(
+    "given", [1, 2, 0.3, 1.0, "full", ["layers.*"], {"layers.*": 0.3, "layers.0": "keep"}], ids=str
+)
+@pytest.mark.parametrize("taker", [Hybrid3DStrategy, ActivationCheckpointing])
+def test_yaml_form(taker, given):
+    parser = ArgumentParser()
+    parser.add_class_arguments(taker, "it")
+    parsed = parser.parse_string(yaml.safe_dump({"it": {"recompute": given}})).it.recompute
+    assert parsed == given and type(parsed) is type(given)
 
 
 def test_other_strategies_are_refused():

@@ -1,0 +1,285 @@
+"""Options by the names that Lightning's strategies, FSDP, accelerate and DeepSpeed give them, resolved to ours.
+
+Each name means options of ``Hybrid3DStrategy``, or asks for what is always the case here, or is refused with what to
+set instead. After `resolve_names` no code knows by which name an option was given.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+from typing_extensions import TypedDict
+
+
+class OtherNames(TypedDict, total=False):
+    """Keywords of other libraries that the strategy takes; None is as if they were left out."""
+
+    activation_checkpointing: bool | type[nn.Module] | list[type[nn.Module]] | set[type[nn.Module]] | None
+    activation_checkpointing_policy: type[nn.Module] | list[type[nn.Module]] | set[type[nn.Module]] | Any
+    gradient_checkpointing: bool | None
+    cpu_offload: Any
+    offload_policy: Any
+    offload_optimizer: bool | None
+    offload_parameters: bool | None
+    sharding_strategy: Any
+    device_mesh: Any
+    stage: int | None
+    state_dict_type: Any
+    tp_size: int | None
+    cp_size: int | None
+    # always the case
+    find_unused_parameters: bool | None
+    static_graph: bool | None
+    sync_module_states: bool | None
+    use_orig_params: bool | None
+    # refused
+    auto_wrap_policy: Any
+    backward_prefetch: Any
+    bucket_cap_mb: Any
+    config: Any
+    cpu_ram_efficient_loading: bool | None
+    ddp_comm_hook: Any
+    ddp_comm_state: Any
+    ddp_comm_wrapper: Any
+    dp_replicate_size: Any
+    dp_shard_size: Any
+    forward_prefetch: Any
+    gradient_accumulation_steps: Any
+    gradient_as_bucket_view: bool | None
+    gradient_clipping: Any
+    ignored_modules: Any
+    ignored_states: Any
+    limit_all_gathers: bool | None
+    mixed_precision: Any
+    mixed_precision_policy: Any
+    model_averaging_period: Any
+    mp_policy: Any
+    nvme_path: Any
+    offload_optimizer_device: Any
+    offload_params_device: Any
+    transformer_cls_names_to_wrap: Any
+    zero_optimization: Any
+
+
+def resolve_names(options: Mapping[str, Any], others: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the strategy, with what the names and values of other libraries mean.
+
+    Args:
+        options: The strategy's own options, by name.
+        others: Further keywords.
+        defaults: Of the strategy's own options; one that has another value is set by the user.
+
+    Raises:
+        TypeError: A keyword is neither an option nor in `OtherNames`.
+        ValueError: A keyword is refused, or contradicts another one.
+    """
+    resolved = dict(options)
+    for option, value, meant in _VALUES_OF_OTHERS:
+        if option in options and options[option] is value:
+            resolved[option] = meant
+    for option, (meant, keyword) in _meant_options(others, known=[*defaults, *_MEANINGS]).items():
+        if resolved[option] not in (defaults[option], meant):
+            raise _contradiction(keyword, option, meant, f"{option}={options[option]!r}")
+        resolved[option] = meant
+    if _is_hybrid(others.get("sharding_strategy")) and resolved["shard_size"] is None:
+        raise ValueError(
+            f"sharding_strategy={others['sharding_strategy']!r} shards over the ranks of a node, whose number is not"
+            " known yet; set shard_size to it, or device_mesh=(copies, ranks of a copy)"
+        )
+    return resolved
+
+
+def _meant_options(others: Mapping[str, Any], known: Collection[str]) -> dict[str, tuple[Any, str]]:
+    """Return the options that keywords of other libraries mean: the value, and the text of the keyword that sets it."""
+    meant: dict[str, tuple[Any, str]] = {}
+    for name, value in others.items():
+        if name not in _MEANINGS:
+            near = difflib.get_close_matches(name, known, n=3)
+            advice = f"; the nearest are {', '.join(near)}" if near else ""
+            raise TypeError(f"the strategy has no option {name!r}{advice}")
+        if value is None:
+            continue
+        keyword = f"{name}={value!r}"
+        for option, new in _MEANINGS[name](name, value).items():
+            if option in meant:
+                old, other = meant[option]
+                if isinstance(old, dict) and isinstance(new, dict):  # offloads of different states
+                    meant[option] = {**old, **new}, f"{other}, {keyword}"
+                    continue
+                if old != new:
+                    raise _contradiction(keyword, option, new, f"{other}, which means {option}={old!r},")
+            meant[option] = new, keyword
+    return meant
+
+
+def _contradiction(keyword: str, option: str, meant: Any, other: str) -> ValueError:
+    return ValueError(f"{keyword} means {option}={meant!r}, but {other} is set too; leave one of the two out")
+
+
+# -- what each name means ----------------------------------------------------------------------------------------------
+
+
+def _renamed(option: str, name: str, value: Any) -> dict[str, Any]:
+    return {option: value}
+
+
+def _recompute(name: str, value: Any) -> dict[str, Any]:
+    """Layers that FSDP wraps in checkpoints: a flag, module classes, or a policy of classes."""
+    if isinstance(value, bool):
+        return {"recompute": "full" if value else None}
+    classes = getattr(value, "_module_classes", value)  # of torch's ModuleWrapPolicy
+    classes = [classes] if isinstance(classes, type) else classes
+    if not isinstance(classes, Collection) or not all(isinstance(each, type) for each in classes):
+        raise ValueError(
+            f"{name}={value!r}; use True or module classes, or set recompute to 'full', 'selective', or names of layers"
+        )
+    return {"recompute": sorted(classes, key=lambda each: (each.__module__, each.__qualname__))}
+
+
+def _offload_everything(name: str, value: Any) -> dict[str, Any]:
+    """The flag and the policies by which FSDP keeps parameters, gradients and optimizer states on the host."""
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+
+    if isinstance(value, CPUOffload):
+        value = value.offload_params
+    elif isinstance(value, OffloadPolicy):
+        value = isinstance(value, CPUOffloadPolicy)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}; use True or False, or set offload='cpu'")
+    return {"offload": "cpu" if value else None}
+
+
+def _offload_one(state: str, name: str, value: Any) -> dict[str, Any]:
+    """DeepSpeed's flag for one kind of state; False leaves the others as they are."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}; use True or False, or set offload={{{state!r}: 'cpu'}} or 'disk:PATH'")
+    return {"offload": {state: "cpu"}} if value else {}
+
+
+def _sharding_strategy(name: str, value: Any) -> dict[str, Any]:
+    """A member of FSDP's ``ShardingStrategy``, or its name."""
+    found = _SHARDING_STRATEGIES.get(_member_name(value))
+    if found is None:
+        listed = ", ".join(_SHARDING_STRATEGIES)
+        raise ValueError(f"{name}={value!r} is unknown; use {listed}, or set zero_stage=0, 1, 2 or 3")
+    return found
+
+
+def _is_hybrid(value: Any) -> bool:
+    return "HYBRID" in _member_name(value)
+
+
+def _member_name(value: Any) -> str:
+    """The name of a member of one of torch's enumerations, or a string that may be one."""
+    return str(getattr(value, "name", value)).upper()
+
+
+_SHARDING_STRATEGIES: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {"zero_stage": 3},
+    "SHARD_GRAD_OP": {"zero_stage": 3, "reshard_after_forward": False},
+    "HYBRID_SHARD": {"zero_stage": 3},
+    "_HYBRID_SHARD_ZERO2": {"zero_stage": 3, "reshard_after_forward": False},
+    "NO_SHARD": {"zero_stage": 0},
+}
+
+
+def _device_mesh(name: str, value: Any) -> dict[str, Any]:
+    """FSDP's mesh for hybrid sharding: numbers of copies, and of ranks that share one."""
+    if not isinstance(value, tuple | list) or len(value) != 2 or not all(isinstance(size, int) for size in value):
+        raise ValueError(
+            f"{name}={value!r}; use (copies, ranks of a copy), or set data_parallel_size to their product, shard_size"
+            " to the second, and zero_stage=3"
+        )
+    copies, shards = value
+    return {"data_parallel_size": copies * shards, "shard_size": shards, "zero_stage": 3}
+
+
+def _state_dict_type(name: str, value: Any) -> dict[str, Any]:
+    """Lightning's "full" or "sharded", or a member of torch's ``StateDictType``, or its name."""
+    kind = _member_name(value).removesuffix("_STATE_DICT")
+    if kind not in ("FULL", "SHARDED"):
+        raise ValueError(
+            f"{name}={value!r}; use 'full' or 'sharded', or set save_distributed_checkpoint to False or True"
+        )
+    return {"save_distributed_checkpoint": kind == "SHARDED"}
+
+
+def _always(name: str, value: Any) -> dict[str, Any]:
+    """What is the case in any run, whatever the flag says."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}; use True or False: it changes nothing here")
+    return {}
+
+
+def _refused(advice: str, name: str, value: Any) -> dict[str, Any]:
+    if value is False:
+        return {}
+    raise ValueError(f"{name}={value!r}: {advice}")
+
+
+_PRECISION = (
+    "set Trainer(precision='bf16-mixed') or another precision of Lightning's; parameters are sent in their dtype"
+)
+_LAYERS = "layers are found in the module, and sharded one by one; leave it out"
+_GATHERS = "the strategy decides when layers are gathered; leave it out, or set reshard_after_forward"
+_ALL_SHARDED = "zero_stage shards all parameters; leave it out"
+_MESSAGES = "the strategy forms the messages of gradients; leave it out"
+_FORMAT = "gradients are sent in their own dtype; leave it out"
+_COPIES = "set data_parallel_size=dp_replicate_size * dp_shard_size, shard_size=dp_shard_size and zero_stage=3"
+_STORAGE = "set offload={'optimizer_states': 'cpu'} or 'disk:PATH'; 'parameters' in the same way, with zero_stage=3"
+_REFUSED = {
+    "auto_wrap_policy": _LAYERS,
+    "backward_prefetch": _GATHERS,
+    "bucket_cap_mb": _MESSAGES,
+    "config": "no file of DeepSpeed's is read; set zero_stage, offload and recompute, and the Trainer's own arguments",
+    "cpu_ram_efficient_loading": "build the module inside trainer.init_module(empty_init=True), and leave it out",
+    "ddp_comm_hook": _FORMAT,
+    "ddp_comm_state": _FORMAT,
+    "ddp_comm_wrapper": _FORMAT,
+    "dp_replicate_size": _COPIES,
+    "dp_shard_size": _COPIES,
+    "forward_prefetch": _GATHERS,
+    "gradient_accumulation_steps": "set Trainer(accumulate_grad_batches=...), or num_microbatches for parts of a batch",
+    "gradient_as_bucket_view": _MESSAGES,
+    "gradient_clipping": "set Trainer(gradient_clip_val=...)",
+    "ignored_modules": _ALL_SHARDED,
+    "ignored_states": _ALL_SHARDED,
+    "limit_all_gathers": _GATHERS,
+    "mixed_precision": _PRECISION,
+    "mixed_precision_policy": _PRECISION,
+    "model_averaging_period": "gradients are averaged in every step; leave it out",
+    "mp_policy": _PRECISION,
+    "nvme_path": _STORAGE,
+    "offload_optimizer_device": _STORAGE,
+    "offload_params_device": _STORAGE,
+    "transformer_cls_names_to_wrap": _LAYERS,
+    "zero_optimization": "set zero_stage=0, 1, 2 or 3",
+}
+
+_MEANINGS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
+    "activation_checkpointing": _recompute,
+    "activation_checkpointing_policy": _recompute,
+    "gradient_checkpointing": _recompute,
+    "cpu_offload": _offload_everything,
+    "offload_policy": _offload_everything,
+    "offload_optimizer": partial(_offload_one, "optimizer_states"),
+    "offload_parameters": partial(_offload_one, "parameters"),
+    "sharding_strategy": _sharding_strategy,
+    "device_mesh": _device_mesh,
+    "state_dict_type": _state_dict_type,
+    "stage": partial(_renamed, "zero_stage"),
+    "tp_size": partial(_renamed, "tensor_parallel_size"),
+    "cp_size": partial(_renamed, "context_parallel_size"),
+    **dict.fromkeys(("find_unused_parameters", "static_graph", "sync_module_states", "use_orig_params"), _always),
+    **{name: partial(_refused, advice) for name, advice in _REFUSED.items()},
+}
+# Values of our own options that mean in another library what another value means here.
+_VALUES_OF_OTHERS = (
+    ("compile", True, "units"),
+    ("compile", False, None),
+    ("reshard_after_forward", None, True),
+)

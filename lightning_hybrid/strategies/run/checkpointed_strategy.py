@@ -1,0 +1,84 @@
+"""A Lightning strategy on ranks that saves and loads module and optimizer states, full or sharded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_hybrid.strategies.options.strategy_options import Options
+from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
+from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
+from lightning_hybrid.strategies.start.empty_init import EmptyInit
+from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
+
+
+class CheckpointedStrategy(RankedStrategy):
+    """Builds parameters without storage, and saves and loads what the ranks hold.
+
+    Attributes:
+        options: The arguments of the strategy.
+    """
+
+    def __init__(self, options: Options, **lightning: Any) -> None:
+        super().__init__(options, **lightning)
+        self._files = CheckpointFiles(options)
+        self._state: FullOrShardedState | None = None
+        self._empty: EmptyInit | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle neither a module's state nor open files."""
+        return {**super().__getstate__(), "_files": CheckpointFiles(self.options), "_state": None}
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build tensors on the right device in the right dtype; with ``empty_init`` parameters hold no storage."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(super().tensor_init_context(empty_init=False))
+            if empty_init:
+                self._empty = self._empty or EmptyInit(self.root_device)
+                stack.enter_context(self._empty.building())
+            yield
+
+    def _adopt_empty_init(self) -> EmptyInit | None:
+        """Return the initial values of a module that is on the meta device; None if it is not."""
+        assert self.lightning_module is not None
+        self._empty = EmptyInit.adopted(self.lightning_module, self._empty, self.root_device)
+        return self._empty
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Gather the state dict of the full module on the first rank; collective."""
+        return super().lightning_module_state_dict() if self._state is None else self._state.module_state()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a full state dict into the local shards."""
+        assert self._state is not None
+        self._state.load_module(checkpoint["state_dict"], self._adopt_empty_init, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer as a checkpoint has it; collective."""
+        return self._files.optimizer_state(optimizer)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load each optimizer's state for the parameters of this rank, and the generators' if there are as many."""
+        assert self._state is not None
+        self._state.load_optimizers(self.optimizers, checkpoint["optimizer_states"])
+        self._files.restore_generators()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a folder, each rank its own bytes, or one file on the first rank."""
+        if self._state is None and not self.options.save_distributed_checkpoint:  # before the ranks have met
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        _ = self.world
+        self._files.save(checkpoint, filepath, storage_options, super().save_checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a folder or a file on every rank."""
+        return self._files.load(checkpoint_path, weights_only, super().load_checkpoint)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, after the one being written is complete."""
+        self._files.remove(filepath, super().remove_checkpoint)

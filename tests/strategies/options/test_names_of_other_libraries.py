@@ -1,0 +1,186 @@
+"""Options by the names of Lightning's strategies, FSDP, accelerate and DeepSpeed: resolved to ours, or refused."""
+
+import inspect
+import itertools
+import sys
+
+import pytest
+import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullStateDictConfig,
+    MixedPrecision,
+    OffloadPolicy,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.strategies.options.names_of_other_libraries import _MEANINGS, OtherNames, resolve_names
+from models.tiny import Tiny
+
+ENCODER, DECODER = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
+OWN = {p.name: p.default for p in inspect.signature(Hybrid3DStrategy).parameters.values() if p.kind != p.VAR_KEYWORD}
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ({"activation_checkpointing": True}, {"recompute": "full"}),
+        ({"activation_checkpointing": False}, {}),
+        ({"activation_checkpointing": ENCODER}, {"recompute": [ENCODER]}),
+        ({"activation_checkpointing": [ENCODER, DECODER]}, {"recompute": [DECODER, ENCODER]}),
+        ({"activation_checkpointing_policy": {ENCODER, DECODER}}, {"recompute": [DECODER, ENCODER]}),
+        ({"activation_checkpointing_policy": ModuleWrapPolicy({ENCODER})}, {"recompute": [ENCODER]}),
+        ({"gradient_checkpointing": True}, {"recompute": "full"}),
+        ({"cpu_offload": True}, {"offload": "cpu"}),
+        ({"cpu_offload": None, "offload": "cpu"}, {"offload": "cpu"}),
+        ({"cpu_offload": CPUOffload(offload_params=True)}, {"offload": "cpu"}),
+        ({"cpu_offload": CPUOffload(offload_params=False)}, {}),
+        ({"offload_policy": CPUOffloadPolicy()}, {"offload": "cpu"}),
+        ({"offload_policy": OffloadPolicy()}, {}),
+        ({"offload_optimizer": True}, {"offload": {"optimizer_states": "cpu"}}),
+        (
+            {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+            {"zero_stage": 3, "offload": {"optimizer_states": "cpu", "parameters": "cpu"}},
+        ),
+        ({"offload_optimizer": False, "offload": "cpu"}, {"offload": "cpu"}),
+        ({"stage": 2}, {"zero_stage": 2}),
+        ({"sharding_strategy": "FULL_SHARD"}, {"zero_stage": 3}),
+        ({"sharding_strategy": "full_shard", "zero_stage": 3}, {"zero_stage": 3}),
+        ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, {"zero_stage": 3, "reshard_after_forward": False}),
+        ({"sharding_strategy": "NO_SHARD"}, {}),
+        ({"sharding_strategy": "HYBRID_SHARD", "shard_size": 4}, {"zero_stage": 3, "shard_size": 4}),
+        (
+            {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 4)},
+            {"zero_stage": 3, "shard_size": 4, "data_parallel_size": 8},
+        ),
+        (
+            {"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2, "device_mesh": [2, 4]},
+            {"zero_stage": 3, "shard_size": 4, "data_parallel_size": 8, "reshard_after_forward": False},
+        ),
+        ({"state_dict_type": "sharded"}, {"save_distributed_checkpoint": True}),
+        ({"state_dict_type": "SHARDED_STATE_DICT"}, {"save_distributed_checkpoint": True}),
+        ({"state_dict_type": StateDictType.FULL_STATE_DICT}, {}),
+        ({"tp_size": 2, "cp_size": 4}, {"tensor_parallel_size": 2, "context_parallel_size": 4}),
+        ({"compile": True}, {"compile": "units"}),
+        ({"compile": False}, {}),
+        ({"find_unused_parameters": True, "static_graph": False, "use_orig_params": True}, {}),
+        ({"sync_module_states": True, "gradient_as_bucket_view": False, "auto_wrap_policy": None}, {}),
+    ],
+    ids=str,
+)
+def test_meanings(given, ours):
+    assert Hybrid3DStrategy(**given).options == Hybrid3DStrategy(**ours).options
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"activation_checkpointing_policy": lambda module: True}, "recompute to 'full', 'selective', or names"),
+        ({"cpu_offload": "disk"}, r"cpu_offload='disk'; .*set offload='cpu'"),
+        ({"offload_parameters": "nvme"}, r"set offload={'parameters': 'cpu'} or 'disk:PATH'"),
+        ({"sharding_strategy": "SHARD"}, "sharding_strategy='SHARD' is unknown; use FULL_SHARD, .*zero_stage="),
+        ({"sharding_strategy": "HYBRID_SHARD"}, "number is not known yet; set shard_size"),
+        ({"device_mesh": 8}, "device_mesh=8; .*set data_parallel_size to their product"),
+        ({"state_dict_type": "local"}, "state_dict_type='local'; .*save_distributed_checkpoint"),
+        ({"state_dict_type": FullStateDictConfig()}, "state_dict_type=.*save_distributed_checkpoint"),
+        ({"stage": 4}, "zero_stage=4; use 0"),
+        ({"tp_size": "auto"}, "tensor_parallel_size='auto'; .* only data_parallel_size is chosen"),
+        ({"context_parallel_size": "auto"}, "context_parallel_size='auto'; .* only data_parallel_size is chosen"),
+        ({"find_unused_parameters": "no"}, "find_unused_parameters='no'; use True or False"),
+        ({"mixed_precision": MixedPrecision()}, r"mixed_precision=.*set Trainer\(precision="),
+        ({"auto_wrap_policy": {ENCODER}}, "auto_wrap_policy=.*layers are found in the module.*leave it out"),
+        ({"reshard_after_forward": 4}, "reshard_after_forward=4: .*set shard_size=4"),
+        ({"reshard_after_forward": 1}, "reshard_after_forward=1: .*set shard_size=1"),
+        ({"reshard_after_forward": 0}, "reshard_after_forward=0: .*set shard_size=0"),
+        # Two keywords that contradict each other are both named.
+        ({"cpu_offload": False, "offload": "cpu"}, "cpu_offload=False means offload=None, but offload='cpu' is set"),
+        ({"compile": True, "activation_checkpointing": True, "recompute": 2}, "recompute='full', but recompute=2 is"),
+        ({"sharding_strategy": "NO_SHARD", "zero_stage": 2}, "sharding_strategy='NO_SHARD' .*zero_stage=2 is set"),
+        (
+            {"sharding_strategy": "FULL_SHARD", "stage": 2},
+            "(stage=2|'FULL_SHARD') means .*(stage=2|'FULL_SHARD'), which",
+        ),
+        (
+            {"cpu_offload": True, "offload_optimizer": True},
+            "offload_optimizer=True means .*, but cpu_offload=True, which means offload='cpu', is",
+        ),
+        ({"state_dict_type": "full", "save_distributed_checkpoint": True}, "save_distributed_checkpoint=True is set"),
+    ],
+    ids=str,
+)
+def test_refusals(given, message):
+    with pytest.raises(ValueError, match=message):
+        Hybrid3DStrategy(**given)
+
+
+def test_each_other_name_is_refused_or_resolved_to_own_options():
+    assert OtherNames.__annotations__.keys() == _MEANINGS.keys()
+    assert not _MEANINGS.keys() & OWN.keys()
+    for name, value in itertools.product(_MEANINGS, (True, "x", 3)):
+        try:
+            resolved = resolve_names(OWN, {name: value}, OWN)
+        except ValueError as error:
+            assert name in str(error)
+        else:
+            assert resolved.keys() == OWN.keys()
+
+
+@pytest.mark.parametrize("kind", [DDPStrategy, FSDPStrategy, ModelParallelStrategy], ids=lambda kind: kind.__name__)
+def test_every_keyword_of_lightning_has_an_answer(kind):
+    keywords = {p.name for p in inspect.signature(kind).parameters.values() if p.kind != p.VAR_KEYWORD}
+    assert keywords - OWN.keys() - _MEANINGS.keys() == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("tensor_paralel_size", "; the nearest are tensor_parallel_size,"),
+        ("cpu_offloading", "; .*cpu_offload"),
+        ("qq", "$"),
+    ],
+)
+def test_unknown_keywords(name, nearest):
+    with pytest.raises(TypeError, match=f"no option '{name}'{nearest}"):
+        Hybrid3DStrategy(**{name: 2})
+
+
+YAML = """
+sharding_strategy: HYBRID_SHARD
+device_mesh: [1, 1]
+activation_checkpointing: [torch.nn.Sequential]
+activation_checkpointing_policy: [torch.nn.Sequential]
+state_dict_type: sharded
+offload_optimizer: true
+compile: true
+find_unused_parameters: true
+reshard_after_forward: null
+"""
+
+
+@pytest.mark.filterwarnings("ignore")  # LightningCLI calls deprecated functions of jsonargparse
+def test_yaml_of_lightning_cli(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    strategy = {"class_path": "lightning_hybrid.Hybrid3DStrategy", "init_args": yaml.safe_load(YAML)}
+    trainer = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "strategy": strategy}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"trainer": trainer}))
+    arguments = ["--config", str(tmp_path / "config.yaml"), "--seed_everything", "false"]
+    cli = LightningCLI(Tiny, args=arguments, run=False, save_config_callback=None)
+    options = cli.trainer.strategy.options
+    assert (options.zero_stage, options.shard_size, options.sizes["data_parallel_size"]) == (3, 1, 1)
+    assert (options.recompute, options.compile) == ([nn.Sequential], "units")
+    assert options.offload == {"optimizer_states": "cpu"}
+    assert options.save_distributed_checkpoint and options.reshard_after_forward is True
+
+
+def test_trainer_takes_them():
+    strategy = Hybrid3DStrategy(activation_checkpointing=True, tp_size=1)
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    assert trainer.strategy.options.recompute == "full"
