@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.callbacks.expert_load import ExpertLoadMonitor
     from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
     from lightning_hybrid.callbacks.pipeline_timeline import PipelineTimeline
+    from lightning_hybrid.callbacks.run_plot import RunPlot
     from lightning_hybrid.precision.hybrid import HybridPrecision
     from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
 
@@ -22,6 +23,7 @@ __all__ = [
     "HybridPrecision",
     "MoEUpcycle",
     "PipelineTimeline",
+    "RunPlot",
 ]
 
 __getattr__ = public_names(__name__, *PUBLIC)

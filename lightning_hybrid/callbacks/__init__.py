@@ -1,4 +1,4 @@
-"""Lightning callbacks: activation checkpointing, sparse upcycling, expert load, pipeline timelines, and AdaScale."""
+"""Lightning callbacks: activation checkpointing, sparse upcycling, AdaScale, pictures of steps, experts, runs."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from lightning_hybrid.callbacks.expert_load import ExpertLoadMonitor
     from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
     from lightning_hybrid.callbacks.pipeline_timeline import PipelineTimeline
+    from lightning_hybrid.callbacks.run_plot import RunPlot
 
-__all__ = ["ActivationCheckpointing", "AdaScale", "ExpertLoadMonitor", "MoEUpcycle", "PipelineTimeline"]
+__all__ = ["ActivationCheckpointing", "AdaScale", "ExpertLoadMonitor", "MoEUpcycle", "PipelineTimeline", "RunPlot"]
 
 __getattr__ = public_names(__name__, *__all__)

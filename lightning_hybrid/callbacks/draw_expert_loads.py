@@ -31,8 +31,11 @@ class LoadHistory:
             self.shares.setdefault(layer, []).append(list(row))
 
 
-def draw_loads(history: LoadHistory, path: Path) -> None:
+def draw_loads(history: LoadHistory, path: Path) -> Any:
     """Plots the load of each layer over time and at the end, and writes it in the format of the path's suffix.
+
+    Returns:
+        The figure.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -63,6 +66,7 @@ def draw_loads(history: LoadHistory, path: Path) -> None:
     _tidy(bar.ax)
     bar.outline.set_visible(False)
     figure.savefig(path)
+    return figure
 
 
 def _lay_out(figure: Any, heights: Sequence[float]) -> Any:

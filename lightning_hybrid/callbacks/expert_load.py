@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.callbacks.draw_expert_loads import LoadHistory, draw_loads
 from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
+from lightning_hybrid.callbacks.write_and_log_pictures import log_picture
 from lightning_hybrid.experts.metrics import balance_of, entropy_of_load, shares_of
 from lightning_hybrid.experts.moe.moe_layer import MoE
 from lightning_hybrid.experts.moe.upcycling import UpcycledMLP
@@ -147,7 +148,8 @@ class ExpertLoadMonitor(Callback):
             self._measure(trainer, None, trainer.global_step)
         if self.path is not None and trainer.is_global_zero and self.history.steps:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            draw_loads(self.history, self.path)
+            figure = draw_loads(self.history, self.path)
+            log_picture(trainer.loggers, "expert_load", lambda: figure, trainer.global_step)
             rank_zero_info(f"the load of the experts is plotted in {self.path}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

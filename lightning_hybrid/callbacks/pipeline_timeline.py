@@ -1,51 +1,70 @@
-"""Callback that plots the measured timeline of a pipeline in one training step, and compares it to its schedule.
+"""Callback that draws the measured timeline of a training step: what each rank did when, and how much memory it used.
 
-Each rank records when its actions ran. This callback gathers the records of one pipeline, on one clock, and plots them
-as swim-lanes, each action from the time when its inputs were available. The bound is the same actions, with the same
+Each rank records when its actions ran. This callback gathers the records on one clock, and draws them as swim-lanes,
+each action from the time when its inputs were available. The bound of a pipeline is the same actions, with the same
 durations, without gaps between them: time lost beyond it went to transfers, dispatch and waiting for a core.
 """
 
 from __future__ import annotations
 
-import os
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter, time
 from typing import Any
-from xml.etree import ElementTree
 
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_hybrid.schedule import Portals, Schedule, Span, Timeline, to_svg
-from lightning_hybrid.schedule.simulator import without_losses, without_waits
+from lightning_hybrid.callbacks.gather_measured_step import MeasuredStep, Ranks, check_ranks, gather_step
+from lightning_hybrid.callbacks.write_and_log_pictures import figure_of, log_picture, write_picture
+from lightning_hybrid.schedule import memory_to_svg, to_svg, to_trace
 
-_SUFFIXES = (".svg", ".png")
+_PICTURES = (".svg", ".png")
 
 
 class PipelineTimeline(Callback):
-    """Writes a swim-lane plot of a training step and logs its bubble.
+    """Draws a training step: the actions of the ranks over time, and their memory.
 
-    The bubble and the schedule's own bound are printed, and logged as "pipeline_bubble" and "pipeline_bubble_bound"
-    where the trainer has loggers. A measurement is taken between two steps and costs one small collective; all other
-    steps cost nothing. Ranks in the picture are pipeline coordinates; it shows the first replica, of which it is the
-    first pipeline beside tensor or context ranks.
+    The measured bubble of a pipeline and that of its schedule are printed, and logged as "pipeline_bubble" and
+    "pipeline_bubble_bound" where the trainer has loggers. Loggers that take images receive the pictures as
+    "pipeline_timeline" and "memory_timeline" (needs matplotlib). Runs without stages are drawn too: forwards,
+    backwards, the average over replicas as far as it follows the backward, and the optimizer's step.
+
+    A measurement is taken between two steps and costs one small collective. On a GPU the times are those of the device,
+    by two CUDA events for each action of any step; a measurement waits for them.
 
     Args:
-        path: where the picture goes; its suffix, ".svg" or ".png", says which kind (PNG needs matplotlib). With
+        path: where the picture goes; its suffix, ".svg" or ".png", says which kind (PNG needs matplotlib). A path that
+            ends in ".json" receives a Chrome trace, for ui.perfetto.dev or chrome://tracing. Or a list of paths. With
             `every_n_steps` the step's number is put before the suffix.
         step: the optimizer step to measure, counted from 1; the first ones are slower than the others.
         every_n_steps: interval of further steps to measure.
+        ranks: which ranks to draw: "first" for the first pipeline, "all", or those with these coordinates, by "data",
+            "pipeline", "context" and "tensor", such as ``{"tensor": 0, "context": 0}`` for a pipeline per replica.
+        memory_path: where a picture of the memory over the step goes (".svg" or ".png"): on a GPU that of tensors, on a
+            CPU that of the process, read at the start and the end of each action. None for none.
 
     Raises:
         TypeError: a number of steps is no int.
-        ValueError: a number of steps is below 1, or the path has another suffix.
+        ValueError: a number of steps is below 1, a path has another suffix, or `ranks` selects none.
     """
 
-    def __init__(self, path: str | Path = "timeline.svg", step: int = 10, every_n_steps: int | None = None) -> None:
-        self.path = Path(path)
-        if self.path.suffix not in _SUFFIXES:
-            raise ValueError(f"path={str(path)!r} must end in {' or '.join(_SUFFIXES)}; set path='timeline.svg'")
+    def __init__(
+        self,
+        path: str | Path | Sequence[str | Path] = "timeline.svg",
+        step: int = 10,
+        every_n_steps: int | None = None,
+        *,
+        ranks: Ranks = "first",
+        memory_path: str | Path | None = None,
+    ) -> None:
+        self.paths = [Path(one) for one in ([path] if isinstance(path, str | Path) else path)]
+        self.memory_path = None if memory_path is None else Path(memory_path)
+        for one in self.paths:
+            if one.suffix not in (*_PICTURES, ".json"):
+                raise ValueError(f"path={str(one)!r} must end in .svg, .png or .json; set path='timeline.svg'")
+        if self.memory_path is not None and self.memory_path.suffix not in _PICTURES:
+            raise ValueError(f"memory_path={str(memory_path)!r} must end in .svg or .png; set memory_path='memory.svg'")
         for name, value in (("step", step), ("every_n_steps", every_n_steps)):
             if name == "every_n_steps" and value is None:
                 continue
@@ -53,44 +72,45 @@ class PipelineTimeline(Callback):
                 raise TypeError(f"{name}={value!r} must be an int; steps are counted from 1")
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1; steps are counted from 1")
-        self.step = step
-        self.every_n_steps = every_n_steps
+        check_ranks(ranks)
+        self.step, self.every_n_steps, self.ranks = step, every_n_steps, ranks
         self._last_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Broadcasts the steps to measure from the first rank; reports a run without pipeline stages."""
+        """Broadcasts what to measure from the first rank.
+
+        Raises:
+            ValueError: The run does not have the selected ranks.
+        """
         self._last_step = trainer.global_step
-        if not _is_pipeline(trainer.strategy):
+        strategy: Any = trainer.strategy
+        if not _is_recorded(strategy):
             rank_zero_info(
-                "PipelineTimeline draws nothing: this run has one pipeline stage; set pipeline_parallel_size=2 or more"
+                f"PipelineTimeline draws nothing: the strategy is {type(strategy).__name__}, which records no actions;"
+                " set strategy=Hybrid3DStrategy()"
             )
             return
         # A rank that waited for one with another step would hang.
-        self.step, self.every_n_steps = trainer.strategy.broadcast((self.step, self.every_n_steps))
-        if trainer.strategy.root_device.type != "cpu" and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
-            rank_zero_warn(
-                "PipelineTimeline measures when the host is done with an action, and on a GPU the host runs ahead;"
-                " set CUDA_LAUNCH_BLOCKING=1 for a run that is measured"
-            )
+        chosen = strategy.broadcast((self.step, self.every_n_steps, self.ranks))
+        self.step, self.every_n_steps, self.ranks = chosen
+        check_ranks(self.ranks, strategy.layout)
+        self._prepare(strategy, trainer.global_step + 1)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Measures the step that has just ended, if it was requested; collective over the first pipeline."""
+        """Measures the step that has just ended, if it was requested; collective."""
         step, strategy = trainer.global_step, trainer.strategy
         is_new, self._last_step = step > self._last_step, step  # batches that are only accumulated end no step
-        if not (is_new and self._is_wanted(step) and _is_pipeline(strategy)):
+        if not (is_new and _is_recorded(strategy)):
             return
-        if any(strategy.mesh.rank_in(axis) for axis in ("data", "cp", "tp")):  # type: ignore[attr-defined]
-            return
-        timeline = _gather(strategy)
-        if timeline is None:
-            return
-        self._report(trainer, *work_and_bound(timeline, strategy.run.plan.first.assignment), step)  # type: ignore[attr-defined]
+        if self._is_wanted(step) and (measured := gather_step(strategy, self.ranks)) is not None:
+            self._report(trainer, measured, step)
+        self._prepare(strategy, step + 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warns if training ended before the step."""
-        if _is_pipeline(trainer.strategy) and trainer.global_step < self.step:
+        if _is_recorded(trainer.strategy) and trainer.global_step < self.step:
             rank_zero_warn(
                 f"PipelineTimeline wrote no picture: training ended after step {trainer.global_step}, before step="
                 f"{self.step}; set a smaller step"
@@ -101,113 +121,57 @@ class PipelineTimeline(Callback):
             return step == self.step
         return (step - self.step) % self.every_n_steps == 0
 
-    def _report(self, trainer: Trainer, timeline: Timeline, bound: Timeline, step: int) -> None:
-        path = self.path
-        if self.every_n_steps is not None:
-            path = path.with_stem(f"{path.stem}-{step}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        title = f"Step {step}, measured; the schedule's own bubble is {bound.bubble:.1%}"
-        svg = to_svg(timeline, title=title)
-        if path.suffix == ".svg":
-            path.write_text(svg, encoding="utf-8")
+    def _prepare(self, strategy: Any, step: int) -> None:
+        """Samples memory in a step that is measured, if it is drawn."""
+        is_drawn = self.memory_path is not None or any(path.suffix == ".json" for path in self.paths)
+        readers = strategy.recorder.memory_readers
+        if is_drawn and self._is_wanted(step):
+            readers.add(self)
         else:
-            _write_png(svg, path)
+            readers.discard(self)
+
+    def _report(self, trainer: Trainer, measured: MeasuredStep, step: int) -> None:
+        timeline, bubbles = measured.timeline, measured.bubbles
+        shared: Any = {"columns": measured.columns, "group_size": measured.group_size}
+        title, caption = f"Step {step}, measured", f"{1000 * timeline.makespan_seconds:.0f} ms"
+        if bubbles is not None:
+            title += f"; the schedule's own bubble is {bubbles[1]:.1%}"
+            caption = f"bubble {bubbles[0]:.1%}"
+        svg = to_svg(timeline, title=title, caption=caption, **shared)
+        written = [self._numbered(path, step) for path in self.paths]
+        for path in written:
+            if path.suffix == ".json":
+                trace = to_trace(timeline, portals=measured.portals, memory=measured.memory, **shared)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(trace), encoding="utf-8")
+            else:
+                write_picture(svg, path)
+        log_picture(trainer.loggers, "pipeline_timeline", lambda: figure_of(svg), step)
+        if self.memory_path is not None:
+            is_cuda = trainer.strategy.root_device.type == "cuda"
+            kind = "memory of tensors on the device" if is_cuda else "memory of the process (resident set size)"
+            title = f"Step {step}, memory between actions"
+            memory = memory_to_svg(measured.memory, timeline.num_ranks, title, kind=kind, **shared)
+            written.append(self._numbered(self.memory_path, step))
+            write_picture(memory, written[-1])
+            log_picture(trainer.loggers, "memory_timeline", lambda: figure_of(memory), step)
+        self._log(trainer, measured, step, ", ".join(map(str, written)))
+
+    def _numbered(self, path: Path, step: int) -> Path:
+        return path if self.every_n_steps is None else path.with_stem(f"{path.stem}-{step}")
+
+    def _log(self, trainer: Trainer, measured: MeasuredStep, step: int, written: str) -> None:
+        if measured.bubbles is None or measured.seconds is None:
+            rank_zero_info(f"step {step}: {1000 * measured.timeline.makespan_seconds:.0f} ms measured; {written}")
+            return
+        (bubble, bound), (seconds, bound_seconds) = measured.bubbles, measured.seconds
         rank_zero_info(
-            f"step {step}: bubble {timeline.bubble:.1%} measured, {bound.bubble:.1%} by the schedule"
-            f" ({1000 * timeline.makespan_seconds:.0f} ms measured, {1000 * bound.makespan_seconds:.0f} ms"
-            f" by the schedule); {path}"
+            f"step {step}: bubble {bubble:.1%} measured, {bound:.1%} by the schedule ({1000 * seconds:.0f} ms measured,"
+            f" {1000 * bound_seconds:.0f} ms by the schedule); {written}"
         )
         for logger in trainer.loggers:
-            metrics = {"pipeline_bubble": timeline.bubble, "pipeline_bubble_bound": bound.bubble}
-            logger.log_metrics(metrics, step=step)
+            logger.log_metrics({"pipeline_bubble": bubble, "pipeline_bubble_bound": bound}, step=step)
 
 
-def _is_pipeline(strategy: Any) -> bool:
-    layout = getattr(strategy, "layout", None)
-    return layout is not None and layout.pipeline_parallel_size > 1
-
-
-def _gather(strategy: Any) -> Timeline | None:
-    """Gathers the spans of all ranks of this pipeline on one clock; returns them on the first rank, None elsewhere."""
-    group = strategy.mesh.group("pp")
-    local = time() - perf_counter(), strategy.spans
-    rows: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
-    dist.gather_object(local, rows, group=group, group_dst=0)
-    if rows is None:
-        return None
-    spans = [span._replace(start=span.start + offset, end=span.end + offset) for offset, row in rows for span in row]
-    begin = min((span.start for span in spans), default=0.0)
-    return Timeline(
-        tuple(span._replace(start=span.start - begin, end=span.end - begin) for span in spans), group.size()
-    )
-
-
-def work_and_bound(timeline: Timeline, assignment: Any) -> tuple[Timeline, Timeline]:
-    """Returns the measured actions of one pipeline without waiting times, and the same as if run without gaps."""
-    rows: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
-    for span in sorted(timeline.spans, key=lambda span: span.start):
-        rows[span.rank].append(span)
-    schedule = Schedule(
-        name="measured",
-        num_ranks=timeline.num_ranks,
-        stages_per_rank=assignment.num_stages // timeline.num_ranks,
-        num_microbatches=1 + max(span.action.microbatch for span in timeline.spans),
-        actions=tuple(tuple(span.action for span in row) for row in rows),
-    )
-    portals = Portals(frozenset(assignment.portals), frozenset(assignment.gradient_portals()))
-    worked = without_waits(timeline, schedule, portals)
-    return worked, without_losses(worked, schedule, portals)
-
-
-def _write_png(svg: str, path: Path) -> None:
-    """Renders the SVG of a timeline, which has only boxes, lines and lines of text, with matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import FancyBboxPatch
-    except ImportError as error:
-        raise ImportError(f"{path} needs matplotlib; pip install matplotlib, or end the path in .svg") from error
-
-    root = ElementTree.fromstring(svg)
-    width, height = float(root.attrib["width"]), float(root.attrib["height"])
-    figure = Figure(figsize=(width / 100, height / 100))
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, width), ylim=(height, 0))
-    axes.axis("off")
-    for element in root.iter():
-        kind = element.tag.rpartition("}")[2]
-        given = {name: _number(value) for name, value in element.attrib.items()}
-        if kind == "rect":
-            x, y = given.get("x", 0.0), given.get("y", 0.0)
-            radius = given.get("rx", 0.0)
-            box = FancyBboxPatch(
-                (x + radius, y + radius),
-                max(0.0, given["width"] - 2 * radius),
-                given["height"] - 2 * radius,
-                boxstyle=f"round,pad={radius},rounding_size={radius}" if radius else "square,pad=0",
-                facecolor=given["fill"],
-                alpha=given.get("fill-opacity", 1.0),
-                edgecolor=given.get("stroke", "none"),
-                linewidth=given.get("stroke-width", 0.0) * 0.72,  # pixels to points
-            )
-            axes.add_patch(box)
-        elif kind == "line":
-            axes.plot([given["x1"], given["x2"]], [given["y1"], given["y2"]], color=given["stroke"], linewidth=0.72)
-        elif kind == "text":
-            axes.text(
-                given["x"],
-                given["y"],
-                element.text or "",
-                fontsize=given["font-size"] * 0.72,
-                fontweight="bold" if given.get("font-weight", 400) >= 600 else "normal",
-                color=given.get("fill", root.attrib["fill"]),
-                ha={"middle": "center", "end": "right"}.get(given.get("text-anchor", "start"), "left"),
-                va="baseline",
-            )
-    figure.savefig(path, dpi=200)
-
-
-def _number(text: str) -> Any:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+def _is_recorded(strategy: Any) -> bool:
+    return getattr(strategy, "recorder", None) is not None

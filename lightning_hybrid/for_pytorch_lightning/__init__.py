@@ -17,6 +17,7 @@ Hybrid3DStrategy: Any
 HybridPrecision: Any
 MoEUpcycle: Any
 PipelineTimeline: Any
+RunPlot: Any
 
 __all__ = [
     "ActivationCheckpointing",
@@ -26,6 +27,7 @@ __all__ = [
     "HybridPrecision",
     "MoEUpcycle",
     "PipelineTimeline",
+    "RunPlot",
 ]
 
 find_twins()

@@ -18,6 +18,7 @@ PUBLIC = {
     "ExpertLoadMonitor": "callbacks.expert_load",
     "MoEUpcycle": "callbacks.moe_upcycle",
     "PipelineTimeline": "callbacks.pipeline_timeline",
+    "RunPlot": "callbacks.run_plot",
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,10 +12,11 @@ from torch import Tensor, nn
 from lightning_hybrid.pipeline.results.count_batches_once_across_ranks import CountedMetrics
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import detached
+from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
 from lightning_hybrid.pipeline.split_batch_over_ranks_and_gather_results import BatchShare
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, TrainContext, backward_of
-from lightning_hybrid.schedule import Action, Kind, Span
+from lightning_hybrid.schedule import Action, Kind
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import put
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import reachable_leaves
 from lightning_hybrid.step.objects.pytree import map_leaves
@@ -31,7 +31,6 @@ class MicrobatchLoop:
         logs: Captured calls of ``self.log``.
         outputs: Return values of the step, by microbatch; detached in training.
         losses: By microbatch; None where the step returned none. Empty without backwards.
-        spans: Start and end of each forward and backward.
         calls: Lines of code that have run, where they are traced.
     """
 
@@ -44,7 +43,6 @@ class MicrobatchLoop:
         self.logs = LogCapture(len(share.microbatches))
         self.outputs: list[Any] = []
         self.losses: list[Tensor | None] = []
-        self.spans: list[Span] = []
         self.calls: set[int] = set()
 
     def run(
@@ -69,10 +67,11 @@ class MicrobatchLoop:
             appended: Records the entries that each microbatch appends to lists.
         """
         runner, last = self._runner, len(self._share.microbatches) - 1
+        recorder = ActionRecorder() if train is None else train.recorder
         trains = train is not None or keyed is None
         for index, microbatch in enumerate(self._share.microbatches):
             draws = keyed(index) if keyed is not None else contextlib.nullcontext()
-            start = time.perf_counter()
+            start = recorder.mark()
             weighted = counted.microbatch(self._share.loss_weights[index])
             path = TorchCallSites() if self._traces_calls else None
             with runner.around_step(), context(), draws, self.logs.microbatch(self._root, index), weighted:
@@ -82,12 +81,11 @@ class MicrobatchLoop:
                     output = _gathered(self._root, output)
             if path is not None:
                 self.calls |= user_call_sites(set(path.calls)).keys()
-            middle = time.perf_counter()
-            self.spans.append(Span(0, Action(Kind.F, 0, index), start, middle))
+            recorder.add(Action(Kind.F, 0, index), start)
             if train is not None:
                 with runner.guards.off():
                     self.losses.append(backward_of(output, train, seeds[index], is_last=index == last))
-                self.spans.append(Span(0, Action(Kind.B, 0, index), middle, time.perf_counter()))
+                recorder.add_since_last(Action(Kind.B, 0, index))
             self.outputs.append(map_leaves(detached, output) if trains else output)
             if appended is not None:
                 appended.after_microbatch()

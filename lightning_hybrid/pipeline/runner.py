@@ -275,6 +275,7 @@ class StepRunner(MicrobatchRunner):
         if train is not None:
             options |= {"seeds": [train.seed_factor * weight for weight in weights], "reduce": train.reduce}
             options |= {"before_backward": train.before_backward, "after_backward": train.after_backward}
+            options["recorder"] = train.recorder
         return options
 
     def _side_effects(self, call: Call, chosen: ChosenTraces) -> SideEffectRun | None:
@@ -303,7 +304,7 @@ class StepRunner(MicrobatchRunner):
             self._metrics.broadcast_all_states()
         with self._metrics.step():
             output, logged = self.unpartitioned.run(call, batch)
-        return StepResult(output, None, logged, [])
+        return StepResult(output, None, logged)
 
     def select_next_traces(
         self,
@@ -394,4 +395,4 @@ class StepRunner(MicrobatchRunner):
         if read_at := next((run.numbers_read for run in runs if run.numbers_read), ""):
             refuse_absent_numbers(self._root, [variant.recording for variant in variants], read_at)
         output = returned_batch(chosen.batch, microbatches, [run.result for run in runs], output)
-        return StepResult(output, loss, logged, outcome.spans)
+        return StepResult(output, loss, logged)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.pipeline.results.log_entry import Entry
+from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.pipeline.unpartitioned_steps_with_gathered_parameters import UnpartitionedSteps
-from lightning_hybrid.schedule import Span
 from lightning_hybrid.step.batch.microbatch import BatchSplitter, batch_size_of, choose_count
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.step.tracing.refuse_backward_functorch_missing_loss import no_loss_error
@@ -32,14 +32,12 @@ class StepResult:
         output: The return value of the user's step, joined over the microbatches; detached.
         loss: The mean loss, a scalar weighted by samples; None for steps without a backward, or that returned none.
         logs: Each logged key with its value for the full batch and the arguments of the call.
-        spans: Start and end of each action of this rank.
         was_rolled_back: Whether the step was rolled back, and has to run again.
     """
 
     output: Any
     loss: Tensor | None
     logs: list[tuple[Entry, float]]
-    spans: list[Span]
     was_rolled_back: bool = False
 
 
@@ -52,6 +50,7 @@ class TrainContext:
         before_backward: Called before each backward with its stage, and whether it is the last of the stage.
         after_backward: Called after each backward, with the same arguments.
         reduce: Called with a stage after its last backward.
+        recorder: Records when this rank's actions ran.
         weigh: Returns the weights of microbatches; if None they weigh by their numbers of samples.
     """
 
@@ -59,6 +58,7 @@ class TrainContext:
     before_backward: Callable[[int, bool], None]
     after_backward: Callable[[int, bool], None]
     reduce: Callable[[int], None]
+    recorder: ActionRecorder
     weigh: Callable[[Sequence[Any]], list[float]] | None = None
 
 

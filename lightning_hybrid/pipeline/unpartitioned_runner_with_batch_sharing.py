@@ -259,11 +259,11 @@ class PlainRunner(MicrobatchRunner):
         results = self._exchange(results, share, changes, loop.calls)
         if snapshot is not None and not self.runs_shares:  # the results are those of a share of the batch
             snapshot.restore("does something new, and would run on full batches")
-            return StepResult(None, None, [], loop.spans, was_rolled_back=True)
+            return StepResult(None, None, [], was_rolled_back=True)
         if appended is not None:
             appended.put(results.appended, results.weights, results.sizes, results.losses, results.loss_weights)
         loss = _as_tensor(results.loss, loop.losses)
-        return StepResult(results.joined_output(name) if outputs else loss, loss, results.logs(), loop.spans)
+        return StepResult(results.joined_output(name) if outputs else loss, loss, results.logs())
 
     def _exchange(
         self, results: MicrobatchResults, share: BatchShare, changes: ModuleChanges | None, calls: set[int]

@@ -3,7 +3,7 @@
 Read in this order: `schedule_and_actions` (the alphabet), `generators` (GPipe, 1F1B, eager 1F1B, interleaved 1F1B, zero
 bubble), `linked_stages_and_messages` (which stages hand values to which), `simulator` (when would it run), `program`
 (sends and receives added), `deadlock_check` (proof that it runs to the end), `picture` (a timeline, simulated or
-measured).
+measured), `memory_picture`, `trace_events` (the same for trace viewers).
 
     schedule = make_schedule("1f1b", num_ranks=4, num_microbatches=8)
     portals = chain(schedule.num_stages)
@@ -17,10 +17,12 @@ from lightning_hybrid.errors import ScheduleError
 from lightning_hybrid.schedule.deadlock_check import check_program
 from lightning_hybrid.schedule.generators import SCHEDULE_NAMES, forward_only, make_schedule
 from lightning_hybrid.schedule.linked_stages_and_messages import Message, Portals, chain
+from lightning_hybrid.schedule.memory_picture import MemorySample, memory_to_svg
 from lightning_hybrid.schedule.picture import to_svg, to_text
 from lightning_hybrid.schedule.program import Channel, Compute, Instruction, Program, Receive, Send, lower, peer_of
 from lightning_hybrid.schedule.schedule_and_actions import Action, Kind, Schedule
 from lightning_hybrid.schedule.simulator import Span, Timeline, simulate
+from lightning_hybrid.schedule.trace_events import to_trace
 
 __all__ = [
     "SCHEDULE_NAMES",
@@ -29,6 +31,7 @@ __all__ = [
     "Compute",
     "Instruction",
     "Kind",
+    "MemorySample",
     "Message",
     "Portals",
     "Program",
@@ -43,8 +46,10 @@ __all__ = [
     "forward_only",
     "lower",
     "make_schedule",
+    "memory_to_svg",
     "peer_of",
     "simulate",
     "to_svg",
     "to_text",
+    "to_trace",
 ]

@@ -21,16 +21,18 @@ class Kind(str, Enum):
     I = "I"  # noqa: E741  backward of the inputs only; torch's letter
     W = "W"  # backward of the weights only, some time after I
     REDUCE = "R"  # reduce the gradients of a stage over the data axes, once per step
+    OPTIMIZER = "S"  # clip gradients and step the optimizer, once per step; measured only, in no schedule
 
 
-# A reduction belongs to the step, not to a microbatch.
+# A reduction or an optimizer step belongs to the step, not to a microbatch.
 NO_MICROBATCH = -1
 
 
 class Action(NamedTuple):
-    """One piece of work: `kind` on `stage` for `microbatch` (`NO_MICROBATCH` for REDUCE).
+    """One piece of work: `kind` on `stage` for `microbatch` (`NO_MICROBATCH` for REDUCE and OPTIMIZER).
 
     Written as torch writes it: `2F0` is the forward of microbatch 0 on stage 2; `2R` reduces the gradients of stage 2.
+    `S` is the optimizer's step, of all stages of a rank.
     """
 
     kind: Kind
@@ -39,8 +41,10 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         """The short form, such as `2F0`."""
-        if self.kind is Kind.REDUCE:
-            return f"{self.stage}R"
+        if self.kind is Kind.OPTIMIZER:
+            return self.kind.value
+        if self.microbatch == NO_MICROBATCH:
+            return f"{self.stage}{self.kind.value}"
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lightning_hybrid.memory.recompute_policies import Recompute
+from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
 from lightning_hybrid.precision.hybrid import HybridPrecision
-from lightning_hybrid.schedule import Span
+from lightning_hybrid.schedule import Action, Kind, Span
 from lightning_hybrid.step.batch.microbatch import BatchSplitter
 from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.options.names_of_other_libraries import OtherNames, resolve_names
@@ -163,8 +164,13 @@ class Hybrid3DStrategy(CheckpointedStrategy):
 
     @property
     def spans(self) -> list[Span]:
-        """Instructions of this rank in the latest step, with their times."""
-        return self._active.execution.spans
+        """Actions of this rank in the latest training step, with their times; waits for a CUDA device."""
+        return self.recorder.spans(self.mesh.rank_in("pp"))
+
+    @property
+    def recorder(self) -> ActionRecorder:
+        """Records the actions of training steps."""
+        return self._active.execution.recorder
 
     @property
     def pipelined_batches(self) -> tuple[int, int | None]:
@@ -285,7 +291,11 @@ class Hybrid3DStrategy(CheckpointedStrategy):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's step, with the training step inside."""
         step = partial(super().optimizer_step, *args, **kwargs)
-        return step() if self._lifecycle is None else self._lifecycle.changes.optimizer_step(step)
+        if self._lifecycle is None:
+            return step()
+        result = self._lifecycle.changes.optimizer_step(step)
+        self.recorder.add_since_last(Action(Kind.OPTIMIZER, 0))
+        return result
 
     def block_backward_sync(self) -> Any:
         """Accumulate local gradients inside, without averaging them."""

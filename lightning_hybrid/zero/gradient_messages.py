@@ -119,8 +119,10 @@ class GradientMessages:
             return
         received, self._message, self.is_launched = self._message, None, False
         assert received is not None
-        if self._work is not None:
-            self._work.wait()
+        work, self._work = self._work, None  # a work keeps what it sent and received
+        if work is not None:
+            work.wait()
+        del work
         total = received.sum(0) if received.shape[0] > 1 else received[0]
         if self._ranks.replicate.size() > 1:
             dist.all_reduce(total, group=self._ranks.replicate)

@@ -105,7 +105,7 @@ def moved(top, other):
     strategy.note = "mine"
     callback = made.PipelineTimeline("there.svg")
     trainer = PACKAGES[top].Trainer(strategy=strategy, callbacks=callback, logger=False, accelerator="cpu", devices=1)
-    assert (trainer.strategy, strategy.note, str(callback.path)) == (strategy, "mine", "there.svg")
+    assert (trainer.strategy, strategy.note, str(callback.paths[0])) == (strategy, "mine", "there.svg")
     assert type(callback) is own.PipelineTimeline
     # All of its objects, Lightning's defaults included, are of one namespace.
     reachable = [strategy, *reachable_from(strategy, [])]

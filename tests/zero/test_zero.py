@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from harness.fits import Run, check, fit, fit_reference, trainer_of
+from harness.live_storages import LiveStorages
 from harness.zero_runs import zero
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks, shard_placement
@@ -193,6 +194,27 @@ def test_bytes_between_steps_match_the_formula(worlds, stage, dp):
         assert local["gradients"] == pytest.approx(full["gradients"] / dp, rel=0.02)
         share = dp if stage == 3 else 1
         assert local["parameters"] == pytest.approx(full["parameters"] / share, rel=0.02)
+
+
+def kept_after_a_reduction():
+    """Bytes of the local shards, and of all tensors that a gather and a reduction of 1000 parameters leave."""
+    world, (alone, _) = dist.group.WORLD, dist.new_subgroups(1)
+    p = nn.Parameter(torch.ones(500))
+    placements = {"p": shard_placement(torch.Size((1000,)), 2)}
+    group = ParameterGroup("", {"p": p}, placements, ShardRanks(world, alone, 2), keeps_full=False)
+    group.trained = ["p"]
+    with LiveStorages() as live:
+        group.gather()
+        p.grad = torch.ones(1000)
+        group.launch_reduce()
+        group.finish_reduce()
+        group.reshard()
+    live.least(0)  # gloo's threads reference exchanged tensors for a moment
+    return p.nbytes + p.grad.nbytes, live.bytes()
+
+
+def test_local_shards_are_all_that_a_gather_and_a_reduction_leave(worlds):
+    assert worlds.run(2, kept_after_a_reduction) == [(4000, 4000)] * 2
 
 
 class CountsFullLayers(Callback):

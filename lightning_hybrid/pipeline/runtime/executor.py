@@ -7,7 +7,6 @@ The data path of one microbatch on one stage::
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -21,12 +20,13 @@ from lightning_hybrid.errors import ControlFlowError, StepError
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, location_of
 from lightning_hybrid.pipeline.runtime.received_values import ReceivedValues, value_of_broken_step
+from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
 from lightning_hybrid.pipeline.runtime.split_backward import DeferredGradient, SplitBackward, finish, have_hooks
 from lightning_hybrid.pipeline.runtime.switch_module_state_between_stages import StageModuleStates
 from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.schedule import Action, Compute, Instruction, Kind, Message, Program, Receive, Send, Span, peer_of
+from lightning_hybrid.schedule import Action, Compute, Instruction, Kind, Message, Program, Receive, Send, peer_of
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
 from lightning_hybrid.step.batch_means.torchmetrics_of_full_batch import BatchMetrics
 from lightning_hybrid.step.instrument.instrument_step import instrumented
@@ -56,6 +56,7 @@ class Job:
             done and the rank is idle.
         may_break: Whether a step that diverges from its recording runs to its end with placeholders, so that all ranks
             can roll it back; otherwise its error ends the run.
+        recorder: Records when this rank's actions ran.
     """
 
     program: Program
@@ -72,6 +73,7 @@ class Job:
     metrics: BatchMetrics | None = None
     after_forwards: Callable[[Mapping[int, StageRun], bool], None] = lambda runs, is_broken: None
     may_break: bool = False
+    recorder: ActionRecorder = field(default_factory=ActionRecorder)
 
 
 @dataclass
@@ -80,12 +82,10 @@ class Outcome:
 
     Attributes:
         runs: By microbatch, the last run of the user's step on this rank, with the values of all its stages.
-        spans: Start and end of each action, in seconds of ``time.perf_counter``.
         broken: The error by which the step diverged from its recording; the rest is meaningless then.
     """
 
     runs: dict[int, StageRun]
-    spans: list[Span]
     broken: Exception | None = None
 
 
@@ -143,7 +143,7 @@ class Executor:
                 raise
         for variant in job.variants if job.seeds else ():
             variant.missing_grads.is_new = False
-        return Outcome(run.results, run.spans, run.broken)
+        return Outcome(run.results, run.broken)
 
 
 class _Run:
@@ -168,7 +168,6 @@ class _Run:
         self._broken: set[tuple[int, int]] = set()  # stages and microbatches without a forward
         self.is_idle = False  # its forwards are done, and the exchange of their results has not begun
         self.results: dict[int, StageRun] = {}
-        self.spans: list[Span] = []
 
     def values_of(self, message: Message) -> list[Value]:
         """The values that a message carries."""
@@ -188,13 +187,13 @@ class _Run:
 
     def compute(self, action: Action) -> None:
         """Wait for the messages that an action needs, and run it."""
-        stage, microbatch = action.stage, action.microbatch
+        stage, microbatch, recorder, waited = action.stage, action.microbatch, self._job.recorder, 0.0
         if action.kind is Kind.F:
-            start = time.perf_counter()
-            start += self._forward(stage, microbatch, self._job.program.needs[action])
+            start = recorder.mark()
+            waited = self._forward(stage, microbatch, self._job.program.needs[action])
         elif action.kind in (Kind.B, Kind.I):
             arrived = {message: self._arrived(message) for message in self._job.program.needs[action]}
-            start = time.perf_counter()
+            start = recorder.mark()
             with self._executor.around_backward():
                 self._backward(stage, microbatch, arrived)
             if (stage, microbatch) not in self._deferred:
@@ -202,14 +201,14 @@ class _Run:
         elif action.kind is Kind.W:
             if (stage, microbatch) not in self._deferred:
                 return
-            start = time.perf_counter()
+            start = recorder.mark()
             with self._executor.around_backward():
                 finish(self._deferred.pop((stage, microbatch)))
         else:
-            start = time.perf_counter()
+            start = recorder.mark()
             assert action.kind is Kind.REDUCE
             self._job.reduce(stage)
-        self.spans.append(Span(self._rank, action, start, time.perf_counter()))
+        recorder.add(action, start, waited)
         to_do = self._forwards_left if Kind.F in self._idle_after else sum(self._backwards_left.values())
         self.is_idle |= action.kind in self._idle_after and not to_do
 

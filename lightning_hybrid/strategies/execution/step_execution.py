@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from lightning_hybrid.collectives.exchange_and_compare_step_numbers import StepBroken
 from lightning_hybrid.pipeline.results.gradient_handoff import GradientHandoff
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, StepResult, TrainContext
-from lightning_hybrid.schedule import Span
+from lightning_hybrid.schedule import Action, Kind
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.logs.delay_logger_calls import flush_logger_calls
@@ -34,14 +35,14 @@ class StepExecution:
     """Runs the user's steps: by the runner where there is one, unchanged where there is none.
 
     Attributes:
-        spans: When this rank did what in the latest step.
+        recorder: Records when this rank did what in the latest training step.
         gradients_are_complete: Whether gradients are summed over stages and averaged over replicas.
         is_syncing: Whether the backwards of this batch average gradients; those of accumulated batches do not.
     """
 
     def __init__(self, owner: RunOwner, evaluated: Iterator[int]) -> None:
         self._owner = owner
-        self.spans: list[Span] = []
+        self.recorder = ActionRecorder(owner.setting.device)
         self.gradients_are_complete = True
         self.is_syncing = True
         self._evaluated = evaluated
@@ -60,6 +61,7 @@ class StepExecution:
 
     def training_step(self, args: Sequence[Any], run_step: RunStep) -> Any:
         """Run the full schedule, forward and backward, by ``run_step`` (that of this object, or a wrapper of it)."""
+        self.recorder.begin()
         buffers = self._owner.optimization.buffers
         if buffers is not None:
             buffers.share()
@@ -93,7 +95,8 @@ class StepExecution:
         )
         weight = setting.options.microbatch_weight
         weigh = None if weight is None else partial(weigh_by_count, count=weight, mesh=self._run.mesh)
-        train = TrainContext(seed_factor, self._before_backward, self._after_backward, self._reduce_stage, weigh)
+        callbacks = self._before_backward, self._after_backward, self._reduce_stage
+        train = TrainContext(seed_factor, *callbacks, self.recorder, weigh)
         try:
             result = run_step("training_step", args, train)
         except StepBroken as broken:
@@ -118,7 +121,10 @@ class StepExecution:
         if optimization.tied is not None:
             optimization.tied.sum_gradients()
         if run.zero is None:
+            start = self.recorder.mark()
             optimization.reducers[None].reduce()
+            if run.plain_runner is not None and run.mesh.size("data") > 1:  # schedules have their own reductions
+                self.recorder.add(Action(Kind.REDUCE, 0), start)
         if run.experts is not None:
             run.experts.agree_on_gradients()
 
@@ -179,7 +185,6 @@ class StepExecution:
                 manual_optimization=manual_optimization,
             )
             flush_logger_calls(module)
-        self.spans = result.spans
         if result.was_rolled_back:
             return result
         if trains:
@@ -240,11 +245,16 @@ class StepExecution:
     ) -> Tensor:
         """Run Lightning's backward of a 0-dim loss, average gradients before hooks see them (as DDP), call ``then``."""
         module, plugin, guards = self._setting.module, self._setting.precision, self._run.guards
+        is_plain = self._run.runner is None or self._setting.is_manual
+        if is_plain:
+            self.recorder.add_since_last(Action(Kind.F, 0, 0))
         self._before_plain_backward()
         loss = plugin.pre_backward(loss, module)
         unguarded = guards.off() if guards is not None and self._setting.is_manual else nullcontext()
         with self._synced_norms(), unguarded:  # layers that are recomputed take statistics once more
             plugin.backward(loss, module, optimizer, *args, **kwargs)
+        if is_plain:
+            self.recorder.add_since_last(Action(Kind.B, 0, 0))
         self._after_plain_backward()
         then()
         return plugin.post_backward(loss, module)
@@ -263,6 +273,8 @@ class StepExecution:
         if (run.runner is None or self._setting.is_manual) and self.is_syncing:
             for reducer in self._owner.optimization.reducers.values():
                 reducer.finish()
+            if run.mesh.size("data") > 1:
+                self.recorder.add_since_last(Action(Kind.REDUCE, 0))
             if run.experts is not None:
                 run.experts.agree_on_gradients()
         if log is not None:  # replicas may ask each other again, now that all have come to the same line

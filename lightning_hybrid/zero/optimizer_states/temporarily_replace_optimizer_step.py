@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_hybrid.patching import replace
+from lightning_hybrid.patching import Replacement, replace
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # attributes of an optimizer
 
@@ -18,9 +18,12 @@ STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # attr
 def replace_step(optimizer: Optimizer, step: Callable[..., Any], *, reason: str) -> Callable[[], None]:
     """Replace the step of one optimizer by a function that is called like the method; return the undo.
 
-    What learning rate schedulers have set on the old one stays on it.
+    The new step has the attributes that learning rate schedulers have set on the old one.
     """
-    return replace(optimizer, "step", MethodType(functools.wraps(optimizer.step)(step), optimizer), reason=reason)
+    old: Any = optimizer.step
+    while isinstance(old, Replacement):
+        old = old.func
+    return replace(optimizer, "step", MethodType(functools.wraps(old)(step), optimizer), reason=reason)
 
 
 def step_after_closure(

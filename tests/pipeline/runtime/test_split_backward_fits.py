@@ -8,6 +8,7 @@ from lightning.pytorch import Callback
 
 from harness.fits import Run, assert_parity, fit, reference_of
 from lightning_hybrid.pipeline.runtime.split_backward import MIN_PRODUCTS_TO_DEFER
+from lightning_hybrid.schedule import Kind
 
 ZERO_BUBBLE = {"schedule": "zero_bubble"}
 
@@ -23,9 +24,8 @@ class LinearsOfAnySize(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         spans = getattr(trainer.strategy, "spans", [])
-        self.recorded.append(
-            [f"{span.action.stage}{span.action.kind.value}" for span in spans if span.action.kind != "F"]
-        )
+        scheduled = [span.action for span in spans if span.action.kind not in (Kind.F, Kind.OPTIMIZER)]
+        self.recorded.append([f"{action.stage}{action.kind.value}" for action in scheduled])
 
     def teardown(self, trainer, pl_module, stage):
         MIN_PRODUCTS_TO_DEFER["cpu"] = self.before

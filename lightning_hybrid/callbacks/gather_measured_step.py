@@ -1,0 +1,171 @@
+"""The measured actions and the memory of the ranks of a step, gathered on one clock, and their bubble."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter, time
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.schedule import Kind, MemorySample, Portals, Schedule, Span, Timeline
+from lightning_hybrid.schedule.simulator import without_losses, without_waits
+
+Ranks = Literal["first", "all"] | dict[str, int]
+
+AXES = ("data", "context", "tensor", "pipeline")
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step of the selected ranks, which are lanes numbered from 0.
+
+    Attributes:
+        timeline: The actions of the lanes.
+        memory: The memory in use of the lanes; empty if it was not sampled.
+        columns: By heading ("rank", and the axes with several ranks), the number of each lane.
+        group_size: Lanes of one pipeline, which are neighbours.
+        portals: Which stages send messages to which; None without stages.
+        bubbles: The mean bubble of the pipelines, and the mean one by their schedule; None without full pipelines.
+        seconds: The longest pipeline, measured and by its schedule, without the optimizer's step; None as above.
+    """
+
+    timeline: Timeline
+    memory: tuple[MemorySample, ...]
+    columns: Mapping[str, Sequence[int]]
+    group_size: int
+    portals: Portals | None = None
+    bubbles: tuple[float, float] | None = None
+    seconds: tuple[float, float] | None = None
+
+
+def check_ranks(ranks: Any, layout: ParallelLayout | None = None) -> None:
+    """Checks a selection of ranks, and whether a layout has them.
+
+    Raises:
+        ValueError: It selects no ranks.
+    """
+    sizes = None if layout is None else _sizes(layout)
+    allowed = f"'first', 'all', or a mapping of {', '.join(map(repr, AXES))} to an index, such as {{'tensor': 0}}"
+    if not isinstance(ranks, Mapping):
+        if ranks not in ("first", "all"):
+            raise ValueError(f"ranks={ranks!r} must be {allowed}")
+        return
+    for axis, index in ranks.items():
+        if axis not in AXES or isinstance(index, bool) or not isinstance(index, int) or index < 0:
+            raise ValueError(f"ranks={ranks!r} must be {allowed}")
+        if sizes is not None and index >= sizes[axis]:
+            raise ValueError(
+                f"ranks={ranks!r} selects none: this run has {sizes[axis]} {axis} ranks; set {axis!r} to at most"
+                f" {sizes[axis] - 1}"
+            )
+
+
+def select_ranks(layout: ParallelLayout, ranks: Ranks) -> list[int]:
+    """Returns the selected global ranks, those of one pipeline beside each other."""
+    fixed = ranks if isinstance(ranks, Mapping) else {}
+    if ranks == "first":
+        fixed = {"data": 0, "context": 0, "tensor": 0}
+    places = {rank: _coordinates(layout, rank) for rank in range(layout.world_size)}
+    chosen = [rank for rank, place in places.items() if all(place[axis] == index for axis, index in fixed.items())]
+    return sorted(chosen, key=lambda rank: tuple(places[rank].values()))
+
+
+def gather_step(strategy: Any, ranks: Ranks) -> MeasuredStep | None:
+    """Gathers the latest step of the selected ranks on the first rank; None elsewhere. Collective over all ranks.
+
+    Times are from the first action of any of these ranks. Actions of full pipelines begin when their inputs were there.
+    """
+    layout: ParallelLayout = strategy.layout
+    group, chosen = strategy.mesh.group("world"), select_ranks(layout, ranks)
+    offset, recorder = time() - perf_counter(), strategy.recorder
+    local = (offset, recorder.spans(0), recorder.memory(0)) if strategy.global_rank in chosen else None
+    rows: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(local, rows, group=group, group_dst=0)
+    if rows is None:
+        return None
+    spans: list[Span] = []
+    memory: list[MemorySample] = []
+    for lane, rank in enumerate(chosen):
+        offset, own, sampled = rows[rank]
+        spans += [span._replace(rank=lane, start=span.start + offset, end=span.end + offset) for span in own]
+        memory += [sample._replace(rank=lane, time=sample.time + offset) for sample in sampled]
+    begin = min((span.start for span in spans), default=0.0)
+    spans = [span._replace(start=span.start - begin, end=span.end - begin) for span in spans]
+    memory = [sample._replace(time=max(0.0, sample.time - begin)) for sample in memory]
+    sizes = _sizes(layout)
+    columns = {"rank": chosen} | {
+        axis: [_coordinates(layout, rank)[axis] for rank in chosen] for axis in AXES if sizes[axis] > 1
+    }
+    is_whole = not (isinstance(ranks, Mapping) and "pipeline" in ranks)
+    step = MeasuredStep(
+        timeline=Timeline(tuple(spans), len(chosen)),
+        memory=tuple(memory),
+        columns=columns,
+        group_size=layout.pipeline_parallel_size if is_whole else 1,
+    )
+    plan = strategy.run.plan
+    has_all = all(any(span.rank == lane for span in spans) for lane in range(len(chosen)))
+    if not (is_whole and has_all and strategy.run.is_pipelined) or plan is None or plan.first is None:
+        return step
+    return with_bubbles(step, plan.first.assignment)
+
+
+def with_bubbles(step: MeasuredStep, assignment: Any) -> MeasuredStep:
+    """Returns a step of full pipelines without the times for which actions waited, with its bubbles."""
+    size = step.group_size
+    worked: list[Span] = []
+    pairs: list[tuple[Timeline, Timeline]] = []
+    for first in range(0, step.timeline.num_ranks, size):
+        own = [span for span in step.timeline.spans if first <= span.rank < first + size]
+        worked += [span for span in own if span.action.kind is Kind.OPTIMIZER]
+        scheduled = [span._replace(rank=span.rank - first) for span in own if span.action.kind is not Kind.OPTIMIZER]
+        pair = work_and_bound(Timeline(tuple(scheduled), size), assignment)
+        worked += [span._replace(rank=span.rank + first) for span in pair[0].spans]
+        pairs.append(pair)
+    longest = [max(pair[index].makespan_seconds for pair in pairs) for index in (0, 1)]
+    means = [sum(pair[index].bubble for pair in pairs) / len(pairs) for index in (0, 1)]
+    return replace(
+        step,
+        timeline=Timeline(tuple(worked), step.timeline.num_ranks),
+        portals=_portals(assignment),
+        bubbles=(means[0], means[1]),
+        seconds=(longest[0], longest[1]),
+    )
+
+
+def work_and_bound(timeline: Timeline, assignment: Any) -> tuple[Timeline, Timeline]:
+    """Returns the measured actions of one pipeline without waiting times, and the same as if run without gaps."""
+    rows: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
+    for span in sorted(timeline.spans, key=lambda span: span.start):
+        rows[span.rank].append(span)
+    schedule = Schedule(
+        name="measured",
+        num_ranks=timeline.num_ranks,
+        stages_per_rank=assignment.num_stages // timeline.num_ranks,
+        num_microbatches=1 + max(span.action.microbatch for span in timeline.spans),
+        actions=tuple(tuple(span.action for span in row) for row in rows),
+    )
+    portals = _portals(assignment)
+    worked = without_waits(timeline, schedule, portals)
+    return worked, without_losses(worked, schedule, portals)
+
+
+def _portals(assignment: Any) -> Portals:
+    return Portals(frozenset(assignment.portals), frozenset(assignment.gradient_portals()))
+
+
+def _sizes(layout: ParallelLayout) -> dict[str, int]:
+    return {
+        "data": layout.data_parallel_size,
+        "context": layout.context_parallel_size,
+        "tensor": layout.tensor_parallel_size,
+        "pipeline": layout.pipeline_parallel_size,
+    }
+
+
+def _coordinates(layout: ParallelLayout, rank: int) -> dict[str, int]:
+    place = layout.coordinates(rank)
+    return {"data": layout.data_rank(rank), "context": place.cp, "tensor": place.tp, "pipeline": place.pp}

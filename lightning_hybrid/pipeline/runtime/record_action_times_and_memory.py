@@ -1,0 +1,108 @@
+"""When the actions of a step ran on this rank, and how much memory the rank used between them.
+
+On a CUDA device the times are those of the device: an event is recorded on the current stream at the start and the end
+of each action, and read after the step, when it is placed on the clock of the host. Elsewhere they are those of the
+host.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_hybrid.schedule import Action, MemorySample, Span
+
+Mark = Any  # seconds of `time.perf_counter`, or a CUDA event
+
+_CPU = torch.device("cpu")
+_STATM = Path("/proc/self/statm")
+
+
+class ActionRecorder:
+    """Records the actions of the latest training step.
+
+    Attributes:
+        memory_readers: Objects for which the memory in use is read at the start and the end of each action; it is not
+            read while there are none.
+    """
+
+    def __init__(self, device: torch.device = _CPU, new_event: Callable[[], Any] | None = None) -> None:
+        """Set up for a rank on ``device``; ``new_event`` returns a CUDA event with timing, and serves tests."""
+        self.memory_readers: set[object] = set()
+        self._device, self._is_cuda = device, device.type == "cuda"
+        self._new_event = new_event or _new_cuda_event
+        self._rows: list[tuple[Action, Mark, Mark, float]] = []
+        self._memory: list[tuple[Mark, int]] = []
+        self._last: Mark = None
+
+    def begin(self) -> None:
+        """Forget the earlier step."""
+        self._rows, self._memory = [], []
+        self._last = self.mark()
+
+    def mark(self) -> Mark:
+        """The present: what has been launched so far on a CUDA device."""
+        mark: Mark
+        if self._is_cuda:
+            mark = self._new_event()
+            mark.record()
+        else:
+            mark = time.perf_counter()
+        if self.memory_readers:
+            self._memory.append((mark, used_bytes(self._device)))
+        return mark
+
+    def add(self, action: Action, start: Mark, waited_seconds: float = 0.0) -> None:
+        """Record an action that began at ``start`` and ends now, without the time for which the host waited in it."""
+        self._last = self.mark()
+        self._rows.append((action, start, self._last, waited_seconds))
+
+    def add_since_last(self, action: Action) -> None:
+        """Record an action that began when the last one ended, or at the beginning of the step."""
+        self.add(action, self._last if self._last is not None else self.mark())
+
+    def spans(self, rank: int) -> list[Span]:
+        """The actions with their times in seconds of ``time.perf_counter``; waits for a CUDA device.
+
+        Args:
+            rank: The pipeline coordinate, which each span carries.
+        """
+        seconds = self._seconds()
+        return [
+            Span(rank, action, seconds(start) + (0.0 if self._is_cuda else waited), seconds(end))
+            for action, start, end, waited in self._rows
+        ]
+
+    def memory(self, rank: int) -> list[MemorySample]:
+        """The memory in use between the actions; empty if it was not sampled."""
+        seconds = self._seconds()
+        return [MemorySample(rank, seconds(mark), size) for mark, size in self._memory]
+
+    def _seconds(self) -> Callable[[Mark], float]:
+        """A function that returns the host's time of a mark."""
+        if not self._is_cuda or not (self._rows or self._memory):
+            return lambda mark: mark
+        now = self._new_event()
+        now.record()
+        now.synchronize()
+        anchor = time.perf_counter()
+        return lambda mark: anchor - mark.elapsed_time(now) / 1000  # milliseconds
+
+
+def used_bytes(device: torch.device) -> int:
+    """The memory in use: of tensors on a CUDA device, and of the whole process (resident set size) elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not on Linux
+        return 0
+
+
+def _new_cuda_event() -> Any:
+    return torch.cuda.Event(enable_timing=True)

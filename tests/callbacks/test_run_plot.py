@@ -1,0 +1,88 @@
+"""RunPlot draws the loss and the throughput of a run."""
+
+import math
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.callbacks import RunPlot, run_plot
+from models.regression import Sequential
+
+
+class Losses(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append(float(outputs["loss"]))
+
+
+def fit(plot, module, **options):
+    data = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(TensorDataset(data, data.sum(1, keepdim=True)), batch_size=4)
+    seen = Losses()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=Hybrid3DStrategy(**options),
+        max_epochs=1,
+        limit_val_batches=1,
+        val_check_interval=4,
+        num_sanity_val_steps=0,
+        accumulate_grad_batches=2,
+        callbacks=[plot, seen],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader, loader)
+    return seen.seen
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("options", [{}, {"pipeline_parallel_size": 2}], ids=["replicas", "stages"])
+def test_losses_are_means_over_replicas_and_samples_are_counted_once(options):
+    class Evaluated(Sequential):
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    plot = RunPlot("there/run.png")
+    with mock.patch.object(run_plot, "_ON_DEVICE", 3), mock.patch.object(run_plot, "log_picture") as logged:
+        own = fit(plot, Evaluated(), **options)
+    replicas = [None, None]
+    dist.all_gather_object(replicas, own)
+    num_batches = len(own)
+    assert num_batches == (16 if options else 8)
+    assert plot.losses == pytest.approx(torch.tensor(replicas).mean(0).tolist())
+    assert plot.steps == [1 + batch // 2 if batch % 2 else batch // 2 for batch in range(num_batches)]
+    # The first batch, and that after each validation, have no time.
+    assert [math.isnan(rate) for rate in plot.rates] == [batch % 4 == 0 for batch in range(num_batches)]
+    if dist.get_rank() == 0:
+        assert Path("there/run.png").read_bytes().startswith(b"\x89PNG")
+        assert logged.call_args.args[1::2] == ("run", num_batches // 2)
+
+
+def test_rates_are_samples_over_seconds():
+    plot = RunPlot()
+    batches = [torch.zeros(size, 2) for size in (4, 4, 6)] + ["no tensor"]
+    plot.on_train_start(mock.Mock(), mock.Mock())
+    with mock.patch.object(run_plot, "perf_counter", side_effect=[10.0, 12.0, 12.5, 13.0]):
+        for step, batch in enumerate(batches, 1):
+            outputs = {"loss": torch.tensor(float(step))} if step < 4 else None
+            plot.on_train_batch_end(mock.Mock(global_step=step), mock.Mock(device="cpu"), outputs, batch, 0)
+    plot._to_host()
+    assert plot.rates[1:3] == [2.0, 12.0] and math.isnan(plot.rates[0]) and math.isnan(plot.rates[3])
+    assert plot.losses[:3] == [1.0, 2.0, 3.0] and math.isnan(plot.losses[3])
+    assert run_plot._smoothed([float("nan"), 2.0, 4.0])[1:] == [2.0, 3.0]
+
+
+def test_another_suffix_is_refused():
+    with pytest.raises(ValueError, match=r"path='run.txt' must end in .png, .svg, .pdf; set path='run.png'"):
+        RunPlot("run.txt")
