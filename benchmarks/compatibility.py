@@ -1,10 +1,10 @@
-"""Draw architectures from transformers and report which of them train over stages and tensor ranks, to which numbers.
+"""Train random architectures from transformers over stages and tensor ranks, and compare them with one process.
 
     python benchmarks/compatibility.py --write docs/compatibility.md
 
 Each is built tiny from its own configuration by general rules (tests/models/sampled/architectures.py), and its
-step is run in one process, whole and cut into stages. A Trainer trains each on two tensor ranks, and some of
-them over stages as well.
+step is run in one process, unpartitioned and partitioned into stages. A Trainer trains each on two tensor ranks, and
+some of them over stages as well.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def in_a_child(function: Callable[[], Any]) -> Any:
 
 
 def tensor_trials(class_names: Sequence[str]) -> dict[str, Any]:
-    """What comes of each architecture on two tensor ranks."""
+    """The outcome of each architecture on two tensor ranks."""
     from harness.sampled_tensor_parallel import tensor_trial
     from harness.worlds.worlds_plugin import Worlds
 
@@ -108,7 +108,7 @@ def tensor_trials(class_names: Sequence[str]) -> dict[str, Any]:
 
 
 def trained_rows(class_name: str) -> list[str]:
-    """The precision, and what training comes to under each layout."""
+    """The precision, and the outcome of training under each layout."""
     from lightning_hybrid.verify import LAYOUTS, Experiment, Verification
     from models.sampled.modules import data_of, module_of
 
@@ -146,14 +146,15 @@ def text_of(
         "Written by `python benchmarks/compatibility.py --write docs/compatibility.md`"
         f" on {time.strftime('%Y-%m-%d')} with {versions}; CPU.",
         "",
-        f"{options.count} architectures were drawn by chance (seed {options.seed}) from the configurations of"
+        f"{options.count} architectures were selected at random (seed {options.seed}) from the configurations of"
         " transformers, each with one of its model classes. Each is built tiny from its own configuration by rules for"
         " the names of its fields, and inputs are made from the parameters of its `forward`; no rule knows an"
-        " architecture. Its step is run in one process, whole and cut into stages; while a stage runs, the parameters"
-        " of the others are NaN. *Parity*: the loss and every gradient are the same, within 1e-10 in float64 and 1e-5"
-        " in float32, or a hundred times what a change of the parameters' last bits does, and never more than 1e-3."
-        " *Refused*: an error of this package that says what to do. *Failed*: any other. *Wrong*: other numbers."
-        " The package was mended on seed 0, which tests use; other seeds say more about what was never seen.",
+        " architecture. Its step is run in one process, unpartitioned and partitioned into stages; while a stage runs,"
+        " the parameters of the others are NaN. *Parity*: the loss and every gradient match, within 1e-10 in float64"
+        " and 1e-5 in float32, or a hundred times what a change of the parameters' last bits does, and never more than"
+        " 1e-3. *Refused*: an error of this package that states what to change. *Failed*: any other. *Wrong*: other"
+        " numbers. Faults found with seed 0, which the tests use, have been corrected; other seeds select"
+        " architectures that were not used in development.",
         "",
         "On two tensor ranks a Trainer trains two steps, against one process, in float32 where the model computes in"
         " float32; losses, logged values and the update of every parameter are the same.",
@@ -170,10 +171,10 @@ def text_of(
     if trained:
         lines += ["", "## Trained over stages", "", f"The first {len(trained)} by a Trainer on processes, three steps,"]
         lines[-1] += " against one process: losses, logged values and the update of every parameter."
-        lines[-1] += " In float32 where the model computes its loss in float32, though its parameters be float64."
+        lines[-1] += " In float32 where the model computes its loss in float32, even if its parameters are float64."
         lines += ["", "| class | precision | " + " | ".join(layouts) + " |", "|---|---|" + "---|" * len(layouts)]
         lines += ["| " + " | ".join(map(plain, row)) + " |" for row in trained]
-    lines += ["", "## Drawn", ""]
+    lines += ["", "## Results", ""]
     heads = [f"{number} stages" for number in options.stages]
     heads += ["largest gradient error", "noise", "2 tensor ranks", "sharded"]
     lines += ["| architecture | class | numbers | " + " | ".join(heads) + " |"]
@@ -196,12 +197,17 @@ def text_of(
     ]
     if missed:
         lines += ["", "## Why not", "", *missed]
-    lines += ["", "## What is not sharded", "", "Weights of layers, in elements, that are not cut as pairs:", ""]
+    lines += ["", "## What is not sharded", "", "Weights of layers, in elements, that are not sharded as pairs:", ""]
     for name, class_name, _ in rows:
         why = sorted(tensor[class_name].cut.why.items(), key=lambda item: -item[1])
         if why:
             lines.append(f"- {name}: " + "; ".join(f"{plain(reason)} ({count})" for reason, count in why))
-    lines += ["", "## Drawn again", "", f"{len(again)} could not be built, or not run in one process, by these rules:"]
+    lines += [
+        "",
+        "## Replaced selections",
+        "",
+        (f"{len(again)} further selections could not be built, or not run in one process, by these rules:"),
+    ]
     lines += ["", *(f"- {name} ({class_name}): {plain(why)}" for name, class_name, why in again)]
     return "\n".join(lines) + "\n"
 
@@ -212,12 +218,11 @@ def shares(tensor: dict[str, Any]) -> list[str]:
     whole, without = [c.share for c in cuts], [c.share_without_experts for c in cuts]
     full = sum(share == 1 for share in without)
     return [
-        "*Sharded*: the share of the weights of attentions, MLPs and convolutions in the layers that is cut as pairs,"
-        " one sum over ranks for both, or, of stacked experts, by their width; not gathered, and not whole."
-        f" It is {mean(whole)} on average over"
-        f" {len(cuts)} architectures, and {mean(without)} without stacked experts that stay whole there and belong to"
-        f" expert parallelism; {full} architectures are sharded throughout but for those."
-        " Layers that the step does not call are left out."
+        "*Sharded*: the share of the weights of attentions, MLPs and convolutions in the layers that is sharded as"
+        " pairs (one sum over ranks for both) or, for stacked experts, by width; neither gathered nor full. It is"
+        f" {mean(whole)} on average over {len(cuts)} architectures, and {mean(without)} without stacked experts that"
+        f" stay full on tensor ranks; {full} architectures are fully sharded except for those. Layers that the step"
+        " does not call are left out."
     ]
 
 

@@ -3,7 +3,7 @@
     try:
         trainer.fit(module)
     except HybridError as error:
-        print(type(error).docs)  # errors.md#layouterror
+        print(error.docs)  # errors.md#world-size
 
 The room is plain Python: it imports neither torch nor Lightning. A wrong value of an argument that no class below
 describes raises a plain ``ValueError`` or ``TypeError``.
@@ -13,8 +13,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
+# The last alternative that a message advises for a step that cannot run in stages.
+WITHOUT_STAGES = (
+    "set pipeline_parallel_size=1 and zero_stage=3 (replicas run the step as ordinary Python, and hold shards)"
+)
 _POINTER = "<-- ERROR HERE"
 
 
@@ -22,11 +26,23 @@ class HybridError(Exception):
     """The base class of the exceptions of lightning_hybrid.
 
     Attributes:
-        docs: Section of the documentation that lists the messages of the class, with their causes and what to do, as a
-            path below the folder of the documentation.
+        docs: Where the documentation explains the message, with its cause and what to do, as a path below the folder of
+            the documentation; that of its class where the message has no entry of its own.
     """
 
-    docs: ClassVar[str] = "errors.md"
+    docs: str = "errors.md"
+
+    def __init__(self, *args: object, entry: str = "") -> None:
+        """Make an error whose note names its entry.
+
+        Args:
+            args: The message.
+            entry: Anchor of the message in docs/errors.md.
+        """
+        super().__init__(*args)
+        if entry:
+            self.docs = f"errors.md#{entry}"
+            self.__notes__ = [f"explained in docs/{self.docs}"]
 
 
 # -- arguments, before the first step ----------------------------------------------------------------------------------
@@ -35,25 +51,25 @@ class HybridError(Exception):
 class LayoutError(HybridError, ValueError):
     """The sizes of a layout do not fit each other, the number of processes, or (``strict_layout=True``) the module."""
 
-    docs = "errors.md#layouterror"
+    docs = "reference/exceptions.md#layouterror"
 
 
 class RecomputeError(HybridError, ValueError):
     """The layers that ``recompute`` names do not exist, or the module has no layers."""
 
-    docs = "errors.md#recomputeerror"
+    docs = "reference/exceptions.md#recomputeerror"
 
 
 class TensorPlanError(HybridError, ValueError):
     """A ``tensor_parallel_plan`` names no module, or requests what cannot be done or is not proved."""
 
-    docs = "errors.md#tensorplanerror"
+    docs = "reference/exceptions.md#tensorplanerror"
 
 
 class ScheduleError(HybridError, ValueError):
     """A schedule or program cannot run as written; those of the package can."""
 
-    docs = "errors.md#scheduleerror"
+    docs = "reference/exceptions.md#scheduleerror"
 
     @classmethod
     def at(
@@ -62,6 +78,8 @@ class ScheduleError(HybridError, ValueError):
         rows: Sequence[Iterable[object]],
         positions: Mapping[int, int] | None = None,
         details: Iterable[str] = (),
+        *,
+        entry: str = "",
     ) -> ScheduleError:
         """Make an error that shows every rank's row, pointing at one position in some of them.
 
@@ -70,6 +88,7 @@ class ScheduleError(HybridError, ValueError):
             rows: For every rank, what it does; each entry is shown by its `str`.
             positions: For the offending ranks, the index into their row.
             details: Further lines, such as what each rank waits for.
+            entry: Anchor of the message in docs/errors.md.
         """
         positions = positions or {}
         lines = [summary, *(f"  {detail}" for detail in details)]
@@ -78,13 +97,13 @@ class ScheduleError(HybridError, ValueError):
             if rank in positions:
                 words.insert(positions[rank] + 1, _POINTER)
             lines.append(f"rank {rank}: {'  '.join(words)}")
-        return cls("\n".join(lines))
+        return cls("\n".join(lines), entry=entry)
 
 
 class InitialValueError(HybridError, RuntimeError):
     """A parameter or buffer on the meta device has no initial value when training starts."""
 
-    docs = "errors.md#initialvalueerror"
+    docs = "reference/exceptions.md#initialvalueerror"
 
 
 # -- the step as it is recorded, cut into stages and replayed ----------------------------------------------------------
@@ -93,7 +112,7 @@ class InitialValueError(HybridError, RuntimeError):
 class StepError(HybridError, ValueError):
     """A step that cannot be recorded, or cannot be run as it was recorded."""
 
-    docs = "errors.md#steperror"
+    docs = "reference/exceptions.md#steperror"
 
 
 class UncapturedOutput(StepError):
@@ -103,10 +122,10 @@ class UncapturedOutput(StepError):
         unit: FQN of the unit; if it is opened, its code is glue and each of its operations is recorded.
     """
 
-    docs = "errors.md#uncapturedoutput"
+    docs = "reference/exceptions.md#uncapturedoutput"
 
-    def __init__(self, unit: str, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, unit: str, message: str, *, entry: str = "") -> None:
+        super().__init__(message, entry=entry)
         self.unit = unit
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -117,37 +136,37 @@ class UncapturedOutput(StepError):
 class StepChanged(StepError):
     """A training step runs other operations, or makes values of other shapes, than when it was recorded."""
 
-    docs = "errors.md#stepchanged"
+    docs = "reference/exceptions.md#stepchanged"
 
 
 class ControlFlowError(HybridError, RuntimeError):
     """A step branches on a value that the model computes, where that value is on another rank or not computed yet."""
 
-    docs = "errors.md#controlflowerror"
+    docs = "reference/exceptions.md#controlflowerror"
 
 
 class PartitionError(HybridError, ValueError):
     """A recorded step that cannot be cut into the requested number of stages."""
 
-    docs = "errors.md#partitionerror"
+    docs = "reference/exceptions.md#partitionerror"
 
 
 class UnfitError(PartitionError):
     """The number of stages, or a name in ``pipeline_cuts``, does not fit the step."""
 
-    docs = "errors.md#unfiterror"
+    docs = "reference/exceptions.md#unfiterror"
 
 
 class BatchError(HybridError, ValueError):
     """A batch that cannot be split into microbatches as requested, or whose microbatches cannot be weighted."""
 
-    docs = "errors.md#batcherror"
+    docs = "reference/exceptions.md#batcherror"
 
 
 class FirstStepError(HybridError, RuntimeError):
     """With ``verify_first_step=True``: the first step does not match one process, or one process cannot run it."""
 
-    docs = "errors.md#firststeperror"
+    docs = "reference/exceptions.md#firststeperror"
 
 
 # -- sharded layers and experts ----------------------------------------------------------------------------------------
@@ -156,19 +175,19 @@ class FirstStepError(HybridError, RuntimeError):
 class CannotShard(HybridError, RuntimeError):
     """Code of a sharded layer does something whose sharded result cannot be derived from the proof of its plan."""
 
-    docs = "errors.md#cannotshard"
+    docs = "reference/exceptions.md#cannotshard"
 
 
 class UnsupportedExpertCalls(HybridError, RuntimeError):
     """A block calls its experts in another way than in the proof that they can be sharded."""
 
-    docs = "errors.md#unsupportedexpertcalls"
+    docs = "reference/exceptions.md#unsupportedexpertcalls"
 
 
 class UnequalMicrobatches(HybridError, RuntimeError):
     """Ranks that share experts have different numbers of microbatches; raised on all of them."""
 
-    docs = "errors.md#unequalmicrobatches"
+    docs = "reference/exceptions.md#unequalmicrobatches"
 
 
 # -- ranks that do not do the same -------------------------------------------------------------------------------------
@@ -177,19 +196,19 @@ class UnequalMicrobatches(HybridError, RuntimeError):
 class RanksDisagree(HybridError, RuntimeError):
     """Ranks that must do the same have different batches, log different keys, or run different operations."""
 
-    docs = "errors.md#ranksdisagree"
+    docs = "reference/exceptions.md#ranksdisagree"
 
 
 class RanksDiffer(HybridError, RuntimeError):
     """Replicas that shard the same parameters are about to train different ones; raised on every rank."""
 
-    docs = "errors.md#ranksdiffer"
+    docs = "reference/exceptions.md#ranksdiffer"
 
 
 class NotOnAllRanks(HybridError, RuntimeError):
     """Only some ranks make a call that all must make, such as ``trainer.save_checkpoint``."""
 
-    docs = "errors.md#notonallranks"
+    docs = "reference/exceptions.md#notonallranks"
 
 
 # -- state that is on other ranks, in memory and in files --------------------------------------------------------------
@@ -198,28 +217,28 @@ class NotOnAllRanks(HybridError, RuntimeError):
 class GlobalReadError(HybridError, RuntimeError):
     """A hook requests what is not available of a model that is sharded over ranks."""
 
-    docs = "errors.md#globalreaderror"
+    docs = "reference/exceptions.md#globalreaderror"
 
 
 class NotOnThisRank(HybridError, pickle.PicklingError):
     """A copy or pickle is requested of a parameter whose content is on other ranks."""
 
-    docs = "errors.md#notonthisrank"
+    docs = "reference/exceptions.md#notonthisrank"
 
 
 class OffloadError(HybridError, OSError):
     """The file for offloaded states or parameters cannot be created or extended, or has been truncated."""
 
-    docs = "errors.md#offloaderror"
+    docs = "reference/exceptions.md#offloaderror"
 
 
 class CheckpointError(HybridError, RuntimeError):
     """A checkpoint cannot be written, is not valid, or does not fit the module or optimizer."""
 
-    docs = "errors.md#checkpointerror"
+    docs = "reference/exceptions.md#checkpointerror"
 
 
 class IncompleteCheckpoint(CheckpointError):
     """A save to the checkpoint did not end, or files of its folder are missing or truncated."""
 
-    docs = "errors.md#incompletecheckpoint"
+    docs = "reference/exceptions.md#incompletecheckpoint"

@@ -65,16 +65,18 @@ class ParallelLayout:
         room = self.data_parallel_size * self.context_parallel_size
         if room % self.expert_parallel_size:
             raise LayoutError(
-                f"experts are laid over dp*cp = {self.data_parallel_size}*{self.context_parallel_size} = {room} ranks, "
-                f"which expert_parallel_size={self.expert_parallel_size} does not divide; "
-                f"set expert_parallel_size={math.gcd(room, self.expert_parallel_size)}"
+                f"experts are sharded over dp*cp = {self.data_parallel_size}*{self.context_parallel_size} = {room}"
+                f" ranks, which expert_parallel_size={self.expert_parallel_size} does not divide; set"
+                f" expert_parallel_size={math.gcd(room, self.expert_parallel_size)}",
+                entry="expert-size",
             )
         smaller, larger = sorted((self.data_shard_size, self.expert_replicas))
         if larger % smaller:
             raise LayoutError(
-                f"shards of {self.data_shard_size} replicas and experts over {self.expert_replicas} of them "
-                f"(expert_parallel_size={self.expert_parallel_size}) do not fit each other; set one to a multiple of "
-                f"the other, such as expert_parallel_size={math.gcd(smaller, larger) * self.expert_contexts}"
+                f"shards of {self.data_shard_size} replicas and experts over {self.expert_replicas} of them"
+                f" (expert_parallel_size={self.expert_parallel_size}) do not fit: neither number is a multiple of the"
+                f" other; set expert_parallel_size={math.gcd(smaller, larger) * self.expert_contexts}",
+                entry="expert-shards",
             )
 
     @classmethod
@@ -122,7 +124,8 @@ class ParallelLayout:
         if data_parallel_size % data_shard_size:
             raise LayoutError(
                 f"shard_size={data_shard_size} does not divide data_parallel_size={data_parallel_size}; "
-                f"set shard_size={math.gcd(data_parallel_size, data_shard_size)}"
+                f"set shard_size={math.gcd(data_parallel_size, data_shard_size)}",
+                entry="shard-size",
             )
         return cls(
             pipeline_parallel_size=pipeline_parallel_size,
@@ -172,7 +175,10 @@ class ParallelLayout:
     def coordinates(self, rank: int) -> Coordinates:
         """The coordinates of a global rank."""
         if not 0 <= rank < self.world_size:
-            raise LayoutError(f"rank {rank} is not in a world of {self.world_size} ranks (0 to {self.world_size - 1})")
+            raise LayoutError(
+                f"rank {rank} is not in a world of {self.world_size} ranks (0 to {self.world_size - 1})",
+                entry="rank-range",
+            )
         indices = []
         for size in reversed(self.sizes):
             rank, index = divmod(rank, size)
@@ -190,14 +196,16 @@ def _resolve_data_parallel(fixed_sizes: Mapping[str, int], world_size: int) -> i
     needed = math.prod(fixed_sizes.values())
     automatic = "data_parallel_size" not in fixed_sizes
     if world_size % needed or not (automatic or needed == world_size):
-        raise LayoutError(_mismatch_message(fixed_sizes, world_size))
+        raise LayoutError(_mismatch_message(fixed_sizes, world_size), entry="world-size")
     return world_size // needed if automatic else fixed_sizes["data_parallel_size"]
 
 
 def _check_size(name: str, size: object) -> None:
     # bool is an int to Python; here it is always a mistake (`tensor_parallel_size=True`).
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise LayoutError(f"{name} must be an int >= 1 but is {size!r}; set {name}=1 to leave it unused")
+        raise LayoutError(
+            f"{name} must be an int >= 1 but is {size!r}; set {name}=1 to leave it unused", entry="size-type"
+        )
 
 
 def _mismatch_message(fixed_sizes: Mapping[str, int], world_size: int) -> str:

@@ -92,7 +92,8 @@ class Mesh:
             sizes = "*".join(str(size) for size in layout.sizes)
             raise LayoutError(
                 f"layout needs {'*'.join(AXES)} = {sizes} = {layout.world_size} ranks but the world has "
-                f"{dist.get_world_size()}; set devices={layout.world_size} or change the layout's sizes"
+                f"{dist.get_world_size()}; set devices={layout.world_size} or change the layout's sizes",
+                entry="world-size",
             )
         end_after_gloo()
         device_mesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)

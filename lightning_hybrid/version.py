@@ -1,3 +1,3 @@
 """The version of the package, which its metadata, command line and messages state."""
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

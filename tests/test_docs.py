@@ -46,7 +46,11 @@ def slug(heading):
 def anchors_of(path):
     text = re.sub(r"^( *)```.*?^\1```$", "", path.read_text(), flags=re.M | re.S)
     headings = re.findall(r"^#{1,6} (.+)$", text, re.M)
-    return {slug(heading) for heading in headings} | set(DIRECTIVE.findall(text))
+    return (
+        {slug(heading) for heading in headings}
+        | set(DIRECTIVE.findall(text))
+        | set(re.findall(r'<a id="([\w-]+)">', text))
+    )
 
 
 def dead_links(path, text):
@@ -127,6 +131,10 @@ def test_the_reference_names_what_exists():
 
 def test_the_table_of_options_is_up_to_date():
     assert REFERENCE["options"] == run_script("options_table.py")["page"](), "run python .ci/options_table.py"
+
+
+def test_the_page_of_exceptions_is_up_to_date():
+    assert REFERENCE["exceptions"] == run_script("exceptions_page.py")["page"](), "run python .ci/exceptions_page.py"
 
 
 def test_each_example_of_an_option_makes_a_strategy():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hybrid import errors
-from lightning_hybrid.errors import HybridError, LayoutError, ScheduleError, UncapturedOutput
+from lightning_hybrid.errors import HybridError, LayoutError, OffloadError, ScheduleError, UncapturedOutput
 
 PACKAGE = Path(errors.__file__).parent
 DOCS = PACKAGE.parent / "docs"
@@ -122,8 +122,17 @@ def test_one_class_catches_all():
         raise ScheduleError.at("wrong", [["a", "b"]], {0: 1})
     assert "<-- ERROR HERE" in str(pickle.loads(pickle.dumps(caught.value)))
     assert isinstance(caught.value, ValueError)
-    assert caught.value.docs == "errors.md#scheduleerror"
-    assert LayoutError.docs == "errors.md#layouterror"
+    assert caught.value.docs == "reference/exceptions.md#scheduleerror"
+    assert LayoutError.docs == "reference/exceptions.md#layouterror"
+
+
+def test_an_entry_is_named_in_docs_and_note_and_kept_by_pickles():
+    made = [LayoutError("m", entry="world-size"), UncapturedOutput("unit", "m", entry="world-size")]
+    made += [ScheduleError.at("m", [], entry="world-size"), OffloadError("m", entry="world-size")]
+    for error in made:
+        for each in (error, pickle.loads(pickle.dumps(error))):
+            assert (str(each), each.docs) == ("m", "errors.md#world-size")
+            assert each.__notes__ == ["explained in docs/errors.md#world-size"]
 
 
 def test_errors_import_without_torch():

@@ -100,7 +100,7 @@ def test_experts_must_fit_over_data_and_context():
     assert ParallelLayout(data_shard_size=4, context_parallel_size=2, expert_parallel_size=8).expert_parallel_size == 8
     odd = ParallelLayout(data_shard_size=3, context_parallel_size=4, expert_parallel_size=6)
     assert (odd.expert_replicas, odd.expert_contexts) == (3, 2)
-    with pytest.raises(LayoutError, match=r"such as expert_parallel_size=4"):
+    with pytest.raises(LayoutError, match=r"set expert_parallel_size=4"):
         ParallelLayout(data_shard_size=4, data_replicate_size=3, context_parallel_size=2, expert_parallel_size=12)
     with pytest.raises(LayoutError, match=r"dp\*cp = 6\*1 = 6 ranks.*set expert_parallel_size=2"):
         ParallelLayout(data_shard_size=6, expert_parallel_size=4)

@@ -33,7 +33,7 @@ class ActivationCheckpointing(Callback):
         strategy: Any = trainer.strategy
         if not hasattr(strategy, "request_recomputation"):
             raise TypeError(
-                f"ActivationCheckpointing needs a strategy of lightning_hybrid, and this is {type(strategy).__name__};"
-                " set strategy='hybrid3d'"
+                "ActivationCheckpointing needs a strategy of lightning_hybrid, and the Trainer has"
+                f" {type(strategy).__name__}; set strategy='hybrid3d'"
             )
         strategy.request_recomputation(self.recompute)

@@ -149,8 +149,8 @@ class AdaScale(Callback):
             )
         if self._mesh is None and trainer.world_size > 1:
             raise ValueError(
-                f"AdaScale must see gradients before they are averaged, which {type(trainer.strategy).__qualname__} "
-                'does not show; use strategy="hybrid3d" or devices=1'
+                f"AdaScale reads gradients before they are averaged, which {type(trainer.strategy).__qualname__} "
+                'does not provide; use strategy="hybrid3d" or devices=1'
             )
         if self._data_parallel_size == 1 and trainer.accumulate_grad_batches == 1:
             raise ValueError(

@@ -150,7 +150,7 @@ class ExpertLoadMonitor(Callback):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             figure = draw_loads(self.history, self.path)
             log_picture(trainer.loggers, "expert_load", lambda: figure, trainer.global_step)
-            rank_zero_info(f"the load of the experts is drawn in {self.path}")
+            rank_zero_info(f"the load of the experts is plotted in {self.path}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Unwraps the layers and the training step."""

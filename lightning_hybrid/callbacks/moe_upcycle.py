@@ -153,7 +153,7 @@ class MoEUpcycle(Callback):
         if has != self.options["num_experts"]:
             raise ValueError(
                 f"MoEUpcycle(num_experts={self.options['num_experts']}): {name} is upcycled already, to {has} experts;"
-                f" set num_experts={has}, or begin with the dense module"
+                f" set num_experts={has}, or start from the dense module"
             )
 
     def _check_untied(self, module: nn.Module, name: str, dense: nn.Module) -> None:
@@ -163,8 +163,8 @@ class MoEUpcycle(Callback):
             tied = next((fqns[id(p)] for p in outer.parameters(recurse=False) if id(p) in fqns), None)
             if id(outer) not in inside and tied is not None:
                 raise ValueError(
-                    f"MoEUpcycle: {name}.{tied} is a parameter of {other or 'the root'} too, and copies of it would"
-                    " not be; untie it, or leave this MLP out"
+                    f"MoEUpcycle: {name}.{tied} is tied to a parameter of {other or 'the root'}, and the copies of it"
+                    " in experts would not be; untie it, or leave this MLP out"
                 )
 
     def _report(self, module: nn.Module, chosen: list[str], before: int) -> None:
@@ -227,7 +227,7 @@ class MoEUpcycle(Callback):
         if state_dict["layers"] != self.layers:
             raise ValueError(
                 f"MoEUpcycle: the checkpoint has experts at {', '.join(state_dict['layers'])}, and the module at"
-                f" {', '.join(self.layers)}; use the pattern and every= that it was made with"
+                f" {', '.join(self.layers)}; use the pattern and every= of the run that saved it"
             )
 
 

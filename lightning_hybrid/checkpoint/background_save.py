@@ -83,4 +83,4 @@ class BackgroundSave:
         if on_error is not None:
             on_error(f"{message}{more}")
             return
-        raise CheckpointError(f"{message}{more}") from error
+        raise CheckpointError(f"{message}{more}", entry="save-failed") from error

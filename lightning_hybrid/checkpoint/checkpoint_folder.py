@@ -63,13 +63,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except ValueError as error:
-        raise IncompleteCheckpoint(f"{path / MANIFEST} is torn ({error}); use another checkpoint") from error
+        raise IncompleteCheckpoint(
+            f"{path / MANIFEST} is not valid JSON ({error}); use another checkpoint", entry="files-missing"
+        ) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path / MANIFEST} is not the manifest of a checkpoint of lightning_hybrid")
+        raise CheckpointError(
+            f"{path / MANIFEST} is not the manifest of a checkpoint of lightning_hybrid", entry="other-kind"
+        )
     if manifest["version"] > VERSION:
         raise CheckpointError(
             f"{path} has version {manifest['version']} and this lightning_hybrid reads up to {VERSION}; it was written"
-            f" by lightning_hybrid {manifest['versions'].get('lightning_hybrid')}: install that or a later one"
+            f" by lightning_hybrid {manifest['versions'].get('lightning_hybrid')}: install that or a later one",
+            entry="later-version",
         )
     return manifest
 
@@ -77,12 +82,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def _no_checkpoint(path: Path) -> CheckpointError:
     """The error for a folder without a manifest."""
     if incomplete_path(path).is_dir() and not (path.is_dir() and any(path.iterdir())):
-        return IncompleteCheckpoint(f"{path} is not there: a save to it began and did not end{_alternatives(path)}")
+        return IncompleteCheckpoint(
+            f"{path} is not there: a save to it began and did not end{_alternatives(path)}", entry="save-not-ended"
+        )
     names = {entry.name for entry in path.iterdir()}
     if not names:
-        return IncompleteCheckpoint(f"{path} is empty: a save to it began and did not end{_alternatives(path)}")
+        return IncompleteCheckpoint(
+            f"{path} is empty: a save to it began and did not end{_alternatives(path)}", entry="save-not-ended"
+        )
     if any(name.startswith("__") and name.endswith(".distcp") for name in names) and ".metadata" not in names:
-        return IncompleteCheckpoint(f"{path} has no {MANIFEST}: its save did not end{_alternatives(path)}")
+        return IncompleteCheckpoint(
+            f"{path} has no {MANIFEST}: its save did not end{_alternatives(path)}", entry="save-not-ended"
+        )
     kind = "of a file or folder of something else"
     if ".metadata" in names:
         kind = "of torch.distributed.checkpoint, written by something else"
@@ -90,7 +101,9 @@ def _no_checkpoint(path: Path) -> CheckpointError:
         kind = "a sharded checkpoint of Lightning's own strategies; `python -m lightning.fabric.utilities."
         kind += "consolidate_checkpoint` makes one file of it, which can be loaded"
     listed = ", ".join(sorted(names)[:_LISTED])
-    return CheckpointError(f"{path} is no checkpoint of lightning_hybrid: it has no {MANIFEST} but {listed} ({kind})")
+    return CheckpointError(
+        f"{path} is no checkpoint of lightning_hybrid: it has no {MANIFEST} but {listed} ({kind})", entry="other-kind"
+    )
 
 
 def _alternatives(path: Path) -> str:
@@ -126,7 +139,8 @@ def check_complete(path: Path) -> dict[str, Any]:
     if lacking := missing(path):
         raise IncompleteCheckpoint(
             f"{path} is incomplete: {', '.join(lacking[:_LISTED])} ({len(lacking)} of {len(manifest['files'])} files)"
-            f"{_alternatives(path)}"
+            f"{_alternatives(path)}",
+            entry="files-missing",
         )
     return manifest
 
@@ -164,7 +178,8 @@ def finish(path: Path, manifest: Mapping[str, Any]) -> None:
         if not (folder / name).is_file() or (folder / name).stat().st_size != entry["bytes"]:
             raise CheckpointError(
                 f"{folder / name} was written by another rank and is not seen by the first one; save to a folder on a"
-                " filesystem that all ranks share"
+                " filesystem that all ranks share",
+                entry="save-filesystem",
             )
     for entry in folder.iterdir():  # of an earlier save that did not end
         if entry.name not in manifest["files"]:

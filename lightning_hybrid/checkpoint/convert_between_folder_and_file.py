@@ -88,10 +88,11 @@ def to_folder(source: Path, target: Path, *, weights_only: bool = True, tell: Te
     except (pickle.UnpicklingError, RuntimeError) as error:
         raise CheckpointError(
             f"{source} cannot be read as a checkpoint of tensors and plain Python values ({str(error)[:300]}...); if"
-            " you trust it and it is one, pass --trust"
+            " you trust it and it is one, pass --trust",
+            entry="untrusted",
         ) from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise CheckpointError(f"{source} is no checkpoint of Lightning: it has no 'state_dict'")
+        raise CheckpointError(f"{source} is no checkpoint of Lightning: it has no 'state_dict'", entry="other-kind")
     state: dict[str, Any] = dict(checkpoint)
     if OPTIMIZERS in state:
         state[OPTIMIZERS] = [named_state(one) for one in state[OPTIMIZERS]]

@@ -53,7 +53,9 @@ def take_tensors(tree: Any, *, is_first: bool) -> tuple[Any, dict[str, OwnedShar
         if identity not in keys:
             key = key_of(path)
             if key in tensors:
-                raise CheckpointError(f"two tensors of the checkpoint have the key {key!r}; rename one of them")
+                raise CheckpointError(
+                    f"two tensors of the checkpoint have the key {key!r}; rename one of them", entry="save-keys"
+                )
             keys[identity] = value, key
             tensors[key] = value if isinstance(value, OwnedShards) else unsharded(value, counts=is_first)
         return {REFERENCE: keys[identity][1]}

@@ -237,5 +237,6 @@ def _check_dense(tensor: Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CheckpointError(
             f"a tensor of shape {tuple(tensor.shape)} is {tensor.layout}{', quantized' if tensor.is_quantized else ''},"
-            " and a distributed checkpoint stores dense ones; set save_distributed_checkpoint=False"
+            " and a distributed checkpoint stores dense ones; set save_distributed_checkpoint=False",
+            entry="save-dense",
         )

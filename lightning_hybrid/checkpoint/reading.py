@@ -80,7 +80,7 @@ class SavedFolder:
         """The metadata of one tensor, such as its full shape; raises a CheckpointError if there is none of that key."""
         saved = self.metadata.state_dict_metadata.get(key)
         if not isinstance(saved, TensorStorageMetadata):
-            raise CheckpointError(f"{self.path} has no {key}; {_OTHER_MODEL}")
+            raise CheckpointError(f"{self.path} has no {key}; {_OTHER_MODEL}", entry="other-model")
         return saved
 
     def rest(self) -> dict[str, Any]:
@@ -105,7 +105,8 @@ class SavedFolder:
             named = re.search(r"GLOBAL (\S+)", str(error))
             raise CheckpointError(
                 f"{self.path / name} holds objects of {named[1] if named else 'a class'}, not only tensors and plain"
-                " Python values; if you trust it, pass weights_only=False (--trust on the command line)"
+                " Python values; if you trust it, pass weights_only=False (--trust on the command line)",
+                entry="untrusted",
             ) from error
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
@@ -122,7 +123,8 @@ class SavedFolder:
                 boxes = [(span.offsets, span.sizes, span.of(each.target)) for span in each.shard.spans]
             elif (shape := tuple(each.target.shape)) != tuple(saved.size):
                 raise CheckpointError(
-                    f"{each.key} has shape {tuple(saved.size)} in {self.path}, not {shape}; {_OTHER_MODEL}"
+                    f"{each.key} has shape {tuple(saved.size)} in {self.path}, not {shape}; {_OTHER_MODEL}",
+                    entry="other-model",
                 )
             else:
                 boxes = [((0,) * len(shape), shape, each.target)]
@@ -201,7 +203,8 @@ class SavedOptimizer(Mapping[str, Any]):
         if len(names) != len(saved_names):
             raise CheckpointError(
                 f"the optimizer has {len(names)} parameters and the one in {self._saved.path} {len(saved_names)};"
-                f" the first that differ are {_first_differing(names, saved_names)}"
+                f" the first that differ are {_first_differing(names, saved_names)}",
+                entry="other-optimizer",
             )
         # For a module that was renamed since, or a file that had no names, parameters are matched by order.
         by_name = set(names) == set(saved_names)
@@ -293,7 +296,9 @@ class _Reader(FileSystemReader):
         with path.open("rb") as file:
             metadata = _Index(file, path).load()
         if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path} is not the index of a checkpoint but {type(metadata).__name__}")
+            raise CheckpointError(
+                f"{path} is not the index of a checkpoint but {type(metadata).__name__}", entry="other-kind"
+            )
         return metadata
 
 
@@ -316,11 +321,16 @@ class _Index(pickle.Unpickler):
             return self._member
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise CheckpointError(f"{self._path} names {module}.{name}, which is not allowed in the index of a checkpoint")
+        raise CheckpointError(
+            f"{self._path} names {module}.{name}, which is not allowed in the index of a checkpoint",
+            entry="index-names",
+        )
 
     def _member(self, owner: Any, name: str) -> Any:
         if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
-            raise CheckpointError(f"{self._path} names {owner!r}.{name}, which is not allowed in an index")
+            raise CheckpointError(
+                f"{self._path} names {owner!r}.{name}, which is not allowed in an index", entry="index-names"
+            )
         return _MEM_FORMAT_ENCODING[name]
 
 

@@ -79,7 +79,7 @@ def load_module_state(
         CheckpointError: Names or shapes do not fit.
     """
     if differing := state_mismatches(root, state, shards, strict=strict, prefix=prefix):
-        raise CheckpointError(differing)
+        raise CheckpointError(differing, entry="other-model")
     with torch.no_grad():
         for key, value in nn.Module.state_dict(root).items():
             if key not in state or not isinstance(value, Tensor):

@@ -35,7 +35,7 @@ from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.mesh import Mesh
 
 _MERGED = "state"  # of an optimizer: each rank has entries of its own
-_SAME = "see that on_save_checkpoint does the same on every rank"
+_SAME = "on_save_checkpoint must do the same on every rank"
 
 
 @dataclass
@@ -166,7 +166,7 @@ def write(save: Save, group: ProcessGroup | None, afterwards: Callable[[], None]
     error = _finish(save, reports, afterwards) if rank == 0 else ""
     error = _broadcast_error(error, group)
     if error:
-        raise CheckpointError(error) from save.error
+        raise CheckpointError(error, entry="save-failed") from save.error
 
 
 def _write_own(save: Save, rank: int) -> _Report:
@@ -191,7 +191,7 @@ def _finish(save: Save, reports: Sequence[_Report], afterwards: Callable[[], Non
     target = folder.incomplete_path(save.path)
     try:
         if errors := [report.error for report in reports if report.error]:
-            raise CheckpointError("; ".join(errors))
+            raise CheckpointError("; ".join(errors), entry="save-failed")
         metadata = _merged_metadata(reports)
         optimizers = _merged_optimizers(reports)
         _check(metadata, references(optimizers).union(*(report.expected for report in reports)))
@@ -228,7 +228,8 @@ def _merged_metadata(reports: Sequence[_Report]) -> Metadata:
             if tuple(entry.size) != shape or entry.properties.dtype != dtype:
                 raise CheckpointError(
                     f"ranks disagree on {key}: {tuple(entry.size)} of {entry.properties.dtype} and {shape} of {dtype};"
-                    f" {_SAME}"
+                    f" {_SAME}",
+                    entry="save-covered",
                 )
         for key, chunk in report.chunks:
             tensors[key].chunks.append(chunk)
@@ -249,11 +250,13 @@ def _check(metadata: Metadata, expected: set[str]) -> None:
     """Check that every tensor was written, each element once; raises a CheckpointError otherwise."""
     lost = sorted(expected - metadata.state_dict_metadata.keys())
     if lost:
-        raise CheckpointError(f"no rank wrote {', '.join(lost[:5])} ({len(lost)} tensors); {_SAME}")
+        raise CheckpointError(
+            f"no rank wrote {', '.join(lost[:5])} ({len(lost)} tensors); {_SAME}", entry="save-covered"
+        )
     for key, tensor in metadata.state_dict_metadata.items():
         assert isinstance(tensor, TensorStorageMetadata)
         if message := covered(tuple(tensor.size), [(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]):
-            raise CheckpointError(f"{key} of shape {tuple(tensor.size)} {message}; {_SAME}")
+            raise CheckpointError(f"{key} of shape {tuple(tensor.size)} {message}; {_SAME}", entry="save-covered")
 
 
 # -- between ranks ----------------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ def batches_differ(checksums: Sequence[float]) -> RanksDisagree:
     """The error for ranks of one replica whose batches have these different checksums, by rank."""
     return RanksDisagree(
         f"the batch differs between the ranks of one replica (checksums {checksums} on pipeline ranks 0 to"
-        f" {len(checksums) - 1}); every rank must draw the same samples: call seed_everything(...) before data are made"
-        " at random, and seed samplers and augmentation without the rank"
+        f" {len(checksums) - 1}); every rank must draw the same samples: call seed_everything(...) before random data"
+        " are generated, and seed samplers and augmentation without the rank",
+        entry="batch-differs",
     )
 
 

@@ -88,12 +88,16 @@ class NumberExchange:
             if len(set(sent)) > 1:
                 if index == 2:
                     raise batches_differ(sent)
+                if index == 3:
+                    raise RanksDisagree(
+                        f"the operations of the step differ between the ranks of one replica (checksums {sent} on"
+                        f" pipeline ranks 0 to {len(sent) - 1}): they depend on a condition on the rank, or on random"
+                        " numbers with different seeds; let all ranks take the same branches",
+                        entry="operations-differ",
+                    )
                 raise RanksDisagree(
-                    f"what the step does differs between the ranks of one replica ({sent} on pipeline ranks 0 to"
-                    f" {len(sent) - 1}): it depends on a condition on the rank, or on random numbers with different"
-                    " seeds; let all ranks decide in the same way"
-                    if index == 3
-                    else f"the {what} differs between the ranks of one replica: {sent}; log the same keys on every rank"
+                    f"the {what} differs between the ranks of one replica: {sent}; log the same keys on every rank",
+                    entry="log-keys",
                 )
         rows = [row[_HEADER:] for row in rows]
         if len(self._numbers) > _SLOTS:

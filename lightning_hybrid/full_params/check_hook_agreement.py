@@ -59,8 +59,9 @@ class HookAgreement:
             raise RanksDisagree(
                 f"{hook}: {self._axis} rank {self._group.rank()} {what}{why and f' for {why}'} ({line}), and the other"
                 f" ranks did not within {_PATIENCE.total_seconds():.0f} s. Each rank holds a shard of the model, so"
-                " read gradients and parameters on every rank, and put only what is done with the number under a"
-                " condition on the rank"
+                " read gradients and parameters on every rank, and put only the use of the number under a condition on"
+                " the rank",
+                entry="hook-ranks",
             ) from error
         if all(row.tolist() == rows[0].tolist() for row in rows):
             return
@@ -68,8 +69,9 @@ class HookAgreement:
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         raise RanksDisagree(
             f"only some {self._axis} ranks read gradients, parameters or what is computed from them in {hook}, or they"
-            f" read different ones. {listed}. Each rank holds a shard of the model, so read them on every rank, and put"
-            " only what is done with the number under a condition on the rank"
+            f" read different ones. {listed}. Each rank holds a shard of the model, so read them on every rank, and"
+            " put only the use of the number under a condition on the rank",
+            entry="hook-ranks",
         )
 
     @contextlib.contextmanager

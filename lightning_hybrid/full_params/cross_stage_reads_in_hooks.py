@@ -267,8 +267,9 @@ class CrossStageReads(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in _AUTOGRAD:
             raise GlobalReadError(
-                f"{self._hook}: {name}() starts from values that live on some pipeline ranks only; add the term to the"
-                " loss in training_step, or set pipeline_parallel_size=1"
+                f"{self._hook}: {name}() starts from values that are on some pipeline ranks only; add the term to the"
+                " loss in training_step",
+                entry="hook-backward",
             )
         leaves = list(leaves)
         if name in effects.LIKE_FIRST and ranks[0] is not None:
@@ -304,8 +305,9 @@ class CrossStageReads(TorchFunctionMode):
                 result = func(*args, **kwargs)
             except RuntimeError as error:
                 raise GlobalReadError(
-                    f"{self._hook}: {name} cannot be followed on a pipeline rank that has no content for it ({error});"
-                    " compute it from norms or sums, or set pipeline_parallel_size=1"
+                    f"{self._hook}: {name} cannot run on a pipeline rank that has no content for it ({error}); compute"
+                    " it from norms or sums",
+                    entry="hook-operation",
                 ) from error
         for made in flatten(result)[0]:
             if isinstance(made, Tensor) and not any(made is leaf for leaf in leaves):
@@ -332,7 +334,8 @@ class CrossStageReads(TorchFunctionMode):
             raise GlobalReadError(
                 f"{self._hook}: the gradient of {fqn!r}, which pipeline ranks {list(holders)} share, is summed over"
                 " them with the last batch of an accumulation, and this is an earlier one; read gradients in"
-                " on_before_optimizer_step, or set accumulate_grad_batches=1"
+                " on_before_optimizer_step, or set accumulate_grad_batches=1",
+                entry="hook-shared-gradient",
             )
         if len(set(holders)) < self._group.size() and not self._has_gradient:
             self._exchange_has_gradient()
@@ -373,8 +376,9 @@ class CrossStageReads(TorchFunctionMode):
             return self._locations.ranks_of(tensor)
         raise GlobalReadError(
             f"{self._hook}: a tensor of shape {tuple(tensor.shape)} has no content on pipeline rank {self._rank}, and"
-            " it was not made in a hook, so the rank that has its content is unknown; make it in on_fit_start or later"
-            " hooks, or set pipeline_parallel_size=1"
+            " it was not made in a hook, so the rank that has its content is unknown; make it in on_fit_start or a"
+            " later hook",
+            entry="hook-content",
         )
 
     def _fetch(self, tensors: Sequence[Tensor], why: str) -> list[Tensor]:
@@ -387,7 +391,8 @@ class CrossStageReads(TorchFunctionMode):
         if self._elements > self._most_elements and self._hook != SAVING:
             raise GlobalReadError(
                 f"{self._hook}: {why} needs {count} elements of other pipeline ranks, {self._elements} in this hook"
-                f" with those before, and at most {self._most_elements} are sent; let each gradient be reduced first"
-                " (p.grad.norm(), p.grad.abs().max()), or use torch.nn.utils.get_total_norm or clip_grad_norm_"
+                f" with those before, and at most {self._most_elements} are sent; reduce each gradient first"
+                " (p.grad.norm(), p.grad.abs().max()), or use torch.nn.utils.get_total_norm or clip_grad_norm_",
+                entry="hook-elements",
             )
         return self._remote.fetch(self._hook, why, tensors)

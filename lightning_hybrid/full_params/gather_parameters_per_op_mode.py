@@ -112,7 +112,8 @@ class GatheredParameters(TorchFunctionMode):
                 raise StepError(
                     f"{user_line()}: {name} reads a tensor without content on this rank, such as one that a hook or"
                     " torch.func made of parameters of other ranks, in a step of evaluation that every rank runs"
-                    " unsplit; keep a copy of the module or a number in the hook, or set pipeline_parallel_size=1"
+                    " unsplit; keep a copy of the module, or a number, in the hook",
+                    entry="eval-content",
                 )
             return func(*args, **kwargs)
         full_tensors = {name: self._full_tensor(name) for name in found.values()}
@@ -138,7 +139,8 @@ class GatheredParameters(TorchFunctionMode):
         if before is not None and not torch.equal(before, full):
             raise StepError(
                 f"the step writes into {name!r}, which is sharded over replicas, in a step of evaluation that every"
-                " rank runs unsplit; write it in a hook such as on_validation_epoch_start, or set zero_stage=0"
+                " rank runs unsplit; write it in a hook such as on_validation_epoch_start, or set zero_stage=0",
+                entry="eval-write",
             )
         if before is not None or is_absent(parameter):
             return
@@ -177,7 +179,9 @@ class GatheredParameters(TorchFunctionMode):
             if content.shape != shape:
                 raise StepError(
                     f"{name!r} is sharded over replicas: this rank has shape {tuple(content.shape)} of {tuple(shape)},"
-                    " in a step of evaluation that every rank runs unsplit; set zero_stage=0 and expert_parallel_size=1"
+                    " in a step of evaluation that every rank runs unsplit; set zero_stage=0 and"
+                    " expert_parallel_size=1",
+                    entry="eval-shard",
                 )
             content = content.to(self._device).contiguous()
         if len(holders) < self._group.size():

@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_hybrid.errors import PartitionError, UnfitError
+from lightning_hybrid.errors import WITHOUT_STAGES, PartitionError, UnfitError
 from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
 
 # Moving one byte takes as long as about this many floating-point operations, on a CPU core as on an accelerator's
@@ -90,7 +90,9 @@ def balance(costs: Sequence[float], num_segments: int) -> list[int]:
     """
     count = len(costs)
     if not 1 <= num_segments <= count:
-        raise PartitionError(f"{count} elements cannot be divided into {num_segments} non-empty segments")
+        raise PartitionError(
+            f"{count} elements cannot be divided into {num_segments} non-empty segments", entry="elements"
+        )
     sums = [0.0, *itertools.accumulate(costs)]
     best = sums[:]  # best[i]: smallest largest sum over the first i elements, with the segments so far
     choice: list[list[int]] = []
@@ -130,12 +132,13 @@ def owner_stages(graph: StepGraph, num_stages: int, cuts: Sequence[str] | None =
             raise UnfitError(
                 f"the step needs {num_stages} stages but has only {len(starts)} unit{'s' * (len(starts) != 1)}"
                 " with parameters"
-                + (f", counting all that the derivative at {line} goes through as one" if line is not None else "")
+                + (f", counting all operations of the derivative at {line} as one" if line is not None else "")
                 + (
-                    "; set pipeline_parallel_size=1"
+                    f"; {WITHOUT_STAGES}"
                     if len(starts) == 1
                     else f"; set pipeline_parallel_size * stages_per_rank to {len(starts)} or less"
-                )
+                ),
+                entry="too-many-stages",
             )
         bounds = [*starts[1:], len(graph.nodes)]
         begin = [0, *starts[1:]]
@@ -204,8 +207,9 @@ def _check_views(graph: StepGraph, node_stage: Sequence[int], value_stage: Seque
         if lost:
             raise PartitionError(
                 f"{node.line}: {node.name} on stage {stage} writes into a view of a tensor from stage"
-                f" {value_stage[lost[0]]}, which would not see it; write into the tensor itself (x[index] = value) or"
-                " choose pipeline_cuts that keep both on one stage"
+                f" {value_stage[lost[0]]}, where the write would be lost; write into the tensor itself (x[index] ="
+                " value) or choose pipeline_cuts that keep both on one stage",
+                entry="view-of-stage",
             )
 
 
@@ -215,8 +219,10 @@ def _check_derivatives(graph: StepGraph, node_stage: Sequence[int], num_stages: 
     empty = sorted(set(range(num_stages)).difference(node_stage))
     if line is not None and empty:
         raise PartitionError(
-            f"{line}: torch.autograd.grad takes a derivative that must be on one stage with all it goes through, and"
-            f" leaves nothing to stages {empty}; choose pipeline_cuts outside of it, or set pipeline_parallel_size=1"
+            f"{line}: torch.autograd.grad takes a derivative, and all operations that it differentiates through must"
+            f" be on one stage, which leaves stages {empty} of {num_stages} empty; set a smaller"
+            f" pipeline_parallel_size or pipeline_cuts outside of the derivative, or {WITHOUT_STAGES}",
+            entry="derivative",
         )
 
 
@@ -261,9 +267,10 @@ def check_shared(assignment: Assignment) -> None:
     if assignment.num_stages > 1 and shared > MAX_SHARED_FRACTION * total:
         worst = max(assignment.shared, key=lambda name: sizes[name])
         raise PartitionError(
-            f"{assignment.graph.step} is recurrent through its stages: {shared} of {total} parameter bytes"
-            f" (such as {worst!r}, read on stages {list(assignment.shared[worst])}) are used again after later layers;"
-            " set pipeline_parallel_size=1"
+            f"{assignment.graph.step} is recurrent through its stages: {shared} of {total} parameter bytes (such as"
+            f" {worst!r}, read on stages {list(assignment.shared[worst])}) are used again after later layers;"
+            f" {WITHOUT_STAGES}",
+            entry="recurrent",
         )
 
 
@@ -304,7 +311,8 @@ def _cut_at(graph: StepGraph, num_stages: int, cuts: Sequence[str], updates: Col
     if len(cuts) != num_stages - 1:
         raise UnfitError(
             f"pipeline_cuts has {len(cuts)} entries but {num_stages} stages need {num_stages - 1}:"
-            " name the first unit of each stage but the first"
+            " name the first unit of each stage but the first",
+            entry="cuts-number",
         )
     begins = [0]
     for cut in cuts:
@@ -313,9 +321,15 @@ def _cut_at(graph: StepGraph, num_stages: int, cuts: Sequence[str], updates: Col
         if begin is None:
             known = sorted({name for node in graph.nodes for name in _names(node)})
             near = difflib.get_close_matches(cut, known, n=3, cutoff=0.0)
-            raise UnfitError(f"pipeline_cuts names {cut!r}, which {graph.step} never uses; nearest: {near}")
+            raise UnfitError(
+                f"pipeline_cuts names {cut!r}, which {graph.step} never uses; nearest: {near}", entry="cuts-name"
+            )
         if begin <= begins[-1]:
-            raise UnfitError(f"pipeline_cuts are not in the order of {graph.step}: {cut!r} runs before its predecessor")
+            previous = repr(cuts[len(begins) - 2]) if len(begins) > 1 else "the first stage"
+            raise UnfitError(
+                f"pipeline_cuts are not in the order of {graph.step}: {cut!r} is not after {previous}",
+                entry="cuts-order",
+            )
         begins.append(begin)
     return begins
 

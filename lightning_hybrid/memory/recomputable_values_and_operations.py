@@ -203,7 +203,10 @@ class Operation:
             value = None if made is None else made()
             if value is not None and value.tensor is None:
                 if Geometry.of(tensor) != value.geometry:
-                    raise RuntimeError(f"{self.function} gave {Geometry.of(tensor)} and, before, {value.geometry}")
+                    raise RuntimeError(
+                        f"{self.function} gave {Geometry.of(tensor)} when it was recomputed, and {value.geometry} in"
+                        " the forward; make it the same in both, or take this layer out of recompute"
+                    )
                 value.tensor = tensor
         for value in self.reads:
             if value.recipe is not None and value.num_reads == 1 and not value.num_saved:

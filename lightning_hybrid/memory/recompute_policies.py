@@ -89,11 +89,14 @@ def _chosen_layers(choice: Layers, layers: Mapping[str, nn.Module]) -> list[str]
         if matched := fnmatch.filter(layers, choice):
             return matched
         near = ", ".join(difflib.get_close_matches(choice, layers, n=3, cutoff=0.0))
-        raise RecomputeError(f"recompute: {choice!r} is the name of no layer; the nearest are {near}")
+        raise RecomputeError(
+            f"recompute names {choice!r}, which matches no layer; nearest: {near}", entry="recompute-name"
+        )
     if of_class := [fqn for fqn, layer in layers.items() if isinstance(layer, choice)]:
         return of_class
     classes = ", ".join(sorted({type(layer).__name__ for layer in layers.values()}))
     raise RecomputeError(
         f"recompute: no layer is a {choice.__name__}; the layers, which are recomputed in full or in part, are"
-        f" {', '.join(layers)}, of {classes}"
+        f" {', '.join(layers)}, of {classes}",
+        entry="recompute-name",
     )

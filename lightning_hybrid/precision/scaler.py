@@ -38,8 +38,8 @@ class MeshGradScaler(GradScaler):
             return scaler
         if type(scaler) not in _PLAIN_SCALERS:
             raise TypeError(
-                f"the scaler is a {type(scaler).__qualname__}, which may override what the ranks must do together; "
-                f"pass a torch.amp.GradScaler or subclass {cls.__qualname__}"
+                f"the scaler is a {type(scaler).__qualname__}, which may override methods that the ranks must call"
+                f" together; pass a torch.amp.GradScaler or subclass {cls.__qualname__}"
             )
         if not scaler.is_enabled():
             return cls(scaler._device, enabled=False)

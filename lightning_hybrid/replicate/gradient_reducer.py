@@ -195,8 +195,8 @@ class GradientReducer:
             if bucket.work is None:
                 return
             raise RuntimeError(
-                f"{self._names[index]} got another gradient after its average was under way; arm only the last "
-                "backward, and set use_reentrant=False where a checkpointed module shares this parameter"
+                f"{self._names[index]} got another gradient after its average over the replicas had started; arm only"
+                " the last backward, and set use_reentrant=False where a checkpointed module shares this parameter"
             )
         self._has_gradient[index] = 1
         bucket.num_missing -= 1

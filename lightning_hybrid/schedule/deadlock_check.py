@@ -31,6 +31,7 @@ def check_program(program: Program) -> tuple[int, ...]:
             raise ScheduleError.at(
                 f"rank {rank} of the program does not compute the actions of schedule {schedule.name!r} in their order",
                 program.instructions,
+                entry="schedule-transfer",
             )
     execution = _StrictExecution(program)
     while execution.advance():
@@ -70,13 +71,16 @@ class _StrictExecution:
         blocked = {rank: at for rank, at in enumerate(self._position) if at < len(rows[rank])}
         if blocked:
             details = [f"rank {rank} waits at {rows[rank][at]} for {self._lack(rank)}" for rank, at in blocked.items()]
-            raise ScheduleError.at("deadlock: no rank can go on", rows, blocked, details)
+            raise ScheduleError.at("deadlock: no rank can continue", rows, blocked, details, entry="schedule-deadlock")
         for (rank, peer), issued in self._issued.items():
             for instruction, index in issued:
                 if instruction.message in self._arrived:
                     continue
                 raise ScheduleError.at(
-                    f"{instruction} of rank {rank} never meets its other half on rank {peer}", rows, {rank: index}
+                    f"{instruction} of rank {rank} has no matching transfer on rank {peer}",
+                    rows,
+                    {rank: index},
+                    entry="schedule-transfer",
                 )
 
     def _step(self, rank: int) -> bool:
@@ -113,13 +117,16 @@ class _StrictExecution:
         here = ends[0] if isinstance(instruction, Send) else ends[1]
         reason = None
         if here != rank or peer == rank:
-            reason = f"stands on rank {rank} but goes from rank {ends[0]} to rank {ends[1]}"
+            reason = f"is on rank {rank} but goes from rank {ends[0]} to rank {ends[1]}"
         elif isinstance(instruction, Send) and message not in self._made:
-            reason = "comes before the action that makes it"
+            reason = "precedes the action that computes it"
         elif instruction in self._seen:
-            reason = "stands there twice"
+            reason = "occurs twice"
         if reason:
-            raise ScheduleError.at(f"{instruction} {reason}", self.program.instructions, {rank: self._position[rank]})
+            position = {rank: self._position[rank]}
+            raise ScheduleError.at(
+                f"{instruction} {reason}", self.program.instructions, position, entry="schedule-transfer"
+            )
 
     def _match(self, rank: int, peer: int) -> None:
         """Let the k-th transfers of both sides of a pair meet, or those of one tag, as far as both have issued them."""
@@ -134,11 +141,12 @@ class _StrictExecution:
                 spots = dict(sorted({rank: one_index, peer: other_index}.items()))
                 rows = self.program.instructions
                 raise ScheduleError.at(
-                    f"deadlock: transfer number {self._matched[pair]} between ranks {pair[0]} and {pair[1]} does not "
-                    "match, so both wait for ever",
+                    f"deadlock: transfer number {self._matched[pair]} between ranks {pair[0]} and {pair[1]} does not"
+                    " match, so both wait forever",
                     rows,
                     spots,
                     [f"rank {spot} waits at {rows[spot][index]}" for spot, index in spots.items()],
+                    entry="schedule-deadlock",
                 )
             self._matched[pair] += 1
             self._arrived.add(one.message)

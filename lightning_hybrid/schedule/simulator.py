@@ -201,7 +201,11 @@ def _stuck(
         missing = ", ".join(str(other) for other in before[action] if other not in finished)
         details.append(f"rank {rank} waits at {action} for {missing}")
     return ScheduleError.at(
-        f"schedule {schedule.name!r} cannot go on: every rank waits for another", schedule.actions, positions, details
+        f"schedule {schedule.name!r} cannot continue: every rank waits for another",
+        schedule.actions,
+        positions,
+        details,
+        entry="schedule-deadlock",
     )
 
 

@@ -180,7 +180,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
     @property
     def _active(self) -> RunLifecycle:
         if self._lifecycle is None:
-            raise RuntimeError("no run has been set up; ask in on_fit_start() or later")
+            raise RuntimeError("no run has been set up; read it in on_fit_start() or later")
         return self._lifecycle
 
     def make_full(self) -> None:

@@ -134,9 +134,13 @@ class Verification:
         differences = compare(ranks, reference.observed, reference.noisy, precision=self.experiment.precision)
         floor = noise_of(reference.observed, reference.noisy)
         if unchanged := unmoved(reference.observed):
-            notes.append(f"{len(unchanged)} trainable parameters did not move in the reference, such as {unchanged[0]}")
+            notes.append(
+                f"{len(unchanged)} trainable parameters did not change in the reference, such as {unchanged[0]}"
+            )
         if floor > 1e-2:
-            notes.append(f"noise alone changes an update by {floor:.2g} of its size: such parameters prove little")
+            notes.append(
+                f"noise alone changes an update by {floor:.2g} of its size: comparisons of such parameters are weak"
+            )
         first, message = (differences[0], str(differences[0])) if differences else (None, "")
         if reference.irreproducible is not None:
             first = reference.irreproducible

@@ -109,8 +109,9 @@ def agree_on_step(trained: Mapping[str, bool], ranks: ShardRanks, device: torch.
     if highest != -lowest:
         frozen = [name for name, takes in trained.items() if not takes]
         raise RanksDiffer(
-            f"replicas train different parameters: here {len(frozen)} of {len(trained)} are frozen"
-            f" ({', '.join(frozen[:3]) or 'none'}), elsewhere others; freeze the same ones on every rank, or set"
-            " zero_stage=0"
+            f"replicas train different parameters: on this rank {len(frozen)} of {len(trained)} are frozen"
+            f" ({', '.join(frozen[:3]) or 'none'}), on another replica others; freeze the same ones on every rank, or"
+            " set zero_stage=0",
+            entry="frozen-differ",
         )
     return bool(most == -fewest)

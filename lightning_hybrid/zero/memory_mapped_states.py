@@ -52,7 +52,9 @@ class StateFile:
             os.makedirs(folder, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed in `close`)
         except OSError as error:
-            raise OffloadError(f"offload to {folder!r}: it cannot be written ({error}); name another folder") from error
+            raise OffloadError(
+                f"offload to {folder!r}: it cannot be written ({error}); name another folder", entry="offload-write"
+            ) from error
         try:
             self.extend(sizes)
         except OffloadError:
@@ -75,7 +77,8 @@ class StateFile:
             raise OffloadError(
                 f"offload to {self.folder!r}: {self._content} of this rank take {end / 2**20:,.1f} MiB, and"
                 f" {free / 2**20:,.1f} MiB are free there ({error}); name another folder, or use more replicas with"
-                " zero_stage=1 or higher"
+                " zero_stage=1 or higher",
+                entry="offload-write",
             ) from error
         self.nbytes = end
         for length in lengths:
@@ -91,7 +94,8 @@ class StateFile:
         if not self.is_complete:
             raise OffloadError(
                 f"the file with {self._content} in {self.folder!r} has {self._length} bytes where {self.nbytes} were"
-                " reserved: it has been truncated; go on from the latest checkpoint"
+                " reserved: it has been truncated; continue from the latest checkpoint",
+                entry="offload-truncated",
             )
 
     @property

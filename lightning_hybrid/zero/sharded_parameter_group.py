@@ -353,8 +353,8 @@ class ParameterGroup:
         for name, new in self._messages.finish():
             if self.parameters[name].grad is not None:
                 raise RuntimeError(
-                    f"{name} got another gradient after its average was under way; set use_reentrant=False where a"
-                    " checkpointed function shares this parameter"
+                    f"{name} got another gradient after its average over the replicas had started; set"
+                    " use_reentrant=False where a checkpointed function shares this parameter"
                 )
             if new is None:
                 continue

@@ -229,7 +229,7 @@ def flip(path):
         (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda path: (path / "meta.pt").write_bytes(b""), "meta.pt has 0 bytes instead of"),
         (lambda path: (path / "manifest.json").unlink(), "has no manifest.json but .metadata"),
-        (lambda path: (path / "manifest.json").write_text("{"), "is torn"),
+        (lambda path: (path / "manifest.json").write_text("{"), "is not valid JSON"),
         (lambda path: [entry.unlink() for entry in path.iterdir()], "is empty: a save to it began"),
     ],
 )

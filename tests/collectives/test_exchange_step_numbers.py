@@ -29,7 +29,7 @@ def test_ranks_that_differ_learn_in_what():
     here = dist.get_rank()
     for others, message in [
         ({"batch": here}, "the batch differs between the ranks of one replica"),
-        ({"trace": here}, "what the step does differs"),
+        ({"trace": here}, "the operations of the step differ"),
         ({"names": here}, "the set of logged keys differs"),
     ]:
         with pytest.raises(RanksDisagree, match=message):

@@ -212,7 +212,7 @@ def test_inner_derivative_runs_on_its_latest_stage():
     # A cut by name inside of it: what comes before the cut follows.
     assert assign(graph, owner_stages(graph, 2, ["blocks.3"]), 2).node_stage == (0, 0, 1, 1, 1)
     with_inner = with_derivative(chain(4), (0, 1, 2, 3))
-    with pytest.raises(PartitionError, match=r"leaves nothing to stages \[0\]"):
+    with pytest.raises(PartitionError, match=r"leaves stages \[0\] of 2 empty"):
         assign(with_inner, owner_stages(with_inner, 2, ["blocks.2"]), 2)
-    with pytest.raises(PartitionError, match="only 1 unit with parameters, counting all that the derivative"):
+    with pytest.raises(PartitionError, match="only 1 unit with parameters, counting all operations of the derivative"):
         owner_stages(with_inner, 2)

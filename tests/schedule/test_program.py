@@ -159,7 +159,7 @@ def test_deadlock_names_all_waiting_ranks():
     with pytest.raises(ScheduleError) as error:
         check_schedule(schedule_of(*rows, num_microbatches=2), chain(2))
     assert str(error.value).splitlines() == [
-        "schedule 'drawn' cannot go on: every rank waits for another",
+        "schedule 'drawn' cannot continue: every rank waits for another",
         "  rank 0 waits at 0B0 for 1B0",
         "  rank 1 waits at 1F1 for 0F1",
         "rank 0: 0F0  0B0  <-- ERROR HERE  0F1  0B1  0R",
@@ -199,7 +199,7 @@ def test_crossing_sends_without_a_posted_receive_deadlock():
     with pytest.raises(ScheduleError) as error:
         check_program(edited((1, Receive(F1), 3)))
     assert str(error.value).splitlines() == [
-        "deadlock: transfer number 1 between ranks 0 and 1 does not match, so both wait for ever",
+        "deadlock: transfer number 1 between ranks 0 and 1 does not match, so both wait forever",
         "  rank 0 waits at send(0>1F1)",
         "  rank 1 waits at send(1>0B0)",
         "rank 0: 0F0  send(0>1F0)  0F1  send(0>1F1)  <-- ERROR HERE  recv(1>0B0)  recv(1>0B1)  0B0  0B1  0R",
@@ -213,7 +213,7 @@ def test_crossing_sends_without_a_posted_receive_deadlock():
         ([(1, Send(B0), None)], "does not match"),
         ([(0, Send(F0), None)], "does not match"),
         ([(1, Receive(F0), 2), (1, Receive(F1), 2)], "no receive of it is posted before"),
-        ([(0, Send(F0), -1)], "send(0>1F0) comes before the action that makes it"),
+        ([(0, Send(F0), -1)], "send(0>1F0) precedes the action that computes it"),
         ([(0, Send(F0), 2)], "does not match"),
         ([(0, Compute(action_of("0B1")), None)], "does not compute the actions of schedule '1f1b'"),
         ([(0, Receive(Message("backward", 1, 0, 1)), None)], "rank 0 waits at 0B1 for 1>0B1 (no receive"),
@@ -231,8 +231,8 @@ def test_unmatched_transfer_is_found():
     program = lower(gpipe(2, 1), chain(2))
     stray = Send(Message("forward", 0, 1, 0))
     rows = (program.instructions[0], (*program.instructions[1], Receive(Message("forward", 0, 1, 7))))
-    with pytest.raises(ScheduleError, match=r"recv\(0>1F7\) of rank 1 never meets its other half on rank 0"):
+    with pytest.raises(ScheduleError, match=r"recv\(0>1F7\) of rank 1 has no matching transfer on rank 0"):
         check_program(dataclasses.replace(program, instructions=rows))
     rows = ((*program.instructions[0], stray), program.instructions[1])
-    with pytest.raises(ScheduleError, match=r"send\(0>1F0\) stands there twice"):
+    with pytest.raises(ScheduleError, match=r"send\(0>1F0\) occurs twice"):
         check_program(dataclasses.replace(program, instructions=rows))

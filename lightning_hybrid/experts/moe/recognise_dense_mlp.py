@@ -161,7 +161,7 @@ def _find_dim(probe: nn.Module, generator: torch.Generator) -> tuple[int, bool]:
                 continue
             if output.shape == expected.shape and _allclose(output, expected):
                 return dim, takes_rows
-        raise NotAnMLP("does not treat every position by itself")
+        raise NotAnMLP("does not process every position independently")
     raise NotAnMLP(f"takes no tensor [batch, length, dim] for any dim among {sizes} ({reason})")
 
 

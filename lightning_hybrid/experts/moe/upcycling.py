@@ -70,9 +70,10 @@ class UpcycledMLP(nn.Module):
         dense = [prefix + name for name in self._dense_names if prefix + name in state_dict]
         if dense and not any(name.startswith(f"{prefix}moe.") for name in state_dict):
             raise ValueError(
-                f"{prefix[:-1]} is dense in the checkpoint, which has {dense[0]}, and has experts here; a run cannot be"
-                " resumed with other parameters than it had. Load the dense weights into the module before fit and"
-                " leave ckpt_path out, and the experts begin with them; or let MoEUpcycle take the layers that it took"
+                f"{prefix[:-1]} is dense in the checkpoint, which has {dense[0]}, and has experts here; a run cannot"
+                " be resumed with other parameters than it had. Load the dense weights into the module before fit and"
+                " leave ckpt_path out, and the experts start as copies of them; or pass MoEUpcycle the layers of that"
+                " run"
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -128,7 +129,7 @@ def upcycle_mlp(
     """
     if any(parameter.is_meta or is_absent(parameter) for parameter in module.parameters()):
         raise ValueError(
-            f"{fqn} has no weights to begin experts with, since the module was built empty; build it without"
+            f"{fqn} has no weights to initialize experts with, since the module was built empty; build it without"
             " empty_init, or load its weights before fit"
         )
     try:
@@ -136,7 +137,7 @@ def upcycle_mlp(
     except NotAnMLP as error:
         raise ValueError(
             f"{fqn} ({type(module).__name__}) cannot become experts: it {error}; name modules that take one tensor"
-            " [..., dim] and return one of its shape, each position by itself"
+            " [..., dim] and return one of its shape, and process each position independently"
         ) from error
     copies = [copy.deepcopy(module) for _ in range(num_experts)]
     if noise:

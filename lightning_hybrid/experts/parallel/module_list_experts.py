@@ -82,7 +82,7 @@ class ExpertList(ExpertsAdapter):
         shapes = [[rows.shape for rows in calls] for calls in recorded]
         flat = [rows.reshape(-1, rows.shape[-1]) for calls in recorded for rows in calls]
         if not flat:
-            raise UnsupportedExpertCalls("the block calls none of its experts")
+            raise UnsupportedExpertCalls("the block calls none of its experts", entry="expert-calls")
         numbers = [sum(shape[:-1].numel() for shape in calls) for calls in shapes]
         self._called = [bool(calls) for calls in recorded]
         out = exchange(torch.cat(flat), torch.tensor(numbers, device=flat[0].device))
@@ -96,7 +96,7 @@ class ExpertList(ExpertsAdapter):
                 """Of shape [..., D] -> [..., D']."""
                 if not results[number] or results[number][0].shape[0] != rows.shape[:-1].numel():
                     raise UnsupportedExpertCalls(
-                        f"the rows of {self.names[number]} depend on what other experts answer"
+                        f"the rows of {self.names[number]} depend on the results of other experts", entry="expert-calls"
                     )
                 return results[number].pop(0).view(*rows.shape[:-1], out.shape[-1])
 
@@ -115,7 +115,8 @@ class ExpertList(ExpertsAdapter):
                 """Of shape [..., D] -> zeros [..., D']."""
                 if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dim() < 2:
                     raise UnsupportedExpertCalls(
-                        f"{self.names[number]} is called with something else than one tensor of rows"
+                        f"{self.names[number]} is called with other arguments than one tensor of rows",
+                        entry="expert-calls",
                     )
                 recorded[number].append(args[0])
                 empty = _empty_result(local_expert, args[0])

@@ -142,7 +142,8 @@ class ShardedExperts:
         raise StepError(
             f"the training step reads '{name}' outside of its layer, but {self.sharding.group.size()} ranks share these"
             f" experts, and this one holds {tuple(parameter.shape)} of it; read it in a hook such as on_train_batch_end"
-            " or in validation, or set expert_parallel_size=1"
+            " or in validation, or set expert_parallel_size=1",
+            entry="expert-read",
         )
 
     def _run(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -154,8 +155,9 @@ class ShardedExperts:
                 return self._exchanged(fqn, forward, args, kwargs)
             except UnsupportedExpertCalls as error:
                 raise UnsupportedExpertCalls(
-                    f"{fqn}: {error}, which it did not do when its experts were sharded over"
-                    f" {self.sharding.group.size()} ranks; set expert_parallel_size=1"
+                    f"{fqn}: {error}, unlike in the proof that its experts can be sharded over"
+                    f" {self.sharding.group.size()} ranks; set expert_parallel_size=1",
+                    entry="expert-calls",
                 ) from error
 
     def _exchanged(self, fqn: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -193,9 +195,10 @@ class ShardedExperts:
         most, fewest = votes[0].item(), -votes[1].item()
         if most != fewest:
             raise UnequalMicrobatches(
-                f"replicas that share experts must run their layers equally often, but have batches of {fewest} to"
+                f"replicas that share experts must run their layers equally often, but their batches have {fewest} to"
                 f" {most} microbatches ({num_microbatches} here); give them batches of equal size, or set"
-                " num_microbatches=1"
+                " num_microbatches=1",
+                entry="expert-microbatches",
             )
 
     @torch.no_grad()

@@ -55,7 +55,11 @@ class LossWeighting(NamedTuple):
 
     def __str__(self) -> str:
         """For messages."""
-        return f"microbatches weigh by what the loss is a mean over: {self.counts[0]}" if self.counts else ""
+        return (
+            (f"microbatches are weighted by the count that the loss is a mean over: {self.counts[0]}")
+            if self.counts
+            else ""
+        )
 
     def of(self, parts: Sequence[Any], by_samples: Sequence[float]) -> list[float]:
         """The weights of the parts of a batch in its loss; ``by_samples`` where there is no count."""
@@ -204,9 +208,9 @@ def describe_mixing(found: tuple[float, float], then: str = "") -> str:
     """
     then = then or "The mean over microbatches is what training minimises, as with gradient accumulation"
     return (
-        f"the objective mixes samples: the loss of a batch is {found[0]:.6g}, the mean of the losses of its parts is"
-        f" {found[1]:.6g}. {then}. For a mean over what labels or a mask leave, pass"
-        " microbatch_weight=function(microbatch) -> count"
+        f"the objective mixes samples: the loss of a batch is {found[0]:.6g}, the mean of the losses of its"
+        f" microbatches or shares is {found[1]:.6g}. {then}. For a mean over the entries that labels or a mask select,"
+        " pass microbatch_weight=function(microbatch) -> count (docs/semantics/losses.md)"
     )
 
 

@@ -130,8 +130,8 @@ class MetricSync:
                     first = self._feeding_rank.setdefault(name, rank)
                     if first != rank:
                         raise ValueError(
-                            f"metric {name!r} is fed on pipeline rank {first} by one step and on rank {rank} by another"
-                            "; use one metric object per step, as in self.train_accuracy and self.val_accuracy"
+                            f"metric {name!r} is updated on pipeline rank {first} by one step and on rank {rank} by"
+                            " another; use one metric object per step, as in self.train_accuracy and self.val_accuracy"
                         )
 
     def broadcast_all_states(self) -> None:

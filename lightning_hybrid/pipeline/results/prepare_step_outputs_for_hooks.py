@@ -54,5 +54,6 @@ def check_content(step: str, output: Any) -> None:
         if has_absent_content(leaf):
             raise StepError(
                 f"{line_of_read(leaf, step)}: {step} returns a number read from the model that is not known for the"
-                " full batch; return the tensor instead (loss.detach()), or set num_microbatches=1"
+                " full batch; return the tensor instead (loss.detach()), or set num_microbatches=1",
+                entry="outputs-number",
             )

@@ -61,7 +61,8 @@ class StepSnapshot:
                 raise StepError(
                     f"training_step {why}, and cannot be run again: it has written {path}, whose {tensor.numel():,}"
                     f" elements are more than the {_MAX_COPIED:,} that are copied before a step; register it as a"
-                    " buffer"
+                    " buffer",
+                    entry="rollback",
                 )
         self._modules.restore()
         for content in self._tensors:

@@ -64,7 +64,10 @@ class SideEffectRun:
         """
         kept = self._variant.recording.numbers_kept
         if any(tensor._version != version for tensor, version in self._watched):
-            raise StepError(f"{kept}, and the step writes into its batch in place; let it write into a copy")
+            raise StepError(
+                f"{kept}, and the step writes into its batch in place; let it write into a copy",
+                entry="side-effects-batch",
+            )
         written = _Buffers(self._root, self._without)
         self._start.restore()  # the step may have branched on a buffer that it has written since
         replay = SideEffectReplay(self._variant.recording, self._variant.assignment, self._root, self._randomness)
@@ -75,7 +78,8 @@ class SideEffectRun:
         except Exception as error:
             raise StepError(
                 f"{kept}, and the step failed where only its side effects run ({type(error).__name__}: {error});"
-                " make the step do the same each time it runs on a batch, or keep the tensor (loss.detach()) instead"
+                " make the step do the same each time it runs on a batch, or keep the tensor (loss.detach()) instead",
+                entry="side-effects",
             ) from error
         finally:
             written.restore()

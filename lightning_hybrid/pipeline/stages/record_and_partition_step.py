@@ -104,7 +104,7 @@ def _record_and_assign(plan: StagePlan, recorded: Callable[[], Recording]) -> tu
         raise
     agreed = plan.agree(decided)
     if isinstance(agreed, str):
-        raise StepError(f"on the first rank: {agreed}")
+        raise StepError(f"on the first rank: {agreed}", entry="first-rank")
     plan.unit_choice.opened, plan.unit_choice.closed, plan.tracked_buffers, plan.owner_stages, changes = agreed
     if plan.unit_choice.choose().keys() != recording.units.keys():
         recording = recorded()

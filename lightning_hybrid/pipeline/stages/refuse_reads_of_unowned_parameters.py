@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from lightning_hybrid.errors import StepError
+from lightning_hybrid.errors import WITHOUT_STAGES, StepError
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import Node
 
@@ -37,7 +37,8 @@ def check_parameter_owners(
             raise StepError(
                 f"{node.line or graph.step}: {graph.step} uses {name!r} {place}, but the first training step put it on"
                 f" pipeline ranks {list(ranks_of(name))}{other}; use both in the same order in every step and batch,"
-                " or set pipeline_parallel_size=1"
+                f" or {WITHOUT_STAGES}",
+                entry="parameter-order",
             )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.errors import StepError
+from lightning_hybrid.errors import WITHOUT_STAGES, StepError
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.record_and_partition_step import record_variant
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
@@ -241,9 +241,10 @@ class TraceCache:
                         variant = self._find_trace(call, microbatch, index, traces, units, names, before)
                     except UnknownTrace as reason:
                         raise StepError(
-                            f"{call.name} does something else each time it runs on the same batch, so that no recording"
-                            f" tells what it will do: {reason}; make it the same each time, or set"
-                            " pipeline_parallel_size=1 and num_microbatches=1"
+                            f"{call.name} behaves differently each time it runs on the same batch, so that no"
+                            f" recording predicts its operations: {reason}; make it the same each time, or"
+                            f" {WITHOUT_STAGES}",
+                            entry="unrepeatable",
                         ) from None
                 chosen.append(variant)
         finally:

@@ -144,7 +144,9 @@ class StagePlan:
         if shared:
             raise StepError(
                 f"{recording.graph.step} writes {shared[0]!r} in some batches only, and did not when it was first"
-                " recorded, so that every rank has its own; write it in every batch, or in on_train_batch_end"
+                " recorded, so that each pipeline rank holds a copy of it; write it in every batch, or in"
+                " on_train_batch_end",
+                entry="parameter-writes",
             )
         check_parameter_owners(assignment, self.owner_stages, self.num_ranks, self.ranks_of)
         return assignment

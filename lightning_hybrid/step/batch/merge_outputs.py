@@ -170,7 +170,8 @@ class _Merger:
                 f"{self.step} returns {self.path or 'a tensor'} with shapes {shapes} for microbatches of"
                 f" {', '.join(map(str, self.counts))} samples, which cannot be merged to a tensor of the full batch:"
                 " return a list with one entry per sample (list(output)), or tensors of one shape per sample, or set"
-                " num_microbatches=1"
+                " num_microbatches=1",
+                entry="outputs-shapes",
             )
         return outputs[-1]
 

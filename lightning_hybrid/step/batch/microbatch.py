@@ -92,7 +92,8 @@ def check_count(batch: Any, wanted: int | None) -> None:
     if wanted is not None and size is not None and wanted > size:
         raise BatchError(
             f"num_microbatches={wanted} but the batch has only {size} samples;"
-            f" set num_microbatches={size} or less, or a larger batch_size"
+            f" set num_microbatches={size} or less, or a larger batch_size",
+            entry="few-samples",
         )
 
 
@@ -121,7 +122,9 @@ def split(batch: Any, count: int, splitter: BatchSplitter | None = None) -> tupl
     if splitter is not None:
         pieces = list(splitter(batch, count))
         if len(pieces) != count:
-            raise BatchError(f"batch_splitter was called for {count} microbatches and returned {len(pieces)}")
+            raise BatchError(
+                f"batch_splitter was called for {count} microbatches and returned {len(pieces)}", entry="batch-splitter"
+            )
         sizes = [size for piece in pieces if (size := batch_size_of(piece)) is not None]
         total = sum(sizes)
         if len(sizes) == len(pieces) and total:
@@ -168,7 +171,7 @@ def join_batches(batches: Sequence[Any]) -> Any:
     outputs = [tuple(batch) for batch in batches] if are_columns else batches
     merged = join(outputs, [(count or 0) / max(total, 1) for count in counts], counts)
     if None in counts or batch_size_of(merged) != total:
-        raise BatchError(f"the batches of {len(batches)} replicas cannot be concatenated to one")
+        raise BatchError(f"the batches of {len(batches)} replicas cannot be concatenated to one", entry="join-batches")
     return list(merged) if are_columns else merged
 
 

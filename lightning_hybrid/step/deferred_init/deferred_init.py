@@ -126,13 +126,15 @@ class InitialValues:
         if self.is_adopted(tensor) and self._parameters[id(tensor)].version != tensor._version:
             raise InitialValueError(
                 f"{name} was written while it had no storage, outside of trainer.init_module(empty_init=True);"
-                " write it inside, or build the model with empty_init=False"
+                " write it inside, or build the model with empty_init=False",
+                entry="meta-write",
             )
         if not self._recorded.is_written(self.view_of(tensor)):
             raise InitialValueError(
                 f"{name} is on the meta device and nothing gives it a value; give its module a reset_parameters()"
-                " method, load a checkpoint, or build the model with trainer.init_module(empty_init=True), which keeps"
-                " what is done to parameters and leaves buffers real"
+                " method, load a checkpoint, or build the model with trainer.init_module(empty_init=True), which"
+                " records operations on parameters and leaves buffers real",
+                entry="meta-value",
             )
 
     def view_of(self, tensor: Tensor) -> StorageView:

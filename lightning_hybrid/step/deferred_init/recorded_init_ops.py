@@ -282,7 +282,8 @@ class RecordedInitOps:
             if leaf.tensor._version != leaf.version:
                 raise InitialValueError(
                     f"a tensor of shape {tuple(leaf.tensor.shape)} from which a parameter without storage was set has"
-                    " been changed since; set the parameter from a clone of it"
+                    " been changed since; set the parameter from a clone of it",
+                    entry="meta-source",
                 )
             return leaf.tensor
         return self._device if _is_meta(leaf) else leaf

@@ -65,7 +65,7 @@ class BranchCheck:
             same = _operations(other) == _operations(recording) and self._plain == plain
             if not same or (self._float_changed(floats) and self._float_changes_again(record_again, probe)):
                 with context():
-                    raise ControlFlowError(branch_message(recording.numbers_read))
+                    raise ControlFlowError(branch_message(recording.numbers_read), entry="branch")
 
     def _recorded(self, record_again: Callable[[float], Recording], probe: float) -> Recording | None:
         try:

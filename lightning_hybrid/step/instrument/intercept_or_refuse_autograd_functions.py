@@ -95,9 +95,10 @@ def _refuse_call(current: CurrentRun, function: type[Function]) -> Any:
             return original(*args, **kwargs)
         name = function.__qualname__
         raise StepError(
-            f"{user_line()}: {name} is called through an object that holds {name}.apply (a functools.partial, a list, a"
-            " default argument), where a step cannot see the call; call"
-            f" {name}.apply(...) itself, or keep it as a variable of a module or an attribute"
+            f"{user_line()}: {name} is called through an object that holds {name}.apply (a functools.partial, a list,"
+            f" a default argument), where the recording does not see the call; call {name}.apply(...) directly, or"
+            " store it as a variable or an attribute of a module",
+            entry="function-apply",
         )
 
     return staticmethod(forward)

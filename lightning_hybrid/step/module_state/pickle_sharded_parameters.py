@@ -56,7 +56,8 @@ def _check_full(parameter: Tensor, done: str) -> None:
     if here != tuple(shape):
         raise NotOnThisRank(
             f"a parameter of shape {tuple(shape)}, of which this rank holds a shard of shape {here}, is {done} where"
-            f" its shards are not gathered; {_ADVICE}"
+            f" its shards are not gathered; {_ADVICE}",
+            entry="pickle",
         )
 
 
@@ -95,7 +96,8 @@ def _pickle_absent(tensor: FakeTensor) -> Any:
     if not is_supplied:
         raise NotOnThisRank(
             f"a tensor of shape {tuple(tensor.shape)} is pickled where it has no content: that is on other ranks, or"
-            f" the step is being recorded; {_ADVICE}"
+            f" the step is being recorded; {_ADVICE}",
+            entry="pickle",
         )
     return tensor.__reduce_ex__(2)
 

@@ -133,9 +133,10 @@ def choose_units(
     count = sum(_count(unit) > 0 for unit in units.values())
     if hooked and count < num_stages:
         raise StepError(
-            f"{hooked[0]} has a full backward hook, which sees where it begins and ends, so that it must lie on one"
-            f" stage; {num_stages} stages need as many modules with parameters, and there are {count} such; register"
-            " the hook on modules inside it, or set pipeline_parallel_size to less"
+            f"{hooked[0]} has a full backward hook, so that it must be on one stage; {num_stages} stages need as many"
+            f" modules with parameters, and there are {count}; register the hook on modules inside it, or set a"
+            " smaller pipeline_parallel_size",
+            entry="hook-stages",
         )
     return units
 

@@ -34,7 +34,8 @@ def values_behind_numbers(leaves: list[Any], read_at: str) -> tuple[int, ...]:
     if read_at and lost:
         raise StepError(
             f"{user_line()}: an operation takes a number that was computed from one read from the model ({read_at});"
-            " other pipeline stages do not have it: compute it with torch functions on tensors"
+            " other pipeline stages do not have it; compute it with torch functions on tensors",
+            entry="number-operand",
         )
     return tuple(sorted(frozenset[int]().union(*found)))
 
@@ -117,7 +118,8 @@ def refuse_number_in_buffer(root: nn.Module, before: ModuleSnapshot, read_at: st
     if read_at and (name := number_in_buffer(root, before)):
         raise StepError(
             f"{read_at}: the step writes a number read from the model into buffer {name!r}, which other pipeline stages"
-            " would not have; write the tensor itself: self.mean.copy_(h.mean())"
+            " would not have; write the tensor itself: self.mean.copy_(h.mean())",
+            entry="number-in-buffer",
         )
 
 

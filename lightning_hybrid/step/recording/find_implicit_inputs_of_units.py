@@ -112,8 +112,8 @@ class CapturedInputs:
                 " its arguments); return it from its forward, or name a cut inside that module in pipeline_cuts"
             )
             if unit is not None and not has_backward_hooks(self._units[unit]):
-                raise UncapturedOutput(unit, message)
-            raise StepError(message)
+                raise UncapturedOutput(unit, message, entry="captured-output")
+            raise StepError(message, entry="captured-output")
         return not reads_model
 
 

@@ -125,7 +125,8 @@ def refuse_absent_numbers(root: nn.Module, recordings: Sequence[Recording], read
         if has_absent_content(leaf):
             raise StepError(
                 f"{line_of_read(leaf, read_at)}: {location} keeps a number read from the model, which the step did not"
-                " when it was recorded: keep it in every batch, or keep the tensor instead (loss.detach())"
+                " when it was recorded; keep it in every batch, or keep the tensor instead (loss.detach())",
+                entry="kept-later",
             )
 
 

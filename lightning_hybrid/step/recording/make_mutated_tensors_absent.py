@@ -84,7 +84,8 @@ class MutatedBatchTensors:
         elif target._is_view() or (id(target) in self._detached and self._detached[id(target)][0]() is not None):
             raise StepError(
                 f"{user_line()}: {name} writes a value of the model into a view of a tensor made from the batch;"
-                " write into the tensor itself (x[index] = value)"
+                " write into the tensor itself (x[index] = value)",
+                entry="batch-view",
             )
         absent = make_absent(target)
         swap_in_place(target, absent)

@@ -55,7 +55,7 @@ def run_event_on_stand_ins(
             f"{user_line()}: {name[1:]} computes a number from values of the model, and {where}, which other pipeline"
             " stages do not have; return the tensor"
         )
-        raise UncapturedOutput(name[1:], message)
+        raise UncapturedOutput(name[1:], message, entry="number-output")
     return out
 
 

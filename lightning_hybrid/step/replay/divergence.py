@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightning_hybrid.errors import StepChanged
+from lightning_hybrid.errors import WITHOUT_STAGES, StepChanged
 from lightning_hybrid.graph.step_graph import Node, StepGraph
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import returned_values
 
 _NONE = "no value of the model"
 _ADVICE = {
-    "values of the model": "Make the decision from the batch alone, use torch.where or sums over a mask",
-    "the content of the batch": "Ask the mask itself by mask.any() or int(mask.sum()), which is seen in each batch",
+    "values of the model": "Decide from the batch alone, use torch.where or sums over a mask",
+    "the content of the batch": "Test the mask itself (mask.any(), int(mask.sum())), which is read in each batch",
 }
 
 
@@ -57,14 +58,16 @@ class Divergence:
             if maker is not None:
                 return StepChanged(
                     f"{line}: the step branches on the size of a tensor, or loops over it, and that size depends on"
-                    f" {maker.sized_by}: {maker.name} at {maker.line} has made it. Its shape is {shape} now and was"
+                    f" {maker.sized_by}: {maker.name} at {maker.line} computes it. Its shape is {shape} now and was"
                     f" {self._graph.values[value].shape} when the step was recorded, so that {change}."
-                    f" {_ADVICE[maker.sized_by]}, or set pipeline_parallel_size=1"
+                    f" {_ADVICE[maker.sized_by]}, or {WITHOUT_STAGES}",
+                    entry="size-branch",
                 )
         return StepChanged(
-            f"{change}; its control flow depends on something that no guard covers (such as a global variable, or what"
-            " torch.jit.script has made): keep that as an attribute of the module, make the step the same on every"
-            " batch, or set pipeline_parallel_size=1"
+            f"{change}; its control flow depends on something that no guard covers (such as a global variable, or a"
+            " result of torch.jit.script); keep that as an attribute of the module, make the step the same on every"
+            f" batch, or {WITHOUT_STAGES}",
+            entry="step-changed",
         )
 
     def of_operation(self, node: Node, now: str) -> StepChanged:
@@ -111,3 +114,21 @@ class Divergence:
             stack += found
             visited.update(found)
         return None
+
+
+def shape_changed(line: str, recorded: Sequence[int], now: Sequence[int]) -> StepChanged:
+    """The error to raise where a value has another shape than was recorded, which other stages use."""
+    return StepChanged(
+        f"{line}: a value of shape {tuple(recorded)} when the step was recorded now has shape {tuple(now)}, though the"
+        f" batch has the same shapes; make it depend on the shapes of the batch alone, or {WITHOUT_STAGES}",
+        entry="shape-changed",
+    )
+
+
+def dtype_changed(line: str, recorded: torch.dtype, now: torch.dtype) -> StepChanged:
+    """The error to raise where a value has another dtype than was recorded, as which other ranks read its bytes."""
+    return StepChanged(
+        f"{line}: a value of dtype {recorded} when the step was recorded now has {now}, and other ranks expect the"
+        f" recorded one; make it the same on every batch, such as by .to(dtype) on the result, or {WITHOUT_STAGES}",
+        entry="dtype-changed",
+    )

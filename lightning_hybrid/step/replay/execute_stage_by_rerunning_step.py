@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_hybrid.errors import StepChanged, StepError
+from lightning_hybrid.errors import WITHOUT_STAGES, StepError
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import SINK, Node
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -27,7 +27,7 @@ from lightning_hybrid.step.instrument.replay_user_activation_checkpointing impor
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import look_up, put
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import AttributePath
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_call, unflatten
-from lightning_hybrid.step.replay.divergence import Divergence
+from lightning_hybrid.step.replay.divergence import Divergence, dtype_changed, shape_changed
 from lightning_hybrid.step.standins.absent_numbers import Answer
 from lightning_hybrid.step.standins.absent_tensors import MARK, fill, make_placeholder
 from lightning_hybrid.step.standins.sharded_to_full_tensors import ShardedTensorBase, materialize, materialize_call
@@ -253,9 +253,10 @@ class ReplayWatch(StepMode):
         if stale:
             raise StepError(
                 f"{user_line()}: {name} on stage {self._stage} reads a tensor that an earlier microbatch or batch left"
-                " on the module, or that a transform of torch.func made, and whose content is on another stage; keep it"
-                " in a plain attribute, not in a buffer, and set num_microbatches=1, apply transforms inside the"
-                " forward of one layer, or set pipeline_parallel_size=1"
+                " on the module, or a transform of torch.func made, and that is on another stage; keep it in a plain"
+                " attribute, not a buffer, with num_microbatches=1, apply transforms inside one layer, or"
+                f" {WITHOUT_STAGES}",
+                entry="earlier-tensor",
             )
         if replace:
             leaves = [self._resolve(leaf) for leaf in leaves]
@@ -307,18 +308,11 @@ class ReplayWatch(StepMode):
         recorded = self._values[value]
         # Other stages use the recorded shape.
         if tensor.shape != recorded.shape and not recorded.dynamic and self._is_pipelined:
-            raise StepChanged(
-                f"{user_line()}: a value of shape {recorded.shape} when the step was recorded now has shape"
-                f" {tuple(tensor.shape)}, though the batch has the same shapes; set pipeline_parallel_size=1"
-            )
+            raise shape_changed(user_line(), recorded.shape, tensor.shape)
         if value in self._wanted and value not in self.made:
             tensor = materialize(tensor)
             if tensor.dtype is not self._wanted[value]:  # other ranks read its bytes as the recorded dtype
-                raise StepChanged(
-                    f"{user_line()}: a value of dtype {self._wanted[value]} when the step was recorded now has"
-                    f" {tensor.dtype}, and other ranks expect the recorded one; make it the same on every batch, say by"
-                    " .to(dtype) on what is returned there, or set pipeline_parallel_size=1"
-                )
+                raise dtype_changed(user_line(), self._wanted[value], tensor.dtype)
             self.made[value] = tensor.clone() if value in self._cloned else tensor
 
     def _resolve(self, leaf: Any) -> Any:
@@ -332,8 +326,9 @@ class ReplayWatch(StepMode):
         if value not in self._received:
             raise StepError(
                 f"{user_line()}: stage {self._stage} reads a value of stage {self._value_stage[value]} that nothing"
-                " sends, or that was computed from a captured input of a module (inside an object, say); pass that"
-                " as a tensor, name a cut inside that module in pipeline_cuts, or set pipeline_parallel_size=1"
+                " sends, or that was computed from a captured input of a module (inside an object); pass it as a"
+                f" tensor, name a cut inside that module in pipeline_cuts, or {WITHOUT_STAGES}",
+                entry="unsent-value",
             )
         tensor = self._received[value]
         self.mark(tensor, value)
@@ -350,10 +345,10 @@ class ReplayWatch(StepMode):
                 return made
         if node.name == HOOK_SETUP_EVENT:
             raise StepError(
-                f"{user_line()}: torch sets up a full backward hook of a module whose inside is cut into stages, so"
-                " that no rank sees where it begins and ends; register the hook on modules inside it, before the first"
-                " batch (by register_full_backward_hook of each, not of all modules), or set pipeline_parallel_size=1"
-                " and num_microbatches=1"
+                f"{user_line()}: torch sets up a full backward hook of a module whose inside is cut into stages, so no"
+                " rank has all of it; register the hook on modules inside it (not on all modules), before the first"
+                f" batch, or {WITHOUT_STAGES}",
+                entry="hook-inside",
             )
         return rebuild_result(template, leaves, self._received_or_placeholder, self.mark, self._rewrite)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_hybrid.errors import ControlFlowError
+from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError
 from lightning_hybrid.patching import ReplacedAll
 from lightning_hybrid.step.standins.absent_numbers import IF_FINITE, AbsentFloat, source_values
 
@@ -22,9 +22,9 @@ from lightning_hybrid.step.standins.absent_numbers import IF_FINITE, AbsentFloat
 def content_message(line: str, name: str) -> str:
     """The error message for a step that computes with the content of an absent tensor."""
     return (
-        f"{line}: .{name}() reads values of the model that are not there while the step is recorded, nor later on every"
-        " pipeline stage; compute with torch functions before you read (what is read may be kept on the module as it"
-        " is), keep the tensor itself (it is filled in after the step) or set pipeline_parallel_size=1"
+        f"{line}: .{name}() reads values of the model that are not available while the step is recorded, nor later on"
+        " every pipeline stage; compute with torch functions before you read (an array that is read may be kept on the"
+        f" module unchanged), keep the tensor itself (it is filled in after the step), or {WITHOUT_STAGES}"
     )
 
 
@@ -49,7 +49,7 @@ class AbsentArray:
         self._refuse()
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise ControlFlowError(content_message(self.__dict__["line"], "numpy"))
+        raise ControlFlowError(content_message(self.__dict__["line"], "numpy"), entry="content")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuse

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from math import isnan  # the original function: it is patched during a step
 from typing import Any, TypeAlias
 
-from lightning_hybrid.errors import ControlFlowError
+from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError
 
 Answer: TypeAlias = bool | int | float  # to a finiteness check
 
@@ -103,13 +103,13 @@ class AbsentFloat(float):
 
     def _value_or_raise(self) -> bool | int | float:
         if self.finite_answer is None:
-            raise ControlFlowError(branch_message(self.line))
+            raise ControlFlowError(branch_message(self.line), entry="branch")
         return self.assume_finite(self.finite_answer)
 
     def assume_finite(self, answer: Any) -> Any:
         """Return an answer that holds for finite values, and record that other ranks are to check it."""
         if self.assumed_finite is None or not self.values:
-            raise ControlFlowError(branch_message(self.line))
+            raise ControlFlowError(branch_message(self.line), entry="branch")
         self.assumed_finite.update(self.values)
         return answer
 
@@ -164,7 +164,7 @@ def source_values(number: Any) -> frozenset[int] | None:
 def branch_message(line: str) -> str:
     """The error message for a step that branches on an absent value."""
     return (
-        f"{line}: the step branches on a value that is computed by the model, which is not there while the step is"
-        " recorded, nor later on every pipeline stage. Make the decision from the batch alone, use torch.where,"
-        " or set pipeline_parallel_size=1"
+        f"{line}: the step branches on a value that is computed by the model, which is not available while the step is"
+        " recorded, nor later on every pipeline stage; decide from the batch alone, use torch.where, or"
+        f" {WITHOUT_STAGES}"
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_hybrid.errors import ControlFlowError
+from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 from lightning_hybrid.step.standins.absent_numbers import IF_FINITE, Answer, branch_message, source_values
 
@@ -103,7 +103,7 @@ def _patched_check(current: CurrentRun, module: Any, name: str) -> Callable[...,
         if values is None:
             return original(value, *args, **kwargs)
         if not values or assumed_finite is None:  # the ranks that have the values are unknown
-            raise ControlFlowError(branch_message(watch.numbers_read))
+            raise ControlFlowError(branch_message(watch.numbers_read), entry="branch")
         assumed_finite.update(values)
         return IF_FINITE[name]
 
@@ -129,8 +129,9 @@ def check_answer(name: str, result: Any, finite_answer: Answer | None, line: str
     path, _, number = line.rpartition(":")
     code = linecache.getline(path, int(number)).strip() if number.isdecimal() else ""
     raise ControlFlowError(
-        f"{line}: the step asks whether values of the model are finite{code and f' ({code})'}, and in this batch some"
-        " are not. The recording, and ranks that do not have the values, assume that they are finite; the batch"
-        " ends here, before parameters change. Look for the cause with Trainer(detect_anomaly=True) in one"
-        " process; to have your code decide instead, set pipeline_parallel_size=1"
+        f"{line}: the step checks whether values of the model are finite{code and f' ({code})'}, and in this batch"
+        " some are not. The recording, and ranks that do not have the values, assume that they are finite; the batch"
+        " ends here, before parameters change. Look for the cause with Trainer(detect_anomaly=True) in one process. To"
+        f" let your code handle the batch, {WITHOUT_STAGES}",
+        entry="finite",
     )

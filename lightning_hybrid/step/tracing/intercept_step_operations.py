@@ -226,11 +226,11 @@ class StepMode(TorchFunctionMode, ABC):
             return f"absent{tuple(absent[0].shape)}"
         if name in _CONTENT_READS:
             if name not in ("tolist", "numpy") or any(self.is_dynamic(value) for value in values):
-                raise ControlFlowError(content_message(line, name))
+                raise ControlFlowError(content_message(line, name), entry="content")
             self.numbers_read = line
             self.values_read.update(dict.fromkeys(values))
             return stand_in_for_content(name, line, absent[0], values, self.assumed_finite, self.absent_number)
-        raise ControlFlowError(branch_message(line))
+        raise ControlFlowError(branch_message(line), entry="branch")
 
     def values_to_report(self) -> tuple[int, ...]:
         """The values that numbers were read from whose answer for finite values is not used instead."""

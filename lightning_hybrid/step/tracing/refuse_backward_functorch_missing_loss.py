@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.errors import StepError
+from lightning_hybrid.errors import WITHOUT_STAGES, StepError
 from lightning_hybrid.step.tracing.intercept_step_operations import user_line
 
 
@@ -20,9 +20,10 @@ def refuse_transforms(name: str) -> None:
     """
     if torch._C._are_functorch_transforms_active():
         raise StepError(
-            f"{user_line()}: {name} runs inside a transform of torch.func (vmap, grad, jvp or one made of these), where"
-            " values of the model cannot be followed from one operation to the next; apply the transform inside the"
-            " forward of one layer, use torch.autograd.grad, or set pipeline_parallel_size=1 and num_microbatches=1"
+            f"{user_line()}: {name} runs inside a transform of torch.func (vmap, grad, jvp or one made of these),"
+            " where values of the model cannot be followed from one operation to the next; apply the transform inside"
+            " the forward of one layer, or use torch.autograd.grad",
+            entry="torch-func",
         )
 
 
@@ -33,7 +34,8 @@ def no_loss_error(name: str, result: Any) -> StepError:
         what += f" with keys {list(result)}"
     return StepError(
         f"{name} returned {what} and no loss that depends on a trainable parameter; return the loss tensor, or a dict"
-        " with the key 'loss'"
+        " with the key 'loss'",
+        entry="no-loss",
     )
 
 
@@ -45,6 +47,7 @@ def check_backward_call(line: str, *, is_replayed: bool) -> None:
     """
     if is_replayed:
         raise StepError(
-            f"{line}: the step calls backward() itself, which starts from values of one stage and should end in all;"
-            " add the term to the loss that the step returns, or set pipeline_parallel_size=1 and num_microbatches=1"
+            f"{line}: the step calls backward() itself, which would run on one stage instead of all; add the term to"
+            f" the loss that the step returns, or {WITHOUT_STAGES}",
+            entry="own-backward",
         )

@@ -58,7 +58,7 @@ class FirstStepCheck:
         if not module.automatic_optimization:
             raise ValueError(
                 f"verify_first_step=True compares gradients before the optimizer steps, but {type(module).__name__}"
-                " uses manual optimization, which steps by itself; set verify_first_step=False"
+                " uses manual optimization, which steps inside training_step; set verify_first_step=False"
             )
         self._start_over()
 
@@ -116,7 +116,8 @@ class FirstStepCheck:
         if failure:
             raise FirstStepError(
                 f"verify_first_step=True: the first step does not run in one process: {failure}. No parameter has"
-                " changed; set verify_first_step=False to train without this check"
+                " changed; set verify_first_step=False to train without this check",
+                entry="first-step-fails",
             )
         return bool(gave_loss)
 
@@ -129,7 +130,8 @@ class FirstStepCheck:
         if missing:
             raise FirstStepError(
                 f"{missing}. No parameter has changed. Verify a smaller model of the same code (fewer layers, a smaller"
-                " batch), or set verify_first_step=False"
+                " batch), or set verify_first_step=False",
+                entry="first-step-memory",
             )
 
     def _gather(self, batch: Any) -> list[ReplicaInput]:
@@ -213,11 +215,12 @@ class FirstStepCheck:
         if verdict.first is not None:
             raise FirstStepError(
                 f"{verdict.first}. No parameter has changed. `lightning-hybrid verify` compares other"
-                " layouts with one process; verify_first_step=False trains without this check"
+                " layouts with one process; verify_first_step=False trains without this check",
+                entry="first-step-differs",
             )
         noise = f"; {verdict.num_noise} of them are rounding noise" if verdict.num_noise else ""
         rank_zero_info(
-            f"first step verified: loss and {verdict.num_gradients} gradients equal one process within"
+            f"first step verified: loss and {verdict.num_gradients} gradients match one process within"
             f" {verdict.within:.1g}{noise}"
         )
         if reference is not None:
@@ -237,7 +240,7 @@ class FirstStepCheck:
         full, mean, count = reference.mixes
         if abs(full - mean) > _MIXES.get(precision, 5e-2) * max(abs(full), abs(mean)) + 1e-12:
             rank_zero_warn(
-                f"the objective mixes samples: the loss of the whole batch is {full:.6g}, the mean over its {count}"
-                f" microbatches {mean:.6g}. Training minimises the latter, as gradient accumulation does; for a mean"
-                " over what a mask leaves, pass microbatch_weight=function(microbatch) -> count"
+                f"the objective mixes samples: the loss of the full batch is {full:.6g}, the mean over its {count}"
+                f" microbatches {mean:.6g}. Training minimises the latter, as gradient accumulation does. For a mean"
+                " over the entries that a mask selects, pass microbatch_weight=function(microbatch) -> count"
             )

@@ -215,7 +215,9 @@ class LayoutChooser:
         zero3_fallback, world, runner, left = self._run.zero3_fallback, self._setting.world, self._run.runner, None
         assert zero3_fallback is not None
         if isinstance(runner, PlainRunner) and runner.stores_rows_of_samples:
-            left = StepError("training_step leaves tensors on its module that may have a row for each sample")
+            left = StepError(
+                "training_step leaves tensors on its module that may have a row for each sample", entry="rows-on-module"
+            )
         # Replicas record together or not at all.
         reason = world.first_reason(left) or world.first_reason(self._why_not_partitionable(arguments))
         if not reason:

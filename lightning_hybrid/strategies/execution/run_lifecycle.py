@@ -84,7 +84,7 @@ class RunLifecycle:
             world=world,
             options=options,
             precision=precision,
-            contexts=StepContexts(trainer, module, world, options, precision),
+            contexts=StepContexts(trainer, module, world, precision),
             recompute=recompute,
             shards_manual_steps=is_fitting and can_shard_manual_steps(module, options),
             norms=norms,

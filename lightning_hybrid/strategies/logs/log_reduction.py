@@ -111,7 +111,8 @@ def _start_key_comparison(logged: Sequence[tuple[Entry, float]], mesh: Mesh) -> 
                 raise RanksDisagree(
                     f"the {mesh.size(axis)} {_NAMES[axis]} ranks of one replica log different keys; this one logs"
                     f" {[entry.name for entry, _ in logged]}. They compute the same numbers: log the same keys on every"
-                    " rank (without `if trainer.is_global_zero:` around the call)"
+                    " rank (without `if trainer.is_global_zero:` around the call)",
+                    entry="log-keys",
                 )
 
     return wait
@@ -191,7 +192,8 @@ class _Exchange:
             raise RanksDisagree(
                 f"training_step returned None on {num_skipped:.0f} of {self._count} replicas, this one"
                 f" {'included' if self._skipped else 'not among them'}; a step is skipped by all replicas or by none:"
-                " return a loss of zero that depends on the model (0.0 * output.sum()) instead"
+                " return a loss of zero that depends on the model (0.0 * output.sum()) instead",
+                entry="skipped",
             )
         high, low, high_squares, low_squares = map(int, sums[: _HEADER - 1])
         return high**2 == self._count * high_squares and low**2 == self._count * low_squares
@@ -264,7 +266,8 @@ def _received(module: pl.LightningModule, key: Key, sent: Mapping[str, Any]) -> 
         if not sent["metric"]:
             raise RanksDisagree(
                 f"replicas log different keys, among them {key[0]!r} with a metric object that is no attribute of the"
-                " module, so that this replica cannot find its own; make it in __init__, or log it on every rank"
+                " module, so that this replica cannot find its own; make it in __init__, or log it on every rank",
+                entry="log-metric",
             )
         metric = cast("Metric", module.get_submodule(sent["metric"]))
     other = {"other": sent["other"]} if "other" in sent else {}

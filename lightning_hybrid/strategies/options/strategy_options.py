@@ -100,8 +100,8 @@ class Options:
         if self.async_checkpoint and not self.save_distributed_checkpoint:
             raise ValueError(
                 "async_checkpoint=True writes distributed checkpoints while training goes on, and"
-                " save_distributed_checkpoint=False asks for one file; set save_distributed_checkpoint=True, or give"
-                " the Trainer plugins=[AsyncCheckpointIO()] of Lightning's"
+                " save_distributed_checkpoint=False requests one file; set save_distributed_checkpoint=True, or pass"
+                " Lightning's Trainer(plugins=[AsyncCheckpointIO()])"
             )
         _check_processes(self.process_group_backend, self.timeout, self.start_method)
 
@@ -113,12 +113,12 @@ class Options:
             advice = "'auto' or a whole number of 1 or more" if is_data else "a whole number of 1 or more"
             if size == "auto":
                 advice += ": only data_parallel_size is chosen, as the ranks that the other sizes leave"
-            raise LayoutError(f"{name}={size!r}; use {advice}")
+            raise LayoutError(f"{name}={size!r}; use {advice}", entry="size-type")
         if self.sequence_parallel and self.sizes["tensor_parallel_size"] == 1:
             raise ValueError(
                 "sequence_parallel=True shards positions over the ranks of tensor parallelism, and"
-                " tensor_parallel_size=1; set tensor_parallel_size=2 or more, or context_parallel_size for ranks that"
-                " share nothing but positions"
+                " tensor_parallel_size=1; set tensor_parallel_size=2 or more, or context_parallel_size to shard"
+                " sequences alone"
             )
 
     def _check_zero(self) -> None:
@@ -129,10 +129,13 @@ class Options:
             )
         if self.shard_size is not None:
             if not _is_count(self.shard_size):
-                raise LayoutError(f"shard_size={self.shard_size!r}; use None for all replicas, or a whole number")
+                raise LayoutError(
+                    f"shard_size={self.shard_size!r}; use None for all replicas, or a whole number", entry="shard-size"
+                )
             if not self.zero_stage:
                 raise ValueError(
-                    f"shard_size={self.shard_size} says how many replicas share a copy; set zero_stage=1, 2 or 3"
+                    f"shard_size={self.shard_size} is the number of replicas that one copy is sharded over, and"
+                    " zero_stage=0 shards nothing; set zero_stage=1, 2 or 3"
                 )
         self._check_reshard()
         for what, needed in (("parameters", 3), ("gradients", 1)):
@@ -201,7 +204,7 @@ def _check_processes(backend: Any, timeout: Any, start_method: Any) -> None:
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"timeout={timeout!r}; use datetime.timedelta(minutes=30), say, or None for torch's own")
     if timeout is not None and timeout <= timedelta():
-        raise ValueError(f"timeout={timeout!r} is over before any operation can be; use more than 0 seconds")
+        raise ValueError(f"timeout={timeout!r} is not positive; use more than 0 seconds")
     if start_method not in ("popen", "fork"):
         raise ValueError(
             f"start_method={start_method!r} is unknown; use 'popen' (the script runs once per device) or 'fork' (for"

@@ -24,11 +24,15 @@ def weigh_by_count(microbatches: Sequence[Any], count: MicrobatchWeight, mesh: M
     """
     counts = torch.tensor([float(count(microbatch)) for microbatch in microbatches], dtype=torch.float64)
     if not bool(torch.isfinite(counts).all()) or bool((counts < 0).any()):
-        raise BatchError(f"microbatch_weight gave {counts.tolist()}; each must be a finite number of 0 or more")
+        raise BatchError(
+            f"microbatch_weight gave {counts.tolist()}; each must be a finite number of 0 or more",
+            entry="microbatch-weight",
+        )
     total = mesh.all_reduce(counts.sum().to(mesh.device_mesh.device_type), "data")
     if float(total) == 0:
         raise BatchError(
-            f"microbatch_weight gave 0 for all {len(microbatches)} microbatches; nothing is left to average"
+            f"microbatch_weight gave 0 for all {len(microbatches)} microbatches; nothing is left to average",
+            entry="microbatch-weight",
         )
     weights: list[float] = (counts * mesh.size("data") / float(total)).tolist()
     return weights

@@ -153,7 +153,8 @@ class CheckpointFiles:
         if "://" in str(filepath):
             raise CheckpointError(
                 f"{filepath} is not local, and distributed checkpoints are; set save_distributed_checkpoint=False, or"
-                " save to a folder that all ranks share and copy it"
+                " save to a folder that all ranks share and copy it",
+                entry="save-local",
             )
         world = self._world
         with world.as_launcher(), torch._C.DisableTorchFunction():

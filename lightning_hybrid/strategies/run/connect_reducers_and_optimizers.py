@@ -147,5 +147,5 @@ def _check_optimizers(optimizers: Sequence[Optimizer], plan: StagePlan | None) -
     if has_stages and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ValueError(
             "LBFGS needs all parameters in one vector, but each rank holds its own stages, and configure_optimizers"
-            " does not name it; build it there, or set pipeline_parallel_size=1"
+            " does not name it; build it there, so that ranks hold shards instead of stages"
         )

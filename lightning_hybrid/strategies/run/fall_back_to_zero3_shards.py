@@ -8,15 +8,12 @@ from collections.abc import Sequence
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hybrid.errors import LayoutError
+from lightning_hybrid.errors import WITHOUT_STAGES, LayoutError
 from lightning_hybrid.mesh import Mesh
 
 _SIZES = {"pp": "pipeline_parallel_size", "cp": "context_parallel_size", "tp": "tensor_parallel_size"}
-# The last alternative of a message: to have no stages. Shards are better, and are what these ranks hold.
-_NO_STAGES = re.compile(
-    r"(?:[;,] or|[;,]| or)(?: to [^;,]+,)? set "
-    r"(?:\w+=\w+(?:, | and ))*pipeline_parallel_size=1(?:(?:, | and )\w+=\w+)*"
-)
+# The last alternative of a message: to have no stages. These ranks hold shards already.
+_NO_STAGES = re.compile(rf"(?:[;,]? or|;|\. To [^.,]+,) {re.escape(WITHOUT_STAGES)}")
 
 
 class Zero3Fallback:
@@ -55,15 +52,16 @@ class Zero3Fallback:
             raise LayoutError(
                 f"strict_layout=True, and {name} cannot be run under {self._sizes}: {self._reason}; set"
                 f" strict_layout=False to have these {self.mesh.size('shares')} ranks hold shards of every parameter,"
-                " gradient and optimizer state instead"
+                " gradient and optimizer state instead",
+                entry="strict-layout",
             ) from error
         if not self._module.automatic_optimization:
             # Its optimizers take as many steps as it likes, so that shares would not give the numbers of one process.
-            batch = "on the full batch: it is smaller, not faster; data_parallel_size and zero_stage=3 are both"
+            batch = "on the full batch, which divides memory but not time; replicas with zero_stage=3 divide both"
         else:
             batch = "on its share of the batch"
         rank_zero_warn(
-            f"{self.line}. So each of the {self.mesh.size('shares')} ranks of {self._sizes} holds a shard of"
-            f" every parameter, gradient and optimizer state, and runs the step {batch}. Set strict_layout=True to have"
-            " this as an error"
+            f"{self.line}. So each of the {self.mesh.size('shares')} ranks of {self._sizes} holds a shard of every"
+            f" parameter, gradient and optimizer state, and runs the step {batch}. Set strict_layout=True to make this"
+            " an error (docs/howto/step_not_partitioned.md)"
         )

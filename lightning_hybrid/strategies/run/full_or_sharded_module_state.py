@@ -201,7 +201,7 @@ class FullOrShardedState:
             self._module.load_state_dict(state, strict=strict)
         except RuntimeError as error:
             if differing := state_mismatches(self._module, state, strict=strict):
-                raise CheckpointError(differing) from error
+                raise CheckpointError(differing, entry="other-model") from error
             raise
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
@@ -267,7 +267,8 @@ class FullOrShardedState:
         if self._failed or self._world.is_disconnected:
             raise CheckpointError(
                 f"{type(optimizer).__name__} is copied or pickled after a run that failed, and other ranks hold shards"
-                " of its states; load a checkpoint"
+                " of its states; load a checkpoint",
+                entry="optimizer-pickle",
             )
         with self._world.as_launcher(), torch._C.DisableTorchFunction():
             self._world.rendezvous(f"a copy or pickle of {type(optimizer).__name__}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,11 +10,10 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 
-from lightning_hybrid.errors import ControlFlowError, StepError
+from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepError
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
 from lightning_hybrid.strategies.logs.delay_logger_calls import captured_loggers
-from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import current_hook
 from lightning_hybrid.strategies.world.evaluate_each_sample_once import forbid_unmatched_collectives
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
@@ -26,11 +24,8 @@ Context = Callable[[], AbstractContextManager[Any]]
 class StepContexts:
     """Makes the contexts around the steps of one module."""
 
-    def __init__(
-        self, trainer: pl.Trainer, module: pl.LightningModule, world: RankWorld, options: Options, precision: Precision
-    ) -> None:
-        self._trainer, self._module, self._world = trainer, module, world
-        self._options, self._precision = options, precision
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, world: RankWorld, precision: Precision) -> None:
+        self._trainer, self._module, self._world, self._precision = trainer, module, world, precision
 
     def of(self, name: str, *, delays_loggers: bool, recomputation: Context | None = None) -> Context:
         """Return the factory of the context around one run of the step ``name``.
@@ -65,11 +60,11 @@ class StepContexts:
 
     @contextlib.contextmanager
     def advice(self) -> Iterator[None]:
-        """Let errors about steps name the options to change in this layout."""
+        """Let errors about steps name the sizes to change in this layout."""
         try:
             yield
         except (StepError, ControlFlowError) as error:
-            _advise(error, self._world.layout, self._options)
+            _advise(error, self._world.layout)
             raise
 
     @contextlib.contextmanager
@@ -85,27 +80,9 @@ class StepContexts:
         return forbid_unmatched_collectives(self._trainer, self._world.mesh, name)
 
 
-_ADVISED = "_hybrid_advised"  # attribute of an error
-
-
-def _advise(error: Exception, layout: ParallelLayout, options: Options) -> None:
-    """Complete an error's advice to run with one pipeline rank by all options that must be set for that.
-
-    It passes several handlers on its way up, of which the first one does so.
-    """
-    following = {
-        "pipeline_parallel_size": (layout.pipeline_parallel_size, 1),
-        "tensor_parallel_size": (layout.tensor_parallel_size, 1),
-        "context_parallel_size": (layout.context_parallel_size, 1),
-        "expert_parallel_size": (layout.expert_parallel_size, 1),
-        "zero_stage": (options.zero_stage, 0),
-        "stages_per_rank": (options.stages_per_rank, 1),
-        "num_microbatches": (options.microbatches or 1, 1),
-        "microbatch_weight": (options.microbatch_weight, None),
-    }
-    changes = [f"{name}={unparallel}" for name, (requested, unparallel) in following.items() if requested != unparallel]
-    if changes and not hasattr(error, _ADVISED):
-        setattr(error, _ADVISED, True)
-        advice = f"{', '.join(changes[:-1])} and {changes[-1]}" if len(changes) > 1 else changes[0]
-        message = re.sub(r"(?<=set )pipeline_parallel_size=1( and num_microbatches=1)?", advice, str(error))
-        error.args = (message,)
+def _advise(error: Exception, layout: ParallelLayout) -> None:
+    """Replace an error's advice to have no stages where there are none: the step is recorded for the other sizes."""
+    names = ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size")
+    changes = [f"{name}=1" for name in names if getattr(layout, name) > 1]
+    if layout.pipeline_parallel_size == 1 and changes:
+        error.args = (str(error).replace(WITHOUT_STAGES, f"set {' and '.join(changes)}"), *error.args[1:])

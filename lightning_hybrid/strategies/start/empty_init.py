@@ -73,7 +73,8 @@ class EmptyInit:
             raise InitialValueError(
                 f"{len(unset)} buffers such as {unset[0]} were built on the meta device and nothing gives them values;"
                 " build the model with trainer.init_module(empty_init=True), which leaves buffers real, or give their"
-                " modules a reset_parameters() method that sets them"
+                " modules a reset_parameters() method that sets them",
+                entry="meta-buffer",
             )
         empty = [(name, parameter) for name, parameter in root.named_parameters() if parameter.is_meta]
         for name, parameter in empty:

@@ -45,8 +45,8 @@ def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "seque
         needed = batches[:1] if combined._mode == "sequential" else batches
         if any(batch is _NOTHING for batch in needed):
             raise ValueError(
-                "a loader gave no batch to this rank, and stages are cut by recording a step on a batch; give every"
-                " rank data, or the strategy example_batch=..."
+                "the loader yields no batch on this rank, and the step is recorded on a batch; provide data on every"
+                " rank, or set Hybrid3DStrategy(example_batch=...)"
             )
         if combined._mode == "sequential":
             batch = batches[0]

@@ -126,6 +126,6 @@ def _warn_of_compiled(module: pl.LightningModule, runner: MicrobatchRunner) -> N
     if around:
         names = ", ".join(fqn or type(module).__name__ for fqn in around)
         rank_zero_warn(
-            f"{names}: you compiled it as a whole, and its layers run one by one here; it runs uncompiled. Set"
-            " compile='units' to compile each layer, or compile the layers in place of it"
+            f"{names}: it is compiled as one module, and its layers run one by one under this strategy, so it runs"
+            " uncompiled. Set compile='units' to compile each layer, or compile its layers yourself"
         )

@@ -90,16 +90,19 @@ def _warn_unsplit(num_ranks: int, is_strict: bool, name: str, reason: str) -> No
     if is_strict:
         raise StepError(
             f"{message}; append it to a list of the module, or set num_microbatches=1, or strict_layout=False, which"
-            " warns and runs such batches as one microbatch each"
+            " warns and runs such batches as one microbatch each",
+            entry="kept-value",
         )
     rank_zero_warn(
-        f"{message}. So each batch is one microbatch, and the {num_ranks} pipeline ranks work one after the other. Rows"
-        " of samples and means over samples that a step appends to a list of its module, or logs, can be computed"
+        f"{message}. So each batch is one microbatch, and the {num_ranks} pipeline ranks work one after the other."
+        " Rows of samples and means over samples that a step appends to a list of its module, or logs, can be computed"
+        " (docs/semantics/kept_values.md)"
     )
 
 
 def _warn_of_unpartitioned(name: str, reason: Exception) -> None:
     rank_zero_warn(
-        f"{name} cannot be run in stages, so every rank runs it unpartitioned, and gathers parameters of other ranks"
-        f" when it reads them, as one process and in the time of one process. The reason: {reason}"
+        f"{name} cannot be run in stages, so every rank runs it unpartitioned, and receives parameters of other ranks"
+        " when it reads them. The results and the time are those of one process (docs/semantics/evaluation.md). The"
+        f" reason: {reason}"
     )

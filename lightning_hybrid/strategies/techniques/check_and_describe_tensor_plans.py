@@ -24,7 +24,8 @@ def check_sequence_sharding(plans: Mapping[str, UnitPlan], size: int, context: i
         divisor = f", or sizes whose product, now {size}*{context} = {size * context}, divides the numbers of heads"
     raise LayoutError(
         f"context_parallel_size={context}{beside} shards the positions of no layer over its ranks, so {context} ranks"
-        f" would do the same ({reasons or 'no layer takes a sequence'}); set context_parallel_size=1{divisor}"
+        f" would compute the same ({reasons or 'no layer takes a sequence'}); set context_parallel_size=1{divisor}",
+        entry="no-context-shards",
     )
 
 
@@ -55,8 +56,9 @@ def check_is_sharded(plans: Mapping[str, UnitPlan], size: int) -> None:
         which = f" (such as {' or '.join(sizes)})" if sizes else ""
         advice = f"a size that divides the numbers of heads and the widths of the layers{which}, or "
     raise LayoutError(
-        f"tensor_parallel_size={size} shards no layer of the module, so {size} ranks would do the same"
-        f" ({'; '.join(listed) or 'it has no layers that multiply by a weight'}); set {advice}tensor_parallel_size=1"
+        f"tensor_parallel_size={size} shards no layer of the module, so {size} ranks would compute the same"
+        f" ({'; '.join(listed) or 'it has no layers that multiply by a weight'}); set {advice}tensor_parallel_size=1",
+        entry="no-tensor-shards",
     )
 
 

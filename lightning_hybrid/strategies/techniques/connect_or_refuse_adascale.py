@@ -56,5 +56,5 @@ def check_adascale(layout: ParallelLayout, parts: LocalShards | None) -> None:
     if parts is not None and parts.has_repeated_shards:
         raise ValueError(
             f"AdaScale cannot count gradients of which several of the {layout.tensor_parallel_size} tensor ranks hold"
-            " the same part (key heads fewer than ranks); set a smaller tensor_parallel_size"
+            " the same shard (fewer key heads than ranks); set a smaller tensor_parallel_size"
         )

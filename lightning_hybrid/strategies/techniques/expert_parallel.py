@@ -92,7 +92,8 @@ class ExpertPlanner:
                 f"expert_parallel_size={size} finds no experts that {size} ranks can share"
                 f" ({reasons or 'no module has stacked experts or a list of them that its tokens choose from'});"
                 f" set {numbers}expert_parallel_size=1, or register an adapter with"
-                " lightning_hybrid.experts.register_experts"
+                " lightning_hybrid.experts.register_experts",
+                entry="no-experts",
             )
         self._calls = ExpertCalls()
         new_shardings = []
@@ -160,8 +161,8 @@ class ExpertPlanner:
 def _check_graphs(options: Mapping[str, Any]) -> None:
     if options.get("fullgraph"):
         raise ValueError(
-            f"compile={dict(options)} wants one graph of each layer, but experts that ranks share run between two"
-            " graphs; leave fullgraph out"
+            f"compile={dict(options)} compiles each layer to one graph, but experts that are sharded over ranks run"
+            " between two graphs; leave fullgraph out"
         )
 
 

@@ -67,7 +67,7 @@ def offload_states(
             offloaded.append(LayerwiseStep(optimizer, layers, folder, regions, states_on=devices.states, numel=numel))
         else:
             name = type(optimizer).__name__
-            rank_zero_info(f"offload: {name} {why}, so all of its states are brought for a step, and leave after it")
+            rank_zero_info(f"offload: {name} {why}, so all of its states are in memory during its step")
             offloaded.append(AllParametersStep(optimizer, folder, regions.values(), states_on=devices.states))
         until.callback(offloaded[-1].close)
     return offloaded

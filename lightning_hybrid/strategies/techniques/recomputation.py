@@ -27,7 +27,9 @@ def recompute_layers(
     recording, assignment = variant.recording, variant.assignment
     layers = find_layers(recording.units)
     if not layers:
-        raise RecomputeError(f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out")
+        raise RecomputeError(
+            f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out", entry="recompute-none"
+        )
     by_user = compiled_modules(root, recording.units.values())
     policies = _policies(recompute, layers, by_user, compiled=compiled)
     stages: dict[str, set[int]] = {}
@@ -49,7 +51,9 @@ def recompute_plain_layers(root: nn.Module, recompute: Recompute, *, compiled: b
     """Return the recomputation of layers where steps run unpartitioned, as ``recompute_layers``."""
     layers = find_layers(dict(root.named_children()))
     if not layers:
-        raise RecomputeError(f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out")
+        raise RecomputeError(
+            f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out", entry="recompute-none"
+        )
     policies = _policies(recompute, layers, compiled_modules(root), compiled=compiled)
     return Recomputation(layers, policies)
 

@@ -58,9 +58,9 @@ def shard_optimizer_states(
     for optimizer in optimizers:
         if combines_parameters(optimizer) or not can_step_shards(optimizer):
             raise ValueError(
-                f"zero_stage with manual optimization has each replica step its shard of every parameter, but"
-                f" {type(optimizer).__name__} may read full ones, or several; set zero_stage=0, or use an"
-                " optimizer of torch that steps single numbers, such as AdamW"
+                "zero_stage with manual optimization has each replica step its shard of every parameter, but"
+                f" {type(optimizer).__name__} may read full ones, or several; set zero_stage=0, or use an elementwise"
+                " optimizer of torch, such as AdamW"
             )
         steps.append(ShardedStep(optimizer, ranks))
         until.callback(steps[-1].close)

@@ -20,8 +20,8 @@ def synced_norms(layer_sync: Any, mesh: Mesh, verify_first_step: bool) -> Synced
         return None
     if not isinstance(layer_sync, TorchSyncBatchNorm):
         raise ValueError(
-            f"{type(layer_sync).__name__} replaces layers by others, which this strategy would not see; pass"
-            " sync_batchnorm=True, which syncs every BatchNorm over the replicas, or put such layers into the model"
+            f"{type(layer_sync).__name__} replaces layers after this strategy has found them; pass"
+            " sync_batchnorm=True, which takes statistics over the replicas, or build the module with such layers"
         )
     if verify_first_step:
         raise ValueError(

@@ -43,7 +43,8 @@ def check_zero_replicas(stage: int, mesh: Mesh) -> None:
         raise LayoutError(
             f"zero_stage={stage} shards the state of a model over replicas, and this layout has shards of 1 replica"
             f" (data_parallel_size={mesh.layout.data_parallel_size}); set zero_stage=0, or more devices, or fewer"
-            " pipeline stages or tensor ranks"
+            " pipeline stages or tensor ranks",
+            entry="zero-replicas",
         )
 
 

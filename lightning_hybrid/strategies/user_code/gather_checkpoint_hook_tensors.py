@@ -32,7 +32,7 @@ _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.
 _HYPER_PARAMETERS = (("hyper_parameters",), ("datamodule_hyper_parameters",))
 _DEEPEST = 4  # containers in containers
 _ADVICE = (
-    "put tensors that the hook makes of parameters (p.detach().clone()) or numbers there, in dicts, lists and tuples,"
+    "add tensors that the hook computes from parameters (p.detach().clone()), or numbers, in dicts, lists and tuples,"
     " and the same on every rank"
 )
 
@@ -146,7 +146,7 @@ class CheckpointHooks:
             if is_on_all_ranks is None:
                 refused.append(
                     f"{name} is a tensor of shape {tuple(leaf.shape)} of which rank {self._trainer.global_rank} has no"
-                    " or only a shard of the content, and which was made in no hook that follows it"
+                    " content or only a shard, and which was made outside of hooks"
                 )
             elif is_on_all_ranks:
                 here[id(leaf)] = _plain_tensor(leaf, leaf)
@@ -155,10 +155,12 @@ class CheckpointHooks:
                 named.append(name)
         gathered = self._reads.gather_objects((refused, named))
         if problems := [each for others, _ in gathered for each in others]:
-            raise CheckpointError(f"{problems[0]}; {_ADVICE}")
+            raise CheckpointError(f"{problems[0]}; {_ADVICE}", entry="save-hook")
         names = [each for _, each in gathered]
         if lone := [name for each in names for name in each if any(name not in others for others in names)]:
-            raise CheckpointError(f"{lone[0]} is added by some ranks, or is sharded over some, only; {_ADVICE}")
+            raise CheckpointError(
+                f"{lone[0]} is added by some ranks, or is sharded over some, only; {_ADVICE}", entry="save-hook"
+            )
         writes = bool(self._trainer.strategy.is_global_zero)
         full_tensors = self._reads.contents_for_file(list(tensors.values()), keep=writes)
         for (key, leaf), full_tensor in zip(tensors.items(), full_tensors, strict=True):

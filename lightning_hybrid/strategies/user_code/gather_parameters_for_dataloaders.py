@@ -42,7 +42,7 @@ from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSha
 
 _MOST_OBJECTS, _MOST_ITEMS = 10_000, 100
 _LEAVES = (str, bytes, int, float, Tensor, type, ModuleType, numpy.ndarray, numpy.generic)
-_INSTEAD = "read it in on_train_batch_start or another hook, and let the dataset hand out the numbers that come of it"
+_INSTEAD = "read it in on_train_batch_start or another hook, and let the dataset yield the resulting numbers"
 
 
 class ReadRecorder(TorchFunctionMode):
@@ -113,8 +113,9 @@ class LoaderReads(TorchFunctionMode):
         if unknown is not None:
             raise StepError(
                 f"{user_line()}: {name} reads a tensor of shape {tuple(unknown.shape)}, which has no content on this"
-                " rank, while a loader fetches a batch: a buffer, or what a step or hook kept on the module; keep"
-                " numbers (.item(), .tolist()) in a hook, or set pipeline_parallel_size=1"
+                " rank, while a loader fetches a batch: a buffer, or a tensor that a step or hook kept on the module;"
+                " keep numbers (.item(), .tolist()) in a hook",
+                entry="loader-content",
             )
         self._gather(name, tensors)
         if not any(self._unpartitioned.is_gathered_on_read(self._names[id(leaf)]) for leaf in tensors):
@@ -134,8 +135,9 @@ class LoaderReads(TorchFunctionMode):
             )
             if (is_shard or self._unpartitioned.is_gathered_on_read(name)) and get_worker_info() is not None:
                 raise StepError(
-                    f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch in a worker, which no"
-                    f" other rank can send its part to; set num_workers=0, or {_INSTEAD}"
+                    f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch in a worker, to which"
+                    f" other ranks cannot send their shards; set num_workers=0, or {_INSTEAD}",
+                    entry="loader-worker",
                 )
             zero = self._zero() if is_shard else None
             if zero is not None and self._synchronizes:
@@ -143,8 +145,9 @@ class LoaderReads(TorchFunctionMode):
             elif is_shard:
                 raise StepError(
                     f"{user_line()}: {operation} reads {name!r} while a loader fetches a batch, but it is sharded over"
-                    f" replicas, and no object of the loader refers to the module; give the dataset the module,"
-                    f" {_INSTEAD}, or set zero_stage=0 and expert_parallel_size=1"
+                    " replicas, and no object of the loader refers to the module; pass the module to the dataset,"
+                    f" {_INSTEAD}, or set zero_stage=0 and expert_parallel_size=1",
+                    entry="loader-module",
                 )
 
 
@@ -228,7 +231,8 @@ def _check_content(batch: Any) -> None:
         if is_absent(leaf):
             shape = f"of shape {tuple(leaf.shape)} " if isinstance(leaf, Tensor) else ""
             raise StepError(
-                f"a loader handed out a tensor {shape}that has no content on this rank, such as one that a step or hook"
-                " kept on the module; let the dataset compute it from the module while it is read, keep numbers"
-                " (.item(), .tolist()) in a hook, or set pipeline_parallel_size=1"
+                f"a loader yielded a tensor {shape}that has no content on this rank, such as one that a step or hook"
+                " kept on the module; let the dataset compute it from the module while it is read, or keep numbers"
+                " (.item(), .tolist()) in a hook",
+                entry="loader-content",
             )

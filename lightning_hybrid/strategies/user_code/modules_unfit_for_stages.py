@@ -16,12 +16,18 @@ def scripted_modules(module: nn.Module) -> list[str]:
 def why_no_stages(module: pl.LightningModule) -> str:
     """Return why no step of a module can be run in stages, whatever it does; "" if it can."""
     if not module.automatic_optimization:
-        return "the module uses manual optimization, and each of its steps reads what the one before has changed"
+        return (
+            "the module uses manual optimization, and each of its optimizer steps reads what the previous one has"
+            " changed"
+        )
     code = getattr(type(module).configure_optimizers, "__code__", None)
     if code is not None and "LBFGS" in code.co_names:
-        return "LBFGS looks at all parameters and gradients at once, and runs the step several times for each step"
+        return (
+            "LBFGS reads all parameters and gradients at once, and runs training_step several times for each optimizer"
+            " step"
+        )
     if scripted := scripted_modules(module):
-        return f"{type(module).__name__}.{scripted[0]} is a module of torch.jit, whose calls and layers cannot be seen"
+        return f"{type(module).__name__}.{scripted[0]} is a module of torch.jit, whose layers are not visible"
     return ""
 
 
@@ -33,8 +39,7 @@ def check_scripted(module: pl.LightningModule) -> None:
     """
     if scripted := scripted_modules(module):
         raise ValueError(
-            f"{type(module).__name__}.{scripted[0]} is a module of torch.jit, whose calls and layers cannot be seen, so"
-            " that it cannot be sharded, run in microbatches or recomputed; use the module that it was made of (and"
-            " compile='units' for speed), or replicas alone: pipeline_parallel_size=1, tensor_parallel_size=1,"
-            " context_parallel_size=1, num_microbatches=1, zero_stage=0, no recomputation"
+            f"{type(module).__name__}.{scripted[0]} is a module of torch.jit, whose layers are not visible, so that it"
+            " cannot be recomputed; use the module that it was made from (with compile='units' for speed), or leave"
+            " recompute out"
         )

@@ -19,8 +19,8 @@ def step_arguments(module: pl.LightningModule, name: str, batch: Any, batch_idx:
     takes = inspect.signature(getattr(module, name)).parameters
     if "dataloader_iter" in takes:
         raise ValueError(
-            f"{name}(dataloader_iter) fetches its own batches, which microbatches cannot share;"
-            " take the batch as an argument, or set pipeline_parallel_size=1"
+            f"{name}(dataloader_iter) fetches its own batches, and a step is recorded on a given batch; take the batch"
+            " as an argument"
         )
     anything = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in takes.values())
     return (batch, batch_idx) if anything or len(takes) > 1 else (batch,)

@@ -70,8 +70,9 @@ class Rendezvous:
                     raise NotOnAllRanks(
                         f"{what} on rank {self._mesh.rank} needs all {len(ranks)} ranks, since each has only its own"
                         f" shard, but ranks {gone} "
-                        + (f"have not come within {waited:.0f} s" if late else "have gone on without it")
-                        + "; call it on all ranks: only the first writes the file"
+                        + (f"have not come within {waited:.0f} s" if late else "have continued without it")
+                        + "; call it on all ranks: only the first writes the file",
+                        entry="save-ranks",
                     )
                 next(pause)
                 arrived = self._store.add(f"arrived-{self._met}", 0)

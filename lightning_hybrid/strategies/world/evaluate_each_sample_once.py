@@ -81,7 +81,8 @@ def forbid_unmatched_collectives(trainer: Any, mesh: Mesh, step: str) -> Abstrac
             f"{step} communicates with other replicas ({called}) while batch {batch} of loader {loader} is evaluated,"
             f" but the replicas have {batches} batches, as each sample is evaluated once: those without this batch"
             " would be waited for; log with self.log or a torchmetrics object, which are joined at the end, gather in"
-            " on_validation_epoch_end, or give every replica as many batches"
+            " on_validation_epoch_end, or give every replica as many batches",
+            entry="eval-collective",
         )
 
     world = dist.group.WORLD
@@ -204,7 +205,8 @@ class _LoopResults:
         if any(names != objects[0] for names in objects):
             raise RanksDisagree(
                 f"replicas log different metric objects for loader {loader} of {self._loop._stage.value}: {objects};"
-                " log the same ones on every rank, and see that every replica gets a batch"
+                " log the same ones on every rank, and give every replica a batch",
+                entry="eval-metrics",
             )
         for key in dict.fromkeys(key for logs in all_logs for key in logs):
             logged = [logs[key] for logs in all_logs if key in logs]

@@ -78,10 +78,10 @@ class RankFailures(RunCallback):
         self._reported = True
         here = self._where(error)
         lost = is_lost_connection(error)
-        cause = f"another rank has died without a word; {here} noticed" if lost else f"{here} failed: {_brief(error)}"
+        cause = f"another rank has died silently, as {here} found" if lost else f"{here} failed: {_brief(error)}"
         first = self._publish(cause)
         if lost:
-            reason = "another rank of the job has died without a word" if first == cause else first
+            reason = "another rank of the job has died silently (killed, or out of memory)" if first == cause else first
             add_error_note(error, f"{here} had to stop: {reason}")
             self._close(reason)
         elif not self._all_reported(_SECONDS_FOR_PEERS):
@@ -152,8 +152,8 @@ def check_connections() -> None:
     reason = _closed.get(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
     if reason is not None:
         raise RuntimeError(
-            "a run in this process failed, and its connections to the other ranks were closed so that none waits for"
-            f" it: {reason}; start the script again to train, validate or test on"
+            f"a run in this process failed, and its connections to the other ranks were closed: {reason}; start the"
+            " script again to continue"
         )
 
 

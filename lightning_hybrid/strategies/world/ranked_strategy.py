@@ -95,7 +95,9 @@ class RankedStrategy(ParallelStrategy):
     def request_recomputation(self, recompute: Recompute) -> None:
         """Set the recomputation that a callback requests; a ValueError if the option requests another."""
         if self._recompute not in (None, recompute):
-            raise ValueError(f"recompute={self._recompute!r} and recompute={recompute!r} are both asked for; name one")
+            raise ValueError(
+                f"recompute={self._recompute!r} and recompute={recompute!r} are both requested; set one of them"
+            )
         self._recompute = recompute
 
     @property
@@ -110,14 +112,14 @@ class RankedStrategy(ParallelStrategy):
 
     def _resolve_layout(self) -> ParallelLayout:
         if not self.num_processes:
-            raise RuntimeError("the layout depends on the number of devices; ask when a Trainer has this strategy")
+            raise RuntimeError("the layout depends on the number of devices; read it once a Trainer has this strategy")
         return ParallelLayout.resolve(self._num_ranks, **self.options.mesh_sizes)  # type: ignore[arg-type]
 
     @property
     def world(self) -> RankWorld:
         """The ranks of this run; a RuntimeError before they have met."""
         if self._world is None:
-            raise RuntimeError("the mesh is there once the processes run; ask in setup() or later")
+            raise RuntimeError("the mesh exists once the processes run; read it in setup() or later")
         return self._world
 
     @property
@@ -224,7 +226,7 @@ class RankedStrategy(ParallelStrategy):
         _init_dist_connection(self.cluster_environment, backend, timeout=timeout, device_id=device_id)
         if in_stages and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
             raise ValueError(
-                "pipeline_parallel_size > 1 needs a process group whose pairs of ranks have channels of their own, but"
+                "pipeline_parallel_size > 1 needs a process group whose pairs of ranks have separate channels, but"
                 " init_process_group was called with device_id=...; leave device_id out, or let the Trainer call it"
             )
         # Groups that are still there when the interpreter collects its garbage can keep the process from ending;

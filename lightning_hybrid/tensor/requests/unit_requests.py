@@ -80,7 +80,8 @@ def requests_by_unit(
         elif request.wanted != "replicated":
             raise TensorPlanError(
                 f"tensor_parallel_plan has {request.entry}, which names {fqn}; the step does not call it inside of a"
-                " layer, so it stays replicated; leave it out of the plan"
+                " layer, so it stays replicated; leave it out of the plan",
+                entry="plan-outside",
             )
     for fqn, request in by_model.items():
         unit, inside = locations.get(id(modules[fqn]), (None, ""))
@@ -109,5 +110,6 @@ def check_followed(plan_requests: UnitRequests, plan: UnitPlan) -> None:
             reason = "it did not run, or did not multiply its input by its weight"
         raise TensorPlanError(
             f"tensor_parallel_plan has {request.entry}, but {plan_requests.named(fqn)} cannot be sharded like that:"
-            f" {reason}; leave it out of the plan, or make it replicated"
+            f" {reason}; leave it out of the plan, or make it replicated",
+            entry="plan-shard",
         )

@@ -59,7 +59,8 @@ def check_styles(plan: Any) -> None:
     for pattern, style in plan.items():
         if style not in STYLES:
             raise TensorPlanError(
-                f"tensor_parallel_plan has style {style!r} for {pattern!r}; use one of {', '.join(STYLES)}"
+                f"tensor_parallel_plan has style {style!r} for {pattern!r}; use one of {', '.join(STYLES)}",
+                entry="plan-style",
             )
 
 
@@ -82,7 +83,9 @@ def requests_of_user(root: nn.Module, plan: Mapping[str, str]) -> dict[str, Requ
             linears = [fqn for fqn, module in modules.items() if may_be_linear(module)]
             names = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", fqn) for fqn in linears))
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
-            raise TensorPlanError(f"tensor_parallel_plan names {pattern!r}, which is no module; nearest: {near}")
+            raise TensorPlanError(
+                f"tensor_parallel_plan names {pattern!r}, which is no module; nearest: {near}", entry="plan-name"
+            )
         if request.wanted == "replicated":
             named = [fqn for fqn in modules if any(fqn == top or fqn.startswith(top + ".") for top in matched)]
         else:
@@ -91,7 +94,8 @@ def requests_of_user(root: nn.Module, plan: Mapping[str, str]) -> dict[str, Requ
                 first = modules[matched[0]]
                 raise TensorPlanError(
                     f"tensor_parallel_plan has {request.entry}, which names {len(matched)} modules, such as"
-                    f" {matched[0]} ({type(first).__name__}), and none that multiplies by one weight; name the linears"
+                    f" {matched[0]} ({type(first).__name__}), and none that multiplies by one weight; name the linears",
+                    entry="plan-no-linear",
                 )
         found |= {fqn: request for fqn in named if next(modules[fqn].parameters(recurse=False), None) is not None}
     return found

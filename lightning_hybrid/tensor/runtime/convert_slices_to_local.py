@@ -15,7 +15,10 @@ def local_offset(placement: Shard, offset: int) -> int:
     """Converts an offset into the full dim to an offset into a rank's shard."""
     local = placement.local_offset(offset)
     if local is None:
-        raise CannotShard(f"offset {offset} falls inside a shard of a projection of {placement.length} features")
+        raise CannotShard(
+            f"offset {offset} falls inside a shard of a projection of {placement.length} features",
+            entry="unproved-code",
+        )
     return local
 
 
@@ -25,7 +28,9 @@ def local_sections(placement: Shard, sections: int | list[int] | tuple[int, ...]
         full = placement.length
         sections = [min(sections, full - start) for start in range(0, full, sections)]
     elif sum(sections) != placement.length:
-        raise CannotShard(f"sections {list(sections)} do not fill a projection of {placement.length} features")
+        raise CannotShard(
+            f"sections {list(sections)} do not fill a projection of {placement.length} features", entry="unproved-code"
+        )
     bounds = [local_offset(placement, sum(sections[:k])) for k in range(len(sections) + 1)]
     return [stop - start for start, stop in pairwise(bounds)]
 

@@ -155,7 +155,8 @@ class RegionMode(TorchFunctionMode):
         if len(sizes) > 1:
             raise CannotShard(
                 f"one operation has features sharded over {min(sizes)} and over {max(sizes)} ranks, context ranks"
-                " among them"
+                " among them",
+                entry="unproved-code",
             )
         return sizes.pop()
 
@@ -199,7 +200,7 @@ class RegionMode(TorchFunctionMode):
             value = inside
         if parameter is not None:
             if dims and self.sliced.setdefault(parameter, dims[0]) != dims[0]:
-                raise CannotShard(f"{parameter} is sliced along different dims")
+                raise CannotShard(f"{parameter} is sliced along different dims", entry="unproved-code")
             if not dims:
                 self.inside.add(parameter)
         for dim in dims:
@@ -279,7 +280,8 @@ class RegionMode(TorchFunctionMode):
             if key not in self.rules:
                 raise CannotShard(
                     f"{name}{sizes} of a value of local shape {old} at {_where(key)} did not run when the unit's plan "
-                    "was proved, so the meaning of its sizes is unknown"
+                    "was proved, so the meaning of its sizes is unknown",
+                    entry="unproved-code",
                 )
             rule = self.rules[key]
             if rule is None:
@@ -321,7 +323,9 @@ class RegionMode(TorchFunctionMode):
 
     def _must_divide(self, name: str, groups: int) -> None:
         if groups % self._over.size:
-            raise CannotShard(f"{name} has {groups} groups, which {self._over.size} ranks cannot share")
+            raise CannotShard(
+                f"{name} has {groups} groups, which {self._over.size} ranks cannot share", entry="unproved-code"
+            )
 
     def _with_local_offsets(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         tensor = args[0]
@@ -350,7 +354,9 @@ class RegionMode(TorchFunctionMode):
 
     def _add_rule(self, key: Site, rule: Rule) -> None:
         if self.rules.setdefault(key, rule) != rule:
-            raise CannotShard(f"one call, {_where(key)}, needs two different rewritings of its sizes")
+            raise CannotShard(
+                f"one call, {_where(key)}, needs two different rewritings of its sizes", entry="unproved-code"
+            )
 
     def _site(self, *operation: str) -> Site:
         """The key of the current call of user code: operation, then file and line of the innermost frames."""

@@ -242,8 +242,8 @@ class ShardedModel:
         if fqn not in self._warned:
             self._warned.add(fqn)
             self._warn(
-                f"{fqn} does something that its tensor plan was not proved for ({where}); where it does, it runs full"
-                " on every tensor rank"
+                f"{fqn} executes code that the proof of its tensor plan did not cover ({where}); in such batches it"
+                " runs with full weights on every tensor rank"
             )
         args, kwargs = materialize_call(args, kwargs)
         return full(*args, **kwargs)

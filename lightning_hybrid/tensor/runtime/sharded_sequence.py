@@ -110,7 +110,9 @@ class ShardedSequence:
             self.outputs = tuple(index for index, leaf in enumerate(leaves) if self._fits(leaf))
         for index in self.outputs:
             if index >= len(leaves) or not self._fits(leaves[index]):
-                raise CannotShard(f"result {index} of the unit has no positions in dim {self.sharding.dim}")
+                raise CannotShard(
+                    f"result {index} of the unit has no positions in dim {self.sharding.dim}", entry="unproved-code"
+                )
             shard = SequenceShard.of(leaves[index], self.sharding)
             leaves[index] = shard if keep_sharded else shard.full_tensor()
         for _, value, _ in self._shards.values():
@@ -168,7 +170,8 @@ class ShardedSequence:
             if not self._fits(local):
                 raise CannotShard(
                     f"a value of shape {tuple(local.shape)} should have {self.sharding.local_length} positions of"
-                    f" {self.sharding.length} in dim {self.sharding.dim}, as when the unit's plan was proved"
+                    f" {self.sharding.length} in dim {self.sharding.dim}, as when the unit's plan was proved",
+                    entry="unproved-code",
                 )
             cached = self._shards[key] = local, SequenceShard.of(local, sharding), local._version
         return cached[1]
@@ -201,5 +204,6 @@ def _is_inside(fqn: str, module: str) -> bool:
 def _check_length(value: Tensor, sharding: AnySharding) -> None:
     if value.dim() <= sharding.dim or value.shape[sharding.dim] != sharding.length:
         raise CannotShard(
-            f"a value of shape {tuple(value.shape)} has no {sharding.length} positions in dim {sharding.dim}"
+            f"a value of shape {tuple(value.shape)} has no {sharding.length} positions in dim {sharding.dim}",
+            entry="unproved-code",
         )

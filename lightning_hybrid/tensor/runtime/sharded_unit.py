@@ -178,7 +178,7 @@ class ShardedUnit:
         except CannotShard as error:
             if not self.fqn:
                 raise
-            raise CannotShard(f"{self.fqn}: {error}; {self._remedy()}") from error
+            raise CannotShard(f"{self.fqn}: {error}; {self._remedy()}", entry="unproved-code") from error
         finally:
             linears.region_mode, linears.sequence = outer
 
@@ -326,8 +326,9 @@ def _check_forward(fqn: str, module: nn.Module) -> None:
         forward = forward.__wrapped__
     if getattr(forward, "__func__", forward) is not type(module).forward:
         raise StepError(
-            f"{fqn} of a layer that tensor ranks share has got another forward since the layer was planned; set it"
-            " before fit, or set tensor_parallel_size=1"
+            f"{fqn} of a layer sharded over tensor ranks has another forward than when the layer was planned; set it"
+            " before fit, or set tensor_parallel_size=1",
+            entry="swapped-weight",
         )
 
 
@@ -340,7 +341,8 @@ def _local_substitute(
     if isinstance(placement, Shard) and substitute.shape == full_shape(original):
         return local_shard(substitute, placement, ranks)
     raise StepError(
-        f"{fqn} of a layer that tensor ranks share has another tensor in its place, of shape"
-        f" {tuple(substitute.shape)} and not {tuple(original.shape)} or {full_shape(original)}; use one of the"
-        " parameter's shape, or set tensor_parallel_size=1"
+        f"{fqn} of a layer sharded over tensor ranks is replaced by a tensor of shape {tuple(substitute.shape)} and"
+        f" not {tuple(original.shape)} or {full_shape(original)}; use a tensor of the parameter's shape, or set"
+        " tensor_parallel_size=1",
+        entry="swapped-weight",
     )

@@ -189,7 +189,7 @@ class GroupSearch:
         pairs, problems = requested_pairs(self._dataflow, by_user)
         for fqn, problem in problems.items():
             name = self._requests.named(fqn)
-            raise TensorPlanError(f"tensor_parallel_plan has {by_user[fqn].entry}: {name} {problem}")
+            raise TensorPlanError(f"tensor_parallel_plan has {by_user[fqn].entry}: {name} {problem}", entry="plan-pair")
         for pair in pairs:
             group, reason = self._best_variant(pair, "your plan")
             if group is None:
@@ -265,7 +265,8 @@ class GroupSearch:
         return TensorPlanError(
             f"tensor_parallel_plan has {entries}, but {_pair_text(pair)} of {self._requests.unit or 'the unit'} sharded"
             f" like that is not proved: {reason}; leave these out of the plan, so that another one is searched, or make"
-            " them replicated"
+            " them replicated",
+            entry="plan-proof",
         )
 
     def _gathered_linears(self, assigned: set[str]) -> list[GroupPlan]:

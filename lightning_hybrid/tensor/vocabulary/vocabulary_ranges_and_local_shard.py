@@ -136,9 +136,9 @@ class VocabularyShard(ShardedTensorBase):
                 local.copy_(written)
             elif not torch.equal(written, local):
                 raise RuntimeError(
-                    f"a tensor that {self.vocabulary.ranks.size} tensor ranks share by its"
-                    f" {self.vocabulary.length} rows of the vocabulary was written through one of several views that"
-                    " cut the vocabulary (logits[..., a:b].fill_(x)), and the others cannot see it; write"
+                    f"a tensor whose {self.vocabulary.length} entries of the vocabulary are sharded over"
+                    f" {self.vocabulary.ranks.size} tensor ranks was written through one of several views that slice"
+                    " the vocabulary (logits[..., a:b].fill_(x)), and the other views would keep the old values; write"
                     " logits[..., a:b] = x instead"
                 )
         return self._local

@@ -237,7 +237,7 @@ def no_communication() -> AbstractContextManager[None]:
     """
     return collectives_forbidden(
         lambda name: RuntimeError(
-            f"the step communicates with other ranks ({name}), so it is no step of one process; such a step can"
-            " only be verified by a run of its own: leave verify_first_step out"
+            f"the step communicates with other ranks ({name}), so one process cannot run it; leave verify_first_step"
+            " out"
         )
     )

@@ -118,8 +118,8 @@ class Tied(Lit):
         (Layers, {"pattern": "layers.*", "every": 5}, r"every=5\) takes none of the 4 modules"),
         (Layers, {"pattern": "layers.*", "top_k": 9}, r"top_k=9 is more than num_experts=8"),
         (Layers, {"pattern": "layers.*", "num_experts": 0}, r"num_experts=0 must be a whole number"),
-        (Tied, {"pattern": "mlp"}, r"mlp\.0\.weight is a parameter of other too"),
-        (lambda: make("Encoder"), {"pattern": "encoder.layers.*"}, r"it does not treat every position by itself"),
+        (Tied, {"pattern": "mlp"}, r"mlp\.0\.weight is tied to a parameter of other"),
+        (lambda: make("Encoder"), {"pattern": "encoder.layers.*"}, r"it does not process every position independently"),
     ],
 )
 def test_refusals(module, options, message):

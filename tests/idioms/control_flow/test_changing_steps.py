@@ -295,4 +295,4 @@ class DecidesByRank(Regression):
 
 def test_diverging_ranks_are_reported_before_any_change(worlds):
     report = check(worlds, DecidesByRank, STAGES)
-    assert "what the step does differs between the ranks of one replica" in report.message, str(report)
+    assert "the operations of the step differ between the ranks of one replica" in report.message, str(report)

@@ -135,8 +135,8 @@ def test_branch_on_a_size_is_refused_if_strict(worlds, module, maker):
     assert report.outcome == "refused", str(report)
     message = report.message
     assert "StepChanged" in message and "depends on values of the model" in message, message
-    assert f"{maker} at {__file__}:" in message and "has made it" in message, message
-    assert "Make the decision from the batch alone" in message and "pipeline_parallel_size=1" not in message, message
+    assert f"{maker} at {__file__}:" in message and "computes it" in message, message
+    assert "Decide from the batch alone" in message and "pipeline_parallel_size=1" not in message, message
     assert "; set strict_layout=False to have these 2 ranks hold shards of every parameter" in message, message
     assert "global variable" not in message
 

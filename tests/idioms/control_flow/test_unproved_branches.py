@@ -255,7 +255,7 @@ def warned(module_class, devices, options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module_class(), data()["train_dataloaders"])
-    return [str(warning.message) for warning in caught if "was not proved for" in str(warning.message)]
+    return [str(warning.message) for warning in caught if "proof of its tensor plan" in str(warning.message)]
 
 
 class Never(Attribute):

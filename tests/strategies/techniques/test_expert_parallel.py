@@ -246,10 +246,10 @@ def ragged(module):
             shared(change=mixed_up),
             r"experts \(2\): not the same in the proof: an argument.s gradient differs by",
         ),
-        (shared(change=ragged), r"have batches of 1 to 2 microbatches \(. here\); give them batches of equal size"),
+        (shared(change=ragged), r"their batches have 1 to 2 microbatches \(. here\); give them batches of equal size"),
         (
             shared(strategy={"compile": {"backend": "aot_eager", "fullgraph": True}}),
-            "wants one graph of each layer, but experts that ranks share run between two graphs; leave fullgraph out",
+            "experts that are sharded over ranks run between two graphs; leave fullgraph out",
         ),
         (Run(Mixtral, dp=2, ep=4), "expert_parallel_size=4 does not divide; set expert_parallel_size=2"),
     ],

@@ -136,7 +136,7 @@ def test_callback_equals_the_option(worlds):
     [callback] = worlds.run(1, policies_by_callback, None)
     assert option == callback and set(option.values()) == {"full"}
     [message] = worlds.run(1, refusal, policies_by_both, None)
-    assert "recompute='full' and recompute=2 are both asked for" in message
+    assert "recompute='full' and recompute=2 are both requested" in message
 
 
 class Lines(RecordsPolicies):
@@ -195,7 +195,7 @@ def test_invalid_requests(worlds):
         with pytest.raises(ValueError, match=re.escape(f"recompute={nothing!r}; use")):
             ActivationCheckpointing(nothing)
     [message] = worlds.run(1, refusal, policies_of, ["model.transformer.g.*"])
-    assert "'model.transformer.g.*' is the name of no layer; the nearest are model.tran" in message
+    assert "recompute names 'model.transformer.g.*', which matches no layer; nearest: model.tran" in message
 
 
 @pytest.mark.parametrize(
@@ -211,5 +211,5 @@ def test_yaml_form(taker, given):
 
 def test_other_strategies_are_refused():
     trainer = trainer_of(1, "auto", [])
-    with pytest.raises(TypeError, match="needs a strategy of lightning_hybrid, and this is SingleDeviceStrategy"):
+    with pytest.raises(TypeError, match="of lightning_hybrid, and the Trainer has SingleDeviceStrategy"):
         ActivationCheckpointing().setup(trainer, None, "fit")

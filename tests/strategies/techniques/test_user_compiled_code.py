@@ -137,7 +137,7 @@ def test_compiled_code_around_stage_layers_runs_eagerly(worlds, case):
         names_it = case in (CompiledModel, CompiledModelInPlace) and rank == 0
         assert len(warned) == names_it
         if names_it:
-            assert "model: you compiled it as a whole" in warned[0] and "compile='units'" in warned[0]
+            assert "model: it is compiled as one module" in warned[0] and "compile='units'" in warned[0]
 
 
 @pytest.mark.parametrize("case", [Layers, LayersInPlace])

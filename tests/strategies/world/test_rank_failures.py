@@ -121,7 +121,7 @@ def test_run_on_closed_connections_names_the_failed_rank(worlds):
         assert second == third
         assert second.startswith("a run in this process failed, and its connections to the other ranks were closed")
         assert "rank 1 (pipeline rank 1 of 2) in on_train_batch_start failed: ZeroDivisionError: on purpose" in second
-        assert second.endswith("start the script again to train, validate or test on")
+        assert second.endswith("start the script again to continue")
 
 
 class FailsOnce(Tiny):

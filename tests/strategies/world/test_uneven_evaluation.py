@@ -181,7 +181,7 @@ class LogsLoss(Regression):
 
 def test_empty_stream_with_stages_fails_on_all_ranks(worlds):
     messages = worlds.run(4, evaluate, LogsLoss, (6, 0), 2)
-    assert all("gave no batch" in message and "example_batch" in message for message in messages), messages
+    assert all("yields no batch" in message and "example_batch" in message for message in messages), messages
 
 
 def test_replica_without_batches_in_one_of_several_loaders(worlds):
