@@ -93,8 +93,6 @@ def main() -> None:
         devices=args.pipeline,
         strategy=Hybrid3DStrategy(pipeline_parallel_size=args.pipeline, num_microbatches=args.microbatches),
         max_epochs=args.epochs,
-        logger=False,
-        enable_checkpointing=False,
         enable_model_summary=False,
         log_every_n_steps=10,
     )

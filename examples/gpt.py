@@ -267,8 +267,6 @@ def main() -> None:
         val_check_interval=every,
         check_val_every_n_epoch=None,
         limit_val_batches=8,
-        logger=False,
-        enable_checkpointing=False,
         enable_model_summary=False,
         callbacks=[curve, PipelineTimeline(args.out / "timeline.png", step=min(20, args.steps))],
     )
