@@ -1,6 +1,6 @@
 """Train a small ResNet on scikit-learn's handwritten digits, over two pipeline stages.
 
-Convolutions, BatchNorm and skip connections are cut like anything else; torchmetrics count each sample once.
+Convolutions, BatchNorm and skip connections are partitioned like anything else; torchmetrics count each sample once.
 
     python examples/digits.py
     python examples/digits.py --pipeline 1

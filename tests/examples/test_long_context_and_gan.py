@@ -1,28 +1,16 @@
 """Examples of context ranks, and of manual optimization under shards, run at tiny size."""
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
-from harness.launched_jobs import run
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def output_of(monkeypatch, folder, name, *arguments):
-    monkeypatch.chdir(folder)
-    code, output, _ = run([sys.executable, str(EXAMPLES / name), *arguments], timeout=300)
-    assert code == 0, output[-4000:]
-    assert list(folder.glob("lightning_logs/version_0/checkpoints/*.ckpt")), "no checkpoint"
-    return output
+from harness.example_programs import run_example
 
 
 @pytest.mark.slow
 def test_context_ranks_share_saved_activations(tmp_path, monkeypatch):
     options = ["--length", "256", "--steps", "2", "--layers", "2", "--width", "32"]
-    output = output_of(monkeypatch, tmp_path, "long_context.py", *options)
+    output = run_example(monkeypatch, tmp_path, "long_context.py", *options)
     per_rank, one = re.search(
         r"saved activations +([\d.]+) MiB on the first rank, ([\d.]+) MiB in one", output
     ).groups()
@@ -39,7 +27,7 @@ def test_context_ranks_share_saved_activations(tmp_path, monkeypatch):
     ids=["ZeRO-3", "shards over a pipeline"],
 )
 def test_gan_trains_two_optimizers_by_hand(tmp_path, monkeypatch, options, layout):
-    output = output_of(monkeypatch, tmp_path, "gan.py", "--epochs", "1", "--width", "32", *options)
+    output = run_example(monkeypatch, tmp_path, "gan.py", "--epochs", "1", "--width", "32", *options)
     assert re.search(layout, output), output
     assert re.search(r"discriminator [\d.]+, generator [\d.]+ after 28 batches", output), output
     assert (tmp_path / "lightning_logs" / "version_0" / "digits.png").exists()
