@@ -41,7 +41,7 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 class GAN(LightningModule):
-    def __init__(self, latent: int = 32, width: int = 256, learning_rate: float = 2e-4) -> None:
+    def __init__(self, latent: int = 32, width: int = 256, learning_rate: float = 5e-4) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = False
@@ -90,7 +90,8 @@ def draw(module: GAN, path: Path) -> None:
         images = module(torch.randn(64, module.hparams.latent, generator=torch.Generator().manual_seed(1)))
     figure = Figure(figsize=(4, 4))
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.imshow(images.view(8, 8, 8, 8).permute(0, 2, 1, 3).reshape(64, 64), cmap="gray")
+    images = F.pad(images.view(8, 8, 8, 8), (1, 1, 1, 1), value=-1)  # [row, column, height, width]
+    axes.imshow(images.permute(0, 2, 1, 3).reshape(80, 80), cmap="gray")
     axes.axis("off")
     figure.savefig(path)
 
