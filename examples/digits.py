@@ -1,6 +1,6 @@
 """Train a small ResNet on scikit-learn's handwritten digits, over two pipeline stages.
 
-Convolutions, BatchNorm and skip connections are cut like anything else; torchmetrics count each sample once.
+Convolutions, BatchNorm and skip connections are partitioned like anything else; torchmetrics count each sample once.
 
     python examples/digits.py
     python examples/digits.py --pipeline 1
@@ -93,8 +93,6 @@ def main() -> None:
         devices=args.pipeline,
         strategy=Hybrid3DStrategy(pipeline_parallel_size=args.pipeline, num_microbatches=args.microbatches),
         max_epochs=args.epochs,
-        logger=False,
-        enable_checkpointing=False,
         enable_model_summary=False,
         log_every_n_steps=10,
     )

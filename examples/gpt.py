@@ -4,9 +4,9 @@ The model, its data and its `training_step` know nothing of parallelism; `main` 
 
     python examples/gpt.py                                        2 replicas x 2 stages x 2 tensor ranks: 8 processes
     python examples/gpt.py --tensor 1 --data 1                    2 stages: 2 processes
-    python examples/gpt.py --tensor 2 --sequence-parallel         positions dealt between what tensor ranks share
-    python examples/gpt.py --tensor 1 --context 2                 positions dealt throughout
-    python examples/gpt.py --tensor 2 --context 2 --data 1        the same, with layers cut over tensor ranks
+    python examples/gpt.py --tensor 2 --sequence-parallel         positions sharded between tensor-parallel layers
+    python examples/gpt.py --tensor 1 --context 2                 positions sharded in all of a layer
+    python examples/gpt.py --tensor 2 --context 2 --data 1        the same, with layers sharded over tensor ranks
     python examples/gpt.py --pipeline 1 --tensor 1 --data 1       one process
     python examples/gpt.py --layers 8 --width 256 --steps 1000
 """
@@ -267,8 +267,6 @@ def main() -> None:
         val_check_interval=every,
         check_val_every_n_epoch=None,
         limit_val_batches=8,
-        logger=False,
-        enable_checkpointing=False,
         enable_model_summary=False,
         callbacks=[curve, PipelineTimeline(args.out / "timeline.png", step=min(20, args.steps))],
     )

@@ -1,11 +1,14 @@
-"""Upcycle a byte-level GPT: train it dense, turn its MLPs into experts, and go on; compare with going on dense.
+"""Train a byte-level GPT dense, turn its MLPs into experts over ranks, and go on; compare with going on dense.
 
-The model and its data are those of `gpt.py`, and neither knows of experts: the callback `MoEUpcycle` makes them. With
-one expert per token (the default) each byte passes through as many weights as before, but for the router's.
+The model and its data are those of `gpt.py`, and neither knows of experts: the callback `MoEUpcycle` makes them, and
+`expert_parallel_size` shards them over the replicas, which exchange the rows of their tokens. With one expert per token
+(the default) each byte passes through as many weights as before, but for the router's. The load of the experts is
+logged, and drawn at the end.
 
-    python examples/moe.py                               one process, about three minutes on two cores
-    python examples/moe.py --devices 2                   2 replicas
-    python examples/moe.py --devices 2 --pipeline 2      2 stages
+    python examples/moe.py                                          2 expert ranks, each with half of the experts
+    python examples/moe.py --devices 4 --pipeline 2                 2 stages of 2 expert ranks
+    python examples/moe.py --devices 2 --pipeline 2                 2 stages, all experts of a layer on one rank
+    python examples/moe.py --devices 1 --dense-steps 300 --steps 900       one process; long enough for experts to pay
     python examples/moe.py --experts 16 --top-k 2 --every 2
 """
 
@@ -25,16 +28,19 @@ from lightning_hybrid.callbacks import ExpertLoadMonitor, MoEUpcycle
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=1, help="processes: stages x replicas")
+    parser.add_argument("--devices", type=int, default=2, help="processes: stages x replicas")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages")
+    parser.add_argument(
+        "--expert-parallel", type=int, help="ranks that share the experts of a layer; all replicas by default"
+    )
     parser.add_argument("--accelerator", default="cpu", help="as in Lightning's Trainer")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=1, help="experts that each byte passes through")
     parser.add_argument("--every", type=int, default=1, help="each n-th MLP becomes experts")
     parser.add_argument("--router-std", type=float, default=1.0, help="of the routers' first weights")
-    parser.add_argument("--dense-steps", type=int, default=300, help="steps before there are experts")
-    parser.add_argument("--steps", type=int, default=900, help="steps after, with experts and without")
-    parser.add_argument("--batch", type=int, default=64, help="windows per replica and step")
+    parser.add_argument("--dense-steps", type=int, default=60, help="steps before there are experts")
+    parser.add_argument("--steps", type=int, default=120, help="steps after, with experts and without")
+    parser.add_argument("--batch", type=int, default=64, help="windows per step, of all replicas")
     parser.add_argument("--length", type=int, default=64, help="bytes per window")
     parser.add_argument("--width", type=int, default=48)
     parser.add_argument("--layers", type=int, default=2)
@@ -44,26 +50,27 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train(module: GPT, args: argparse.Namespace, steps: int, *callbacks: Callback) -> tuple[float, float]:
+def train(
+    module: GPT, args: argparse.Namespace, steps: int, *callbacks: Callback, experts: int = 1
+) -> tuple[float, float]:
     """Train for some steps on the same batches; bits per byte in validation, and seconds of training."""
     seed_everything(1, verbose=False)
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=args.devices,
-        strategy=Hybrid3DStrategy(pipeline_parallel_size=args.pipeline),
+        strategy=Hybrid3DStrategy(pipeline_parallel_size=args.pipeline, expert_parallel_size=experts),
         max_steps=steps,
         gradient_clip_val=1.0,
         limit_val_batches=args.val_batches,
         num_sanity_val_steps=0,
         check_val_every_n_epoch=None,
         val_check_interval=steps,
-        logger=False,
-        enable_checkpointing=False,
         enable_model_summary=False,
         callbacks=list(callbacks),
     )
     begin = time.perf_counter()
-    trainer.fit(module, SourceCode(batch_size=args.batch, length=args.length))
+    replicas = args.devices // args.pipeline
+    trainer.fit(module, SourceCode(batch_size=args.batch // replicas, length=args.length))
     return float(trainer.callback_metrics["val_bits_per_byte"]), time.perf_counter() - begin
 
 
@@ -82,10 +89,10 @@ def show(rows: list[tuple[str, GPT, int, float, float]], args: argparse.Namespac
     for name, module, steps, bits, seconds in rows:
         total = sum(parameter.numel() for parameter in module.parameters())
         print(f"{name:22}{steps:7}{total:13,}{active(module, args):11,}{bits:15.4f}{seconds:9.0f}")
-    gain = rows[1][3] - rows[2][3]
+    dense, sparse = rows[1][3], rows[2][3]
     print(
-        f"\n{args.experts} experts save {gain:.4f} bits per byte ({gain / rows[1][3]:.1%}); perplexity per byte "
-        f"{2 ** rows[1][3]:.4f} -> {2 ** rows[2][3]:.4f}; loads in {args.out / 'expert_load.png'}"
+        f"\n{args.experts} experts: {sparse:.4f} bits per byte, dense {dense:.4f} ({sparse / dense - 1:+.1%}); "
+        f"loads in {args.out / 'expert_load.png'}"
     )
 
 
@@ -102,8 +109,10 @@ def main() -> None:
         "blocks.*.mlp", num_experts=args.experts, top_k=args.top_k, every=args.every, router_std=args.router_std
     )
     monitor = ExpertLoadMonitor(args.out / "expert_load.png", every_n_steps=max(1, args.steps // 30))
-    rows.append(("upcycled, continued", sparse, args.steps, *train(sparse, args, args.steps, upcycle, monitor)))
-
+    trained = train(
+        sparse, args, args.steps, upcycle, monitor, experts=args.expert_parallel or args.devices // args.pipeline
+    )
+    rows.append(("upcycled, continued", sparse, args.steps, *trained))
     show(rows, args)
 
 

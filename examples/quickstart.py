@@ -4,7 +4,7 @@ python examples/quickstart.py        15 s on a laptop CPU; draws timeline.png
 python examples/quickstart.py LAST.ckpt        goes on from a checkpoint under another layout: two replicas, ZeRO-3
 """
 
-import sys
+import argparse
 
 import lightning as L
 import torch
@@ -37,8 +37,11 @@ class Classifier(L.LightningModule):  # nothing in it knows of stages, replicas 
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", nargs="?", help="where to go on")
+    checkpoint = parser.parse_args().checkpoint
     L.seed_everything(1)
-    if len(sys.argv) == 1:  # 4 processes: 2 pipeline stages x 2 replicas
+    if checkpoint is None:  # 4 processes: 2 pipeline stages x 2 replicas
         devices, epochs, strategy = 4, 4, Hybrid3DStrategy(pipeline_parallel_size=2, num_microbatches=4)
     else:
         devices, epochs, strategy = 2, 5, "hybrid3d_zero3"
@@ -49,4 +52,4 @@ if __name__ == "__main__":
         strategy=strategy,
         callbacks=PipelineTimeline("timeline.png"),
     )
-    trainer.fit(Classifier(), ckpt_path=sys.argv[1] if len(sys.argv) > 1 else None)
+    trainer.fit(Classifier(), ckpt_path=checkpoint)

@@ -180,6 +180,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
     @property
     def _active(self) -> RunLifecycle:
         if self._lifecycle is None:
+            self.check_not_forked("run")
             raise RuntimeError("no run has been set up; read it in on_fit_start() or later")
         return self._lifecycle
 

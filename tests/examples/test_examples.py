@@ -28,11 +28,20 @@ def run_example(name, *arguments, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--devices", "2", "--pipeline", "2"]], ids=["one process", "two stages"])
-def test_gpt_is_upcycled_and_compared(tmp_path, options):
+@pytest.mark.parametrize(
+    ("options", "experts"),
+    [
+        (["--devices", "1"], "8 experts each"),
+        ([], "8 experts, 4 on each of 2 ranks"),
+        (["--pipeline", "2"], "8 experts each"),
+    ],
+    ids=["one process", "two expert ranks", "two stages"],
+)
+def test_gpt_is_upcycled_and_compared(tmp_path, options, experts):
     small = {"dense-steps": 2, "steps": 3, "width": 16, "layers": 2, "length": 32, "batch": 4, "val-batches": 1}
     arguments = [text for name, value in small.items() for text in (f"--{name}", str(value))]
     output = run_example("moe.py", *arguments, *options, "--out", tmp_path, folder=tmp_path)
+    assert experts in output
     rows = re.findall(r"^(dense, continued|upcycled, continued) +3 +([\d,]+) +([\d,]+)", output, re.MULTILINE)
     assert [name for name, *_ in rows] == ["dense, continued", "upcycled, continued"]
     (_, dense, dense_active), (_, sparse, sparse_active) = rows
@@ -42,6 +51,7 @@ def test_gpt_is_upcycled_and_compared(tmp_path, options):
     assert dense == dense_active and sparse > 3 * dense
     assert sparse_active == dense + 2 * 8 * 16  # and the routers
     assert (tmp_path / "expert_load.png").exists()
+    assert len(list(tmp_path.glob("lightning_logs/version_*/checkpoints/*.ckpt"))) == 3
 
 
 @pytest.mark.slow

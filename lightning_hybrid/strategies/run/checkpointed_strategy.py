@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_hybrid.strategies.options.strategy_options import Options
@@ -70,8 +71,15 @@ class CheckpointedStrategy(RankedStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a folder, each rank its own bytes, or one file on the first rank."""
         if self._state is None and not self.options.save_distributed_checkpoint:  # before the ranks have met
+            if self.forked_ranks_ended and "optimizer_states" in checkpoint:
+                rank_zero_warn(
+                    f"{filepath} has the weights and no optimizer states: these have ended with the forked processes"
+                    " (start_method='fork'); resume from a checkpoint that ModelCheckpoint has saved in the run, or set"
+                    " weights_only=True to save no others"
+                )
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        self.check_not_forked("rank to write a folder (save_distributed_checkpoint=True)")
         _ = self.world
         self._files.save(checkpoint, filepath, storage_options, super().save_checkpoint)
 

@@ -19,7 +19,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
@@ -31,6 +31,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.world.correct_user_samplers import split_sampler_over_replicas
+from lightning_hybrid.strategies.world.forked_ranks_launcher import ForkedRanksLauncher
 from lightning_hybrid.strategies.world.rank_failures import check_connections
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
 
@@ -119,8 +120,27 @@ class RankedStrategy(ParallelStrategy):
     def world(self) -> RankWorld:
         """The ranks of this run; a RuntimeError before they have met."""
         if self._world is None:
+            self.check_not_forked("mesh")
             raise RuntimeError("the mesh exists once the processes run; read it in setup() or later")
         return self._world
+
+    @property
+    def forked_ranks_ended(self) -> bool:
+        """Whether this process has forked the ranks of a run, which have ended."""
+        return isinstance(self._launcher, ForkedRanksLauncher) and self._launcher.has_run and self._world is None
+
+    def check_not_forked(self, what: str) -> None:
+        """Check that this is not the process that has forked the ranks of a run, which have ended.
+
+        Raises:
+            RuntimeError: It is, and has nothing of ``what``.
+        """
+        if self.forked_ranks_ended:
+            raise RuntimeError(
+                f"there is no {what}: the forked processes of start_method='fork' have ended; do this in a callback,"
+                " such as in on_train_end(), or run a script with start_method='popen'. This process has the trained"
+                " module, the logged values, trainer.global_step and current_epoch, and the paths of ModelCheckpoint"
+            )
 
     @property
     def mesh(self) -> Mesh:
@@ -181,7 +201,7 @@ class RankedStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self.options.start_method != "popen":
-            self._launcher = _MultiProcessingLauncher(self, start_method=self.options.start_method)
+            self._launcher = ForkedRanksLauncher(self, start_method=self.options.start_method)
         elif not self._is_one_process and not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 

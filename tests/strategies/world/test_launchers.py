@@ -216,6 +216,63 @@ def test_forked_ranks_as_in_a_notebook(tmp_path):
     assert "stage  pipeline rank" in output, output
 
 
+FORKED = """
+    import sys, warnings
+    warnings.simplefilter("ignore")
+    import pytest
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning_hybrid import Hybrid3DStrategy
+    from models.tiny import Tiny, loader
+
+    class Model(Tiny):
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch)
+            self.log("loss", loss)
+            return loss
+
+    def fit(**options):
+        trainer = Trainer(accelerator="cpu", devices=2, max_epochs=2, log_every_n_steps=1,
+                          strategy=Hybrid3DStrategy(pipeline_parallel_size=2, start_method="fork", **options),
+                          callbacks=[ModelCheckpoint(monitor="loss", save_last=True)],
+                          enable_progress_bar=False, enable_model_summary=False)
+        model = Model()
+        trainer.fit(model, loader(4))
+        return trainer, model
+
+    trainer, model = fit()
+    assert (trainer.global_step, trainer.current_epoch) == (8, 2)
+    assert trainer.logged_metrics["loss"] == trainer.callback_metrics["loss"] > 0
+    saved = trainer.checkpoint_callback
+    assert saved.best_model_path and saved.best_model_score > 0 and saved.last_model_path.endswith("last.ckpt")
+    resumed = Trainer(accelerator="cpu", devices=1, max_epochs=3, enable_progress_bar=False, logger=False)
+    resumed.fit(Model(), loader(4), ckpt_path=saved.last_model_path)
+    assert resumed.global_step == 12
+    for read in ("run", "mesh"):
+        with pytest.raises(RuntimeError, match=f"there is no {read}: the forked processes .* have ended"):
+            getattr(trainer.strategy, read)
+    trainer.save_checkpoint("weights.ckpt", weights_only=True)  # without a warning
+    with pytest.warns(UserWarning, match="after.ckpt has the weights and no optimizer states"):
+        trainer.save_checkpoint("after.ckpt")
+    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    model = Model.load_from_checkpoint("after.ckpt")
+    assert all((value == trained[name]).all() for name, value in model.state_dict().items())
+    trainer, _ = fit(save_distributed_checkpoint=True)
+    with pytest.raises(RuntimeError, match="there is no rank to write a folder"):
+        trainer.save_checkpoint("folder")
+    print("all there")
+"""
+
+
+@pytest.mark.slow
+def test_what_a_notebook_knows_after_its_forked_ranks_have_ended(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(FORKED))
+    code, output, _ = run([sys.executable, str(path)])
+    assert code == 0 and "all there" in output, output
+
+
 @pytest.mark.slow
 def test_slurm_gives_each_task_its_rank(tmp_path):
     script, port = write_script(tmp_path), free_port()

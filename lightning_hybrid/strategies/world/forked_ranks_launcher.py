@@ -1,0 +1,52 @@
+"""Launcher of forked ranks: what the process that forked them knows of the run after they have ended."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+
+# The results that Lightning's own launcher returns are the weights, `callback_metrics`, and one `best_model_path`.
+_METRICS = ("logged_metrics", "progress_bar_metrics")
+
+
+class ForkedRanksLauncher(_MultiProcessingLauncher):
+    """Forks the ranks, and returns the progress of the loops, logged values and paths of checkpoints from the first."""
+
+    @property
+    def has_run(self) -> bool:
+        """Whether this process has forked ranks, which have ended."""
+        return bool(self.procs)
+
+    def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Collect on the first rank what Lightning collects, and the progress of a fit."""
+        results: dict[str, Any] = {name: getattr(trainer, name) for name in _METRICS}
+        results["checkpoints"] = [callback.state_dict() for callback in _model_checkpoints(trainer)]
+        if trainer.state.fn == TrainerFn.FITTING:
+            results["progress"] = trainer.fit_loop.state_dict()
+        # Lightning too sends bytes: the shared memory of a tensor would be gone with the rank.
+        buffer = io.BytesIO()
+        torch.save(results, buffer)
+        return {**super().get_extra_results(trainer), "hybrid3d": buffer.getvalue()}
+
+    def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
+        """Assign the results to the Trainer and the callbacks of the process that forked the ranks."""
+        super().update_main_process_results(trainer, extra)
+        results = torch.load(io.BytesIO(extra["hybrid3d"]), map_location="cpu", weights_only=False)
+        for name in _METRICS:
+            getattr(trainer, name).update(results[name])
+        for callback, state in zip(_model_checkpoints(trainer), results["checkpoints"], strict=True):
+            callback.dirpath = state["dirpath"]  # a callback with another folder would ignore most of its state
+            callback.load_state_dict(state)
+        if "progress" in results:
+            trainer.fit_loop.load_state_dict(results["progress"])
+            trainer.fit_loop.restarting = False
+
+
+def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
