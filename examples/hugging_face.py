@@ -5,7 +5,7 @@ Python's standard library. The loss counts the docstrings only (labels of -100 e
 Training writes TensorBoard logs and distributed checkpoints, and goes on from them under any other layout.
 
     python examples/hugging_face.py                                      2 stages, bf16-mixed: 2 processes
-    python examples/hugging_face.py --resume --steps 300 --pipeline 1 --zero 3    goes on with 2 replicas and ZeRO-3
+    python examples/hugging_face.py --resume --steps 400 --pipeline 1 --zero 3    goes on with 2 replicas and ZeRO-3
     python examples/hugging_face.py --devices 8 --tensor 2               2 replicas x 2 stages x 2 tensor ranks
     python examples/hugging_face.py --width 512 --layers 12 --heads 8 --precision bf16-true
     python examples/hugging_face.py --pretrained FOLDER_OR_NAME          a saved model and its tokenizer
@@ -154,7 +154,7 @@ def parser_of(description: str, out: str) -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--batch", type=int, default=16, help="functions per replica and step")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--val-batches", type=int, default=4)
     parser.add_argument("--out", type=Path, default=Path(out), help="folder for logs, checkpoints and the model")
     return parser

@@ -6,7 +6,7 @@ the end the adapters are written in peft's format and loaded onto the base again
     python examples/lora.py                                                   2 stages: 2 processes
     python examples/lora.py --pretrained lightning_logs/hugging_face/model    adapts what hugging_face.py has trained
     python examples/lora.py --pipeline 1 --zero 3                             2 replicas; ZeRO-3 shards the base, too
-    python examples/lora.py --pipeline 1 --tensor 2                           2 tensor ranks
+    python examples/lora.py --pipeline 1 --tensor 2 --precision bf16-true     2 tensor ranks
 """
 
 import copy
@@ -20,6 +20,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 def main() -> None:
     parser = parser_of(__doc__, "lightning_logs/lora")
     parser.add_argument("--rank", type=int, default=8, help="of the adapters")
+    parser.set_defaults(steps=60)
     args = parser.parse_args()
     seed_everything(1, verbose=False)
     trainer = trainer_of(args)
