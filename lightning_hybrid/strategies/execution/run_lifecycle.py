@@ -18,6 +18,7 @@ from lightning_hybrid.strategies.execution.retry_partition_or_leave_pipeline imp
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
 from lightning_hybrid.strategies.logs.delay_logger_calls import drop_logger_calls
 from lightning_hybrid.strategies.logs.log_reduction import silence_sync_dist_advice
+from lightning_hybrid.strategies.logs.throughput_per_device import count_devices_in_throughput
 from lightning_hybrid.strategies.run.build_run import build_run
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
 from lightning_hybrid.strategies.run.connect_reducers_and_optimizers import connect_optimizers
@@ -108,6 +109,8 @@ class RunLifecycle:
         setting, world = self.setting, self.setting.world
         if setting.needs_runner:  # before the module is sharded
             world.until_end.callback(log_full_graph(setting.trainer, setting.module, is_empty=empty is not None))
+        sizes = world.layout.world_size, world.layout.data_parallel_size
+        world.until_end.callback(count_devices_in_throughput(setting.trainer, *sizes))
         if empty is not None:
             empty.hide(setting.module)
         # Weights and generators must agree before anything is drawn or recorded.
