@@ -70,7 +70,7 @@ class PlanningStrategy(Hybrid3DStrategy):
 
     Attributes:
         partition: The decisions.
-        table: The table that a run prints at its start.
+        table: The table that a run prints at its start, without the environment.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -102,7 +102,8 @@ class PlanningStrategy(Hybrid3DStrategy):
             randomness = KeyedRandomness(lifecycle.setting.seed, self.root_device)
             partition = ModulePartition(run, randomness, may_retry=lifecycle.changes.may_retry)
             run = partition.decide(None, "")
-        self.partition, self.table = partition, describe_run(run, partition)
+        self.setup_optimizers(trainer)
+        self.partition, self.table = partition, str(describe_run(run, partition, self.optimizers))
         raise _PlanIsMade
 
     def on_exception(self, exception: BaseException) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.memory.recompute_policies import Recompute
+from lightning_hybrid.strategies.execution.announce_run import announce_run
 from lightning_hybrid.strategies.execution.first_step_check import FirstStepCheck
 from lightning_hybrid.strategies.execution.retry_partition_or_leave_pipeline import LayoutChooser
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
@@ -23,6 +24,7 @@ from lightning_hybrid.strategies.run.build_run import build_run
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
 from lightning_hybrid.strategies.run.connect_reducers_and_optimizers import connect_optimizers
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
+from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import ModulePartition
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.run.run_objects_and_options import Setting
 from lightning_hybrid.strategies.run.step_contexts import StepContexts
@@ -78,6 +80,8 @@ class RunLifecycle:
             check_zero_replicas(options.zero_stage, world.mesh)
             norms = synced_norms(strategy._layer_sync, world.mesh, options.verify_first_step)
         self.state, self._files = state, files
+        self._partition: ModulePartition | None = None  # of a layout that is not announced yet
+        self._is_announced = False
         self.optimization = Optimization()
         self.setting = Setting(
             trainer=trainer,
@@ -125,6 +129,7 @@ class RunLifecycle:
         """Let the optimizers of the Trainer step the local shards."""
         self.optimization = connect_optimizers(self.run, self, self.setting.trainer.optimizers)
         self.state.follow(self.run, self.optimization)
+        self._announce()
 
     def move_optimizers(self) -> None:
         """Move optimizer states to the device unless they are offloaded; let copies and pickles have full states."""
@@ -176,9 +181,16 @@ class RunLifecycle:
         return may_retry
 
     def _lay_out(self, *, may_retry: bool, **how: Any) -> tuple[bool, bool]:
-        self.run, may_retry, is_filled = build_run(self.setting, self, may_retry=may_retry, **how)
+        self.run, self._partition, is_filled = build_run(self.setting, self, may_retry=may_retry, **how)
         self.state.follow(self.run, self.optimization)
-        return may_retry, is_filled
+        if not self.setting.is_fitting:  # there will be no optimizers
+            self._announce()
+        return may_retry if self._partition is None else self._partition.may_retry, is_filled
+
+    def _announce(self) -> None:
+        """Print the layout, once it has optimizers if it trains."""
+        announce_run(self.run, self._partition, with_environment=not self._is_announced)
+        self._is_announced, self._partition = True, None
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from lightning.pytorch.callbacks import ModelSummary
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
@@ -22,7 +22,6 @@ from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import St
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.strategies.options.strategy_options import compile_options
-from lightning_hybrid.strategies.run.describe_run import describe_run
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import ModulePartition
 from lightning_hybrid.strategies.run.run import Optimization, Run
@@ -73,7 +72,7 @@ def build_run(
     arguments: Sequence[Any] | None = None,
     refusal: str = "",
     fills_empty: bool = False,
-) -> tuple[Run, bool, bool]:
+) -> tuple[Run, ModulePartition | None, bool]:
     """Partition and shard the module, which is full, and connect layers and hooks to the shards; collective.
 
     Args:
@@ -85,7 +84,7 @@ def build_run(
         fills_empty: Whether the module was built without storage.
 
     Returns:
-        The run; ``may_retry`` as it is now; whether all initial values were assigned.
+        The run; the decisions on it, if there were any; whether all initial values were assigned.
     """
     randomness = KeyedRandomness(setting.seed, setting.device)
     run = Run(setting=setting, mesh=setting.world.mesh, until_end=contextlib.ExitStack())
@@ -109,8 +108,7 @@ def build_run(
         if partition is not None:
             _connect_layers(run, partition, owner)
             _agree_on_broken_steps(run)
-        rank_zero_info(describe_run(run, partition))
-    return run, may_retry if partition is None else partition.may_retry, is_filled
+    return run, partition, is_filled
 
 
 @contextlib.contextmanager

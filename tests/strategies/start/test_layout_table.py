@@ -54,13 +54,23 @@ def test_table_is_printed_once_and_shows_placement(worlds):
     first, *others = worlds.run(4, run_table)
     assert others == [[], [], []]
     [table] = first
-    head, titles, *stages = table.splitlines()
+    head, batch, parameters, environment, titles, *stages, memory = table.splitlines()
     assert head == "hybrid3d: 4 ranks = pipeline 2 x data 2 x tensor 1, schedule 1f1b"
+    assert batch.startswith("batch: 8 samples = 2 replicas x 2 microbatches of 2; predicted bubble ")
+    assert parameters == "parameters: 85 trained, 0 frozen"
+    assert "4 ranks on 1 node, precision 32-true, backend gloo, lightning-hybrid " in environment
+    assert memory == (
+        "estimated memory per rank: up to 928 B = 360 B parameters + 360 B gradients + 0 B optimizer states"
+        " + 208 B activations in flight"
+    )
     assert [title.strip() for title in titles.split("  ") if title.strip()] == [
         "stage",
         "pipeline rank",
         "units",
         "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
         "cost",
         "sends per microbatch",
     ]
@@ -68,8 +78,11 @@ def test_table_is_printed_once_and_shows_placement(worlds):
     assert [row[:2] for row in rows] == [["0", "0"], ["1", "1"]]
     assert [row[2] for row in rows] == ["layers.0 .. layers.1 (2)", "layers.2 .. layers.4 (3)"]
     assert [row[3] for row in rows] == ["320 B", "360 B"]  # of 64-bit numbers
-    assert sum(int(row[4].removesuffix(" %")) for row in rows) == 100
-    assert [row[5] for row in rows] == ["64 B to 1", "-"]  # two samples of four numbers
+    assert [row[4:6] for row in rows] == [["320 B", "0 B"], ["360 B", "0 B"]]
+    # Two samples of four numbers: two results, in flight twice; what arrives, two results, and the loss's input.
+    assert [row[6] for row in rows] == ["256 B", "208 B"]
+    assert sum(int(row[7].removesuffix(" %")) for row in rows) == 100
+    assert [row[8] for row in rows] == ["64 B to 1", "-"]
 
 
 # --- rates that follow a metric ---------------------------------------------------------------------------------------
