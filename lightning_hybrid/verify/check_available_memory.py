@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -68,3 +69,18 @@ def free_on_host() -> float:
         except (OSError, ValueError):  # no such file, or "max"
             continue
     return free
+
+
+def host_memory() -> float:
+    """Bytes of memory of the host, or of the container that this process runs in; infinity where unknown."""
+    size = math.inf
+    try:
+        size = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, ValueError, OSError):  # not on this system
+        pass
+    for limit, _ in _LIMITS:
+        try:
+            size = min(size, float(Path(limit).read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return size

@@ -31,6 +31,7 @@ from lightning_hybrid.strategies.run.step_contexts import StepContexts
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.start.initial_sync import synchronize_start
 from lightning_hybrid.strategies.start.model_graph_logging import log_full_graph
+from lightning_hybrid.strategies.start.warn_of_large_single_file import warn_of_large_single_file
 from lightning_hybrid.strategies.state.carry_optimizer_and_gradients import FullGradients, full_states
 from lightning_hybrid.strategies.state.refuse_partial_state_dict import check_is_full
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
@@ -189,7 +190,15 @@ class RunLifecycle:
 
     def _announce(self) -> None:
         """Print the layout, once it has optimizers if it trains."""
-        announce_run(self.run, self._partition, with_environment=not self._is_announced)
+        setting, is_first = self.setting, not self._is_announced
+        announce_run(self.run, self._partition, with_environment=is_first)
+        if (
+            is_first
+            and setting.is_fitting
+            and setting.shards_module
+            and not setting.options.save_distributed_checkpoint
+        ):
+            warn_of_large_single_file(setting.trainer, setting.module, setting.trainer.optimizers)
         self._is_announced, self._partition = True, None
 
     # -- steps --------------------------------------------------------------------------------------------------------
