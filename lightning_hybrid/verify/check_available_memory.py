@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Iterable
@@ -74,10 +75,8 @@ def free_on_host() -> float:
 def host_memory() -> float:
     """Bytes of memory of the host, or of the container that this process runs in; infinity where unknown."""
     size = math.inf
-    try:
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # not on this system
         size = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (AttributeError, ValueError, OSError):  # not on this system
-        pass
     for limit, _ in _LIMITS:
         try:
             size = min(size, float(Path(limit).read_text()))

@@ -11,7 +11,8 @@ from lightning_hybrid.strategies.start import warn_of_large_single_file as warni
 from lightning_hybrid.verify.check_available_memory import host_memory
 from models.tiny import Tiny, loader
 
-PARAMETERS = 8 * (4 * 20 + 5)  # float64
+PARAMETERS = 8 * (4 * 20 + 5)  # bytes of float64
+STATES = 2 * PARAMETERS + 10 * 4  # a count of steps for each of ten parameters
 
 
 class Adam(Tiny):
@@ -34,13 +35,13 @@ def warnings_of_fit(folder, memory, options, weights_only, saves):
 
 CASES = {
     "both": (
-        15 * PARAMETERS - 1,
+        5 * (PARAMETERS + STATES) - 1,
         {},
         False,
         True,
-        "2.04e-06 GB of parameters and optimizer states: 20% of the 1.02e-05",
+        "2.08e-06 GB of parameters and optimizer states: 20% of",
     ),
-    "small": (16 * PARAMETERS, {}, False, True, ""),
+    "small": (5 * (PARAMETERS + STATES) + 1, {}, False, True, ""),
     "weights": (4.9 * PARAMETERS, {}, True, True, "6.8e-07 GB of parameters: 20% of"),
     "small weights": (5.1 * PARAMETERS, {}, True, True, ""),
     "folder": (PARAMETERS, {"save_distributed_checkpoint": True}, False, True, ""),
