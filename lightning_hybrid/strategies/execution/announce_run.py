@@ -37,7 +37,10 @@ def announce_run(run: Run, partition: ModulePartition | None, *, with_environmen
 def _write(table: StartTable, trainer: Any) -> Path | None:
     """Write all lines to the folder of the logs; return the path, or None where it cannot be written."""
     logger: Any = trainer.logger
-    folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None) or trainer.default_root_dir
+    folder = getattr(logger, "log_dir", None)
+    if folder:
+        _ = logger.experiment  # makes the folder; it would warn of a file that is there before it
+    folder = folder or getattr(logger, "save_dir", None) or trainer.default_root_dir
     if "://" in str(folder):
         return None
     path = Path(folder) / FILE_NAME

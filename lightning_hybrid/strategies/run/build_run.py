@@ -93,10 +93,8 @@ def build_run(
         if setting.needs_runner:
             partition = ModulePartition(run, randomness, may_retry=may_retry)
             run = _drop_other_stages(partition.decide(arguments, refusal), owner)
-        elif setting.recompute is not None:
-            is_compiled = setting.options.compile is not None
-            recomputation = recompute_plain_layers(setting.module, setting.recompute, compiled=is_compiled)
-            run = dataclasses.replace(run, recomputation=recomputation)
+        else:
+            run = recompute_without_runner(run)
         drop_plan = None if owner.state.is_full else run.plan
         is_filled = fills_empty and setting.empty is not None and setting.empty.fill(drop_plan)
         if run.parts is not None:
@@ -104,11 +102,21 @@ def build_run(
             run = _shard_over_replicas(run, partition)
         _connect_shards(run, randomness)
         setting.averages.follow(setting.module, drop_plan, run.parts, owner.averaged_state)
-        run = _compile_layers(run, randomness)
+        run = compile_layers(run, randomness)
         if partition is not None:
             _connect_layers(run, partition, owner)
             _agree_on_broken_steps(run)
     return run, partition, is_filled
+
+
+def recompute_without_runner(run: Run) -> Run:
+    """Choose the layers that are recomputed where the user's steps run unchanged, if the user wants it."""
+    setting = run.setting
+    if setting.recompute is None:
+        return run
+    is_compiled = setting.options.compile is not None
+    recomputation = recompute_plain_layers(setting.module, setting.recompute, compiled=is_compiled)
+    return dataclasses.replace(run, recomputation=recomputation)
 
 
 @contextlib.contextmanager
@@ -238,8 +246,8 @@ def _connect_shards(run: Run, randomness: KeyedRandomness) -> None:
         run.experts.be_ready()
 
 
-def _compile_layers(run: Run, randomness: KeyedRandomness) -> Run:
-    """Compile the layers of this rank, if the user wants it."""
+def compile_layers(run: Run, randomness: KeyedRandomness) -> Run:
+    """Choose the layers of this rank that are compiled when they run, if the user wants it."""
     setting, plan = run.setting, run.plan
     options = compile_options(setting.options.compile)
     if options is None:

@@ -49,7 +49,7 @@ def describe_batch(run: Run, batch: RecordedBatch | None, assignment: Assignment
         line = f"batch: {total} samples = {' x '.join(factors)} of {about}{size}"
     if assignment is None:
         return line
-    return f"{line}; predicted bubble {predicted_bubble(run, assignment, count):.0%}"
+    return f"{line}; predicted bubble {100 * predicted_bubble(run, assignment, count):.0f} %"
 
 
 def predicted_bubble(run: Run, assignment: Assignment, num_microbatches: int) -> float:

@@ -20,7 +20,7 @@ from lightning_hybrid.strategies.run.describe_batch_and_environment import (
     describe_parameters,
     format_bytes,
 )
-from lightning_hybrid.strategies.run.memory_of_stages import memory_of_ranks, memory_of_stages
+from lightning_hybrid.strategies.run.memory_of_stages import memory_of_ranks, memory_of_stages, zero_gathers_per_layer
 from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import ModulePartition
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import describe_tensor_plans
@@ -94,15 +94,16 @@ def describe_run(run: Run, partition: ModulePartition | None, optimizers: Sequen
         details += describe_tensor_plans(run.shards.plans, partition.tensor_planner.summary).splitlines()
     if partition is not None and partition.expert_planner is not None and partition.expert_planner.summary:
         rest.append(partition.expert_planner.summary)
-    return StartTable(head, details, [*rest, *_describe_techniques(run)])
+    return StartTable(head, details, [*rest, *describe_techniques(run)])
 
 
-def _describe_techniques(run: Run) -> list[str]:
+def describe_techniques(run: Run) -> list[str]:
     """Return a line for each of ZeRO, offload, recomputation and compiled layers, where there are any."""
     setting = run.setting
     options, lines = setting.options, []
-    if run.zero is not None:
-        lines.append(describe_zero(run.zero_stage, run.mesh.size("dp_shard"), per_layer=run.zero.per_layer))
+    if run.zero_shardings:
+        per_layer = zero_gathers_per_layer(run)
+        lines.append(describe_zero(run.zero_stage, run.mesh.size("dp_shard"), per_layer=per_layer))
     if setting.shards_manual_steps:
         lines.append(describe_manual_zero(options.zero_stage, setting.layout.data_shard_size))
     if options.offloaded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning_hybrid.memory.estimate_rank_memory import (
     activation_bytes,
     estimate_rank_memory,
 )
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
+from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 from lightning_hybrid.parts.shard_boxes import shard_of
 from lightning_hybrid.schedule import make_schedule
 from lightning_hybrid.schedule.microbatches_in_flight import microbatches_in_flight
@@ -43,7 +44,7 @@ def memory_of_stages(run: Run, optimizers: Sequence[Optimizer], num_microbatches
     members: list[list[ParameterOnRank]] = [[] for _ in range(stages.count)]
     parameters = dict(setting.module.named_parameters())
     layers = stages.layer_of(parameters)
-    per_layer = _gathers_per_layer(run, stages)
+    per_layer = zero_gathers_per_layer(run)
     for name, parameter in parameters.items():
         here = ParameterOnRank(
             nbytes=_nbytes(parameter, stages.shape(name, parameter)),
@@ -64,6 +65,14 @@ def memory_of_stages(run: Run, optimizers: Sequence[Optimizer], num_microbatches
         )
         for of_stage, activations in zip(members, _activations(run, num_microbatches, stages.count), strict=True)
     ]
+
+
+def without_techniques(run: Run) -> Run:
+    """Return a plan of the run without ZeRO and recomputation, for estimates of its memory only."""
+    shardings = [] if run.parts is None else [each for each in run.parts.shardings if each.axis not in _OVER_REPLICAS]
+    parts = LocalShards(run.setting.module, shardings) if shardings else None
+    setting = dataclasses.replace(run.setting, shards_manual_steps=False)
+    return dataclasses.replace(run, setting=setting, parts=parts, zero_shardings=(), zero=None, recomputation=None)
 
 
 def memory_of_ranks(stages: Sequence[RankMemory], num_ranks: int) -> list[RankMemory]:
@@ -111,10 +120,11 @@ class _Stages:
         return {name: fqns[0] for name, fqns in found.items() if fqns}
 
 
-def _gathers_per_layer(run: Run, stages: _Stages) -> bool:
-    """Whether ZeRO gathers layer by layer, in a run that is built or only planned."""
+def zero_gathers_per_layer(run: Run) -> bool:
+    """Return whether ZeRO gathers layer by layer, in a run that is built or only planned."""
     if run.zero is not None or not run.zero_shardings:
         return run.zero is not None and run.zero.per_layer
+    stages = _Stages(run)
     named = run.setting.module.named_parameters()
     local = [(name, p) for name, p in named if 0 in stages.of(name)]
     full_bytes = sum(_nbytes(p, stages.shape(name, p)) for name, p in local)
