@@ -275,6 +275,25 @@ def test_a_rank_holds_what_was_estimated(worlds, devices, options):
         assert measured == {kind: estimated[kind] for kind in measured}
 
 
+class Manual(Dense):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx=0):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch))
+        optimizer.step()
+
+
+@pytest.mark.slow
+def test_a_rank_holds_what_was_estimated_under_manual_optimization(worlds):
+    for measured, estimated in worlds.run(2, measured_and_estimated, 2, {"zero_stage": 1}, Manual):
+        assert measured.pop("gradients") == pytest.approx(estimated["gradients"], rel=0.01)  # aligned in their buckets
+        assert measured == {kind: estimated[kind] for kind in measured}
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
 def test_activations_in_flight_on_a_rank(worlds, schedule):
     options = {"pipeline_parallel_size": 2, "num_microbatches": 4, "schedule": schedule}
