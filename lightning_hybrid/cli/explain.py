@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from lightning_hybrid.cli.verify import add_classes_to, add_tensor_plan_to, chec
 
 if TYPE_CHECKING:
     from lightning_hybrid.graph.partition import Assignment
+    from lightning_hybrid.memory.estimate_rank_memory import RankMemory
     from lightning_hybrid.verify import Layout
 
 _EXAMPLE = """example:
@@ -94,6 +96,12 @@ def explain(module: Any, data: Any, layout: Layout, precision: str) -> dict[str,
     strategy = planning.make_plan(lightning, module, arguments, layout.devices, layout.options(None), precision)
     content: dict[str, Any] = {"layout": layout.name, "ranks": layout.devices, "refused": None, "units": []}
     content |= {"stages": [], "tensor_plans": {}, "experts": "", "may_retry": False, "table": strategy.table}
+    content |= {
+        "techniques": strategy.techniques,
+        "offloaded": strategy.options.offloaded,
+        "memory": [memory_of(rank) for rank in strategy.memory],
+        "memory_without_techniques": [memory_of(rank) for rank in strategy.memory_without_techniques],
+    }
     partition = strategy.partition
     if partition is None:
         return content
@@ -138,7 +146,7 @@ def units_of(assignment: Assignment, sizes: dict[str, int]) -> list[dict[str, An
 
 def stages_of(assignment: Assignment, sizes: dict[str, int], num_ranks: int) -> list[dict[str, Any]]:
     """Return the stages: rank, parameters before tensor ranks, experts and ZeRO shard them, cost, messages."""
-    from lightning_hybrid.strategies.run.describe_run import value_bytes
+    from lightning_hybrid.strategies.description.describe_run import value_bytes
 
     graph, costs = assignment.graph, assignment.costs()
     stages = []
@@ -161,6 +169,11 @@ def stages_of(assignment: Assignment, sizes: dict[str, int], num_ranks: int) -> 
     return stages
 
 
+def memory_of(rank: RankMemory) -> dict[str, int | None]:
+    """Return the estimated bytes of one pipeline rank by kind; None where a kind is unknown."""
+    return {**dataclasses.asdict(rank), "total": rank.total}
+
+
 def _sizes(names: set[str], num_bytes: Any, sizes: dict[str, int]) -> dict[str, int]:
     """Return the number of parameters, and their bytes, without buffers."""
     own = names & sizes.keys()
@@ -171,22 +184,49 @@ def _print(content: dict[str, Any]) -> None:
     if content["refused"] is not None:
         print(f"refused: {content['refused']}")
     if content.get("units"):
-        rows = [("unit", "stage", "parameters", "bytes", "cost")]
+        rows: list[tuple[str, ...]] = [("unit", "stage", "parameters", "bytes", "cost")]
         for unit in content["units"]:
             rows.append((unit["unit"] or "(between units)", str(unit["stage"]), *_numbers(unit)))
         for stage in content["stages"]:
             rows.append((f"stage {stage['stage']} in all", str(stage["stage"]), *_numbers(stage)))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        for row in rows:
-            cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-            print("  ".join([row[0].ljust(widths[0]), *cells]))
-        print()
+        _print_rows(rows)
     if content["refused"] is None:
+        _print_memory(content)
         print(content["table"])
     elif "table" in content:
         print("Without strict_layout=True, the ranks would hold shards of all parameters, as under ZeRO-3.")
         if content["may_retry"]:
             print("A run tries again before its first two training batches, when its start hooks have been called.")
+
+
+def _print_memory(content: dict[str, Any]) -> None:
+    """Print the estimated memory of each pipeline rank, with ZeRO and recomputation and without them."""
+    kinds = ("parameters", "gradients", "optimizer_states", "activations", "gathered", "total")
+    names = [
+        kind.replace("_", " ") + (f" ({where})" if (where := content["offloaded"].get(kind)) else "") for kind in kinds
+    ]
+    rows: list[tuple[str, ...]] = [("bytes of a rank, estimated", *names)]
+    several = len(content["memory"]) > 1
+
+    def add(label: str, ranks: list[dict[str, int | None]]) -> None:
+        for number, rank in enumerate(ranks):
+            place = f"pipeline rank {number}" if several else "each rank"
+            sizes = [rank[kind] for kind in kinds]
+            rows.append((f"{place}{label}", *("unknown" if size is None else f"{size:,}" for size in sizes)))
+
+    add("", content["memory"])
+    if content["memory_without_techniques"] != content["memory"]:
+        add(" without ZeRO and recomputation", content["memory_without_techniques"])
+    _print_rows(rows)
+
+
+def _print_rows(rows: list[tuple[str, ...]]) -> None:
+    """Print rows of cells in columns, the first one flush left, and an empty line."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        print("  ".join([row[0].ljust(widths[0]), *cells]))
+    print()
 
 
 def _numbers(row: dict[str, Any]) -> tuple[str, str, str]:

@@ -59,6 +59,8 @@ class Node:
         together: Earlier nodes that must run on the stage of this one, as it differentiates through them.
         flops: Floating-point operations of its forward.
         moved_bytes: Bytes written by its forward.
+        saved_bytes: Bytes that it saves for its backward, without values of the graph.
+        saved_values: Values that it saves for its backward; of several that share memory, the first.
         line: Position in user code, ``file:line``.
         selects_rows: Whether it selects rows of the first dimension by their indices.
         sized_by: Source of its result's size besides shapes; empty if shapes determine it.
@@ -76,6 +78,8 @@ class Node:
     together: tuple[int, ...] = ()
     flops: float = 0.0
     moved_bytes: float = 0.0
+    saved_bytes: int = 0
+    saved_values: tuple[int, ...] = ()
     line: str = ""
     selects_rows: bool = False
     sized_by: SizedBy = ""

@@ -16,6 +16,7 @@ from typing import Any
 
 # Private names by module (below `lightning.pytorch` or `pytorch_lightning`), and by class where they are attributes.
 PYTORCH: dict[str, tuple[str, ...]] = {
+    "callbacks.throughput_monitor:ThroughputMonitor": ("_throughputs",),
     "callbacks.weight_averaging:WeightAveraging": ("_average_model", "_copy_average_to_current", "_swap_models"),
     "core.module:LightningModule": ("_current_fx_name", "_device_mesh", "_on_before_batch_transfer", "_trainer"),
     "core.optimizer": ("_init_optimizers_and_lr_schedulers",),

@@ -17,12 +17,20 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
+from lightning_hybrid.memory.estimate_rank_memory import RankMemory
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.strategies.description.describe_run import describe_run, describe_techniques
+from lightning_hybrid.strategies.description.memory_of_stages import (
+    memory_of_ranks,
+    memory_of_stages,
+    without_techniques,
+)
 from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
-from lightning_hybrid.strategies.run.describe_run import describe_run
+from lightning_hybrid.strategies.run.build_run import compile_layers, recompute_without_runner
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import ModulePartition
+from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
 
 
@@ -70,13 +78,17 @@ class PlanningStrategy(Hybrid3DStrategy):
 
     Attributes:
         partition: The decisions.
-        table: The table that a run prints at its start.
+        table: The table that a run prints at its start, without the environment.
+        techniques: Its lines on ZeRO, offload, recomputation and compiled layers.
+        memory: Estimated, of each pipeline rank.
+        memory_without_techniques: The same without ZeRO and recomputation.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.partition: ModulePartition | None = None
-        self.table = ""
+        self.table, self.techniques = "", list[str]()
+        self.memory, self.memory_without_techniques = list[RankMemory](), list[RankMemory]()
 
     def setup_environment(self) -> None:
         """Build the mesh; there is no other rank to watch."""
@@ -97,13 +109,24 @@ class PlanningStrategy(Hybrid3DStrategy):
         self._lifecycle = lifecycle
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        run, partition = lifecycle.run, None
+        run, randomness = lifecycle.run, KeyedRandomness(lifecycle.setting.seed, self.root_device)
         if lifecycle.setting.needs_runner:
-            randomness = KeyedRandomness(lifecycle.setting.seed, self.root_device)
-            partition = ModulePartition(run, randomness, may_retry=lifecycle.changes.may_retry)
-            run = partition.decide(None, "")
-        self.partition, self.table = partition, describe_run(run, partition)
+            self.partition = ModulePartition(run, randomness, may_retry=lifecycle.changes.may_retry)
+            run = self.partition.decide(None, "")
+        else:
+            run = recompute_without_runner(run)
+        run = compile_layers(run, randomness)
+        self.setup_optimizers(trainer)
+        self.table = str(describe_run(run, self.partition, self.optimizers))
+        self.techniques = describe_techniques(run)
+        self.memory, self.memory_without_techniques = self._memory_of(run), self._memory_of(without_techniques(run))
         raise _PlanIsMade
+
+    def _memory_of(self, run: Run) -> list[RankMemory]:
+        """Estimate the memory of each pipeline rank."""
+        batch = None if self.partition is None else self.partition.batch
+        stages = memory_of_stages(run, self.optimizers, 1 if batch is None else batch.num_microbatches)
+        return memory_of_ranks(stages, run.plan.num_ranks if run.is_pipelined and run.plan is not None else 1)
 
     def on_exception(self, exception: BaseException) -> None:
         """Do nothing: there is no other rank to tell."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -68,3 +70,16 @@ def free_on_host() -> float:
         except (OSError, ValueError):  # no such file, or "max"
             continue
     return free
+
+
+def host_memory() -> float:
+    """Bytes of memory of the host, or of the container that this process runs in; infinity where unknown."""
+    size = math.inf
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # not on this system
+        size = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for limit, _ in _LIMITS:
+        try:
+            size = min(size, float(Path(limit).read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return size

@@ -46,6 +46,7 @@ FLOORS = [
     {"strategies/world"},
     {"strategies/logs", "strategies/start", "strategies/techniques"},
     {"strategies/run"},
+    {"strategies/description"},
     {"strategies/execution"},
     {"strategies"},
     {"register_strategies_on_import", "for_lightning", "for_pytorch_lightning"},

@@ -102,11 +102,12 @@ def _record_once(
 ) -> Recording:
     state, around_units, bound = ModuleSnapshot(root), modules_around(root, units), find_bound_applies(root)
     old = [leaf for _, leaf in reachable_leaves(root)]
-    costs, current = CostCounter(root), CurrentRun()
+    current = CurrentRun()
     recorder: Recorder | None = None
     try:
         with randomness.isolated(), absent_members(root, tracked) as names:
             owned = {fqn: _owned_members(unit, names) for fqn, unit in units.items()}
+            costs = CostCounter(root)
             sinks, buffers = find_sinks(root), buffers_of(root, units)
             dry_run = MetricDryRun(sinks)
             recorder = Recorder(

@@ -145,6 +145,7 @@ class Recorder(StepMode):
                 out, sized_by = self._deduplicator.run(*arguments, lambda: self._run(name, run, args, kwargs))
             else:
                 out, sized_by = self._run(name, run, args, kwargs)
+                self._costs.count_saved(leaves[:num_arguments], out)
         parameters = tuple(dict.fromkeys((*direct, *owned, *self.captured.members)))
         for parameter in parameters:
             self._bytes.setdefault(parameter, 0)
@@ -163,6 +164,8 @@ class Recorder(StepMode):
             together=through,
             flops=self._costs.flops - flops,
             moved_bytes=self._costs.moved_bytes - moved,
+            saved_bytes=self._costs.saved.inner_bytes,
+            saved_values=self._values_saved(leaves, out),
             line=user_line(),
             selects_rows=selects_rows(name, args),
             sized_by=sized_by,
@@ -172,6 +175,15 @@ class Recorder(StepMode):
         self._sizes.record(node)
         self._kept_alive.append((leaves, out))  # ids and marks stay unique while recording
         return out
+
+    def _values_saved(self, inputs: list[Any], out: Any) -> tuple[int, ...]:
+        """The values whose memory the latest operation saves, each by the first value that has it."""
+        saved = self._costs.saved
+        outputs = flatten(out)[0] if saved.outputs else []
+        tensors = [inputs[position] for position in saved.inputs] + [outputs[position] for position in saved.outputs]
+        firsts = [self._by_memory.get(storage_id(tensor), [None])[0] for tensor in tensors]
+        marks = [self.mark_of(tensor) for tensor in firsts if tensor is not None]
+        return tuple(dict.fromkeys(mark for mark in marks if mark is not None))
 
     def _run_on_batch(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Run an operation that reads nothing of the model; it is no node."""

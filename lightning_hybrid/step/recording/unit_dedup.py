@@ -22,6 +22,7 @@ from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves imp
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 from lightning_hybrid.step.standins.absent_tensors import make_absent
 from lightning_hybrid.step.standins.cost_counter import CostCounter
+from lightning_hybrid.step.standins.saved_for_backward import SavedTensors
 from lightning_hybrid.step.tracing.refuse_backward_functorch_missing_loss import refuse_transforms
 
 _PLAIN = (bool, int, float, str, complex, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -136,6 +137,7 @@ class _CachedResult(NamedTuple):
     spec: Any
     flops: float
     moved_bytes: float
+    saved: SavedTensors
     drawing: tuple[str, ...]
     sized_by: SizedBy
 
@@ -173,6 +175,7 @@ class UnitDeduplicator:
         self.reused = True
         self._costs.flops += cached.flops
         self._costs.moved_bytes += cached.moved_bytes
+        self._costs.saved = cached.saved
         self._costs.drawing.update((fqn + relative, None) for relative in cached.drawing)
         made: dict[int, Tensor] = {}  # a tensor may occur twice
         for _, stand_in, _ in cached.leaves:
@@ -192,6 +195,7 @@ class UnitDeduplicator:
         flops, moved, drawn = self._costs.flops, self._costs.moved_bytes, set(self._costs.drawing)
         captured = self._costs.captured_reads
         out, sized_by = execute()
+        self._costs.count_saved(leaves, out)
         out_leaves, out_spec = flatten(out)
         described = [_describe(leaf, leaves) for leaf in out_leaves]
         repeatable = (
@@ -207,6 +211,7 @@ class UnitDeduplicator:
                 out_spec,
                 self._costs.flops - flops,
                 self._costs.moved_bytes - moved,
+                self._costs.saved,
                 tuple(name[len(fqn) :] for name in drawing),
                 sized_by,
             )

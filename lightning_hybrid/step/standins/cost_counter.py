@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import as_plain_tensor
 from lightning_hybrid.step.standins.absent_tensors import limit_kernel_cache
 from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL, run_kernel_on_stand_ins
+from lightning_hybrid.step.standins.saved_for_backward import SavedForBackward, SavedTensors
 
 
 class CostCounter(TorchDispatchMode):
@@ -29,6 +30,7 @@ class CostCounter(TorchDispatchMode):
         has_dynamic_shapes: Whether a kernel ran whose result has a shape that depends on values.
         on_kernel_arguments: Called with the arguments of each kernel of a unit, returns how many are captured inputs.
         captured_reads: The number of captured inputs that kernels have read.
+        saved: What the latest operation or unit saves for its backward.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -40,6 +42,8 @@ class CostCounter(TorchDispatchMode):
         self.has_dynamic_shapes = False
         self.on_kernel_arguments: Callable[[Any], int] | None = None
         self.captured_reads = 0
+        self.saved = SavedTensors()
+        self._saved_for_backward = SavedForBackward(root)
         self._names = {id(module): name for name, module in root.named_modules()}
         self._stack = [""]
         self._kernel_traits: dict[Any, tuple[bool, Callable[..., Any] | None, bool]] = {}
@@ -73,6 +77,13 @@ class CostCounter(TorchDispatchMode):
                 if isinstance(made, Tensor):
                     self.moved_bytes += made.numel() * made.element_size()
         return out
+
+    def count_saved(self, inputs: Sequence[Any], out: Any) -> None:
+        """Find what an operation saves, whose arguments have the leaves ``inputs``, and whose result is ``out``."""
+        try:
+            self.saved = self._saved_for_backward.by_operation(inputs, flatten(out)[0])
+        except RuntimeError:  # tensors inside of a function transform have no storage
+            self.saved = SavedTensors()
 
     @contextlib.contextmanager
     def module_stack(self) -> Iterator[None]:

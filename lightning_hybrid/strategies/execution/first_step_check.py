@@ -17,8 +17,8 @@ from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
+from lightning_hybrid.strategies.description.describe_run import value_bytes
 from lightning_hybrid.strategies.run.build_run import RunOwner
-from lightning_hybrid.strategies.run.describe_run import value_bytes
 from lightning_hybrid.verify.check_available_memory import memory_shortage
 from lightning_hybrid.verify.first_step_comparison import compare_first_step, precision_of
 from lightning_hybrid.verify.one_process.gather_stage_parameters import full_parameters_on_first_rank

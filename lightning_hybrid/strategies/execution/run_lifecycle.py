@@ -13,21 +13,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.memory.recompute_policies import Recompute
+from lightning_hybrid.strategies.description.announce_run import announce_run
 from lightning_hybrid.strategies.execution.first_step_check import FirstStepCheck
 from lightning_hybrid.strategies.execution.retry_partition_or_leave_pipeline import LayoutChooser
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
 from lightning_hybrid.strategies.logs.delay_logger_calls import drop_logger_calls
 from lightning_hybrid.strategies.logs.log_reduction import silence_sync_dist_advice
+from lightning_hybrid.strategies.logs.throughput_per_device import count_devices_in_throughput
 from lightning_hybrid.strategies.run.build_run import build_run
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
 from lightning_hybrid.strategies.run.connect_reducers_and_optimizers import connect_optimizers
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
+from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import ModulePartition
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.run.run_objects_and_options import Setting
 from lightning_hybrid.strategies.run.step_contexts import StepContexts
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.start.initial_sync import synchronize_start
 from lightning_hybrid.strategies.start.model_graph_logging import log_full_graph
+from lightning_hybrid.strategies.start.warn_of_large_single_file import warn_of_large_single_file
 from lightning_hybrid.strategies.state.carry_optimizer_and_gradients import FullGradients, full_states
 from lightning_hybrid.strategies.state.refuse_partial_state_dict import check_is_full
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
@@ -77,6 +81,8 @@ class RunLifecycle:
             check_zero_replicas(options.zero_stage, world.mesh)
             norms = synced_norms(strategy._layer_sync, world.mesh, options.verify_first_step)
         self.state, self._files = state, files
+        self._partition: ModulePartition | None = None  # of a layout that is not announced yet
+        self._is_announced = False
         self.optimization = Optimization()
         self.setting = Setting(
             trainer=trainer,
@@ -108,6 +114,8 @@ class RunLifecycle:
         setting, world = self.setting, self.setting.world
         if setting.needs_runner:  # before the module is sharded
             world.until_end.callback(log_full_graph(setting.trainer, setting.module, is_empty=empty is not None))
+        sizes = world.layout.world_size, world.layout.data_parallel_size
+        world.until_end.callback(count_devices_in_throughput(setting.trainer, *sizes))
         if empty is not None:
             empty.hide(setting.module)
         # Weights and generators must agree before anything is drawn or recorded.
@@ -122,6 +130,7 @@ class RunLifecycle:
         """Let the optimizers of the Trainer step the local shards."""
         self.optimization = connect_optimizers(self.run, self, self.setting.trainer.optimizers)
         self.state.follow(self.run, self.optimization)
+        self._announce()
 
     def move_optimizers(self) -> None:
         """Move optimizer states to the device unless they are offloaded; let copies and pickles have full states."""
@@ -173,9 +182,24 @@ class RunLifecycle:
         return may_retry
 
     def _lay_out(self, *, may_retry: bool, **how: Any) -> tuple[bool, bool]:
-        self.run, may_retry, is_filled = build_run(self.setting, self, may_retry=may_retry, **how)
+        self.run, self._partition, is_filled = build_run(self.setting, self, may_retry=may_retry, **how)
         self.state.follow(self.run, self.optimization)
-        return may_retry, is_filled
+        if not self.setting.is_fitting:  # there will be no optimizers
+            self._announce()
+        return may_retry if self._partition is None else self._partition.may_retry, is_filled
+
+    def _announce(self) -> None:
+        """Print the layout, once it has optimizers if it trains."""
+        setting, is_first = self.setting, not self._is_announced
+        announce_run(self.run, self._partition, with_environment=is_first)
+        if (
+            is_first
+            and setting.is_fitting
+            and setting.shards_module
+            and not setting.options.save_distributed_checkpoint
+        ):
+            warn_of_large_single_file(setting.trainer, setting.module, setting.trainer.optimizers)
+        self._is_announced, self._partition = True, None
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from lightning.pytorch.callbacks import ModelSummary
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
@@ -22,7 +22,6 @@ from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import St
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.strategies.options.strategy_options import compile_options
-from lightning_hybrid.strategies.run.describe_run import describe_run
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import ModulePartition
 from lightning_hybrid.strategies.run.run import Optimization, Run
@@ -73,7 +72,7 @@ def build_run(
     arguments: Sequence[Any] | None = None,
     refusal: str = "",
     fills_empty: bool = False,
-) -> tuple[Run, bool, bool]:
+) -> tuple[Run, ModulePartition | None, bool]:
     """Partition and shard the module, which is full, and connect layers and hooks to the shards; collective.
 
     Args:
@@ -85,7 +84,7 @@ def build_run(
         fills_empty: Whether the module was built without storage.
 
     Returns:
-        The run; ``may_retry`` as it is now; whether all initial values were assigned.
+        The run; the decisions on it, if there were any; whether all initial values were assigned.
     """
     randomness = KeyedRandomness(setting.seed, setting.device)
     run = Run(setting=setting, mesh=setting.world.mesh, until_end=contextlib.ExitStack())
@@ -94,10 +93,8 @@ def build_run(
         if setting.needs_runner:
             partition = ModulePartition(run, randomness, may_retry=may_retry)
             run = _drop_other_stages(partition.decide(arguments, refusal), owner)
-        elif setting.recompute is not None:
-            is_compiled = setting.options.compile is not None
-            recomputation = recompute_plain_layers(setting.module, setting.recompute, compiled=is_compiled)
-            run = dataclasses.replace(run, recomputation=recomputation)
+        else:
+            run = recompute_without_runner(run)
         drop_plan = None if owner.state.is_full else run.plan
         is_filled = fills_empty and setting.empty is not None and setting.empty.fill(drop_plan)
         if run.parts is not None:
@@ -105,12 +102,21 @@ def build_run(
             run = _shard_over_replicas(run, partition)
         _connect_shards(run, randomness)
         setting.averages.follow(setting.module, drop_plan, run.parts, owner.averaged_state)
-        run = _compile_layers(run, randomness)
+        run = compile_layers(run, randomness)
         if partition is not None:
             _connect_layers(run, partition, owner)
             _agree_on_broken_steps(run)
-        rank_zero_info(describe_run(run, partition))
-    return run, may_retry if partition is None else partition.may_retry, is_filled
+    return run, partition, is_filled
+
+
+def recompute_without_runner(run: Run) -> Run:
+    """Choose the layers that are recomputed where the user's steps run unchanged, if the user wants it."""
+    setting = run.setting
+    if setting.recompute is None:
+        return run
+    is_compiled = setting.options.compile is not None
+    recomputation = recompute_plain_layers(setting.module, setting.recompute, compiled=is_compiled)
+    return dataclasses.replace(run, recomputation=recomputation)
 
 
 @contextlib.contextmanager
@@ -240,8 +246,8 @@ def _connect_shards(run: Run, randomness: KeyedRandomness) -> None:
         run.experts.be_ready()
 
 
-def _compile_layers(run: Run, randomness: KeyedRandomness) -> Run:
-    """Compile the layers of this rank, if the user wants it."""
+def compile_layers(run: Run, randomness: KeyedRandomness) -> Run:
+    """Choose the layers of this rank that are compiled when they run, if the user wants it."""
     setting, plan = run.setting, run.plan
     options = compile_options(setting.options.compile)
     if options is None:

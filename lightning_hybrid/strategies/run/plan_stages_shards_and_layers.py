@@ -15,6 +15,7 @@ from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.batch.microbatch import batch_size_of
 from lightning_hybrid.strategies.run.fall_back_to_zero3_shards import Zero3Fallback
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.start.first_recording import record_first_step
@@ -29,6 +30,19 @@ from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import why_n
 from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 
 
+@dataclasses.dataclass(frozen=True)
+class RecordedBatch:
+    """The batch of one replica with which the first training step was recorded.
+
+    Attributes:
+        samples: Their number; None if unknown.
+        num_microbatches: The number of microbatches that it is split into.
+    """
+
+    samples: int | None
+    num_microbatches: int
+
+
 class ModulePartition:
     """Decides which stages and shards of the module each rank holds; records the first step for that.
 
@@ -39,6 +53,7 @@ class ModulePartition:
         expert_planner: Finds the experts, and runs modules with them.
         layer_reads: Which parameters of a layer code outside of it reads.
         has_step: Whether the module has a step of this kind that could be recorded.
+        batch: The batch with which the training step was recorded, if it was.
         fallback_error: The error on this rank for which ranks hold shards instead, if there was one.
     """
 
@@ -48,6 +63,7 @@ class ModulePartition:
         self.expert_planner: ExpertPlanner | None = None
         self.layer_reads = LayerReads()
         self.has_step = True
+        self.batch: RecordedBatch | None = None
         self.fallback_error: Exception | None = None
         self._setting, self._randomness = run.setting, randomness
 
@@ -74,6 +90,10 @@ class ModulePartition:
                 context = self._context("training_step")
                 warn_of_mixed_samples(setting.trainer, setting.module, runner, recorded, context)
         self.has_step = recorded is not None
+        if recorded and setting.is_fitting:
+            assert self.run.runner is not None
+            count = self.run.runner.count("training_step", recorded[0])
+            self.batch = RecordedBatch(batch_size_of(recorded[0]), count)
         try:
             self._plan_layers(recorded=self.has_step)
         except LayoutError as error:  # on every rank

@@ -132,15 +132,26 @@ def shard_over_replicas(
             sparse=sparse,
         )
         groups.setdefault(of, []).append(group)
+    full_bytes = sum(_full_bytes(parameter) for group in members.values() for parameter in group.values())
+    per_layer = gathers_per_layer(reshard_after_forward, full_bytes, device)
     if reshard_after_forward == "auto":
-        full_bytes = 2 * sum(_full_bytes(parameter) for group in members.values() for parameter in group.values())
-        reshard_after_forward = agree(full_bytes > _FREE_MEMORY_SHARE * free_bytes(device))
-    zero = ZeroSharding(module, groups, ranks, device, per_layer=bool(reshard_after_forward))
+        per_layer = agree(per_layer)
+    zero = ZeroSharding(module, groups, ranks, device, per_layer=per_layer)
     if zero.per_layer and experts is None and ranks.shard.size() > 1:
         zero.gather_in_rounds(mesh)
     if guards is not None:
         zero.gather_on_read(guards)
     return zero
+
+
+def gathers_per_layer(reshard_after_forward: bool | str, full_bytes: int, device: torch.device) -> bool:
+    """Return whether layers are gathered one by one: as the option says, or by the memory that is free.
+
+    ``full_bytes`` are those of all full parameters of this rank.
+    """
+    if reshard_after_forward == "auto":
+        return 2 * full_bytes > _FREE_MEMORY_SHARE * free_bytes(device)
+    return bool(reshard_after_forward)
 
 
 def _members_of_groups(

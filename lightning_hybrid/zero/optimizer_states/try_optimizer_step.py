@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.memory_mapped_states import state_tensors
 from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import STEP_HOOKS
@@ -77,10 +80,10 @@ def _small_twin(optimizer: Optimizer) -> Any:
     return _twin(optimizer, [nn.Parameter(start) for start in starts])
 
 
-def _twin(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Any:
-    """Copy an optimizer's class, and the options of its first group, for other parameters in one group."""
+def _twin(optimizer: Optimizer, parameters: list[nn.Parameter], group: int = 0) -> Any:
+    """Copy an optimizer's class, and the options of one of its groups, for other parameters in one group."""
     twin: Any = copy.copy(optimizer)
-    options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    options = {name: value for name, value in optimizer.param_groups[group].items() if name != "params"}
     twin.param_groups, twin.state = [{**options, "params": parameters}], defaultdict(dict)
     made = _states_before_first_step(optimizer)
     for p in parameters:
@@ -142,3 +145,52 @@ def combines_parameters(optimizer: Optimizer) -> bool:
         return True
     hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
     return any(hooks) or not type(optimizer).step.__module__.startswith(_PER_PARAMETER)
+
+
+class StateSizes:
+    """Sizes of an optimizer's states, found by steps on small parameters of each kind; no class is known by name."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._tried: dict[Any, list[tuple[list[int], int, int]] | None] = {}
+
+    def steps(self, parameter: Tensor) -> bool:
+        """Whether the optimizer steps this parameter."""
+        return id(parameter) in self._groups
+
+    def nbytes(self, parameter: Tensor, shape: Sequence[int]) -> int | None:
+        """The bytes of the states of a parameter after its first step; None if a step on a small one fails.
+
+        Args:
+            parameter: Of the optimizer; absent or not.
+            shape: Of the shard that is stepped.
+        """
+        key = self._groups[id(parameter)], len(shape), parameter.dtype
+        if key not in self._tried:
+            self._tried[key] = self._try(*key)
+        tried = self._tried[key]
+        if tried is None:
+            return None
+        return sum(math.prod(shape[dim] for dim in dims) * other * itemsize for dims, other, itemsize in tried)
+
+    def _try(self, group: int, ndim: int, dtype: torch.dtype) -> list[tuple[list[int], int, int]] | None:
+        """For each state tensor, the dims of the parameter that it has, its other elements, and their size."""
+        sizes = _DISTINCT_SIZES[:ndim]
+        p = nn.Parameter(torch.ones(sizes, dtype=dtype))
+        p.grad = torch.ones_like(p)
+        twin = _twin(self._optimizer, [p], group)
+        try:
+            type(self._optimizer).step(twin)
+        except Exception:  # it needs a closure, several parameters, or another device
+            return None
+        states = [value for value in flatten(twin.state.get(p, {}))[0] if isinstance(value, Tensor)]
+        found = []
+        for state in states:
+            dims = [sizes.index(size) for size in state.shape if size in sizes]
+            others = math.prod(size for size in state.shape if size not in sizes)
+            found.append((dims, others, state.element_size()))
+        return found
+
+
+_DISTINCT_SIZES = (5, 7, 3, 2, 11, 13)

@@ -280,7 +280,7 @@ def lines_at_start(module_class, options):
     with lines_of_lightning() as lines:
         trainer.fit(module_class(), DataLoader(tokens(), 8))
     [table] = [line for line in lines if line.startswith("hybrid3d")] or [""]
-    return [line for line in table.splitlines() if line.startswith("means weighted by")]
+    return [line for line in table.splitlines() if line.startswith("mean over the labels")]
 
 
 def by_sample(microbatch):

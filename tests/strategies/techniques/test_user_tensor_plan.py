@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from harness.fits import Run, assert_parity, fit, reference_of, refusal
-from lightning_hybrid.strategies.run import build_run as set_up
+from lightning_hybrid.strategies.execution import announce_run as announcing
 from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import (
     describe_tensor_plans,
     warn_across_nodes,
@@ -57,12 +57,12 @@ def test_infeasible_plan_stops_all_ranks(worlds, plan, words):
 def fit_twice(folder):
     """Two fits on this rank: the plans of each, and its start messages."""
     seen = []
-    original, set_up.rank_zero_info = set_up.rank_zero_info, seen.append
+    original, announcing.rank_zero_info = announcing.rank_zero_info, seen.append
     try:
         callback = {"callback": _Checkpoints, "trainer": {"default_root_dir": folder, "enable_checkpointing": True}}
         fitted = [fit(Run("Layers", tp=2, microbatches=1, num_batches=1, **callback)) for _ in range(2)]
     finally:
-        set_up.rank_zero_info = original
+        announcing.rank_zero_info = original
     return [one.plans for one in fitted], [text for text in seen if "hybrid3d" in text]
 
 
@@ -80,7 +80,7 @@ def test_second_run_only_proves_cached_plans(worlds, tmp_path):
         assert sum(plan.num_trials for plan in first.values()) > sum(plan.num_trials for plan in kinds)
         for fqn, plan in first.items():
             assert plan.groups == second[fqn].groups and plan.placements == second[fqn].placements
-    texts = [text.splitlines()[-1] for text in ranks[0][1]]
+    texts = [line for text in ranks[0][1] for line in text.splitlines() if line.startswith("plans of layers")]
     assert texts[0].startswith("plans of layers: 3 searched, 0 read from ") and "0 searched, 3 read from" in texts[1]
     file = tmp_path / "checkpoints" / FILE_NAME
     assert json.loads(file.read_text())["plans"] and not [name for name in os.listdir(file.parent) if name[0] == "."]

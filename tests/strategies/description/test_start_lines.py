@@ -3,7 +3,9 @@
 import csv
 import inspect
 import io
+import warnings
 from contextlib import redirect_stderr, redirect_stdout
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from harness.fits import Run, fit, reference_of
 from harness.trainer_runs import ignore_warnings, lines_of_lightning, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.strategies.description.describe_batch_and_environment import describe_environment
 from models.tiny import Tiny, loader
 
 
@@ -54,13 +57,23 @@ def test_table_is_printed_once_and_shows_placement(worlds):
     first, *others = worlds.run(4, run_table)
     assert others == [[], [], []]
     [table] = first
-    head, titles, *stages = table.splitlines()
+    head, batch, parameters, environment, titles, *stages, memory = table.splitlines()
     assert head == "hybrid3d: 4 ranks = pipeline 2 x data 2 x tensor 1, schedule 1f1b"
+    assert batch.startswith("batch: 8 samples = 2 replicas x 2 microbatches of 2; predicted bubble ")
+    assert parameters == "parameters: 85 trained, 0 frozen"
+    assert "4 ranks on 1 node, precision 32-true, backend gloo, lightning-hybrid " in environment
+    assert memory == (
+        "estimated memory per rank: up to 928 B = 360 B parameters + 360 B gradients + 0 B optimizer states"
+        " + 208 B activations in flight"
+    )
     assert [title.strip() for title in titles.split("  ") if title.strip()] == [
         "stage",
         "pipeline rank",
         "units",
         "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
         "cost",
         "sends per microbatch",
     ]
@@ -68,8 +81,73 @@ def test_table_is_printed_once_and_shows_placement(worlds):
     assert [row[:2] for row in rows] == [["0", "0"], ["1", "1"]]
     assert [row[2] for row in rows] == ["layers.0 .. layers.1 (2)", "layers.2 .. layers.4 (3)"]
     assert [row[3] for row in rows] == ["320 B", "360 B"]  # of 64-bit numbers
-    assert sum(int(row[4].removesuffix(" %")) for row in rows) == 100
-    assert [row[5] for row in rows] == ["64 B to 1", "-"]  # two samples of four numbers
+    assert [row[4:6] for row in rows] == [["320 B", "0 B"], ["360 B", "0 B"]]
+    # Two samples of four numbers: two results, in flight twice; what arrives, two results, and the loss's input.
+    assert [row[6] for row in rows] == ["256 B", "208 B"]
+    assert sum(int(row[7].removesuffix(" %")) for row in rows) == 100
+    assert [row[8] for row in rows] == ["64 B to 1", "-"]
+
+
+def fit_of_many_layers(folder):
+    ignore_warnings()
+    torch.manual_seed(0)
+    options = {"num_microbatches": 2, "stages_per_rank": 9, "schedule": "interleaved_1f1b"}
+    trainer = trainer_of(2, 2, strategy_options=options, logger=CSVLogger(folder, "csv"), limit_train_batches=1)
+    with lines_of_lightning() as lines, warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*exists and is not empty.*")
+        trainer.fit(Tiny(layers=20), loader(4))
+    return [line for line in lines if line.startswith("hybrid3d")]
+
+
+def test_details_of_many_stages_are_in_a_file(worlds, tmp_path):
+    [[table], others] = worlds.run(2, fit_of_many_layers, str(tmp_path))
+    path = tmp_path / "csv" / "version_0" / "hybrid3d_layout.txt"
+    lines = table.splitlines()
+    assert others == [] and len(lines) == 6 and lines[-1] == f"19 lines on stages and layers: {path}"
+    full = path.read_text().splitlines()
+    assert [line for line in full if line in lines] == lines[:-1] and len(full) == len(lines) - 1 + 19
+    assert full[4].startswith("stage  pipeline rank") and full[22].startswith("17     1")
+
+
+def fit_replicas(options):
+    ignore_warnings()
+    trainer = trainer_of(2, strategy_options={"data_parallel_size": 2, **options}, limit_train_batches=1)
+    module = Tiny()
+    module.layers[0].requires_grad_(False)
+    with lines_of_lightning() as lines:
+        trainer.fit(module, loader(4))
+    return [line for line in lines if line.startswith("hybrid3d")]
+
+
+@pytest.mark.parametrize(
+    ("options", "batch"),
+    [
+        ({}, "2 replicas x each batch of its loader"),
+        ({"num_microbatches": 2}, "2 replicas x 2 microbatches of each batch"),
+    ],
+)
+def test_table_of_replicas(worlds, options, batch):
+    [[table], _] = worlds.run(2, fit_replicas, options)
+    head, batches, parameters, environment, memory = table.splitlines()
+    assert head == "hybrid3d: 2 ranks = pipeline 1 x data 2 x tensor 1" and batches == f"batch: {batch}"
+    assert parameters == "parameters: 65 trained, 20 frozen" and environment.startswith(
+        "environment: 2 ranks on 1 node"
+    )
+    assert memory == (
+        "estimated memory per rank: 1.2 KB = 680 B parameters + 520 B gradients + 0 B optimizer states"
+        " + unknown activations in flight"
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_cuda_line_says_what_was_not_tried(device):
+    world = SimpleNamespace(num_nodes=2, num_processes=8)
+    setting = SimpleNamespace(
+        world=world, precision=SimpleNamespace(precision="bf16-mixed"), device=torch.device(device)
+    )
+    environment, *cuda = describe_environment(setting)
+    assert environment.startswith("environment: 8 ranks on each of 2 nodes, precision bf16-mixed, ")
+    assert len(cuda) == (device == "cuda") and all("several GPUs, NCCL" in line for line in cuda)
 
 
 # --- rates that follow a metric ---------------------------------------------------------------------------------------

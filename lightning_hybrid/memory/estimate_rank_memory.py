@@ -1,0 +1,152 @@
+"""An estimate of the memory of one rank: parameters, gradients, optimizer states, and activations in flight.
+
+Plain arithmetic on sizes. What is not counted: the values that travel between stages, buffers of messages, the
+workspace of kernels, and what the framework itself takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.graph.step_graph import Node
+from lightning_hybrid.memory.recompute_policies import SELECTIVE_SHARE, Policy
+
+KINDS = ("parameters", "gradients", "optimizer_states", "activations")
+
+
+@dataclass(frozen=True)
+class ParameterOnRank:
+    """Bytes of one parameter on one rank.
+
+    Attributes:
+        nbytes: Of the parameter that layers compute with, after tensor and expert ranks have sharded it.
+        shard_bytes: Of its shard over replicas, under ZeRO; ``nbytes`` without.
+        state_bytes: Of the optimizer's states for it; None if unknown.
+        is_trained: Whether it takes gradients.
+        layer: The layer with which ZeRO gathers it.
+    """
+
+    nbytes: int
+    shard_bytes: int
+    state_bytes: int | None
+    is_trained: bool
+    layer: str = ""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes that one rank, or one of its stages, holds.
+
+    Attributes:
+        parameters: Between steps.
+        gradients: Between the backward and the optimizer's step.
+        optimizer_states: After the first step; None if unknown.
+        activations: Saved for the backwards of all microbatches in flight; None if the step is not recorded.
+        gathered: By ZeRO during a step, besides these: full parameters, and gradients that are not reduced yet.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer_states: int | None
+    activations: int | None
+    gathered: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of what is known."""
+        known = self.parameters + self.gradients + self.gathered
+        return known + (self.optimizer_states or 0) + (self.activations or 0)
+
+    def __add__(self, other: RankMemory) -> RankMemory:
+        """The memory of both; unknown where either is."""
+        return RankMemory(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            _sum([self.optimizer_states, other.optimizer_states]),
+            _sum([self.activations, other.activations]),
+            self.gathered + other.gathered,
+        )
+
+
+def estimate_rank_memory(
+    parameters: Iterable[ParameterOnRank],
+    activations: int | None,
+    *,
+    zero_stage: int = 0,
+    per_layer: bool = False,
+    shards_states_only: bool = False,
+) -> RankMemory:
+    """Estimate the memory of one rank, or of one of its stages.
+
+    Args:
+        parameters: Of the rank.
+        activations: Bytes saved for backward, of all microbatches in flight; None if unknown.
+        zero_stage: 0 to 3; up to 2, the memory of full parameters is kept between steps.
+        per_layer: Whether ZeRO gathers and reduces layer by layer, two at a time, or all layers once per step.
+        shards_states_only: Whether parameters and gradients stay full, as under manual optimization with ZeRO-1 or 2.
+    """
+    members = list(parameters)
+    trained = [each for each in members if each.is_trained]
+    keeps_full = zero_stage < 3 or shards_states_only
+    full_gradients = shards_states_only or not zero_stage
+    gathered = 0
+    if zero_stage and not shards_states_only:
+        by_layer: dict[str, int] = {}
+        for each in members:
+            size = (0 if keeps_full else each.nbytes) + (each.nbytes if each.is_trained else 0)
+            by_layer[each.layer] = by_layer.get(each.layer, 0) + size
+        outside = by_layer.pop("", 0)
+        layers = sorted(by_layer.values())
+        gathered = outside + sum(layers[-2:] if per_layer else layers)
+    return RankMemory(
+        parameters=sum(each.nbytes if keeps_full else each.shard_bytes for each in members),
+        gradients=sum(each.nbytes if full_gradients else each.shard_bytes for each in trained),
+        optimizer_states=_sum([each.state_bytes for each in trained]),
+        activations=activations,
+        gathered=gathered,
+    )
+
+
+def activation_bytes(assignment: Assignment, policies: Mapping[str, Policy]) -> list[int]:
+    """Return the bytes that each stage saves for the backward of one microbatch.
+
+    Tensors inside of layers are counted before tensor and context ranks shard them.
+
+    Args:
+        assignment: Of the recorded step.
+        policies: Of activation checkpointing, by layer.
+    """
+    inner = [0.0] * assignment.num_stages
+    values: list[set[int]] = [set() for _ in range(assignment.num_stages)]
+    for node, stage in zip(assignment.graph.nodes, assignment.node_stage, strict=True):
+        share = _saved_share(node, policies)
+        inner[stage] += share * node.saved_bytes
+        # A layer that is recomputed saves its inputs.
+        values[stage].update(node.saved_values if share == 1 else [v for v in node.saved_values if v in node.inputs])
+    sizes = [_value_bytes(assignment, stage_values) for stage_values in values]
+    return [int(inside) + size for inside, size in zip(inner, sizes, strict=True)]
+
+
+def _saved_share(node: Node, policies: Mapping[str, Policy]) -> float:
+    """The share of its inner bytes that a node saves, by the policies of the layers in it."""
+    if node.unit is None:
+        return 1.0
+    inside = [policy for fqn, policy in policies.items() if fqn == node.unit or fqn.startswith(f"{node.unit}.")]
+    shares: dict[Policy, float] = {"keep": 1.0, "full": 0.0, "selective": SELECTIVE_SHARE}
+    found = [policy if isinstance(policy, float) else shares[policy] for policy in inside]
+    return sum(found) / len(found) if found else 1.0
+
+
+def _value_bytes(assignment: Assignment, indices: Iterable[int]) -> int:
+    values = [assignment.graph.values[index] for index in indices]
+    return sum(math.prod(value.shape) * getattr(torch, value.dtype).itemsize for value in values)
+
+
+def _sum(sizes: Sequence[int | None]) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None

@@ -1,0 +1,21 @@
+"""How many microbatches each stage of a schedule has in flight: between their forward and the end of their backward."""
+
+from __future__ import annotations
+
+from lightning_hybrid.schedule.schedule_and_actions import Kind, Schedule
+
+
+def microbatches_in_flight(schedule: Schedule) -> list[int]:
+    """The largest number of microbatches in flight, by stage; all of them where there is no backward.
+
+    A backward in two parts, I and W, ends with W.
+    """
+    now, most = [0] * schedule.num_stages, [0] * schedule.num_stages
+    for row in schedule.actions:
+        for action in row:
+            if action.kind is Kind.F:
+                now[action.stage] += 1
+                most[action.stage] = max(most[action.stage], now[action.stage])
+            elif action.kind in (Kind.B, Kind.W):
+                now[action.stage] -= 1
+    return most

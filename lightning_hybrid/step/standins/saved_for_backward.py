@@ -1,0 +1,86 @@
+"""Tensors that the operations of a recorded step save for the backward, read from autograd's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
+
+
+class SavedTensors(NamedTuple):
+    """The tensors that one operation saves.
+
+    Attributes:
+        inner_bytes: Bytes of those that are neither inputs nor outputs, nor parameters or buffers.
+        inputs: Positions of the inputs whose memory it saves.
+        outputs: Positions of the outputs whose memory it saves.
+    """
+
+    inner_bytes: int = 0
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+
+
+class SavedForBackward:
+    """Finds what each operation saves; hooks on saved tensors would forbid ``torch.func`` inside."""
+
+    def __init__(self, root: nn.Module) -> None:
+        """Take a module whose parameters and buffers do not count."""
+        self._members = {storage_id(tensor) for tensor in (*root.parameters(), *root.buffers())}
+        self._visited: dict[int, Any] = {}  # autograd's nodes by id, which are alive as long as they are here
+        self._names: dict[type, list[str]] = {}
+
+    def by_operation(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> SavedTensors:
+        """What the operation that has just run on ``inputs`` saves; the earlier ones have been asked for.
+
+        Args:
+            inputs: Leaves of its arguments, of which some are tensors of any shape.
+            outputs: Leaves of its result.
+        """
+        sizes: dict[int, int] = {}
+        for node in self._new_nodes([*inputs, *outputs]):
+            for tensor in self._saved_by(node):
+                strided = tensor.layout is torch.strided
+                nbytes = tensor.untyped_storage().nbytes() if strided else tensor.numel() * tensor.element_size()
+                sizes[storage_id(tensor)] = nbytes
+        for member in self._members & sizes.keys():
+            del sizes[member]
+        given, made = _positions(inputs, sizes), _positions(outputs, sizes)
+        inner = sum(size for storage, size in sizes.items() if storage not in given and storage not in made)
+        return SavedTensors(inner, tuple(given.values()), tuple(made.values()))
+
+    def _new_nodes(self, leaves: Sequence[Any]) -> Iterator[Any]:
+        """Autograd's nodes behind these leaves that no earlier call has yielded."""
+        open_nodes = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
+        while open_nodes:
+            node = open_nodes.pop()
+            if node is not None and id(node) not in self._visited:
+                self._visited[id(node)] = node
+                yield node
+                open_nodes += [following for following, _ in node.next_functions]
+
+    def _saved_by(self, node: Any) -> Iterator[Tensor]:
+        if type(node) not in self._names:
+            names = [name for name in dir(node) if name.startswith("_saved_")]
+            self._names[type(node)] = names or ["saved_tensors"]
+        for name in self._names[type(node)]:
+            try:
+                saved = getattr(node, name, None)
+            except RuntimeError:  # written in place since, or freed by a backward of the step
+                continue
+            for value in saved if isinstance(saved, tuple | list) else (saved,):
+                if isinstance(value, Tensor):
+                    yield value
+
+
+def _positions(leaves: Sequence[Any], storages: dict[int, int]) -> dict[int, int]:
+    """The position of the first leaf with each of these storages."""
+    found: dict[int, int] = {}
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and (storage := storage_id(leaf)) in storages:
+            found.setdefault(storage, position)
+    return found

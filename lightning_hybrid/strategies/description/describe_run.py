@@ -1,0 +1,191 @@
+"""The table that is printed when a run starts, or its layout has changed: stages, messages and techniques."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
+
+from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.graph.step_graph import StepGraph
+from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.memory.estimate_rank_memory import KINDS, RankMemory
+from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means
+from lightning_hybrid.strategies.description.describe_batch_and_environment import (
+    describe_batch,
+    describe_memory,
+    describe_parameters,
+    format_bytes,
+)
+from lightning_hybrid.strategies.description.memory_of_stages import (
+    memory_of_ranks,
+    memory_of_stages,
+    zero_gathers_per_layer,
+)
+from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import ModulePartition
+from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import describe_tensor_plans
+from lightning_hybrid.strategies.techniques.recomputation import describe_policies
+from lightning_hybrid.strategies.techniques.step_shards_in_manual_optimization import describe_manual_zero
+from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import describe_zero
+
+MAX_DETAILS = 16  # lines; more of them are written to a file
+_COLUMNS = ("parameters", "gradients", "optimizer", "activations")
+_SIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "complex64": 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class StartTable:
+    """Lines that are printed when a run starts.
+
+    Attributes:
+        layout: The layout, the batches and the parameters.
+        details: A row per stage, and the plans of layers.
+        rest: Memory, means and techniques.
+    """
+
+    layout: Sequence[str]
+    details: Sequence[str]
+    rest: Sequence[str]
+
+    def __str__(self) -> str:
+        """All lines."""
+        return "\n".join([*self.layout, *self.details, *self.rest])
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the details are better read in a file."""
+        return len(self.details) > MAX_DETAILS
+
+    def summary(self, path: str) -> str:
+        """Return the lines without the details, which are in the file ``path``."""
+        return "\n".join([*self.layout, *self.rest, f"{len(self.details)} lines on stages and layers: {path}"])
+
+
+def describe_run(run: Run, partition: ModulePartition | None, optimizers: Sequence[Optimizer]) -> StartTable:
+    """Return the start table: sizes, stages, messages, and what each technique found.
+
+    Args:
+        run: Built, or only planned.
+        partition: The decisions on it; None where no runner is needed.
+        optimizers: Of the Trainer, in a run that trains.
+    """
+    setting = run.setting
+    options, layout = setting.options, setting.layout
+    first = run.plan.first.assignment if run.plan is not None and run.plan.first is not None else None
+    if first is not None and first.num_stages == 1:
+        first = None
+    head = [_describe_layout(layout) + ("" if first is None else f", schedule {options.schedule}")]
+    details: list[str] = []
+    rest: list[str] = []
+    if setting.is_fitting:
+        batch = None if partition is None else partition.batch
+        memory = memory_of_stages(run, optimizers, 1 if batch is None else batch.num_microbatches)
+        head += [describe_batch(run, batch, first), describe_parameters(setting)]
+        ranks = memory_of_ranks(memory, run.plan.num_ranks if run.is_pipelined and run.plan is not None else 1)
+        is_upper_bound = layout.tensor_parallel_size * layout.context_parallel_size > 1
+        rest.append(describe_memory(ranks, is_upper_bound=is_upper_bound))
+        details += [] if first is None else _stage_rows(first, layout, memory)
+    elif first is not None:
+        details += _stage_rows(first, layout, None)
+    rest += [] if first is None else _shared_and_means(run, first)
+    if run.zero3_fallback is not None:
+        head.insert(1, run.zero3_fallback.line)
+    if partition is not None and run.shards is not None and partition.tensor_planner is not None:
+        details += describe_tensor_plans(run.shards.plans, partition.tensor_planner.summary).splitlines()
+    if partition is not None and partition.expert_planner is not None and partition.expert_planner.summary:
+        rest.append(partition.expert_planner.summary)
+    return StartTable(head, details, [*rest, *describe_techniques(run)])
+
+
+def describe_techniques(run: Run) -> list[str]:
+    """Return a line for each of ZeRO, offload, recomputation and compiled layers, where there are any."""
+    setting = run.setting
+    options, lines = setting.options, []
+    if run.zero_shardings:
+        per_layer = zero_gathers_per_layer(run)
+        lines.append(describe_zero(run.zero_stage, run.mesh.size("dp_shard"), per_layer=per_layer))
+    if setting.shards_manual_steps:
+        lines.append(describe_manual_zero(options.zero_stage, setting.layout.data_shard_size))
+    if options.offloaded:
+        stores = (f"{what.replace('_', ' ')} {where}" for what, where in options.offloaded.items())
+        lines.append(f"offloaded: {', '.join(stores)}")
+    if run.recomputation is not None:
+        lines.append(describe_policies(run.recomputation.policies, setting.recompute))
+    if run.compiled is not None:
+        lines += run.compiled.lines()
+    return lines
+
+
+def _describe_layout(layout: ParallelLayout) -> str:
+    """Return the sizes of a layout in one line."""
+    head = (
+        f"hybrid3d: {layout.world_size} ranks = pipeline {layout.pipeline_parallel_size}"
+        f" x data {layout.data_parallel_size} x tensor {layout.tensor_parallel_size}"
+    )
+    if layout.context_parallel_size > 1:
+        head += f" x context {layout.context_parallel_size}"
+    return head
+
+
+def _stage_rows(assignment: Assignment, layout: ParallelLayout, memory: Sequence[RankMemory] | None) -> list[str]:
+    """Return a row per stage: its rank and units, what the rank holds for it, its cost, and what it sends."""
+    graph, costs = assignment.graph, assignment.costs()
+    rows = [["stage", "pipeline rank", "units", *(_COLUMNS if memory else ()), "cost", "sends per microbatch"]]
+    for stage in range(assignment.num_stages):
+        sends = [
+            f"{format_bytes(sum(value_bytes(graph, v) for v in sent))} to {target}"
+            for (source, target), sent in assignment.portals.items()
+            if source == stage
+        ]
+        share = f"{100 * costs[stage] / sum(costs):.0f} %"
+        held = () if memory is None else [getattr(memory[stage], kind) for kind in KINDS]
+        cells = ["?" if size is None else format_bytes(size) for size in held]
+        rank = str(stage % layout.pipeline_parallel_size)
+        rows.append([str(stage), rank, _units(assignment, stage), *cells, share, ", ".join(sends) or "-"])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _shared_and_means(run: Run, assignment: Assignment) -> list[str]:
+    """Return lines on parameters of several stages, and on means whose microbatches differ in their counts."""
+    options = run.setting.options
+    shared = [f"{name} on stages {list(stages)}" for name, stages in assignment.shared.items()]
+    lines = [f"shared parameters: {', '.join(shared[:4])}{' ...' if len(shared) > 4 else ''}"] if shared else []
+    if options.microbatch_weight is None and options.microbatches != 1 and isinstance(run.runner, StepRunner):
+        lines += _means(assignment.graph, is_uneven=run.runner.has_weighted_means)
+    return lines
+
+
+def _means(graph: StepGraph, *, is_uneven: bool) -> list[str]:
+    """Return a line with the means by whose counts microbatches are weighted, if there are any.
+
+    That of a loss over labels matters only where some labels are ignored: where the first batch ``is_uneven``.
+    """
+    nodes = [graph.nodes[index] for index in sorted(data_dependent_means(graph, sizes_differ=False))]
+    nodes = [node for node in nodes if is_uneven or node.averages != "classes"]
+    if not nodes:
+        return []
+    shown = [f"{node.name} ({node.line.rsplit('/', 1)[-1]})" for node in nodes]
+    more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+    return [
+        "mean over the labels that are not ignored, or the elements that a mask selects, of the full batch:"
+        f" {', '.join(shown[:3])}{more}"
+    ]
+
+
+def _units(assignment: Assignment, stage: int) -> str:
+    nodes = [node for node, s in zip(assignment.graph.nodes, assignment.node_stage, strict=True) if s == stage]
+    units = list(dict.fromkeys(node.unit for node in nodes if node.unit is not None))
+    if not units:
+        return "(glue)"
+    return units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]} ({len(units)})"
+
+
+def value_bytes(graph: StepGraph, index: int) -> int:
+    """Return the bytes of one value of a step."""
+    value = graph.values[index]
+    return math.prod(value.shape) * _SIZES.get(value.dtype, 2)

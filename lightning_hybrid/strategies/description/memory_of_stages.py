@@ -1,0 +1,151 @@
+"""The estimated memory of each stage of a run, from its plan: also of stages whose parameters are on other ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hybrid.memory.estimate_rank_memory import (
+    ParameterOnRank,
+    RankMemory,
+    activation_bytes,
+    estimate_rank_memory,
+)
+from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
+from lightning_hybrid.parts.shard_boxes import shard_of
+from lightning_hybrid.schedule import make_schedule
+from lightning_hybrid.schedule.microbatches_in_flight import microbatches_in_flight
+from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.recording.choose_units import choose_units
+from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import gathers_per_layer
+from lightning_hybrid.zero.optimizer_states.try_optimizer_step import StateSizes
+from lightning_hybrid.zero.shard_dims_ranks_and_offsets import shard_placement
+
+_OVER_REPLICAS = ("dp_shard", "ep_shard")
+
+
+def memory_of_stages(run: Run, optimizers: Sequence[Optimizer], num_microbatches: int) -> list[RankMemory]:
+    """Estimate the memory of each stage on the rank that holds it; one estimate for all where there are no stages.
+
+    Args:
+        run: Built, or only planned.
+        optimizers: Of the Trainer; their parameters may be absent.
+        num_microbatches: Of a batch of one replica.
+    """
+    setting, stages = run.setting, _Stages(run)
+    sizes = [StateSizes(optimizer) for optimizer in optimizers]
+    members: list[list[ParameterOnRank]] = [[] for _ in range(stages.count)]
+    parameters = dict(setting.module.named_parameters())
+    layers = stages.layer_of(parameters)
+    per_layer = zero_gathers_per_layer(run)
+    for name, parameter in parameters.items():
+        here = ParameterOnRank(
+            nbytes=_nbytes(parameter, stages.shape(name, parameter)),
+            shard_bytes=_nbytes(parameter, stages.shape(name, parameter, sharded=True)),
+            state_bytes=_state_bytes(sizes, parameter, stages.shape_of_states(name, parameter)),
+            is_trained=parameter.requires_grad,
+            layer=layers.get(name, ""),
+        )
+        for stage in stages.of(name):
+            members[stage].append(here)
+    return [
+        estimate_rank_memory(
+            of_stage,
+            activations,
+            zero_stage=run.zero_stage if run.zero_shardings or setting.shards_manual_steps else 0,
+            per_layer=per_layer,
+            shards_states_only=setting.shards_manual_steps,
+        )
+        for of_stage, activations in zip(members, _activations(run, num_microbatches, stages.count), strict=True)
+    ]
+
+
+def without_techniques(run: Run) -> Run:
+    """Return a plan of the run without ZeRO and recomputation, for estimates of its memory only."""
+    shardings = [] if run.parts is None else [each for each in run.parts.shardings if each.axis not in _OVER_REPLICAS]
+    parts = LocalShards(run.setting.module, shardings) if shardings else None
+    setting = dataclasses.replace(run.setting, shards_manual_steps=False)
+    return dataclasses.replace(run, setting=setting, parts=parts, zero_shardings=(), zero=None, recomputation=None)
+
+
+def memory_of_ranks(stages: Sequence[RankMemory], num_ranks: int) -> list[RankMemory]:
+    """Return the memory of each pipeline rank, of those of the stages that it holds."""
+    ranks = list(stages[:num_ranks])
+    for number, stage in enumerate(stages[num_ranks:], start=num_ranks):
+        ranks[number % num_ranks] += stage
+    return ranks
+
+
+class _Stages:
+    """Which stages hold a parameter, and which shard of it the first rank of each axis has."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._plan = run.plan if run.is_pipelined and run.plan is not None and run.plan.is_partitioned else None
+        self.count = 1 if self._plan is None else self._plan.num_stages
+        shardings: Sequence[AxisSharding] = [] if run.parts is None else run.parts.shardings
+        self._shardings = shardings
+        self._before_zero = [sharding for sharding in shardings if sharding.axis not in _OVER_REPLICAS]
+
+    def of(self, name: str) -> tuple[int, ...]:
+        return (0,) if self._plan is None else self._plan.stages_of(name)
+
+    def shape(self, name: str, parameter: Tensor, *, sharded: bool = False) -> tuple[int, ...]:
+        shardings = self._shardings if sharded else self._before_zero
+        return shard_of(shardings, name, full_shape(parameter)).shape
+
+    def shape_of_states(self, name: str, parameter: Tensor) -> tuple[int, ...]:
+        shape = self.shape(name, parameter, sharded=True)
+        ranks = self._run.mesh.group("dp_shard") if self._run.setting.shards_manual_steps else None
+        if ranks is None or (placement := shard_placement(torch.Size(shape), ranks.size())) is None:
+            return shape
+        length = sum(length for _, length in placement.ranges(ranks.rank(), ranks.size()))
+        return (*shape[: placement.dim], length, *shape[placement.dim + 1 :])
+
+    def layer_of(self, names: Iterable[str]) -> Mapping[str, str]:
+        """The layer that a parameter belongs to, by the parameter's FQN."""
+        if not self._run.zero_shardings:
+            return {}
+        first = None if self._plan is None else self._plan.first
+        units = choose_units(self._run.setting.module, 1) if first is None else first.recording.units
+        layers = find_layers(units)
+        found = {name: [fqn for fqn in layers if name.startswith(f"{fqn}.")] for name in names}
+        return {name: fqns[0] for name, fqns in found.items() if fqns}
+
+
+def zero_gathers_per_layer(run: Run) -> bool:
+    """Return whether ZeRO gathers layer by layer, in a run that is built or only planned."""
+    if run.zero is not None or not run.zero_shardings:
+        return run.zero is not None and run.zero.per_layer
+    stages = _Stages(run)
+    named = run.setting.module.named_parameters()
+    local = [(name, p) for name, p in named if 0 in stages.of(name)]
+    full_bytes = sum(_nbytes(p, stages.shape(name, p)) for name, p in local)
+    return gathers_per_layer(run.setting.options.reshard_after_forward, full_bytes, run.setting.device)
+
+
+def _nbytes(parameter: nn.Parameter, shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel() * parameter.element_size()
+
+
+def _state_bytes(sizes: Sequence[StateSizes], parameter: Tensor, shape: Sequence[int]) -> int | None:
+    known = [each.nbytes(parameter, shape) for each in sizes if each.steps(parameter)]
+    return None if None in known else sum(size for size in known if size is not None)
+
+
+def _activations(run: Run, num_microbatches: int, num_stages: int) -> Sequence[int | None]:
+    """Bytes saved for backward by the microbatches in flight, of each stage; None where no step is recorded."""
+    plan: Any = run.plan
+    if not run.is_pipelined or plan is None or plan.first is None:
+        return [None] * num_stages
+    policies = {} if run.recomputation is None else run.recomputation.policies
+    schedule = make_schedule(run.setting.options.schedule, plan.num_ranks, num_microbatches, plan.stages_per_rank)
+    saved = activation_bytes(plan.first.assignment, policies)
+    return [each * count for each, count in zip(saved, microbatches_in_flight(schedule), strict=True)]
