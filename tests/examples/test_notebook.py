@@ -9,7 +9,7 @@ import nbformat
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
+NOTEBOOK = ROOT / "examples" / "notebooks" / "pipeline_stages.ipynb"
 
 
 def test_it_is_stored_without_outputs():
