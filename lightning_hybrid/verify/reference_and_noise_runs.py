@@ -19,6 +19,8 @@ _MIXES = {"64-true": 1e-7, "32-true": 1e-4}
 
 # A smaller perturbation need not show in runs that are compared in 64 bits.
 _LOST_IN_ROUNDING = 1e-14
+# A perturbation that shows in a loss of 64 bits, and is lost in one of 32 bits.
+_LOST_IN_FLOAT32 = 1e-11
 
 
 @dataclass
@@ -80,10 +82,27 @@ def run_reference(experiment: Experiment, data_split: DataSplit) -> Reference:
                 run_once(experiment, OneProcessRun(data_split, keyed=True)), result.observed
             )
     result.noisy = noisy or run_once(experiment, OneProcessRun(data_split, keyed=result.draws), perturbation=noise)
+    if experiment.precision == "64-true" and _computes_in_float32(experiment, data_split, result):
+        result.notes.append("the module computes its loss in float32: its numbers are compared to that precision")
+        other = OneProcessRun(data_split, keyed=result.draws)
+        result.noisy = run_once(experiment, other, perturbation=perturbation("32-true"))
     result.failure = result.observed.failure or result.noisy.failure
     if result.failure is None and not result.draws:
         result.notes += _mixing_note(experiment, data_split, result.observed)
     return result
+
+
+def _computes_in_float32(experiment: Experiment, data_split: DataSplit, reference: Reference) -> bool:
+    """Return whether the first loss does not see perturbations of the weights that 64 bits show."""
+
+    def is_equal(run: RunRecord) -> bool:
+        first = [each.steps[0].loss for each in (run, reference.observed) if each.steps and each.failure is None]
+        return len(first) == 2 and first[0] is not None and first[0] == first[1]
+
+    if not is_equal(reference.noisy):
+        return False
+    other = OneProcessRun(data_split, keyed=reference.draws)
+    return is_equal(run_once(experiment, other, perturbation=_LOST_IN_FLOAT32))
 
 
 def _first_difference(again: RunRecord, first: RunRecord) -> Difference | None:

@@ -57,7 +57,8 @@ class Verification:
             unsplit_steps: Steps that the layout runs on full batches.
             shares: Number of ranks that hold shards instead of stages under the layout.
             in_shares: Whether they run training steps on shares of a batch.
-            unsplit: Whether each replica's batch is one microbatch: the reference of means over tokens and of metrics.
+            unsplit: Whether each replica's batch runs unsplit, with BatchNorm's statistics per microbatch: the
+                reference of means over tokens and of metrics.
             pipelined: The first training batch that ran in stages, and the first after them that did not.
         """
         split = data_split_of(self.experiment, layout)
@@ -69,7 +70,7 @@ class Verification:
         elif not split.plain:
             split = replace(split, start=pipelined[0])
         if unsplit:
-            split = replace(split, num_microbatches=1, shares=1, start=0, end=None)
+            split = replace(split, joined=True)
         if split not in self._references:
             [self._references[split]] = self._run(1, run_reference, self.experiment, split, timeout=self._timeout)
         return self._references[split]

@@ -23,6 +23,7 @@ class DataSplit:
         start: Training batches before this one are not split: their step did not run in stages yet.
         end: From this batch on the step does not run in stages any more, but on shares, or unsplit if there is one
             share. None if it does.
+        joined: Whether each replica's batch runs unsplit, with BatchNorm's statistics per microbatch.
     """
 
     replicas: int
@@ -35,6 +36,7 @@ class DataSplit:
     plain: bool = False
     start: int = 0
     end: int | None = None
+    joined: bool = False
 
     def has_left_stages(self, number: int) -> bool:
         """Whether a training batch runs on ranks that hold shards."""

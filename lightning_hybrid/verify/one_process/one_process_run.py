@@ -29,6 +29,7 @@ from lightning_hybrid.step.batch.microbatch import batch_size_of, choose_count, 
 from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
 from lightning_hybrid.step.tracing.dry_run_metrics import find_sinks
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
+from lightning_hybrid.verify.one_process.batch_norm_per_microbatch import batch_norm_per_microbatch
 from lightning_hybrid.verify.one_process.data_split_options import DataSplit
 from lightning_hybrid.verify.one_process.deferred_gradients import DeferredGradients
 from lightning_hybrid.verify.one_process.merge_side_effects_of_microbatches import MicrobatchSideEffects
@@ -46,6 +47,7 @@ class _Microbatch:
     batch: Any
     weight: float
     share: int = 0
+    sizes: tuple[int, ...] = ()  # of microbatches that are joined to this one
 
 
 class OneProcessRun:
@@ -120,7 +122,7 @@ class OneProcessRun:
             return self._plain["training_step"](join_batches(batches), *rest)
         microbatches = self._split_batches("training_step", batches, [1 / len(batches)] * len(batches))
         if len(microbatches) == 1 and not self._keyed:
-            with self._random_state(0, microbatches[0]):
+            with self._random_state(0, microbatches[0]), batch_norm_per_microbatch(module, microbatches[0].sizes):
                 output = self._plain["training_step"](batch, *rest)
             loss = find_loss(output)
             self._record_losses([] if loss is None else [float(loss)])
@@ -210,7 +212,8 @@ class OneProcessRun:
                     effects.before_microbatch(microbatch.share)
                 weighed = counted.microbatch(microbatch.weight / share)
                 random_state, strategy_module = self._random_state(number, microbatch), self._as_strategy_module(module)
-                with random_state, logs.microbatch(module, position), strategy_module, weighed:
+                statistics = batch_norm_per_microbatch(module, microbatch.sizes)
+                with random_state, logs.microbatch(module, position), strategy_module, weighed, statistics:
                     outputs.append(after(microbatch, self._plain[name](microbatch.batch, *rest)))
                 if effects is not None:
                     effects.after_microbatch()
@@ -280,7 +283,7 @@ class OneProcessRun:
     def _split_batches(self, name: str, batches: list[Any], shares: list[float]) -> list[_Microbatch]:
         data_split, microbatches = self._data_split, []
         for replica, (batch, share) in enumerate(zip(batches, shares, strict=True)):
-            if name in data_split.unsplit_steps:
+            if name in data_split.unsplit_steps or (data_split.joined and name != "training_step"):
                 microbatches.append(_Microbatch(replica, replica, batch, share))
                 continue
             try:
@@ -307,7 +310,7 @@ class OneProcessRun:
         if data_split.weight is not None and name == "training_step":
             counts = [float(data_split.weight(m.batch)) for m in microbatches]
             microbatches = [replace(p, weight=c / sum(counts)) for p, c in zip(microbatches, counts, strict=True)]
-        return microbatches
+        return _joined(microbatches, batches) if data_split.joined and name == "training_step" else microbatches
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
@@ -335,6 +338,17 @@ class OneProcessRun:
                 return
             with draw_as_stages(self._replicas[microbatch.replica], self._randomness, number, microbatch.number):
                 yield
+
+
+def _joined(microbatches: list[_Microbatch], batches: list[Any]) -> list[_Microbatch]:
+    """The full batch of each replica, with the sizes of its microbatches."""
+    full = []
+    for replica, batch in enumerate(batches):
+        own = [m for m in microbatches if m.replica == replica]
+        sizes = tuple(size for size in sizes_of([m.batch for m in own]) if size is not None)
+        sizes = sizes if len(sizes) == len(own) else ()
+        full.append(_Microbatch(replica, replica, batch, sum(m.weight for m in own), sizes=sizes))
+    return full
 
 
 def _over_replicas(how: str, values: list[float], shares: list[float]) -> float:

@@ -1,0 +1,88 @@
+"""Steps whose numbers are those of the full batch, where microbatches differ from it in something else too."""
+
+import torch
+import torchmetrics
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from harness.verification import STAGES, check
+
+CLASSES = 5
+
+
+def labelled_data(num_train=32, num_val=16, batch_size=16):
+    index = torch.arange(num_train + num_val, dtype=torch.float64).unsqueeze(1)
+    x = torch.cos(index * torch.arange(1, 7) + index)
+    y = x[:, :CLASSES].argmax(1)
+    y = torch.where(torch.arange(len(y)) % 16 < 3, -100, y)  # all of them in the first microbatch
+    train = DataLoader(TensorDataset(x[:num_train], y[:num_train]), batch_size, shuffle=False)
+    return {"train_dataloaders": train, "val_dataloaders": DataLoader(TensorDataset(x[num_train:], y[num_train:]), 8)}
+
+
+class Classifier(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Normalised(Classifier):
+    """BatchNorm, and an accuracy per step whose classes are averaged: no mean over microbatches."""
+
+    def __init__(self):
+        super().__init__()
+        self.body.append(nn.BatchNorm1d(6))
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES, average="macro")
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        y = y.clamp(min=0)
+        logits = self(x)
+        self.log("accuracy", self.accuracy(logits, y))
+        return F.cross_entropy(logits, y)
+
+
+class Float32Loss(Classifier):
+    """The loss is computed in float32, whatever the precision of the run, as in models of transformers."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(F.layer_norm(self(x).float(), (CLASSES,)), y)
+
+
+def test_batch_norm_takes_statistics_of_microbatches_beside_a_metric_of_the_full_batch(worlds):
+    report = check(worlds, Normalised, STAGES, make_data=labelled_data, num_microbatches=4)
+    assert report.outcome == "same", report.message
+    assert "means over tokens and metrics are those of each replica's full batch" in report.notes
+
+
+def test_a_loss_in_float32_is_compared_in_float32(worlds):
+    report = check(worlds, Float32Loss, STAGES, make_data=labelled_data, num_microbatches=4)
+    assert report.outcome == "same", report.message
+
+
+class Faulty(Normalised):
+    """The metric sees other samples than in one process."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        rows = len(x)
+        logits = self(x)
+        self.log("accuracy", self.accuracy(logits[: 1 + rows // 3], y.clamp(min=0)[: 1 + rows // 3]))
+        return F.cross_entropy(logits, y)
+
+
+def test_a_metric_of_other_samples_still_differs(worlds):
+    assert check(worlds, Faulty, STAGES, make_data=labelled_data, num_microbatches=4).outcome == "different"
