@@ -159,7 +159,8 @@ def _capturing_init(
 
 def section(cli: Any, name: str) -> Any:
     """Return a section of the config that a LightningCLI has parsed; None if there is none."""
-    return cli._get(cli.config, name)
+    config = cli.config.get(str(cli.subcommand), cli.config)  # that of the subcommand, if there is one
+    return config.get(name)
 
 
 def _as_class(target: Any, base: type) -> Any:
@@ -192,10 +193,9 @@ def _in_words_of_the_command(message: str, cli: Any) -> str:
     """Return an error of LightningCLI with the nearest known flag, where a flag is unknown."""
     unknown = re.match(r"[Uu]nrecognized arguments: (--[\w.]+)", message)
     if unknown:
-        parsers = [cli.parser, *getattr(cli, "_subcommand_parsers", {}).values()]
-        known = {option for parser in parsers for option in parser._option_string_actions}
         owner = unknown[1].partition(".")[0]
-        arguments = sorted(option for option in known if option.startswith(f"{owner}.") and ".help" not in option)
+        target = {"--model": cli.model_class, "--data": cli.datamodule_class}.get(owner)
+        arguments = [] if target is None else [f"{owner}.{name}" for name in inspect.signature(target).parameters]
         near = difflib.get_close_matches(unknown[1], arguments) or arguments[:12]
         message += f"; nearest: {', '.join(near)}" if near else ""
     return message.replace("--model.", "--module.")

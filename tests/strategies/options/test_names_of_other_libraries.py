@@ -74,7 +74,6 @@ OWN = {p.name: p.default for p in inspect.signature(Hybrid3DStrategy).parameters
         ({"find_unused_parameters": True, "static_graph": False, "use_orig_params": True}, {}),
         ({"sync_module_states": True, "gradient_as_bucket_view": False, "auto_wrap_policy": None}, {}),
     ],
-    ids=lambda value: ",".join(value) if isinstance(value, dict) else value,
 )
 def test_meanings(given, ours):
     assert Hybrid3DStrategy(**given).options == Hybrid3DStrategy(**ours).options
@@ -114,7 +113,6 @@ def test_meanings(given, ours):
         ),
         ({"state_dict_type": "full", "save_distributed_checkpoint": True}, "save_distributed_checkpoint=True is set"),
     ],
-    ids=lambda value: ",".join(value) if isinstance(value, dict) else value,
 )
 def test_refusals(given, message):
     with pytest.raises(ValueError, match=message):
