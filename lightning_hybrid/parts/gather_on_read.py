@@ -10,10 +10,11 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import wraps
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call, tensors_inside
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
@@ -23,6 +24,7 @@ from lightning_hybrid.step.standins.absent_tensors import SHAPE_METHODS, SHAPE_P
 Level: TypeAlias = Literal["experts", "replicas", "tensor"]
 
 _P = ParamSpec("_P")
+_T = TypeVar("_T")
 _GATHER = "_hybrid_gather"  # attribute of a guarded parameter: a `GatherCallbacks` by level
 _UNGUARDED_PROPERTIES = frozenset(
     {"requires_grad", "grad_fn", "is_leaf", "device", "dtype", "layout", "grad", "_backward_hooks", "is_cuda", "names"}
@@ -146,13 +148,15 @@ class GuardedParameter(nn.Parameter):
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
-def below_read_guards(method: Callable[_P, None]) -> Callable[_P, None]:
-    """Run a method below the read guards: operations on a parameter see its local shard, and gather nothing."""
+def below_read_guards(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Run a method below the read guards and transforms of ``torch.func``: reads see shards, and gather nothing."""
 
     @wraps(method)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            method(*args, **kwargs)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        is_transformed = torch._C._are_functorch_transforms_active()
+        transforms_off = temporarily_clear_interpreter_stack() if is_transformed else contextlib.nullcontext()
+        with torch._C.DisableTorchFunctionSubclass(), transforms_off:
+            return method(*args, **kwargs)
 
     return run
 

@@ -5,7 +5,8 @@ another order on each. So before a rank gathers it announces its request, and jo
 they synchronize in *rounds*. A round is one short row of numbers per rank, then the gathers that any rank requested, in
 the order of the layers. A rank whose backward is over goes on to join rounds until the backward of every rank is.
 
-Reductions of gradients go through another group: they are launched between rounds, in an order of their own.
+Reductions of gradients go through another group: they are launched between rounds, in an order of their own. Each row
+also has the number of those that its rank has launched, so that a backward waits for no others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import torch.distributed as dist
 
 from lightning_hybrid.errors import RanksDiffer
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.parts.gather_on_read import below_read_guards
 from lightning_hybrid.shared_memory.async_all_gather_of_numbers import start_all_gather
+from lightning_hybrid.zero.order_of_reductions import Reductions
 from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks
 from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
 
@@ -31,12 +34,18 @@ _SLOTS = 8
 class GatherRounds:
     """The rounds of one rank, among the ranks of its shard group."""
 
-    def __init__(self, mesh: Mesh, groups: Sequence[ParameterGroup]) -> None:
-        """Prepare rounds of all groups of this rank, in an order that all ranks share; collective over the world."""
+    def __init__(self, mesh: Mesh, groups: Sequence[ParameterGroup], reductions: Reductions) -> None:
+        """Prepare rounds; collective over the world.
+
+        Args:
+            mesh: Of the run.
+            groups: All groups of this rank, in an order that all ranks share.
+            reductions: Of this rank.
+        """
         # For rows in host memory, and for parameters; no other collectives go through these two.
         self._headers = mesh.dedicated_group("dp_shard", "headers of gathers", "gloo")
         gathers = mesh.dedicated_group("dp_shard", "gathers")
-        self._groups = list(groups)
+        self._groups, self._reductions = list(groups), reductions
         self._unneeded: list[tuple[dist.Work, torch.Tensor]] = []
         self._positions = {id(group): float(position) for position, group in enumerate(self._groups)}
         for group in self._groups:
@@ -71,10 +80,14 @@ class GatherRounds:
             halves += positions + [_NONE] * (_SLOTS - len(positions))
         return halves
 
+    @below_read_guards
     def _run_round(self, row: list[float]) -> bool:
         """Run one round; returns whether all ranks are done."""
         self._unneeded[:] = [pair for pair in self._unneeded if not pair[0].is_completed()]
-        rows = [each.tolist() for each in start_all_gather(torch.tensor(row, dtype=torch.float64), self._headers)()]
+        sent = torch.tensor([*row, self._reductions.num_launched], dtype=torch.float64)
+        gathered = [each.tolist() for each in start_all_gather(sent, self._headers)()]
+        rows, launched = [each[:-1] for each in gathered], [int(each[-1]) for each in gathered]
+        self._reductions.receive(min(launched))
         if all(each[0] == _DONE for each in rows):
             return True
         needed = {int(position) for each in rows for position in each[:_SLOTS] if position >= 0}

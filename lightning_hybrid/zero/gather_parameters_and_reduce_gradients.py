@@ -8,9 +8,9 @@ Two policies, with the same results:
 * per layer: gathered before its forward, freed after it, gathered again for its backward, its gradients reduced and
   freed after that, for each microbatch. Within the step this rank holds two layers at a time.
 
-[Note: one order] Collectives match by their order, so all ranks of a shard must launch the same ones in the same order.
-Gathers of the first policy, and reductions under both, go in the order of the layers, whatever order a rank's code
-takes. Gathers of the second policy follow the calls, so before each the ranks agree on what comes (``GatherRounds``).
+All ranks of a shard launch the same collectives in the same order, whatever order a rank's code takes: by [Note: one
+order] those of gradients, and gathers of the first policy, go in the order of the layers. Gathers of the second policy
+follow the calls, so before each the ranks agree on what comes (``GatherRounds``).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientH
 from lightning_hybrid.zero.agreed_unshard_order import GatherRounds, agree_on_step
 from lightning_hybrid.zero.gradient_messages import GradientObserver
 from lightning_hybrid.zero.memory_mapped_states import Region
+from lightning_hybrid.zero.order_of_reductions import Reductions
 from lightning_hybrid.zero.saved_parameter_views import ParameterView, pack
 from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks
 from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
@@ -83,9 +84,8 @@ class ZeroSharding:
         self._modules = {fqn: root.get_submodule(fqn) for fqn in self._layers}
         self._next, self._previous = self._neighbours()
         self._ranks, self._device = ranks, device
-        self._queue: list[ParameterGroup] = []  # to reduce in the current backward, in this order
+        self._reductions = Reductions(self._after_launch)
         self._group_of = {id(p): group for group in self._all for p in group.parameters.values()}
-        self._accumulated: set[int] = set()
         self._trained: dict[str, bool] | None = None
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._rounds: GatherRounds | None = None
@@ -108,7 +108,7 @@ class ZeroSharding:
 
     def gather_in_rounds(self, mesh: Mesh) -> None:
         """Let ranks call layers in different orders, by ``GatherRounds``."""
-        self._rounds = GatherRounds(mesh, self._all)
+        self._rounds = GatherRounds(mesh, self._all, self._reductions)
 
     @property
     def _by_layer(self) -> bool:
@@ -121,7 +121,9 @@ class ZeroSharding:
 
     def allow_rank_local_reads(self, mesh: Mesh) -> None:
         """Let code outside steps read parameters on some ranks only, from now on; collective over the world."""
-        self._rank_local_rounds = self._rank_local_rounds or self._rounds or GatherRounds(mesh, self._all)
+        self._rank_local_rounds = (
+            self._rank_local_rounds or self._rounds or GatherRounds(mesh, self._all, self._reductions)
+        )
 
     def gather_for_this_rank(self, parameter: Tensor) -> None:
         """Gather a parameter to its full shape until `free_rank_local_reads`, in which the other ranks join."""
@@ -204,7 +206,8 @@ class ZeroSharding:
                 self.settle()
                 self._finish()
         finally:
-            self._queue, self._same_microbatches = [], True
+            self._reductions.reset()
+            self._same_microbatches = True
             for group in self._all:
                 group.reshard()
 
@@ -239,7 +242,7 @@ class ZeroSharding:
             for name in group.trained:
                 parameter = group.parameters[name]
                 if id(parameter) not in self._hooks:
-                    hook = GradientHook(self._on_gradient, lambda: not self._queue)
+                    hook = GradientHook(self._on_gradient, lambda: self._reductions.is_idle)
                     self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
@@ -248,23 +251,12 @@ class ZeroSharding:
         """Begin a backward of a stage of this rank; the last one completes the gradients of the step."""
         self._in_backward, self._backward_at = True, None
         if is_last or self._by_layer:
-            self._queue = [group for group in reversed(self._groups.get(stage, [])) if group.trained]
-            self._accumulated = set()
-            for group in self._queue:
-                group.num_missing = len(group.trained)
+            self._reductions.begin(list(reversed(self._groups.get(stage, []))))
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        group = self._group_of[id(parameter)]
-        if id(parameter) in self._accumulated or not any(group is other for other in self._queue):
-            return
-        self._accumulated.add(id(parameter))
-        group.num_missing -= 1
-        # By [Note: one order], a group that is complete waits for those before it.
-        while self._queue and not self._queue[0].num_missing:
-            self._launch(self._queue.pop(0))
+        self._reductions.add(self._group_of[id(parameter)], parameter)
 
-    def _launch(self, group: ParameterGroup) -> None:
-        group.launch_reduce()
+    def _after_launch(self, group: ParameterGroup) -> None:
         if self._by_layer and group.fqn and group.fqn not in self.full_in_backward:
             group.free()
 
@@ -274,9 +266,7 @@ class ZeroSharding:
         if not is_last and not self._by_layer:
             return
         self.settle()
-        for group in self._queue:
-            self._launch(group)
-        self._queue = []
+        self._reductions.launch_rest()
         for group in reversed(self._groups.get(stage, [])):
             group.finish_reduce()
         if self._by_layer:
@@ -352,6 +342,10 @@ class ZeroSharding:
             if fqn in self._running_layers:
                 return forward(*args, **kwargs)
             with self.inside(fqn):
+                if torch._C._are_functorch_transforms_active():  # which save tensors without hooks
+                    for group in self._layers[fqn]:
+                        group.gather_until_step_end()
+                    return forward(*args, **kwargs)
                 if not (self._by_layer and freed) or not torch.is_grad_enabled() or fqn in self.recomputed:
                     return forward(*args, **kwargs)
                 with saved_tensors_hooks(partial(pack, freed), self._unpack):

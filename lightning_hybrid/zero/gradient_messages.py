@@ -63,6 +63,7 @@ class GradientMessages:
         self._offsets: dict[str, int] = {}
         self._message: Tensor | None = None
         self._work: dist.Work | None = None
+        self._total: Tensor | None = None  # this rank's row, summed over the shard's ranks
         self.is_launched = False
 
     def begin(self, names: Sequence[str], empty: Tensor) -> None:
@@ -109,21 +110,33 @@ class GradientMessages:
             self._work = _reduce_scatter(self._message, message, group=group, async_op=True)
         self.is_launched = True
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `receive` need not wait."""
+        return self._work is None or self._work.is_completed()
+
+    def receive(self) -> None:
+        """Wait for the message, if one was sent; from now on only this rank's row takes memory."""
+        received, self._message = self._message, None
+        if received is None:
+            return
+        work, self._work = self._work, None  # a work keeps what it sent and received
+        if work is not None:
+            work.wait()
+        del work
+        self._total = received.sum(0) if received.shape[0] > 1 else received[0]
+
     def finish(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Wait for the message, if one was sent.
+        """Wait for the message, if one was sent, and for the ranks that hold copies of the shard.
 
         Yields:
             Each parameter's FQN and the average, of the local shard's shape; None if no rank has a gradient.
         """
         if not self.is_launched:
             return
-        received, self._message, self.is_launched = self._message, None, False
-        assert received is not None
-        work, self._work = self._work, None  # a work keeps what it sent and received
-        if work is not None:
-            work.wait()
-        del work
-        total = received.sum(0) if received.shape[0] > 1 else received[0]
+        self.receive()
+        total, self._total, self.is_launched = self._total, None, False
+        assert total is not None
         if self._ranks.replicate.size() > 1:
             dist.all_reduce(total, group=self._ranks.replicate)
         for name, has_gradient in zip(self._names, total[-len(self._names) :].tolist(), strict=True):

@@ -342,20 +342,38 @@ class ParameterGroup:
                 self._messages.write(name, gradient)
         self._messages.launch()
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `receive_reduced` need not wait."""
+        return self._messages.has_arrived
+
+    @torch.no_grad()
+    @below_read_guards
+    def receive_reduced(self) -> None:
+        """Wait for the message of `launch_reduce`, and free it: this rank's shard of it remains, or is added."""
+        self._messages.receive()
+        # Ranks with copies of the shard are at other points of their backwards, and on a GPU the flags are not known.
+        if self._ranks.replicate.size() == 1 and self._empty.device.type == "cpu":
+            self._add_averages()
+
     @torch.no_grad()
     @below_read_guards
     def finish_reduce(self) -> None:
         """Wait, and add the averages to this rank's shards of the gradients.
 
         Raises:
-            RuntimeError: A parameter got a further gradient while its average was under way.
+            RuntimeError: A parameter got a further gradient after its reduction had been launched.
         """
-        for name, new in self._messages.finish():
+        for name in self.trained:
             if self.parameters[name].grad is not None:
                 raise RuntimeError(
                     f"{name} got another gradient after its average over the replicas had started; set"
                     " use_reentrant=False where a checkpointed function shares this parameter"
                 )
+        self._add_averages()
+
+    def _add_averages(self) -> None:
+        for name, new in self._messages.finish():
             if new is None:
                 continue
             if name in self._placements:

@@ -8,11 +8,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveStorages(TorchDispatchMode):
-    """The storages that were made inside and are still alive."""
+    """The storages that were made inside and are still alive.
 
-    def __init__(self):
+    Attributes:
+        most: The most bytes of them at a time, if counted.
+    """
+
+    def __init__(self, *, counts_most=False):
         super().__init__()
-        self.made = {}
+        self.made, self.counts_most, self.most = {}, counts_most, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -20,6 +24,8 @@ class LiveStorages(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        if self.counts_most:
+            self.most = max(self.most, self.bytes())
         return out
 
     def count(self, nbytes):

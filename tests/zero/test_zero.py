@@ -1,5 +1,7 @@
 """ZeRO: what replicas shard, with the numbers of one process."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -215,6 +217,56 @@ def kept_after_a_reduction():
 
 def test_local_shards_are_all_that_a_gather_and_a_reduction_leave(worlds):
     assert worlds.run(2, kept_after_a_reduction) == [(4000, 4000)] * 2
+
+
+class CountsMostBytes(Callback):
+    """Bytes that a rank holds at most in the second step beyond those at its end."""
+
+    recorded = None
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 1:
+            self.live = LiveStorages(counts_most=True).__enter__()
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == 1:
+            self.live.__exit__(None, None, None)
+            self.recorded = self.live.most - self.live.bytes()
+
+
+def of_wide_layers(module, num_layers):
+    """Layers of 64 kB, whose activations are small."""
+    wide = (nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16)) for _ in range(num_layers))
+    module.layers = nn.ModuleList(layer.double() for layer in wide)
+
+
+def test_memory_of_a_step_does_not_grow_with_the_number_of_layers(worlds):
+    most = []
+    for num_layers in (4, 8):
+        change = partial(of_wide_layers, num_layers=num_layers)
+        run = zero(3, "Layers", per_layer=True, batch_size=2, change=change, callback=CountsMostBytes)
+        most.append(max(rank.extra for rank in worlds.run(2, fit, run)))
+    assert most[1] < most[0] + 2**16, most
+
+
+def accumulate_late():
+    """Add a gradient whose average has been received already."""
+    world, (alone, _) = dist.group.WORLD, dist.new_subgroups(1)
+    p = nn.Parameter(torch.ones(5))
+    placements = {"p": shard_placement(torch.Size((10,)), 2)}
+    group = ParameterGroup("", {"p": p}, placements, ShardRanks(world, alone, 2), keeps_full=False)
+    group.trained = ["p"]
+    group.gather()
+    p.grad = torch.ones(10)
+    group.launch_reduce()
+    group.receive_reduced()
+    p.grad = torch.ones(10)
+    with pytest.raises(RuntimeError, match=r"p got another gradient.*use_reentrant=False"):
+        group.finish_reduce()
+
+
+def test_a_gradient_after_its_reduction_is_refused(worlds):
+    worlds.run(2, accumulate_late)
 
 
 class CountsFullLayers(Callback):

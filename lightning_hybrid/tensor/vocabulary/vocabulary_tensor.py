@@ -56,6 +56,16 @@ class VocabularyTensor(VocabularyShard):
         """All-gathers the full shape; gradients flow back to the shard."""
         return _GatherFull.apply(self)
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The memory of the full tensor; of this rank's rows in hooks of saved tensors, where torch gathers nothing."""
+        if torch._C._is_torch_function_enabled():
+            return super().untyped_storage()
+        return self._local.untyped_storage()
+
+    def data_ptr(self) -> int:
+        """The address of the first element in `untyped_storage`."""
+        return super().data_ptr() if torch._C._is_torch_function_enabled() else self._local.data_ptr()
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Passes on to the kernels, except where autograd would gather the full tensor or need its memory."""

@@ -48,6 +48,20 @@ def hooked(logits, t):
     return F.cross_entropy(*flat(logits, t))
 
 
+def saved_by_address(logits, t):
+    """Hooks read the memory of saved tensors, as those that offload each of them once."""
+    seen = set()
+
+    def pack(tensor):
+        seen.add((tensor.untyped_storage().data_ptr(), tensor.data_ptr()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = F.cross_entropy(*flat(torch.tanh(logits), t))
+    assert 0 not in {address for pair in seen for address in pair} and len(seen) > 1
+    return loss
+
+
 def penalized(logits, t):
     return F.cross_entropy(*flat(logits, t)) + 0.01 * logits.logsumexp(-1).square().mean()
 
@@ -73,6 +87,7 @@ IN_PARTS = {
     "joined": lambda x, t: F.cross_entropy(torch.cat([x, x * 2]).flatten(0, 1), t.repeat(2, 1).flatten()),
     "in place": scaled_in_place,
     "hook": hooked,
+    "saved by address": saved_by_address,
 }
 # Operations that gather.
 FULL = {
