@@ -1,6 +1,6 @@
 """An ordinary LightningModule, trained by four processes: two pipeline stages, two replicas of each.
 
-python examples/quickstart.py        15 s on a laptop CPU; draws timeline.png
+python examples/quickstart.py        about 20 s on two cores; draws timeline.png
 python examples/quickstart.py LAST.ckpt        goes on from a checkpoint under another layout: two replicas, ZeRO-3
 """
 
