@@ -32,6 +32,7 @@ class Reference:
         noisy: The record of the same run with perturbed initial weights.
         draws: Whether the module draws random numbers; then they are keyed as the strategies key them.
         irreproducible: The first value in which two equal runs differ.
+        precision: Lightning's name of the precision of its numbers.
         notes: Remarks for the user.
         failure: The exception that ended the run, if one did.
     """
@@ -40,6 +41,7 @@ class Reference:
     noisy: RunRecord
     draws: bool = False
     irreproducible: Difference | None = None
+    precision: str = "64-true"
     notes: list[str] = field(default_factory=list)
     failure: Failure | None = None
 
@@ -65,7 +67,7 @@ def run_reference(experiment: Experiment, data_split: DataSplit) -> Reference:
     reference = run_once(experiment, connection)
     if reference.failure is not None:
         return Reference(reference, reference, failure=reference.failure)
-    result = Reference(reference, reference)
+    result = Reference(reference, reference, precision=experiment.precision)
     # If a run with other seeds and perturbed weights gives the same numbers, neither matters. Where they differ, or are
     # likely to, one run for each shows which of them does.
     if connection.moved_generators or noise > _LOST_IN_ROUNDING:
@@ -84,8 +86,8 @@ def run_reference(experiment: Experiment, data_split: DataSplit) -> Reference:
     result.noisy = noisy or run_once(experiment, OneProcessRun(data_split, keyed=result.draws), perturbation=noise)
     if experiment.precision == "64-true" and _computes_in_float32(experiment, data_split, result):
         result.notes.append("the module computes its loss in float32: its numbers are compared to that precision")
-        other = OneProcessRun(data_split, keyed=result.draws)
-        result.noisy = run_once(experiment, other, perturbation=perturbation("32-true"))
+        result.precision, other = "32-true", OneProcessRun(data_split, keyed=result.draws)
+        result.noisy = run_once(experiment, other, perturbation=perturbation(result.precision))
     result.failure = result.observed.failure or result.noisy.failure
     if result.failure is None and not result.draws:
         result.notes += _mixing_note(experiment, data_split, result.observed)

@@ -115,9 +115,7 @@ class Verification:
 
     def _agrees_with_either(self, ranks: list[RunRecord], split: Reference, unsplit: Reference) -> bool:
         """Whether each logged number matches one of two references, and all other values match the same one."""
-        compared = [
-            compare(ranks, one.observed, one.noisy, precision=self.experiment.precision) for one in (split, unsplit)
-        ]
+        compared = [compare(ranks, one.observed, one.noisy, precision=one.precision) for one in (split, unsplit)]
         keys = [{difference.key for difference in differences} for differences in compared]
         others = [any(not key.what.startswith("metric") for key in each) for each in keys]
         return keys[0].isdisjoint(keys[1]) and not all(others)
@@ -132,7 +130,7 @@ class Verification:
             notes.append(f"{names}: run unsplit on every rank, as it cannot be partitioned")
         if "training_step" in ranks[0].unsplit_steps:
             notes.append("training_step keeps values that microbatches do not determine: each batch was one microbatch")
-        differences = compare(ranks, reference.observed, reference.noisy, precision=self.experiment.precision)
+        differences = compare(ranks, reference.observed, reference.noisy, precision=reference.precision)
         floor = noise_of(reference.observed, reference.noisy)
         if unchanged := unmoved(reference.observed):
             notes.append(
