@@ -84,7 +84,7 @@ def test_text_shows_memory_of_ranks(capsys):
     assert main(["explain", f"{CLASSES}:Stack", "--layout", "dp=2,zero_stage=1,offload=cpu"]) == 0
     title, rank, without, *_ = capsys.readouterr().out.splitlines()
     assert "optimizer states (cpu)" in title and "gathered" in title and title.endswith("total")
-    assert rank.startswith("each rank  ") and without.startswith("each rank without ZeRO and recomputation  ")
+    assert rank.startswith("each rank  ") and without.startswith("each rank without ZeRO, offload and recomputation  ")
 
 
 def test_text_names_units_stages_and_plans(capsys):
