@@ -179,10 +179,12 @@ def test_memory_between_steps_within_a_step_and_offloaded(memory, line):
     assert describe_memory([memory], is_upper_bound=False) == f"estimated memory per rank: {line}"
 
 
-@pytest.mark.parametrize(("stage", "per_layer", "is_told"), [(3, False, True), (3, True, False), (2, False, False)])
-def test_zero_line_names_the_option_that_needs_less_memory(stage, per_layer, is_told):
+@pytest.mark.parametrize(
+    ("stage", "per_layer", "names_option"), [(3, False, True), (3, True, False), (2, False, False)]
+)
+def test_zero_line_names_the_option_that_needs_less_memory(stage, per_layer, names_option):
     line = describe_zero(stage, 2, per_layer=per_layer, by_free_memory=True)
-    assert line.endswith(" (memory is ample; reshard_after_forward=True holds two layers at a time)") == is_told
+    assert line.endswith(" (memory is ample; reshard_after_forward=True holds two layers at a time)") == names_option
     assert "ample" not in describe_zero(stage, 2, per_layer=per_layer)
 
 
