@@ -170,8 +170,12 @@ def stages_of(assignment: Assignment, sizes: dict[str, int], num_ranks: int) -> 
 
 
 def memory_of(rank: RankMemory) -> dict[str, int | None]:
-    """Return the estimated bytes of one pipeline rank by kind; None where a kind is unknown."""
-    return {**dataclasses.asdict(rank), "total": rank.total}
+    """Return the estimated bytes of one pipeline rank by kind; None where a kind is unknown.
+
+    The total is that of memory: without what is offloaded to files, or from a GPU to the host.
+    """
+    sizes = {kind: size for kind, size in dataclasses.asdict(rank).items() if kind != "offloaded"}
+    return {**sizes, "total": rank.total}
 
 
 def _sizes(names: set[str], num_bytes: Any, sizes: dict[str, int]) -> dict[str, int]:
@@ -200,7 +204,7 @@ def _print(content: dict[str, Any]) -> None:
 
 
 def _print_memory(content: dict[str, Any]) -> None:
-    """Print the estimated memory of each pipeline rank, with ZeRO and recomputation and without them."""
+    """Print the estimated memory of each pipeline rank, with ZeRO, offload and recomputation and without them."""
     kinds = ("parameters", "gradients", "optimizer_states", "activations", "gathered", "total")
     names = [
         kind.replace("_", " ") + (f" ({where})" if (where := content["offloaded"].get(kind)) else "") for kind in kinds
@@ -216,7 +220,7 @@ def _print_memory(content: dict[str, Any]) -> None:
 
     add("", content["memory"])
     if content["memory_without_techniques"] != content["memory"]:
-        add(" without ZeRO and recomputation", content["memory_without_techniques"])
+        add(" without ZeRO, offload and recomputation", content["memory_without_techniques"])
     _print_rows(rows)
 
 

@@ -1,14 +1,15 @@
 """An estimate of the memory of one rank: parameters, gradients, optimizer states, and activations in flight.
 
 Plain arithmetic on sizes. What is not counted: the values that travel between stages, buffers of messages, the
-workspace of kernels, and what the framework itself takes.
+workspace of kernels, what the framework itself takes, and states of the layer whose offloaded states step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -16,6 +17,7 @@ from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import Node
 from lightning_hybrid.memory.recompute_policies import SELECTIVE_SHARE, Policy
 
+Place = Literal["files", "host"]
 KINDS = ("parameters", "gradients", "optimizer_states", "activations")
 
 
@@ -48,6 +50,7 @@ class RankMemory:
         optimizer_states: After the first step; None if unknown.
         activations: Saved for the backwards of all microbatches in flight; None if the step is not recorded.
         gathered: By ZeRO during a step, besides these: full parameters, and gradients that are not reduced yet.
+        offloaded: Where a kind is that does not take memory of the compute device; other kinds are left out.
     """
 
     parameters: int
@@ -55,12 +58,21 @@ class RankMemory:
     optimizer_states: int | None
     activations: int | None
     gathered: int = 0
+    offloaded: Mapping[str, Place] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
-        """The sum of what is known."""
-        known = self.parameters + self.gradients + self.gathered
-        return known + (self.optimizer_states or 0) + (self.activations or 0)
+        """The sum of what is known and not offloaded."""
+        return self.between_steps + self.gathered + (self.activations or 0)
+
+    @property
+    def between_steps(self) -> int:
+        """The part of `total` that is held between steps; of the gradients too, which a step may leave."""
+        return sum(size or 0 for size in self.sizes_in(None).values())
+
+    def sizes_in(self, place: Place | None) -> dict[str, int | None]:
+        """Return the bytes of parameters, gradients and optimizer states in a place; None is the compute device."""
+        return {kind: getattr(self, kind) for kind in KINDS[:3] if self.offloaded.get(kind) == place}
 
     def __add__(self, other: RankMemory) -> RankMemory:
         """The memory of both; unknown where either is."""
@@ -70,6 +82,7 @@ class RankMemory:
             _sum([self.optimizer_states, other.optimizer_states]),
             _sum([self.activations, other.activations]),
             self.gathered + other.gathered,
+            {**self.offloaded, **other.offloaded},
         )
 
 
@@ -80,6 +93,7 @@ def estimate_rank_memory(
     zero_stage: int = 0,
     per_layer: bool = False,
     shards_states_only: bool = False,
+    offloaded: Mapping[str, Place] | None = None,
 ) -> RankMemory:
     """Estimate the memory of one rank, or of one of its stages.
 
@@ -89,6 +103,7 @@ def estimate_rank_memory(
         zero_stage: 0 to 3; up to 2, the memory of full parameters is kept between steps.
         per_layer: Whether ZeRO gathers and reduces layer by layer, two at a time, or all layers once per step.
         shards_states_only: Whether parameters and gradients stay full, as under manual optimization with ZeRO-1 or 2.
+        offloaded: Where "parameters", "gradients" or "optimizer_states" are, if not on the compute device.
     """
     members = list(parameters)
     trained = [each for each in members if each.is_trained]
@@ -109,6 +124,7 @@ def estimate_rank_memory(
         optimizer_states=_sum([each.state_bytes for each in trained]),
         activations=activations,
         gathered=gathered,
+        offloaded=offloaded or {},
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import reprlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -36,6 +37,8 @@ from lightning_hybrid.strategies.start.average_lr_search_loss import average_lr_
 from lightning_hybrid.strategies.start.empty_init import move_to_device
 from lightning_hybrid.strategies.start.refuse_unsupported_callbacks import check_callbacks
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 _OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 
 
@@ -150,6 +153,11 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         super().__init__(Options.of(arguments), **{name: arguments[name] for name in _OF_LIGHTNING})
         self._lifecycle: RunLifecycle | None = None
         self._evaluated = itertools.count(1)  # numbers batches of evaluation over all runs
+
+    def __repr__(self) -> str:
+        """The class with the options that differ from their defaults; long values are shortened."""
+        changed = self.options.changed(OPTION_DEFAULTS)
+        return f"{type(self).__name__}({', '.join(f'{name}={_SHORT.repr(value)}' for name, value in changed.items())})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the options and what a Trainer has connected, without process groups or a run."""

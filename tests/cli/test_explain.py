@@ -80,11 +80,20 @@ def test_memory_with_and_without_techniques(capsys):
     assert plan["memory"][0]["activations"] < plan["memory_without_techniques"][0]["activations"]
 
 
+def test_states_in_files_are_not_in_the_total(capsys, tmp_path):
+    layout = f"dp=2,zero_stage=3,offload=disk:{tmp_path}"
+    status, plan = explained(capsys, f"{CLASSES}:Stack", "--layout", layout)
+    [rank] = plan["memory"]
+    assert status == 0 and rank["optimizer_states"] > 0
+    assert rank["total"] == rank["parameters"] + rank["gradients"] + rank["gathered"]
+    assert "optimizer states)" in plan["table"].partition("; in files ")[2]
+
+
 def test_text_shows_memory_of_ranks(capsys):
     assert main(["explain", f"{CLASSES}:Stack", "--layout", "dp=2,zero_stage=1,offload=cpu"]) == 0
     title, rank, without, *_ = capsys.readouterr().out.splitlines()
     assert "optimizer states (cpu)" in title and "gathered" in title and title.endswith("total")
-    assert rank.startswith("each rank  ") and without.startswith("each rank without ZeRO and recomputation  ")
+    assert rank.startswith("each rank  ") and without.startswith("each rank without ZeRO, offload and recomputation  ")
 
 
 def test_text_names_units_stages_and_plans(capsys):

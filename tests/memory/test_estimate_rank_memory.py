@@ -20,7 +20,7 @@ from lightning_hybrid.schedule import make_schedule
 from lightning_hybrid.schedule.microbatches_in_flight import microbatches_in_flight
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.recording.record_step import record
-from lightning_hybrid.strategies.description.memory_of_stages import memory_of_ranks, memory_of_stages
+from lightning_hybrid.strategies.description.memory_of_stages import memory_of_ranks, memory_of_stages, places_of
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import StateSizes
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
@@ -47,6 +47,27 @@ def test_zero_stages():
 def test_states_alone_are_sharded_under_manual_optimization():
     found = estimate_rank_memory([parameter(400)], None, zero_stage=2, shards_states_only=True)
     assert (found.parameters, found.gradients, found.optimizer_states, found.gathered) == (400, 400, 200, 0)
+
+
+def test_offloaded_states_are_not_in_the_memory_of_the_device():
+    places = {"parameters": "files", "optimizer_states": "host"}
+    rank = estimate_rank_memory([parameter(400)], 7, zero_stage=3, offloaded=places)
+    assert (rank.parameters, rank.gradients, rank.optimizer_states, rank.gathered) == (100, 100, 200, 800)
+    assert rank.between_steps == 100 and rank.total == 100 + 800 + 7
+    assert (rank + rank).total == 2 * rank.total
+    assert [rank.sizes_in(place) for place in (None, "host", "files")] == [
+        {"gradients": 100},
+        {"optimizer_states": 200},
+        {"parameters": 100},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [("cpu", {"parameters": "files"}), ("cuda", {"parameters": "files", "gradients": "host"})],
+)
+def test_offload_to_the_host_of_a_cpu_run_is_still_memory(device, expected):
+    assert places_of({"parameters": "disk:/tmp/x", "gradients": "cpu"}, torch.device(device)) == expected
 
 
 def test_unknown_states_stay_unknown():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from lightning_hybrid.graph.partition import Assignment
-from lightning_hybrid.memory.estimate_rank_memory import RankMemory
+from lightning_hybrid.memory.estimate_rank_memory import Place, RankMemory
 from lightning_hybrid.schedule import Portals, make_schedule, simulate
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import RecordedBatch
@@ -36,9 +38,16 @@ def describe_batch(run: Run, batch: RecordedBatch | None, assignment: Assignment
     factors = [f"{replicas} replica{'s' * (replicas != 1)}"]
     factors += [f"{accumulated} accumulated batches"] if accumulated > 1 else []
     if batch is None:
-        count = setting.options.microbatches or 1
-        factors.append("each batch of its loader" if count == 1 else f"{count} microbatches of each batch")
-        return f"batch: {' x '.join(factors)}"
+        size, count = _batch_size_of_loader(setting.trainer), setting.options.microbatches or 1
+        if size is None and count > 1:
+            return f"batch: {' x '.join([*factors, f'{count} microbatches of each batch'])}"
+        if size is None:
+            own = "each with its own batches" if replicas > 1 else "batches of unknown size"
+            return f"batch: {' x '.join(factors)}, {own}"
+        if count == 1:
+            of = "of" if accumulated > 1 else "x"
+            return f"batch: {size * replicas * accumulated} samples = {' x '.join(factors)} {of} {size}"
+        batch = RecordedBatch(size, min(count, size))
     count = batch.num_microbatches
     factors.append(f"{count} microbatch{'es' * (count != 1)}")
     line = f"batch: {' x '.join(factors)} of unknown size"
@@ -50,6 +59,14 @@ def describe_batch(run: Run, batch: RecordedBatch | None, assignment: Assignment
     if assignment is None:
         return line
     return f"{line}; predicted bubble {100 * predicted_bubble(run, assignment, count):.0f} %"
+
+
+def _batch_size_of_loader(trainer: Any) -> int | None:
+    """Return the batch size of the loader that the user has passed to ``fit``; None if it is made later, or unknown."""
+    source = getattr(getattr(trainer.fit_loop, "_data_source", None), "instance", None)
+    loader = trainer.train_dataloader if trainer.fit_loop._combined_loader is not None else source
+    size = getattr(loader, "batch_size", None) if isinstance(loader, DataLoader) else None
+    return size if isinstance(size, int) else None
 
 
 def predicted_bubble(run: Run, assignment: Assignment, num_microbatches: int) -> float:
@@ -78,18 +95,30 @@ def describe_memory(ranks: Sequence[RankMemory], *, is_upper_bound: bool) -> str
         is_upper_bound: Whether tensor or context ranks shard activations, which are estimated unsharded.
     """
     most = max(ranks, key=lambda memory: memory.total)
-    sizes = {
-        "parameters": most.parameters,
-        "gradients": most.gradients,
-        "optimizer states": most.optimizer_states,
-        "activations in flight": most.activations,
-    }
-    if most.gathered:
-        sizes["gathered by ZeRO"] = most.gathered
-    terms = [f"{format_bytes(size)} {kind}" for kind, size in sizes.items() if size is not None]
-    unknown = [f"unknown {kind}" for kind, size in sizes.items() if size is None]
     limit = "up to " if len(ranks) > 1 or (is_upper_bound and most.activations is not None) else ""
-    return f"estimated memory per rank: {limit}{format_bytes(most.total)} = {' + '.join([*terms, *unknown])}"
+    held, activations = most.sizes_in(None), {}
+    if most.activations is not None:
+        activations = {"activations in flight": most.activations}
+    if most.gathered:
+        within = _sum_of_terms({"gathered by ZeRO": most.gathered, **activations})
+        line = f"{limit}{format_bytes(most.between_steps)} between steps{f' ({_sum_of_terms(held)})' if held else ''}"
+        line += f", {limit}{format_bytes(most.total)} within a step ({within})"
+    else:
+        line = f"{limit}{format_bytes(most.total)}"
+        line += f" = {_sum_of_terms({**held, **activations})}" if held or activations else ""
+    places: tuple[tuple[Place, str], ...] = (("host", "on the host"), ("files", "in files"))
+    for place, where in places:
+        if sizes := most.sizes_in(place):
+            known = sum(size or 0 for size in sizes.values())
+            line += f"; {where} {format_bytes(known)} ({_sum_of_terms(sizes)})"
+    return f"estimated memory per rank: {line}" + ("" if activations else "; activations not estimated without stages")
+
+
+def _sum_of_terms(sizes: Mapping[str, int | None]) -> str:
+    """Return the sizes of several kinds, joined by plus signs; those that are unknown come last."""
+    names = {kind: kind.replace("_", " ") for kind in sizes}
+    known = [f"{format_bytes(size)} {names[kind]}" for kind, size in sizes.items() if size is not None]
+    return " + ".join([*known, *(f"unknown {names[kind]}" for kind, size in sizes.items() if size is None)])
 
 
 def describe_environment(setting: Setting) -> list[str]:

@@ -28,11 +28,17 @@ from lightning_hybrid.strategies.description.memory_of_stages import (
 from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import ModulePartition
 from lightning_hybrid.strategies.run.run import Run
 from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import describe_tensor_plans
+from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import has_adascale
 from lightning_hybrid.strategies.techniques.recomputation import describe_policies
 from lightning_hybrid.strategies.techniques.step_shards_in_manual_optimization import describe_manual_zero
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import describe_zero
 
 MAX_DETAILS = 16  # lines; more of them are written to a file
+_COUNTS = {  # by which a microbatch is weighted, and the kinds of averages that divide by them
+    "number of labels that are not ignored": ("classes",),
+    "number of elements that a mask selects": ("elements", "rows"),
+    "sum of a mask or of weights": ("divisor",),
+}
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations")
 _SIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "complex64": 8}
 
@@ -107,7 +113,9 @@ def describe_techniques(run: Run) -> list[str]:
     options, lines = setting.options, []
     if run.zero_shardings:
         per_layer = zero_gathers_per_layer(run)
-        lines.append(describe_zero(run.zero_stage, run.mesh.size("dp_shard"), per_layer=per_layer))
+        by_memory = options.reshard_after_forward == "auto" and not has_adascale(setting.trainer)
+        size = run.mesh.size("dp_shard")
+        lines.append(describe_zero(run.zero_stage, size, per_layer=per_layer, by_free_memory=by_memory))
     if setting.shards_manual_steps:
         lines.append(describe_manual_zero(options.zero_stage, setting.layout.data_shard_size))
     if options.offloaded:
@@ -161,20 +169,20 @@ def _shared_and_means(run: Run, assignment: Assignment) -> list[str]:
 
 
 def _means(graph: StepGraph, *, is_uneven: bool) -> list[str]:
-    """Return a line with the means by whose counts microbatches are weighted, if there are any.
+    """Return a line for each kind of count by which microbatches are weighted, with the means that have it.
 
     That of a loss over labels matters only where some labels are ignored: where the first batch ``is_uneven``.
     """
     nodes = [graph.nodes[index] for index in sorted(data_dependent_means(graph, sizes_differ=False))]
     nodes = [node for node in nodes if is_uneven or node.averages != "classes"]
-    if not nodes:
-        return []
-    shown = [f"{node.name} ({node.line.rsplit('/', 1)[-1]})" for node in nodes]
-    more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
-    return [
-        "mean over the labels that are not ignored, or the elements that a mask selects, of the full batch:"
-        f" {', '.join(shown[:3])}{more}"
-    ]
+    lines = []
+    for count, kinds in _COUNTS.items():
+        of_kind = [node for node in nodes if node.averages in kinds]
+        shown = [f"{node.name} ({node.line.rsplit('/', 1)[-1]})" for node in of_kind]
+        more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+        if shown:
+            lines.append(f"each microbatch is weighted by its {count}: {', '.join(shown[:3])}{more}")
+    return lines
 
 
 def _units(assignment: Assignment, stage: int) -> str:

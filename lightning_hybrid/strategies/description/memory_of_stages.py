@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.memory.estimate_rank_memory import (
     ParameterOnRank,
+    Place,
     RankMemory,
     activation_bytes,
     estimate_rank_memory,
@@ -62,16 +63,29 @@ def memory_of_stages(run: Run, optimizers: Sequence[Optimizer], num_microbatches
             zero_stage=run.zero_stage if run.zero_shardings or setting.shards_manual_steps else 0,
             per_layer=per_layer,
             shards_states_only=setting.shards_manual_steps,
+            offloaded=places_of(setting.options.offloaded, setting.device),
         )
         for of_stage, activations in zip(members, _activations(run, num_microbatches, stages.count), strict=True)
     ]
 
 
+def places_of(offloaded: Mapping[str, str], device: torch.device) -> dict[str, Place]:
+    """Return where offloaded kinds of state are; without those on the host where that is the compute device.
+
+    Args:
+        offloaded: "cpu" or "disk:PATH" by kind.
+        device: The compute device.
+    """
+    places: dict[str, Place] = {what: "host" if where == "cpu" else "files" for what, where in offloaded.items()}
+    return {what: place for what, place in places.items() if place == "files" or device.type != "cpu"}
+
+
 def without_techniques(run: Run) -> Run:
-    """Return a plan of the run without ZeRO and recomputation, for estimates of its memory only."""
+    """Return a plan of the run without ZeRO, offload and recomputation, for estimates of its memory only."""
     shardings = [] if run.parts is None else [each for each in run.parts.shardings if each.axis not in _OVER_REPLICAS]
     parts = LocalShards(run.setting.module, shardings) if shardings else None
-    setting = dataclasses.replace(run.setting, shards_manual_steps=False)
+    options = dataclasses.replace(run.setting.options, offload=None)
+    setting = dataclasses.replace(run.setting, shards_manual_steps=False, options=options)
     return dataclasses.replace(run, setting=setting, parts=parts, zero_shardings=(), zero=None, recomputation=None)
 
 

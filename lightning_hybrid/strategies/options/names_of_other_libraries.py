@@ -25,6 +25,7 @@ class OtherNames(TypedDict, total=False):
     offload_policy: Any
     offload_optimizer: bool | None
     offload_parameters: bool | None
+    offload_params: bool | None
     sharding_strategy: Any
     device_mesh: Any
     stage: int | None
@@ -36,10 +37,18 @@ class OtherNames(TypedDict, total=False):
     static_graph: bool | None
     sync_module_states: bool | None
     use_orig_params: bool | None
+    # of what does not exist here
+    allgather_bucket_size: Any
+    bucket_cap_mb: Any
+    contiguous_gradients: bool | None
+    fsdp_version: Any
+    gradient_as_bucket_view: bool | None
+    overlap_comm: bool | None
+    reduce_bucket_size: Any
     # refused
     auto_wrap_policy: Any
     backward_prefetch: Any
-    bucket_cap_mb: Any
+    bf16: Any
     config: Any
     cpu_ram_efficient_loading: bool | None
     ddp_comm_hook: Any
@@ -48,12 +57,14 @@ class OtherNames(TypedDict, total=False):
     dp_replicate_size: Any
     dp_shard_size: Any
     forward_prefetch: Any
+    fp16: Any
     gradient_accumulation_steps: Any
-    gradient_as_bucket_view: bool | None
     gradient_clipping: Any
     ignored_modules: Any
     ignored_states: Any
     limit_all_gathers: bool | None
+    logging_batch_size_per_gpu: Any
+    min_num_params: Any
     mixed_precision: Any
     mixed_precision_policy: Any
     model_averaging_period: Any
@@ -61,7 +72,12 @@ class OtherNames(TypedDict, total=False):
     nvme_path: Any
     offload_optimizer_device: Any
     offload_params_device: Any
+    partition_activations: bool | None
+    pin_memory: bool | None
+    remote_device: Any
+    train_micro_batch_size_per_gpu: Any
     transformer_cls_names_to_wrap: Any
+    transformer_layer_cls_to_wrap: Any
     zero_optimization: Any
 
 
@@ -70,41 +86,47 @@ def resolve_names(options: Mapping[str, Any], others: Mapping[str, Any], default
 
     Args:
         options: The strategy's own options, by name.
-        others: Further keywords.
+        others: Further keywords; those of accelerate may have its prefix ``fsdp_``.
         defaults: Of the strategy's own options; one that has another value is set by the user.
 
     Raises:
         TypeError: A keyword is neither an option nor in `OtherNames`.
         ValueError: A keyword is refused, or contradicts another one.
     """
-    resolved = dict(options)
-    for option, value, meant in _VALUES_OF_OTHERS:
-        if option in options and options[option] is value:
-            resolved[option] = meant
-    for option, (meant, keyword) in _meant_options(others, known=[*defaults, *_MEANINGS]).items():
+    resolved = {option: _own_value(option, value) for option, value in options.items()}
+    for option, (meant, keyword) in _meant_options(others, defaults).items():
         if resolved[option] not in (defaults[option], meant):
             raise _contradiction(keyword, option, meant, f"{option}={options[option]!r}")
         resolved[option] = meant
-    if _is_hybrid(others.get("sharding_strategy")) and resolved["shard_size"] is None:
-        raise ValueError(
-            f"sharding_strategy={others['sharding_strategy']!r} shards over the ranks of a node, whose number is not"
-            " known yet; set shard_size to it, or device_mesh=(copies, ranks of a copy)"
-        )
+    for name in ("sharding_strategy", f"{_PREFIX}sharding_strategy"):
+        if "HYBRID" in _sharding_name(others.get(name)) and resolved["shard_size"] is None:
+            raise ValueError(
+                f"{name}={others[name]!r} shards over the ranks of a node, whose number is not known yet; set"
+                " shard_size to it, or device_mesh=(copies, ranks of a copy)"
+            )
     return resolved
 
 
-def _meant_options(others: Mapping[str, Any], known: Collection[str]) -> dict[str, tuple[Any, str]]:
+def _own_value(option: str, value: Any) -> Any:
+    """The value of one of our own options, where other libraries have another one that means it."""
+    found = [meant for name, other, meant in _VALUES_OF_OTHERS if name == option and other is value]
+    return found[0] if found else value
+
+
+def _meant_options(others: Mapping[str, Any], own: Collection[str]) -> dict[str, tuple[Any, str]]:
     """Return the options that keywords of other libraries mean: the value, and the text of the keyword that sets it."""
     meant: dict[str, tuple[Any, str]] = {}
     for name, value in others.items():
-        if name not in _MEANINGS:
-            near = difflib.get_close_matches(name, known, n=3)
+        plain = name if name in _MEANINGS else name.removeprefix(_PREFIX)
+        if plain not in _MEANINGS and (plain == name or plain not in own):
+            near = difflib.get_close_matches(plain, [*own, *_MEANINGS], n=3)
             advice = f"; the nearest are {', '.join(near)}" if near else ""
             raise TypeError(f"the strategy has no option {name!r}{advice}")
         if value is None:
             continue
-        keyword = f"{name}={value!r}"
-        for option, new in _MEANINGS[name](name, value).items():
+        keyword = f"{name}={_shown(value)}"
+        meaning = _MEANINGS.get(plain, partial(_renamed, plain))
+        for option, new in meaning(name, value).items():
             if option in meant:
                 old, other = meant[option]
                 if isinstance(old, dict) and isinstance(new, dict):  # offloads of different states
@@ -124,7 +146,7 @@ def _contradiction(keyword: str, option: str, meant: Any, other: str) -> ValueEr
 
 
 def _renamed(option: str, name: str, value: Any) -> dict[str, Any]:
-    return {option: value}
+    return {option: _own_value(option, value)}
 
 
 def _recompute(name: str, value: Any) -> dict[str, Any]:
@@ -161,16 +183,18 @@ def _offload_one(state: str, name: str, value: Any) -> dict[str, Any]:
 
 
 def _sharding_strategy(name: str, value: Any) -> dict[str, Any]:
-    """A member of FSDP's ``ShardingStrategy``, or its name."""
-    found = _SHARDING_STRATEGIES.get(_member_name(value))
+    """A member of FSDP's ``ShardingStrategy``, its name, or its number."""
+    found = _SHARDING_STRATEGIES.get(_sharding_name(value))
     if found is None:
         listed = ", ".join(_SHARDING_STRATEGIES)
         raise ValueError(f"{name}={value!r} is unknown; use {listed}, or set zero_stage=0, 1, 2 or 3")
     return found
 
 
-def _is_hybrid(value: Any) -> bool:
-    return "HYBRID" in _member_name(value)
+def _sharding_name(value: Any) -> str:
+    """The name of a member of ``ShardingStrategy``, of which accelerate takes the number too."""
+    name = _member_name(value)
+    return _SHARDING_NUMBERS.get(name, name)
 
 
 def _member_name(value: Any) -> str:
@@ -182,8 +206,12 @@ _SHARDING_STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"zero_stage": 3},
     "SHARD_GRAD_OP": {"zero_stage": 3, "reshard_after_forward": False},
     "HYBRID_SHARD": {"zero_stage": 3},
-    "_HYBRID_SHARD_ZERO2": {"zero_stage": 3, "reshard_after_forward": False},
+    "HYBRID_SHARD_ZERO2": {"zero_stage": 3, "reshard_after_forward": False},
     "NO_SHARD": {"zero_stage": 0},
+}
+_SHARDING_NUMBERS = {
+    **{"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"},
+    "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2",  # as torch names it
 }
 
 
@@ -215,10 +243,22 @@ def _always(name: str, value: Any) -> dict[str, Any]:
     return {}
 
 
+def _nothing(name: str, value: Any) -> dict[str, Any]:
+    """What no value changes, since it does not exist here: buckets of gradients, or versions."""
+    return {}
+
+
 def _refused(advice: str, name: str, value: Any) -> dict[str, Any]:
     if value is False:
         return {}
-    raise ValueError(f"{name}={value!r}: {advice}")
+    raise ValueError(f"{name}={_shown(value)}: {advice}")
+
+
+def _shown(value: Any) -> str:
+    """A value in a message; a mapping, such as the content of a file, by its size."""
+    if isinstance(value, Mapping):
+        return f"{{... {len(value)} {'entry' if len(value) == 1 else 'entries'}}}"
+    return repr(value)
 
 
 _PRECISION = (
@@ -227,14 +267,13 @@ _PRECISION = (
 _LAYERS = "layers are found in the module, and sharded one by one; leave it out"
 _GATHERS = "the strategy decides when layers are gathered; leave it out, or set reshard_after_forward"
 _ALL_SHARDED = "zero_stage shards all parameters; leave it out"
-_MESSAGES = "the strategy forms the messages of gradients; leave it out"
 _FORMAT = "gradients are sent in their own dtype; leave it out"
 _COPIES = "set data_parallel_size=dp_replicate_size * dp_shard_size, shard_size=dp_shard_size and zero_stage=3"
 _STORAGE = "set offload={'optimizer_states': 'cpu'} or 'disk:PATH'; 'parameters' in the same way, with zero_stage=3"
 _REFUSED = {
     "auto_wrap_policy": _LAYERS,
     "backward_prefetch": _GATHERS,
-    "bucket_cap_mb": _MESSAGES,
+    "bf16": "set Trainer(precision='bf16-mixed')",
     "config": "no file of DeepSpeed's is read; set zero_stage, offload and recompute, and the Trainer's own arguments",
     "cpu_ram_efficient_loading": "build the module inside trainer.init_module(empty_init=True), and leave it out",
     "ddp_comm_hook": _FORMAT,
@@ -243,12 +282,14 @@ _REFUSED = {
     "dp_replicate_size": _COPIES,
     "dp_shard_size": _COPIES,
     "forward_prefetch": _GATHERS,
+    "fp16": "set Trainer(precision='16-mixed')",
     "gradient_accumulation_steps": "set Trainer(accumulate_grad_batches=...), or num_microbatches for parts of a batch",
-    "gradient_as_bucket_view": _MESSAGES,
     "gradient_clipping": "set Trainer(gradient_clip_val=...)",
     "ignored_modules": _ALL_SHARDED,
     "ignored_states": _ALL_SHARDED,
     "limit_all_gathers": _GATHERS,
+    "logging_batch_size_per_gpu": "only DeepSpeed's own timer reads it; leave it out",
+    "min_num_params": _LAYERS,
     "mixed_precision": _PRECISION,
     "mixed_precision_policy": _PRECISION,
     "model_averaging_period": "gradients are averaged in every step; leave it out",
@@ -256,7 +297,13 @@ _REFUSED = {
     "nvme_path": _STORAGE,
     "offload_optimizer_device": _STORAGE,
     "offload_params_device": _STORAGE,
+    "partition_activations": "set sequence_parallel=True with tensor_parallel_size, or set context_parallel_size",
+    "pin_memory": "what is offloaded is not in pinned memory; leave it out",
+    "remote_device": "build the module inside trainer.init_module(empty_init=True), and set offload={'parameters':"
+    " 'cpu'} or 'disk:PATH', with zero_stage=3",
+    "train_micro_batch_size_per_gpu": "set the batch size of the DataLoader, which is that of one replica",
     "transformer_cls_names_to_wrap": _LAYERS,
+    "transformer_layer_cls_to_wrap": _LAYERS,
     "zero_optimization": "set zero_stage=0, 1, 2 or 3",
 }
 
@@ -265,6 +312,7 @@ _MEANINGS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "activation_checkpointing_policy": _recompute,
     "gradient_checkpointing": _recompute,
     "cpu_offload": _offload_everything,
+    "offload_params": _offload_everything,
     "offload_policy": _offload_everything,
     "offload_optimizer": partial(_offload_one, "optimizer_states"),
     "offload_parameters": partial(_offload_one, "parameters"),
@@ -275,8 +323,11 @@ _MEANINGS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "tp_size": partial(_renamed, "tensor_parallel_size"),
     "cp_size": partial(_renamed, "context_parallel_size"),
     **dict.fromkeys(("find_unused_parameters", "static_graph", "sync_module_states", "use_orig_params"), _always),
+    **dict.fromkeys(("allgather_bucket_size", "bucket_cap_mb", "contiguous_gradients", "fsdp_version"), _nothing),
+    **dict.fromkeys(("gradient_as_bucket_view", "overlap_comm", "reduce_bucket_size"), _nothing),
     **{name: partial(_refused, advice) for name, advice in _REFUSED.items()},
 }
+_PREFIX = "fsdp_"  # of accelerate's names
 # Values of our own options that mean in another library what another value means here.
 _VALUES_OF_OTHERS = (
     ("compile", True, "units"),

@@ -68,6 +68,17 @@ class Options:
         names = {field.name for field in fields(cls)} - {"sizes"}
         return cls(sizes={name: arguments[name] for name in _SIZES}, **{name: arguments[name] for name in names})
 
+    def changed(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options, by the names of the strategy's arguments, that differ from their defaults.
+
+        Args:
+            defaults: By name, in the order to return them.
+        """
+        values = {**{field.name: getattr(self, field.name) for field in fields(self)}, **self.sizes}
+        options = {name: default for name, default in defaults.items() if name in values}
+        # Values of one type alone are compared: a batch of tensors has no single truth value.
+        return {n: values[n] for n, d in options.items() if type(values[n]) is not type(d) or values[n] != d}
+
     def __post_init__(self) -> None:
         """Refuse options that no number of devices can fulfil."""
         self._check_sizes()
@@ -138,11 +149,11 @@ class Options:
                     " zero_stage=0 shards nothing; set zero_stage=1, 2 or 3"
                 )
         self._check_reshard()
-        for what, needed in (("parameters", 3), ("gradients", 1)):
-            if isinstance(self.offload, Mapping) and what in self.offload and self.zero_stage < needed:
+        for what, least, stages in (("parameters", 3, "3"), ("gradients", 1, "1, 2 or 3")):
+            if isinstance(self.offload, Mapping) and what in self.offload and self.zero_stage < least:
                 raise ValueError(
                     f"offload={dict(self.offload)!r}: {what} are offloaded while no layer needs them, which needs"
-                    f" replicas that shard them; set zero_stage={needed} or more, or leave {what!r} out"
+                    f" replicas that shard them; set zero_stage={stages}, or leave {what!r} out"
                 )
         _ = self.offloaded
 

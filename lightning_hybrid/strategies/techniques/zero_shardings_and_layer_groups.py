@@ -218,9 +218,15 @@ def _full_bytes(parameter: nn.Parameter) -> int:
     return math.prod(full_shape(parameter)) * parameter.element_size()
 
 
-def describe_zero(stage: int, size: int, *, per_layer: bool) -> str:
-    """Return the table line of ZeRO: what is sharded over how many replicas, and when it is gathered."""
+def describe_zero(stage: int, size: int, *, per_layer: bool, by_free_memory: bool = False) -> str:
+    """Return the table line of ZeRO: what is sharded over how many replicas, and when it is gathered.
+
+    ``by_free_memory`` tells that the free memory decided when.
+    """
     what = ["optimizer states", "gradients", "parameters"][:stage]
     listed = what[0] if stage == 1 else f"{', '.join(what[:-1])} and {what[-1]}"
     when = "layer by layer, for each microbatch" if per_layer else "once per step"
-    return f"ZeRO-{stage}: {listed} sharded over {size} replicas, gathered and reduced {when}"
+    line = f"ZeRO-{stage}: {listed} sharded over {size} replicas, gathered and reduced {when}"
+    if by_free_memory and stage == 3 and not per_layer:
+        line += " (memory is ample; reshard_after_forward=True holds two layers at a time)"
+    return line

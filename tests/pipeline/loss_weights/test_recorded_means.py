@@ -280,7 +280,7 @@ def lines_at_start(module_class, options):
     with lines_of_lightning() as lines:
         trainer.fit(module_class(), DataLoader(tokens(), 8))
     [table] = [line for line in lines if line.startswith("hybrid3d")] or [""]
-    return [line for line in table.splitlines() if line.startswith("mean over the labels")]
+    return [line for line in table.splitlines() if line.startswith("each microbatch is weighted")]
 
 
 def by_sample(microbatch):
@@ -288,8 +288,12 @@ def by_sample(microbatch):
 
 
 def test_start_table_names_the_means(worlds):
-    [line], _ = worlds.run(2, lines_at_start, SeveralTerms, {})
-    assert "cross_entropy (test_recorded_means.py:" in line and "div (test_recorded_means.py:" in line
+    [of_labels, of_masks], _ = worlds.run(2, lines_at_start, SeveralTerms, {})
+    weighted = "each microbatch is weighted by its"
+    assert of_labels.startswith(
+        f"{weighted} number of labels that are not ignored: cross_entropy (test_recorded_means.py:"
+    )
+    assert of_masks.startswith(f"{weighted} sum of a mask or of weights: div (test_recorded_means.py:")
     assert worlds.run(2, lines_at_start, TimesItsCount, {"microbatch_weight": by_sample}) == [[], []]
 
 

@@ -5,6 +5,7 @@ import inspect
 import io
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +14,18 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ThroughputMonitor, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader
 
 from harness.fits import Run, fit, reference_of
 from harness.trainer_runs import ignore_warnings, lines_of_lightning, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.strategies.description.describe_batch_and_environment import describe_environment
+from lightning_hybrid.memory.estimate_rank_memory import RankMemory
+from lightning_hybrid.strategies.description.describe_batch_and_environment import (
+    describe_batch,
+    describe_environment,
+    describe_memory,
+)
+from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import describe_zero
 from models.tiny import Tiny, loader
 
 
@@ -122,8 +130,8 @@ def fit_replicas(options):
 @pytest.mark.parametrize(
     ("options", "batch"),
     [
-        ({}, "2 replicas x each batch of its loader"),
-        ({"num_microbatches": 2}, "2 replicas x 2 microbatches of each batch"),
+        ({}, "8 samples = 2 replicas x 4"),
+        ({"num_microbatches": 2}, "8 samples = 2 replicas x 2 microbatches of 2"),
     ],
 )
 def test_table_of_replicas(worlds, options, batch):
@@ -135,8 +143,71 @@ def test_table_of_replicas(worlds, options, batch):
     )
     assert memory == (
         "estimated memory per rank: 1.2 KB = 680 B parameters + 520 B gradients + 0 B optimizer states"
-        " + unknown activations in flight"
+        "; activations not estimated without stages"
     )
+
+
+MB = 10**6
+STATES = RankMemory(50 * MB, 50 * MB, 100 * MB, None, 200 * MB)
+
+
+@pytest.mark.parametrize(
+    ("memory", "line"),
+    [
+        (
+            STATES,
+            "200 MB between steps (50 MB parameters + 50 MB gradients + 100 MB optimizer states), 400 MB within a step"
+            " (200 MB gathered by ZeRO); activations not estimated without stages",
+        ),
+        (
+            replace(STATES, activations=MB, offloaded={"parameters": "files", "optimizer_states": "files"}),
+            "50 MB between steps (50 MB gradients), 251 MB within a step (200 MB gathered by ZeRO + 1 MB activations in"
+            " flight); in files 150 MB (50 MB parameters + 100 MB optimizer states)",
+        ),
+        (
+            replace(STATES, gathered=0, activations=MB, offloaded={"optimizer_states": "host"}),
+            "101 MB = 50 MB parameters + 50 MB gradients + 1 MB activations in flight; on the host 100 MB"
+            " (100 MB optimizer states)",
+        ),
+        (
+            replace(STATES, gathered=0, activations=MB, optimizer_states=None),
+            "101 MB = 50 MB parameters + 50 MB gradients + 1 MB activations in flight + unknown optimizer states",
+        ),
+    ],
+)
+def test_memory_between_steps_within_a_step_and_offloaded(memory, line):
+    assert describe_memory([memory], is_upper_bound=False) == f"estimated memory per rank: {line}"
+
+
+@pytest.mark.parametrize(
+    ("stage", "per_layer", "names_option"), [(3, False, True), (3, True, False), (2, False, False)]
+)
+def test_zero_line_names_the_option_that_needs_less_memory(stage, per_layer, names_option):
+    line = describe_zero(stage, 2, per_layer=per_layer, by_free_memory=True)
+    assert line.endswith(" (memory is ample; reshard_after_forward=True holds two layers at a time)") == names_option
+    assert "ample" not in describe_zero(stage, 2, per_layer=per_layer)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "accumulated", "microbatches", "loader_size", "line"),
+    [
+        (2, 1, None, 4, "8 samples = 2 replicas x 4"),
+        (2, 2, None, 4, "16 samples = 2 replicas x 2 accumulated batches of 4"),
+        (2, 1, 2, 5, "10 samples = 2 replicas x 2 microbatches of up to 3"),
+        (2, 1, None, None, "2 replicas, each with its own batches"),
+        (1, 1, None, None, "1 replica, batches of unknown size"),
+        (2, 1, 2, None, "2 replicas x 2 microbatches of each batch"),
+    ],
+)
+def test_batch_line_without_a_recorded_step(replicas, accumulated, microbatches, loader_size, line):
+    data = None if loader_size is None else DataLoader(range(20), loader_size)
+    loop = SimpleNamespace(_combined_loader=None, _data_source=SimpleNamespace(instance=data))
+    setting = SimpleNamespace(
+        layout=SimpleNamespace(data_parallel_size=replicas),
+        trainer=SimpleNamespace(accumulate_grad_batches=accumulated, fit_loop=loop),
+        options=SimpleNamespace(microbatches=microbatches),
+    )
+    assert describe_batch(SimpleNamespace(setting=setting), None, None) == f"batch: {line}"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -29,51 +29,73 @@ ENCODER, DECODER = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
 OWN = {p.name: p.default for p in inspect.signature(Hybrid3DStrategy).parameters.values() if p.kind != p.VAR_KEYWORD}
 
 
+MEANT = [
+    ({"activation_checkpointing": True}, {"recompute": "full"}),
+    ({"activation_checkpointing": False}, {}),
+    ({"activation_checkpointing": ENCODER}, {"recompute": [ENCODER]}),
+    ({"activation_checkpointing": [ENCODER, DECODER]}, {"recompute": [DECODER, ENCODER]}),
+    ({"activation_checkpointing_policy": {ENCODER, DECODER}}, {"recompute": [DECODER, ENCODER]}),
+    ({"activation_checkpointing_policy": ModuleWrapPolicy({ENCODER})}, {"recompute": [ENCODER]}),
+    ({"gradient_checkpointing": True}, {"recompute": "full"}),
+    ({"cpu_offload": True}, {"offload": "cpu"}),
+    ({"cpu_offload": None, "offload": "cpu"}, {"offload": "cpu"}),
+    ({"cpu_offload": CPUOffload(offload_params=True)}, {"offload": "cpu"}),
+    ({"cpu_offload": CPUOffload(offload_params=False)}, {}),
+    ({"offload_policy": CPUOffloadPolicy()}, {"offload": "cpu"}),
+    ({"offload_policy": OffloadPolicy()}, {}),
+    ({"offload_optimizer": True}, {"offload": {"optimizer_states": "cpu"}}),
+    (
+        {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+        {"zero_stage": 3, "offload": {"optimizer_states": "cpu", "parameters": "cpu"}},
+    ),
+    ({"offload_optimizer": False, "offload": "cpu"}, {"offload": "cpu"}),
+    ({"stage": 2}, {"zero_stage": 2}),
+    ({"sharding_strategy": "FULL_SHARD"}, {"zero_stage": 3}),
+    ({"sharding_strategy": "full_shard", "zero_stage": 3}, {"zero_stage": 3}),
+    ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, {"zero_stage": 3, "reshard_after_forward": False}),
+    ({"sharding_strategy": "NO_SHARD"}, {}),
+    ({"sharding_strategy": "HYBRID_SHARD", "shard_size": 4}, {"zero_stage": 3, "shard_size": 4}),
+    (
+        {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 4)},
+        {"zero_stage": 3, "shard_size": 4, "data_parallel_size": 8},
+    ),
+    (
+        {"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2, "device_mesh": [2, 4]},
+        {"zero_stage": 3, "shard_size": 4, "data_parallel_size": 8, "reshard_after_forward": False},
+    ),
+    ({"state_dict_type": "sharded"}, {"save_distributed_checkpoint": True}),
+    ({"state_dict_type": "SHARDED_STATE_DICT"}, {"save_distributed_checkpoint": True}),
+    ({"state_dict_type": StateDictType.FULL_STATE_DICT}, {}),
+    ({"tp_size": 2, "cp_size": 4}, {"tensor_parallel_size": 2, "context_parallel_size": 4}),
+    ({"compile": True}, {"compile": "units"}),
+    ({"compile": False}, {}),
+    ({"find_unused_parameters": True, "static_graph": False, "use_orig_params": True}, {}),
+    ({"bucket_cap_mb": 25, "gradient_as_bucket_view": True, "reduce_bucket_size": "auto"}, {}),
+    ({"allgather_bucket_size": 5e8, "overlap_comm": False, "contiguous_gradients": True}, {}),
+    # accelerate's
+    ({"fsdp_version": 2, "fsdp_reshard_after_forward": True}, {"reshard_after_forward": True}),
+    ({"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_offload_params": True}, {"zero_stage": 3, "offload": "cpu"}),
+    ({"fsdp_sharding_strategy": 1, "fsdp_activation_checkpointing": True}, {"zero_stage": 3, "recompute": "full"}),
+    ({"fsdp_sharding_strategy": 2}, {"zero_stage": 3, "reshard_after_forward": False}),
+    (
+        {"fsdp_sharding_strategy": "3", "fsdp_state_dict_type": "SHARDED_STATE_DICT"},
+        {"save_distributed_checkpoint": True},
+    ),
+    ({"fsdp_sharding_strategy": 4, "shard_size": 4}, {"zero_stage": 3, "shard_size": 4}),
+    (
+        {"sharding_strategy": "HYBRID_SHARD_ZERO2", "fsdp_device_mesh": (2, 4)},
+        {"zero_stage": 3, "shard_size": 4, "data_parallel_size": 8, "reshard_after_forward": False},
+    ),
+    (
+        {"sharding_strategy": 5, "shard_size": 4},
+        {"zero_stage": 3, "shard_size": 4, "reshard_after_forward": False},
+    ),
+    ({"sync_module_states": True, "gradient_as_bucket_view": False, "auto_wrap_policy": None}, {}),
+]
+
+
 @pytest.mark.parametrize(
-    ("given", "ours"),
-    [
-        ({"activation_checkpointing": True}, {"recompute": "full"}),
-        ({"activation_checkpointing": False}, {}),
-        ({"activation_checkpointing": ENCODER}, {"recompute": [ENCODER]}),
-        ({"activation_checkpointing": [ENCODER, DECODER]}, {"recompute": [DECODER, ENCODER]}),
-        ({"activation_checkpointing_policy": {ENCODER, DECODER}}, {"recompute": [DECODER, ENCODER]}),
-        ({"activation_checkpointing_policy": ModuleWrapPolicy({ENCODER})}, {"recompute": [ENCODER]}),
-        ({"gradient_checkpointing": True}, {"recompute": "full"}),
-        ({"cpu_offload": True}, {"offload": "cpu"}),
-        ({"cpu_offload": None, "offload": "cpu"}, {"offload": "cpu"}),
-        ({"cpu_offload": CPUOffload(offload_params=True)}, {"offload": "cpu"}),
-        ({"cpu_offload": CPUOffload(offload_params=False)}, {}),
-        ({"offload_policy": CPUOffloadPolicy()}, {"offload": "cpu"}),
-        ({"offload_policy": OffloadPolicy()}, {}),
-        ({"offload_optimizer": True}, {"offload": {"optimizer_states": "cpu"}}),
-        (
-            {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
-            {"zero_stage": 3, "offload": {"optimizer_states": "cpu", "parameters": "cpu"}},
-        ),
-        ({"offload_optimizer": False, "offload": "cpu"}, {"offload": "cpu"}),
-        ({"stage": 2}, {"zero_stage": 2}),
-        ({"sharding_strategy": "FULL_SHARD"}, {"zero_stage": 3}),
-        ({"sharding_strategy": "full_shard", "zero_stage": 3}, {"zero_stage": 3}),
-        ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, {"zero_stage": 3, "reshard_after_forward": False}),
-        ({"sharding_strategy": "NO_SHARD"}, {}),
-        ({"sharding_strategy": "HYBRID_SHARD", "shard_size": 4}, {"zero_stage": 3, "shard_size": 4}),
-        (
-            {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 4)},
-            {"zero_stage": 3, "shard_size": 4, "data_parallel_size": 8},
-        ),
-        (
-            {"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2, "device_mesh": [2, 4]},
-            {"zero_stage": 3, "shard_size": 4, "data_parallel_size": 8, "reshard_after_forward": False},
-        ),
-        ({"state_dict_type": "sharded"}, {"save_distributed_checkpoint": True}),
-        ({"state_dict_type": "SHARDED_STATE_DICT"}, {"save_distributed_checkpoint": True}),
-        ({"state_dict_type": StateDictType.FULL_STATE_DICT}, {}),
-        ({"tp_size": 2, "cp_size": 4}, {"tensor_parallel_size": 2, "context_parallel_size": 4}),
-        ({"compile": True}, {"compile": "units"}),
-        ({"compile": False}, {}),
-        ({"find_unused_parameters": True, "static_graph": False, "use_orig_params": True}, {}),
-        ({"sync_module_states": True, "gradient_as_bucket_view": False, "auto_wrap_policy": None}, {}),
-    ],
+    ("given", "ours"), MEANT, ids=[f"{number}-{','.join(given)}" for number, (given, _) in enumerate(MEANT)]
 )
 def test_meanings(given, ours):
     assert Hybrid3DStrategy(**given).options == Hybrid3DStrategy(**ours).options
@@ -96,6 +118,21 @@ def test_meanings(given, ours):
         ({"find_unused_parameters": "no"}, "find_unused_parameters='no'; use True or False"),
         ({"mixed_precision": MixedPrecision()}, r"mixed_precision=.*set Trainer\(precision="),
         ({"auto_wrap_policy": {ENCODER}}, "auto_wrap_policy=.*layers are found in the module.*leave it out"),
+        ({"fsdp_sharding_strategy": 5}, "fsdp_sharding_strategy=5 .*number is not known yet; set shard_size"),
+        ({"sharding_strategy": True}, "sharding_strategy=True is unknown"),
+        ({"fsdp_min_num_params": 1000}, "fsdp_min_num_params=1000: layers are found in the module.*leave it out"),
+        ({"fsdp_transformer_layer_cls_to_wrap": "Block"}, "layers are found in the module.*leave it out"),
+        ({"fsdp_offload_params": True, "cpu_offload": False}, "cpu_offload=False means offload=None, but fsdp_offload"),
+        ({"config": {str(number): 0 for number in range(9)}}, r"config={\.\.\. 9 entries}: no file of DeepSpeed's"),
+        ({"bf16": {"enabled": True}}, r"bf16={\.\.\. 1 entry}: set Trainer\(precision='bf16-mixed'\)"),
+        ({"fp16": True}, "fp16=True: set Trainer.precision='16-mixed'"),
+        ({"remote_device": "cpu"}, "remote_device='cpu': build the module inside trainer.init_module"),
+        ({"train_micro_batch_size_per_gpu": 4}, "set the batch size of the DataLoader"),
+        ({"logging_batch_size_per_gpu": 4}, "leave it out"),
+        ({"partition_activations": True}, "set sequence_parallel=True with tensor_parallel_size"),
+        ({"pin_memory": True}, "not in pinned memory; leave it out"),
+        ({"offload": {"parameters": "cpu"}}, "set zero_stage=3, or leave 'parameters' out"),
+        ({"offload": {"gradients": "cpu"}}, "set zero_stage=1, 2 or 3, or leave 'gradients' out"),
         ({"reshard_after_forward": 4}, "reshard_after_forward=4: .*set shard_size=4"),
         ({"reshard_after_forward": 1}, "reshard_after_forward=1: .*set shard_size=1"),
         ({"reshard_after_forward": 0}, "reshard_after_forward=0: .*set shard_size=0"),
@@ -113,6 +150,7 @@ def test_meanings(given, ours):
         ),
         ({"state_dict_type": "full", "save_distributed_checkpoint": True}, "save_distributed_checkpoint=True is set"),
     ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else value,
 )
 def test_refusals(given, message):
     with pytest.raises(ValueError, match=message):
@@ -141,6 +179,8 @@ def test_every_keyword_of_lightning_has_an_answer(kind):
     ("name", "nearest"),
     [
         ("tensor_paralel_size", "; the nearest are tensor_parallel_size,"),
+        ("fsdp_ofload_params", "; .*offload_params"),
+        ("fsdp_qq", "$"),
         ("cpu_offloading", "; .*cpu_offload"),
         ("qq", "$"),
     ],

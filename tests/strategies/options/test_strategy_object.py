@@ -4,6 +4,7 @@ import copy
 import pickle
 
 import pytest
+import torch
 from lightning.pytorch import LightningModule
 
 from lightning_hybrid import Hybrid3DStrategy
@@ -16,6 +17,28 @@ def test_copy_before_a_run(again):
     assert repr(other.options) == repr(
         Hybrid3DStrategy(pipeline_parallel_size=2, num_microbatches=4, recompute="full").options
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "Hybrid3DStrategy()"),
+        (
+            {"pipeline_parallel_size": 2, "zero_stage": 1, "schedule": "gpipe"},
+            "Hybrid3DStrategy(pipeline_parallel_size=2, schedule='gpipe', zero_stage=1)",
+        ),
+        ({"stage": 3, "compile": True}, "Hybrid3DStrategy(zero_stage=3, compile='units')"),
+        ({"data_parallel_size": 2, "num_microbatches": "auto"}, "Hybrid3DStrategy(data_parallel_size=2)"),
+        ({"offload": {"optimizer_states": "cpu"}}, "Hybrid3DStrategy(offload={'optimizer_states': 'cpu'})"),
+    ],
+)
+def test_repr_shows_the_options_that_differ_from_their_defaults(options, text):
+    assert repr(Hybrid3DStrategy(**options)) == text
+
+
+def test_repr_of_a_batch_is_short():
+    text = repr(Hybrid3DStrategy(example_batch={"x": torch.randn(100, 100)}))
+    assert text.startswith("Hybrid3DStrategy(example_batch={'x': ") and len(text) < 200
 
 
 class TakesTrainerArguments(LightningModule):
