@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.graph.partition import Assignment
@@ -67,6 +68,21 @@ def _batch_size_of_loader(trainer: Any) -> int | None:
     loader = trainer.train_dataloader if trainer.fit_loop._combined_loader is not None else source
     size = getattr(loader, "batch_size", None) if isinstance(loader, DataLoader) else None
     return size if isinstance(size, int) else None
+
+
+def describe_batch_norm(setting: Setting, batch: RecordedBatch | None) -> list[str]:
+    """Return the line on BatchNorm layers whose statistics are of fewer samples than a batch has; none otherwise."""
+    layers = sum(isinstance(module, _BatchNorm) for module in setting.module.modules())
+    if not layers or batch is None or batch.samples is None or batch.num_microbatches == 1:
+        return []
+    size = math.ceil(batch.samples / batch.num_microbatches)
+    advice = f"num_microbatches={max(1, batch.num_microbatches // 2)} gives more"
+    if setting.layout.data_parallel_size > 1 and getattr(setting.trainer.strategy, "_layer_sync", None) is None:
+        advice += "; Trainer(sync_batchnorm=True) adds those of the other replicas"
+    return [
+        f"BatchNorm: {layers} layer{'s' * (layers != 1)} with statistics of {size} samples, a microbatch, where one"
+        f" process takes {batch.samples}; {advice}"
+    ]
 
 
 def predicted_bubble(run: Run, assignment: Assignment, num_microbatches: int) -> float:

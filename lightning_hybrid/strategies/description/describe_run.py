@@ -16,6 +16,7 @@ from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means
 from lightning_hybrid.strategies.description.describe_batch_and_environment import (
     describe_batch,
+    describe_batch_norm,
     describe_memory,
     describe_parameters,
     format_bytes,
@@ -90,7 +91,7 @@ def describe_run(run: Run, partition: ModulePartition | None, optimizers: Sequen
     if setting.is_fitting:
         batch = None if partition is None else partition.batch
         memory = memory_of_stages(run, optimizers, 1 if batch is None else batch.num_microbatches)
-        head += [describe_batch(run, batch, first), describe_parameters(setting)]
+        head += [describe_batch(run, batch, first), *describe_batch_norm(setting, batch), describe_parameters(setting)]
         ranks = memory_of_ranks(memory, run.plan.num_ranks if run.is_pipelined and run.plan is not None else 1)
         is_upper_bound = layout.tensor_parallel_size * layout.context_parallel_size > 1
         rest.append(describe_memory(ranks, is_upper_bound=is_upper_bound))

@@ -22,6 +22,7 @@ from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory
 from lightning_hybrid.strategies.description.describe_batch_and_environment import (
     describe_batch,
+    describe_batch_norm,
     describe_environment,
     describe_memory,
 )
@@ -208,6 +209,27 @@ def test_batch_line_without_a_recorded_step(replicas, accumulated, microbatches,
         options=SimpleNamespace(microbatches=microbatches),
     )
     assert describe_batch(SimpleNamespace(setting=setting), None, None) == f"batch: {line}"
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "replicas", "layer_sync", "line"),
+    [
+        (1, 2, None, []),
+        (4, 1, None, ["BatchNorm: 1 layer with statistics of 8 samples, a microbatch, where one process takes 32;"]),
+        (4, 2, None, ["; Trainer(sync_batchnorm=True) adds those of the other replicas"]),
+        (4, 2, object(), ["num_microbatches=2 gives more"]),
+    ],
+)
+def test_batch_norm_line_has_both_numbers_of_samples(microbatches, replicas, layer_sync, line):
+    setting = SimpleNamespace(
+        module=torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)),
+        layout=SimpleNamespace(data_parallel_size=replicas),
+        trainer=SimpleNamespace(strategy=SimpleNamespace(_layer_sync=layer_sync)),
+    )
+    lines = describe_batch_norm(setting, SimpleNamespace(samples=32, num_microbatches=microbatches))
+    assert len(lines) == len(line) and all(part in each for part, each in zip(line, lines, strict=True))
+    if layer_sync is not None:
+        assert "sync_batchnorm" not in lines[0]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
