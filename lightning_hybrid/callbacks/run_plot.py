@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_hybrid.callbacks.write_and_log_pictures import log_picture
 from lightning_hybrid.step.batch.microbatch import batch_size_of
+from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 _INK, _MUTED, _LOSS, _RATE = "#222222", "#777777", "#4c78a8", "#54a24b"
@@ -56,7 +57,7 @@ class RunPlot(Callback):
         self._last = now
         self.rates.append(float("nan") if seconds is None or size is None else size / seconds)
         self.steps.append(trainer.global_step)
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        loss = find_loss(outputs)
         found = loss.detach().float().reshape(()) if isinstance(loss, Tensor) and loss.numel() == 1 else None
         self._on_device.append(torch.full((), float("nan"), device=pl_module.device) if found is None else found)
         if len(self._on_device) >= _ON_DEVICE:

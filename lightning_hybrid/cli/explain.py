@@ -146,7 +146,7 @@ def units_of(assignment: Assignment, sizes: dict[str, int]) -> list[dict[str, An
 
 def stages_of(assignment: Assignment, sizes: dict[str, int], num_ranks: int) -> list[dict[str, Any]]:
     """Return the stages: rank, parameters before tensor ranks, experts and ZeRO shard them, cost, messages."""
-    from lightning_hybrid.strategies.description.describe_run import value_bytes
+    from lightning_hybrid.memory.estimate_rank_memory import value_bytes
 
     graph, costs = assignment.graph, assignment.costs()
     stages = []

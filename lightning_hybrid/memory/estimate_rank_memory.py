@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from lightning_hybrid.graph.partition import Assignment
-from lightning_hybrid.graph.step_graph import Node
+from lightning_hybrid.graph.step_graph import Node, StepGraph
 from lightning_hybrid.memory.recompute_policies import SELECTIVE_SHARE, Policy
 
 Place = Literal["files", "host"]
@@ -144,7 +144,7 @@ def activation_bytes(assignment: Assignment, policies: Mapping[str, Policy]) -> 
         inner[stage] += share * node.saved_bytes
         # A layer that is recomputed saves its inputs.
         values[stage].update(node.saved_values if share == 1 else [v for v in node.saved_values if v in node.inputs])
-    sizes = [_value_bytes(assignment, stage_values) for stage_values in values]
+    sizes = [sum(value_bytes(assignment.graph, index) for index in indices) for indices in values]
     return [int(inside) + size for inside, size in zip(inner, sizes, strict=True)]
 
 
@@ -158,9 +158,10 @@ def _saved_share(node: Node, policies: Mapping[str, Policy]) -> float:
     return sum(found) / len(found) if found else 1.0
 
 
-def _value_bytes(assignment: Assignment, indices: Iterable[int]) -> int:
-    values = [assignment.graph.values[index] for index in indices]
-    return sum(math.prod(value.shape) * getattr(torch, value.dtype).itemsize for value in values)
+def value_bytes(graph: StepGraph, index: int) -> int:
+    """Return the bytes of one value of a step."""
+    value = graph.values[index]
+    return math.prod(value.shape) * int(getattr(torch, value.dtype).itemsize)
 
 
 def _sum(sizes: Sequence[int | None]) -> int | None:

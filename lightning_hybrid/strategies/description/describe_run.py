@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from torch.optim import Optimizer
@@ -11,7 +10,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.memory.estimate_rank_memory import KINDS, RankMemory
+from lightning_hybrid.memory.estimate_rank_memory import KINDS, RankMemory, value_bytes
 from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means
 from lightning_hybrid.strategies.description.describe_batch_and_environment import (
@@ -41,7 +40,6 @@ _COUNTS = {  # by which a microbatch is weighted, and the kinds of averages that
     "sum of a mask or of weights": ("divisor",),
 }
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations")
-_SIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "complex64": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,9 +190,3 @@ def _units(assignment: Assignment, stage: int) -> str:
     if not units:
         return "(glue)"
     return units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]} ({len(units)})"
-
-
-def value_bytes(graph: StepGraph, index: int) -> int:
-    """Return the bytes of one value of a step."""
-    value = graph.values[index]
-    return math.prod(value.shape) * _SIZES.get(value.dtype, 2)

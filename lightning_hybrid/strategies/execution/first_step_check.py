@@ -13,11 +13,11 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hybrid.errors import FirstStepError
+from lightning_hybrid.memory.estimate_rank_memory import value_bytes
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
-from lightning_hybrid.strategies.description.describe_run import value_bytes
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.verify.check_available_memory import memory_shortage
 from lightning_hybrid.verify.first_step_comparison import compare_first_step, precision_of
