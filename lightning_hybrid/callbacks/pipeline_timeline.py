@@ -15,7 +15,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_hybrid.callbacks.gather_measured_step import MeasuredStep, Ranks, check_ranks, gather_step
+from lightning_hybrid.callbacks.gather_action_times_of_ranks import MeasuredStep, Ranks, check_ranks, gather_step
 from lightning_hybrid.callbacks.write_and_log_pictures import figure_of, log_picture, write_picture
 from lightning_hybrid.schedule import memory_to_svg, to_svg, to_trace
 

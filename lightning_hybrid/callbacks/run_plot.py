@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_hybrid.callbacks.write_and_log_pictures import log_picture
-from lightning_hybrid.step.batch.microbatch import batch_size_of
+from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 
 _SUFFIXES = (".png", ".svg", ".pdf")

@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch.distributed import ProcessGroup
 
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
-from lightning_hybrid.checkpoint.writing import Save, write
+from lightning_hybrid.checkpoint.write_checkpoint_folder import Save, write
 from lightning_hybrid.errors import CheckpointError
 
 

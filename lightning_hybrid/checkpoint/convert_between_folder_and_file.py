@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_hybrid.checkpoint.dcp_planner_and_writer import Tell, tell_nothing
 from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, named_state, put_tensors, torch_state
-from lightning_hybrid.checkpoint.reading import ReadRequest, SavedFolder
-from lightning_hybrid.checkpoint.writing import prepare, write
+from lightning_hybrid.checkpoint.read_checkpoint_folder import ReadRequest, SavedFolder
+from lightning_hybrid.checkpoint.write_checkpoint_folder import prepare, write
 from lightning_hybrid.errors import CheckpointError
 
 _LARGE_BYTES = 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lightning_hybrid.checkpoint.reading import SavedFolder
+from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
 
 
 def summary(saved: SavedFolder) -> dict[str, Any]:

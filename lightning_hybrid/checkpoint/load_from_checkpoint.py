@@ -24,7 +24,7 @@ def accept_folders(saving: ModuleType, namespace: object) -> None:
 
         if not is_folder(path):
             return read(path, map_location=map_location, weights_only=weights_only)
-        from lightning_hybrid.checkpoint.reading import SavedFolder
+        from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
 
         return SavedFolder(Path(path), weights_only=weights_only).checkpoint(map_location)
 

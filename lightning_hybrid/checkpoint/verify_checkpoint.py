@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint.dcp_planner_and_writer import Tell, tell_nothing
 from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, references
-from lightning_hybrid.checkpoint.reading import SavedFolder
+from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
 
 
 def problems(path: Path, *, weights_only: bool = True, tell: Tell = tell_nothing) -> Iterator[str]:

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from lightning_hybrid.cli import checkpoint, env, explain, schedule, verify
-from lightning_hybrid.cli.class_targets import split_class_flags
-from lightning_hybrid.cli.exit_status import EXIT_STATUSES, PROBLEM, USAGE, UsageError
+from lightning_hybrid.cli.exit_status_and_json_output import EXIT_STATUSES, PROBLEM, USAGE, UsageError
+from lightning_hybrid.cli.user_classes_from_arguments import split_class_flags
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.version import __version__
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lightning_hybrid.cli.exit_status import OK, PROBLEM, UsageError, print_json
-from lightning_hybrid.cli.progress import Progress
+from lightning_hybrid.cli.exit_status_and_json_output import OK, PROBLEM, UsageError, print_json
+from lightning_hybrid.cli.progress_bar import Progress
 from lightning_hybrid.errors import CheckpointError
 
 # Seconds between two lines of progress where there is no terminal.
@@ -87,7 +87,7 @@ def _convert(parsed: argparse.Namespace) -> int:
 
 def _inspect(parsed: argparse.Namespace) -> int:
     from lightning_hybrid.checkpoint.inspect_checkpoint import summary, table
-    from lightning_hybrid.checkpoint.reading import SavedFolder
+    from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
 
     saved = SavedFolder(parsed.source, weights_only=not parsed.trust)
     if parsed.json:

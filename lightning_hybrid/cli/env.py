@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lightning_hybrid.cli.exit_status import OK, print_json
+from lightning_hybrid.cli.exit_status_and_json_output import OK, print_json
 from lightning_hybrid.version import __version__
 
 _PACKAGES = ("torch", "lightning", "pytorch-lightning", "torchmetrics", "jsonargparse", "numpy", "transformers")

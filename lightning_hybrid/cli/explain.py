@@ -8,8 +8,8 @@ import importlib
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from lightning_hybrid.cli.configured_run import FLAGS
-from lightning_hybrid.cli.exit_status import OK, REFUSED, print_json
+from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, print_json
+from lightning_hybrid.cli.module_and_data_from_cli import FLAGS
 from lightning_hybrid.cli.verify import add_classes_to, add_tensor_plan_to, checked, configured, layout_of
 
 if TYPE_CHECKING:

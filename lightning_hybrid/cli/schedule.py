@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from lightning_hybrid.cli.exit_status import OK, UsageError, print_json, usage_errors
+from lightning_hybrid.cli.exit_status_and_json_output import OK, UsageError, print_json, usage_errors
 from lightning_hybrid.schedule import SCHEDULE_NAMES, Kind, Schedule, chain, make_schedule, simulate, to_svg, to_text
 
 _EXAMPLE = """example:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightning_hybrid.cli.configured_run import section
-from lightning_hybrid.cli.exit_status import UsageError, usage_errors
+from lightning_hybrid.cli.exit_status_and_json_output import UsageError, usage_errors
+from lightning_hybrid.cli.module_and_data_from_cli import section
 
 if TYPE_CHECKING:
     from lightning_hybrid.verify import Layout

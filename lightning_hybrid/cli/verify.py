@@ -9,9 +9,9 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from lightning_hybrid.cli.configured_run import FLAGS, ConfiguredRun
-from lightning_hybrid.cli.exit_status import OK, PROBLEM, REFUSED, UsageError, print_json, usage_errors
-from lightning_hybrid.cli.progress import Progress
+from lightning_hybrid.cli.exit_status_and_json_output import OK, PROBLEM, REFUSED, UsageError, print_json, usage_errors
+from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, ConfiguredRun
+from lightning_hybrid.cli.progress_bar import Progress
 from lightning_hybrid.cli.trainer_config import TrainerConfig, trainer_config
 
 if TYPE_CHECKING:

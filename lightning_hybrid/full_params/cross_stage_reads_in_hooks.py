@@ -32,10 +32,10 @@ from lightning_hybrid.collectives.make_tensor_sendable import as_sendable
 from lightning_hybrid.errors import GlobalReadError
 from lightning_hybrid.full_params import op_effects as effects
 from lightning_hybrid.full_params.broadcast_buffers_to_user_hooks import HookBuffers
-from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
-from lightning_hybrid.full_params.fetch_remote_values import RemoteValues
+from lightning_hybrid.full_params.broadcast_values_between_stages import RemoteValues
+from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
 from lightning_hybrid.full_params.pipeline_ranks_with_values import Ranks, ValueLocations, covers
-from lightning_hybrid.randomness.drawing_ops import draws
+from lightning_hybrid.randomness.random_number_ops import draws
 from lightning_hybrid.step.module_state.pickle_sharded_parameters import reduce_for_pickle
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, map_leaves, rebuild_call
 from lightning_hybrid.step.standins.absent_arrays_and_lists import interceptable_tolist

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_hybrid.memory.recomputable_values_and_operations import ParameterGatherer
 from lightning_hybrid.memory.recompute_policies import SELECTIVE_SHARE, Policy
-from lightning_hybrid.memory.selective_layer import SelectiveCheckpointing
+from lightning_hybrid.memory.selective_activation_checkpointing import SelectiveCheckpointing
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.deep_copy import copied, may_change
 

@@ -20,7 +20,7 @@ from lightning_hybrid.schedule import Action, Kind
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import put
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import reachable_leaves
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.standins.sharded_to_full_tensors import ShardedTensorBase, materialize
+from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase, materialize
 from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites, user_call_sites
 
 

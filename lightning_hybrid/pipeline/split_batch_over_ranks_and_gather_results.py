@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import batches_differ, digest
-from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import LossWeighting
+from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import LossWeighting
 from lightning_hybrid.pipeline.microbatch_results import CHANGES_MODULES, MicrobatchResults
 from lightning_hybrid.pipeline.results.log_entry import Entry, keys_of
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import merged
-from lightning_hybrid.step.batch.microbatch import BatchSplitter, batch_size_of, split
+from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, batch_size_of, split
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 
 _PLAIN = (bool, int, float, str, type(None))

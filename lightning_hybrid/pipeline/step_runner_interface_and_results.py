@@ -15,11 +15,11 @@ from torch import Tensor
 
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.pipeline.results.log_entry import Entry
+from lightning_hybrid.pipeline.run_evaluation_steps_unpartitioned import UnpartitionedSteps
 from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.pipeline.unpartitioned_steps_with_gathered_parameters import UnpartitionedSteps
-from lightning_hybrid.step.batch.microbatch import BatchSplitter, batch_size_of, choose_count
+from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, batch_size_of, choose_count
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.step.tracing.refuse_backward_functorch_missing_loss import no_loss_error
 

@@ -23,8 +23,8 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from lightning_hybrid.patching import replaced_forwards
-from lightning_hybrid.randomness.drawing_ops import draws
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates, accelerator_generator
+from lightning_hybrid.randomness.random_number_ops import draws
 
 
 class KeyedRandomness:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.shared_memory.transfers import transfers_of
+from lightning_hybrid.shared_memory.point_to_point_transfers import transfers_of
 
 _TAG = 2**62  # no other message has this tag
 

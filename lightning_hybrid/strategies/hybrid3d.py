@@ -24,15 +24,15 @@ from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.schedule import Action, Kind, Span
-from lightning_hybrid.step.batch.microbatch import BatchSplitter
+from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter
 from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.options.names_of_other_libraries import OtherNames, resolve_names
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.options.weigh_microbatches_by_count import MicrobatchWeight
-from lightning_hybrid.strategies.run.checkpointed_strategy import CheckpointedStrategy
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
-from lightning_hybrid.strategies.run.run import Run
-from lightning_hybrid.strategies.run.run_objects_and_options import needs_runner
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.run.run_setting_dataclass import needs_runner
+from lightning_hybrid.strategies.run.strategy_base_with_checkpoints import CheckpointedStrategy
 from lightning_hybrid.strategies.start.average_lr_search_loss import average_lr_search_loss
 from lightning_hybrid.strategies.start.empty_init import move_to_device
 from lightning_hybrid.strategies.start.refuse_unsupported_callbacks import check_callbacks

@@ -19,19 +19,19 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.strategies.description.describe_run import describe_run, describe_techniques
 from lightning_hybrid.strategies.description.memory_of_stages import (
     memory_of_ranks,
     memory_of_stages,
     without_techniques,
 )
+from lightning_hybrid.strategies.description.run_start_table import describe_run, describe_techniques
 from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
 from lightning_hybrid.strategies.run.build_run import compile_layers, recompute_without_runner
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
-from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import ModulePartition
-from lightning_hybrid.strategies.run.run import Run
-from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
+from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.world.strategy_base_with_ranks import RankedStrategy
 
 
 class FirstOfManyRanks(LightningEnvironment):

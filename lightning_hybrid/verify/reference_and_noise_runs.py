@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from lightning_hybrid.verify.layouts import Layout
-from lightning_hybrid.verify.one_process.data_split_options import DataSplit
+from lightning_hybrid.verify.one_process.data_split_of_layout import DataSplit
 from lightning_hybrid.verify.one_process.one_process_run import EVALUATIONS, OneProcessRun
 from lightning_hybrid.verify.records.perturb_weights import perturbation
 from lightning_hybrid.verify.records.record_comparison import Difference, compare

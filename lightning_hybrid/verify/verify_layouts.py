@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from lightning_hybrid.verify.layout_run import run_layout
 from lightning_hybrid.verify.layouts import Layout
-from lightning_hybrid.verify.one_process.data_split_options import DataSplit
+from lightning_hybrid.verify.one_process.data_split_of_layout import DataSplit
 from lightning_hybrid.verify.rank_launcher import RanksFailed, run_ranks
 from lightning_hybrid.verify.records.record_comparison import compare, noise_of, unmoved
 from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord

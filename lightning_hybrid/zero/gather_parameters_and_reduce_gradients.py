@@ -30,11 +30,11 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import GatherCallbacks, ReadGuards
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
-from lightning_hybrid.zero.agreed_unshard_order import GatherRounds, agree_on_step
-from lightning_hybrid.zero.gradient_messages import GradientObserver
+from lightning_hybrid.zero.gather_layers_in_agreed_order import GatherRounds, agree_on_step
+from lightning_hybrid.zero.gradient_reduce_scatter import GradientObserver
+from lightning_hybrid.zero.launch_gradient_reductions_in_order import Reductions
 from lightning_hybrid.zero.memory_mapped_states import Region
-from lightning_hybrid.zero.order_of_reductions import Reductions
-from lightning_hybrid.zero.saved_parameter_views import ParameterView, pack
+from lightning_hybrid.zero.parameter_views_saved_for_backward import ParameterView, pack
 from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks
 from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from lightning_hybrid.parts.gather_on_read import GatherCallbacks, below_read_guards, guard, unguard
 from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
-from lightning_hybrid.zero.gradient_messages import GradientMessages, GradientObserver
+from lightning_hybrid.zero.devices_storing_local_shards import StorageDevices, StoredShards
+from lightning_hybrid.zero.gradient_reduce_scatter import GradientMessages, GradientObserver
 from lightning_hybrid.zero.memory_mapped_states import Region
 from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks, numel_of_largest_shard, offsets_of
-from lightning_hybrid.zero.storage_devices import StorageDevices, StoredShards
 
 # torch 2.13 gave the collectives on single tensors new names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -221,14 +221,14 @@ def test_folder_sizes(folder):
         ("graph/step_graph.py", "import torch.fx"),
         ("graph/step_graph.py", "from lightning_hybrid.step.recording.record_step import record"),
         ("graph/partition.py", "from ..step.recording import record_step"),
-        ("step/recording/recorder.py", "import lightning.pytorch"),
-        ("step/recording/recorder.py", "from lightning_hybrid.pipeline.runtime.executor import run"),
+        ("step/recording/recorder_function_mode.py", "import lightning.pytorch"),
+        ("step/recording/recorder_function_mode.py", "from lightning_hybrid.pipeline.runtime.executor import run"),
         (
             "step/tracing/intercept_step_operations.py",
-            "from lightning_hybrid.step.recording import recorder",
+            "from lightning_hybrid.step.recording import recorder_function_mode",
         ),
-        ("step/recording/recorder.py", "from ..replay.stage_replay import StageReplay"),
-        ("pipeline/runner.py", "from lightning_hybrid.tensor.plan.unit_plan import UnitPlan"),
+        ("step/recording/recorder_function_mode.py", "from ..replay.stage_replay import StageReplay"),
+        ("pipeline/pipeline_step_runner.py", "from lightning_hybrid.tensor.plan.unit_plan import UnitPlan"),
         ("mesh.py", "from lightning_hybrid import step"),
         ("pipeline/runtime/executor.py", "from lightning_hybrid.zero import shard"),
         ("pipeline/runtime/executor.py", "from ...zero.shard import shard"),
@@ -251,7 +251,7 @@ def test_wrong_imports_are_found(path, source):
         ("schedule/picture.py", "import math\nfrom .actions import Action\nfrom lightning_hybrid.layout import AXES"),
         ("graph/search.py", "from lightning_hybrid.schedule import simulator\nfrom . import step_graph"),
         (
-            "step/recording/recorder.py",
+            "step/recording/recorder_function_mode.py",
             "import torch\nfrom ...graph import step_graph\nfrom ...mesh import Mesh",
         ),
         (

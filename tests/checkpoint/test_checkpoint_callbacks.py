@@ -12,7 +12,7 @@ from torch import nn
 
 from harness.feature_runs import Run, compare, on_rank
 from lightning_hybrid.checkpoint import background_save as background
-from lightning_hybrid.checkpoint.reading import SavedFolder
+from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
 from lightning_hybrid.errors import CheckpointError
 from models.transfer_learning import Net
 

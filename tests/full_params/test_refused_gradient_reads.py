@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.trainer_runs import ignore_warnings, trainer_of, weights_of
-from lightning_hybrid.full_params import check_hook_agreement as known
+from lightning_hybrid.full_params import check_ranks_read_same_values as known
 from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
 from models.recorded_gradients import RecordsGradients
 from models.tiny import loader

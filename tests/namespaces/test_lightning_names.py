@@ -195,7 +195,7 @@ def test_everything_imports_with_one_namespace_missing(namespace, missing):
 def test_shared_files_are_one_module():
     # A scaler of a user's passes the check for its class in both.
     assert PYTORCH_LIGHTNING.counterpart_of("lightning_hybrid.precision.scaler") is None
-    assert PYTORCH_LIGHTNING.counterpart_of("lightning_hybrid.step.recording.recorder") is None
+    assert PYTORCH_LIGHTNING.counterpart_of("lightning_hybrid.step.recording.recorder_function_mode") is None
     assert PYTORCH_LIGHTNING.counterpart_of("lightning_utilities") is None
     twin = PYTORCH_LIGHTNING.counterpart_of("lightning_hybrid.strategies.hybrid3d")
     assert twin == "lightning_hybrid.for_pytorch_lightning.strategies.hybrid3d"

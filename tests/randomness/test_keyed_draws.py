@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.one_process_pipeline import assert_same_gradients, keyed, pipeline
-from lightning_hybrid.randomness.drawing_ops import draws
+from lightning_hybrid.randomness.random_number_ops import draws
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from lightning_hybrid.memory.recomputation_tape import Tape, restore
 from lightning_hybrid.shared_memory import peer_sockets as streams
 from lightning_hybrid.shared_memory.async_all_gather_of_numbers import start_all_gather
 from lightning_hybrid.shared_memory.collectives import SLOT_BYTES, SharedMemory, shared_memory
-from lightning_hybrid.shared_memory.transfers import Transfers, transfers_of
+from lightning_hybrid.shared_memory.point_to_point_transfers import Transfers, transfers_of
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.bool]

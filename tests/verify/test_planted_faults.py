@@ -137,7 +137,7 @@ def a_seed_per_rank(patch):
 
 
 def labels_of_another_microbatch(patch):
-    from lightning_hybrid.pipeline import runner
+    from lightning_hybrid.pipeline import pipeline_step_runner as runner
 
     original = runner.split
 
@@ -198,7 +198,7 @@ def weights_of_one_replica_drift(patch):
 
 
 def one_shard_for_all_replicas(patch):
-    from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
+    from lightning_hybrid.strategies.world.strategy_base_with_ranks import RankedStrategy
 
     first = property(lambda self: {"num_replicas": self.layout.data_parallel_size, "rank": 0})
     patch.setattr(RankedStrategy, "distributed_sampler_kwargs", first)

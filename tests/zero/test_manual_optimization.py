@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from harness.fits import refusal, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.zero.optimizer_states.sharded_step import numel_of_shard
+from lightning_hybrid.zero.optimizer_states.sharded_manual_optimizer_step import numel_of_shard
 
 WIDTH = 7  # shards of three ranks have different sizes
 

@@ -21,7 +21,7 @@ from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import tied_parameters
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.recording.unit_dedup import UnitKinds, without_deduplication
+from lightning_hybrid.step.recording.record_equal_layers_once import UnitKinds, without_deduplication
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import St
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means, leads_to_loss, reached_by
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
-from lightning_hybrid.step.batch_means.sums_over_samples import is_sum_over_samples, matching_values
+from lightning_hybrid.step.batch_means.recognise_sums_over_samples import is_sum_over_samples, matching_values
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
 from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import tensors_inside

@@ -22,7 +22,7 @@ from lightning_hybrid.graph.step_graph import SINK
 from lightning_hybrid.patching import replace
 from lightning_hybrid.pipeline.results.count_batches_once_across_ranks import CountedMetrics
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
-from lightning_hybrid.step.tracing.dry_run_metrics import find_sinks
+from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks
 
 
 class MetricSync:

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import AttributePath, reachable_leaves
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import as_plain_tensor, storage_id
-from lightning_hybrid.step.recording.kept_values import find_lists, list_containing
+from lightning_hybrid.step.recording.values_kept_on_modules import find_lists, list_containing
 
 _NOTHING = object()
 

@@ -20,7 +20,7 @@ from lightning_hybrid.pipeline.stages.select_recorded_trace import Call
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot, TensorSnapshot
 from lightning_hybrid.step.objects.pytree import tensors_inside
-from lightning_hybrid.step.recording.kept_values import skippable_modules
+from lightning_hybrid.step.recording.values_kept_on_modules import skippable_modules
 from lightning_hybrid.step.replay.rerun_step_for_side_effects import SideEffectReplay
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 

@@ -27,7 +27,7 @@ from lightning_hybrid.pipeline.stages.record_and_partition_step import record_va
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.microbatch import copied_batch
+from lightning_hybrid.step.batch.split_batch_into_microbatches import copied_batch
 from lightning_hybrid.step.guards.plain_attribute_state import modules_around, plain_state
 from lightning_hybrid.step.guards.track_reads_of_unguarded_state import UnguardedReads
 from lightning_hybrid.step.instrument.instrument_step import InstrumentedReplay, instrumented

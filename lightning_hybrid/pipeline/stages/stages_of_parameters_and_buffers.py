@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.graph import partition
 from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.pipeline.stages.check_parameters_used_by_owners import check_parameter_owners
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
-from lightning_hybrid.pipeline.stages.refuse_reads_of_unowned_parameters import check_parameter_owners
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
 from lightning_hybrid.step.recording.choose_units import UnitChoice

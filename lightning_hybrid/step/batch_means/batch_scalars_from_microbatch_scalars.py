@@ -18,7 +18,7 @@ from lightning_hybrid.step.batch_means.linear_means_of_loss import is_linear
 from lightning_hybrid.step.batch_means.torchmetrics_of_full_batch import BatchMetrics
 from lightning_hybrid.step.objects.pytree import Spec, flatten, unflatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.standins.sharded_to_full_tensors import ShardedTensorBase
+from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase
 from lightning_hybrid.step.tracing.recording_dataclasses import Template
 
 

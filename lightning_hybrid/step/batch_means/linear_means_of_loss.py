@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_hybrid.graph.step_graph import Node, StepGraph
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import DIVISIONS, PRODUCTS
-from lightning_hybrid.step.batch_means.sums_over_samples import IDENTITIES, REARRANGED
+from lightning_hybrid.step.batch_means.recognise_sums_over_samples import IDENTITIES, REARRANGED
 
 _PRODUCTS = PRODUCTS | {"mul_", "__imul__"}
 _LINEAR = (

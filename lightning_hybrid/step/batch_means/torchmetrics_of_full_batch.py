@@ -16,7 +16,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_hybrid.graph.step_graph import SINK, Node
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_leaf
-from lightning_hybrid.step.tracing.dry_run_metrics import isolated_copy
+from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import isolated_copy
 
 
 @dataclass

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.randomness.generator_snapshot import generator_state, is_generator
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import PLAIN, inside, is_state
-from lightning_hybrid.step.tracing.dry_run_metrics import find_sinks
+from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks
 
 # Of a longer list only the length and the last entries are compared.
 _LAST = 16

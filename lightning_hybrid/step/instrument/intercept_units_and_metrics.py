@@ -11,9 +11,9 @@ from torch import nn
 from lightning_hybrid.graph.step_graph import SINK
 from lightning_hybrid.patching import replace, replaced_forwards
 from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import emit_side_outputs, with_side_outputs
+from lightning_hybrid.step.tracing.full_backward_hooks_of_units import backward_hooks_inside
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_forward
-from lightning_hybrid.step.tracing.wrap_forward_with_backward_hooks import backward_hooks_inside
 
 _METRIC_METHODS = ("forward", "update", "compute", "reset")
 

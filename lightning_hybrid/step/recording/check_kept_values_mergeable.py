@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_hybrid.graph.step_graph import Node, StepGraph
-from lightning_hybrid.step.batch_means.sums_over_samples import IDENTITIES, SUMS
+from lightning_hybrid.step.batch_means.recognise_sums_over_samples import IDENTITIES, SUMS
 from lightning_hybrid.step.objects.pytree import children_of, flatten
-from lightning_hybrid.step.recording.kept_values import RecordedCall
+from lightning_hybrid.step.recording.values_kept_on_modules import RecordedCall
 from lightning_hybrid.step.standins.absent_arrays_and_lists import is_absent_number
 from lightning_hybrid.step.standins.absent_numbers import AbsentFloat
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording, ReturnedTensor

@@ -18,8 +18,8 @@ from torchmetrics import Metric
 from lightning_hybrid.errors import StepError, UncapturedOutput
 from lightning_hybrid.graph.partition import node_cost
 from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.step.tracing.full_backward_hooks_of_units import has_backward_hooks
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording
-from lightning_hybrid.step.tracing.wrap_forward_with_backward_hooks import has_backward_hooks
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # without a forward
 

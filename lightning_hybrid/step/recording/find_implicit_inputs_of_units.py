@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hybrid.errors import StepError, UncapturedOutput
-from lightning_hybrid.step.standins.cost_counter import CostCounter
+from lightning_hybrid.step.standins.count_flops_bytes_and_draws import CostCounter
+from lightning_hybrid.step.tracing.full_backward_hooks_of_units import has_backward_hooks
 from lightning_hybrid.step.tracing.intercept_step_operations import user_line
-from lightning_hybrid.step.tracing.wrap_forward_with_backward_hooks import has_backward_hooks
 
 
 class CapturedInputs:

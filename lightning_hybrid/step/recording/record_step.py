@@ -24,16 +24,16 @@ from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves imp
 from lightning_hybrid.step.objects.pytree import ContainerClassRegistered
 from lightning_hybrid.step.recording.escaped_tensors_and_read_numbers import refuse_number_in_buffer
 from lightning_hybrid.step.recording.find_nodes_autograd_grad_differentiates import FullGraphNeeded
-from lightning_hybrid.step.recording.kept_values import find_kept_values
 from lightning_hybrid.step.recording.make_mutated_tensors_absent import buffers_of
-from lightning_hybrid.step.recording.recorder import Recorder
+from lightning_hybrid.step.recording.recorder_function_mode import Recorder
+from lightning_hybrid.step.recording.values_kept_on_modules import find_kept_values
 from lightning_hybrid.step.standins.absent_tensors import absent_members
-from lightning_hybrid.step.standins.cost_counter import CostCounter
+from lightning_hybrid.step.standins.count_flops_bytes_and_draws import CostCounter
 from lightning_hybrid.step.standins.fake_kernel_fallback import quiet_fake_kernels
-from lightning_hybrid.step.tracing.dry_run_metrics import MetricDryRun, find_sinks
 from lightning_hybrid.step.tracing.find_stored_autograd_apply import find_bound_applies
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording
+from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import MetricDryRun, find_sinks
 
 
 def record(

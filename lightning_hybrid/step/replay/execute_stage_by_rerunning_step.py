@@ -30,12 +30,12 @@ from lightning_hybrid.step.objects.pytree import flatten, flatten_call, rebuild_
 from lightning_hybrid.step.replay.divergence import Divergence, dtype_changed, shape_changed
 from lightning_hybrid.step.standins.absent_numbers import Answer
 from lightning_hybrid.step.standins.absent_tensors import MARK, fill, make_placeholder
-from lightning_hybrid.step.standins.sharded_to_full_tensors import ShardedTensorBase, materialize, materialize_call
-from lightning_hybrid.step.tracing.dry_run_metrics import find_sinks
+from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase, materialize, materialize_call
 from lightning_hybrid.step.tracing.finiteness_checks import check_answer
+from lightning_hybrid.step.tracing.full_backward_hooks_of_units import HOOK_SETUP_EVENT
 from lightning_hybrid.step.tracing.intercept_step_operations import TEXT_READS, CurrentRun, StepMode, user_line
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording, Template
-from lightning_hybrid.step.tracing.wrap_forward_with_backward_hooks import HOOK_SETUP_EVENT
+from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks
 
 
 @dataclasses.dataclass

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.step.standins.sharded_to_full_tensors import ShardedTensorBase
+from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase
 
 # Metadata that does not need the content. Everything else gathers the full tensor.
 _METADATA = frozenset(

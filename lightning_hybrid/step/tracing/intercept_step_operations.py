@@ -20,15 +20,15 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.errors import ControlFlowError
-from lightning_hybrid.randomness.drawing_ops import draws
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.randomness.random_number_ops import draws
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.objects.source_folders import PACKAGE, TORCH
 from lightning_hybrid.step.standins.absent_arrays_and_lists import content_message, stand_in_for_content
 from lightning_hybrid.step.standins.absent_numbers import AbsentFloat, Answer, branch_message
 from lightning_hybrid.step.standins.absent_tensors import MARK, SHAPE_METHODS, SHAPE_PROPERTIES, full_shape_meta
-from lightning_hybrid.step.standins.guess_branch_reads import answer_guessed_read
-from lightning_hybrid.step.standins.order_comparison_operands import COMPARISONS, in_canonical_order
+from lightning_hybrid.step.standins.canonical_comparison_operand_order import COMPARISONS, in_canonical_order
+from lightning_hybrid.step.standins.guess_values_read_by_code import answer_guessed_read
 from lightning_hybrid.step.tracing.shape_only_ops import FILL_OPS, packed_sizes, run_fill_op
 from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch
 

@@ -15,9 +15,9 @@ from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.memory.estimate_rank_memory import Place, RankMemory
 from lightning_hybrid.schedule import Portals, make_schedule, simulate
 from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import RecordedBatch
-from lightning_hybrid.strategies.run.run import Run
-from lightning_hybrid.strategies.run.run_objects_and_options import Setting
+from lightning_hybrid.strategies.run.partition_module_over_ranks import RecordedBatch
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.version import __version__
 
 _CUDA = (

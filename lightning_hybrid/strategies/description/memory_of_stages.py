@@ -24,7 +24,7 @@ from lightning_hybrid.schedule.microbatches_in_flight import microbatches_in_fli
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import gathers_per_layer
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import StateSizes
 from lightning_hybrid.zero.shard_dims_ranks_and_offsets import shard_placement

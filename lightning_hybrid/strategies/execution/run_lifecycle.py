@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.memory.recompute_policies import Recompute
-from lightning_hybrid.strategies.description.announce_run import announce_run
+from lightning_hybrid.strategies.description.print_run_start_lines import announce_run
+from lightning_hybrid.strategies.execution.change_layout_during_run import LayoutChooser
 from lightning_hybrid.strategies.execution.first_step_check import FirstStepCheck
-from lightning_hybrid.strategies.execution.retry_partition_or_leave_pipeline import LayoutChooser
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
 from lightning_hybrid.strategies.logs.delay_logger_calls import drop_logger_calls
 from lightning_hybrid.strategies.logs.log_reduction import silence_sync_dist_advice
@@ -24,22 +24,22 @@ from lightning_hybrid.strategies.run.build_run import build_run
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
 from lightning_hybrid.strategies.run.connect_reducers_and_optimizers import connect_optimizers
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
-from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import ModulePartition
-from lightning_hybrid.strategies.run.run import Optimization, Run
-from lightning_hybrid.strategies.run.run_objects_and_options import Setting
+from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
+from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.strategies.run.step_contexts import StepContexts
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.start.initial_sync import synchronize_start
 from lightning_hybrid.strategies.start.model_graph_logging import log_full_graph
 from lightning_hybrid.strategies.start.warn_of_large_single_file import warn_of_large_single_file
-from lightning_hybrid.strategies.state.carry_optimizer_and_gradients import FullGradients, full_states
+from lightning_hybrid.strategies.state.carry_states_across_layout_changes import FullGradients, full_states
 from lightning_hybrid.strategies.state.refuse_partial_state_dict import check_is_full
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
 from lightning_hybrid.strategies.techniques.step_shards_in_manual_optimization import can_shard_manual_steps
 from lightning_hybrid.strategies.techniques.sync_batchnorm_argument import synced_norms
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import check_zero_replicas
 from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import check_scripted
-from lightning_hybrid.strategies.world.ranked_strategy import RankedStrategy
+from lightning_hybrid.strategies.world.strategy_base_with_ranks import RankedStrategy
 
 
 class RunLifecycle:

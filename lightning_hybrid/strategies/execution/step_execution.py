@@ -23,8 +23,8 @@ from lightning_hybrid.strategies.logs.delay_logger_calls import flush_logger_cal
 from lightning_hybrid.strategies.logs.log_reduction import begin_logs, log_for_all, log_for_replica
 from lightning_hybrid.strategies.options.weigh_microbatches_by_count import weigh_by_count
 from lightning_hybrid.strategies.run.build_run import RunOwner, running_layers
-from lightning_hybrid.strategies.run.run import Run
-from lightning_hybrid.strategies.run.run_objects_and_options import Setting
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import old_gradients_are_read, output_is_read
 from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import current_hook
 

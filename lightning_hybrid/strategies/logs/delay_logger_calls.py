@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_hybrid.patching import keep_clean, replaced
-from lightning_hybrid.step.recording.kept_values import RecordedCall
+from lightning_hybrid.step.recording.values_kept_on_modules import RecordedCall
 
 # Attribute of the module while steps may run.
 _CALLS = "_hybrid_logger_calls"

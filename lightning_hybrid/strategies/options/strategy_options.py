@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.memory.recompute_policies import Recompute, check_recompute
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule
-from lightning_hybrid.step.batch.microbatch import BatchSplitter
+from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter
 from lightning_hybrid.strategies.options.weigh_microbatches_by_count import MicrobatchWeight
 from lightning_hybrid.tensor.requests.user_plan import check_styles
 

@@ -13,28 +13,31 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
+from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
 from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
 from lightning_hybrid.full_params.skip_absent_parameters_in_conversions import skip_absent_parameters
-from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_owners, drop_remote_parameters
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.strategies.options.strategy_options import compile_options
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
-from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import ModulePartition
-from lightning_hybrid.strategies.run.run import Optimization, Run
-from lightning_hybrid.strategies.run.run_objects_and_options import Setting
-from lightning_hybrid.strategies.techniques.compilation import CompiledUnits, share_compile_processes
+from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
+from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
+from lightning_hybrid.strategies.techniques.activation_checkpointing import (
+    gather_in_recomputation,
+    recompute_plain_layers,
+)
+from lightning_hybrid.strategies.techniques.compile_layers_with_torch import CompiledUnits, share_compile_processes
 from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import has_adascale
-from lightning_hybrid.strategies.techniques.recomputation import gather_in_recomputation, recompute_plain_layers
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import shard_over_replicas
 from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads, summarize_full_parameters
 from lightning_hybrid.strategies.user_code.gather_parameters_for_dataloaders import wrap_loaders
 from lightning_hybrid.strategies.user_code.wrap_hooks_in_parameter_reads import wrap_user_hooks
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import FullAtTrainEnd, around_validation
-from lightning_hybrid.tensor.shard_state.rank_randomness import KeyedDraws
+from lightning_hybrid.tensor.shard_state.tensor_parallel_random_draws import KeyedDraws
 from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 
 

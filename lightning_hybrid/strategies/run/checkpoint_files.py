@@ -21,14 +21,14 @@ from torch.optim import Optimizer
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint.background_save import BackgroundSave
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import OwnedShards, unsharded
-from lightning_hybrid.checkpoint.reading import SavedFolder
-from lightning_hybrid.checkpoint.writing import HostBuffers, prepare, write
+from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
+from lightning_hybrid.checkpoint.write_checkpoint_folder import HostBuffers, prepare, write
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import AXES
 from lightning_hybrid.randomness.generator_snapshot import plain_generator_states, restore_plain_states
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
-from lightning_hybrid.strategies.run.run_objects_and_options import needs_runner
+from lightning_hybrid.strategies.run.run_setting_dataclass import needs_runner
 from lightning_hybrid.strategies.world.rank_failures import warn_of_missing_checkpoint
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
 

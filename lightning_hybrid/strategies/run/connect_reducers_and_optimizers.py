@@ -13,7 +13,7 @@ from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import St
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
 from lightning_hybrid.strategies.run.build_run import RunOwner
-from lightning_hybrid.strategies.run.run import Optimization, Run
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers, connect_gradients
 from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import (
     check_adascale,

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid.checkpoint.owned_shards_and_local_states import LocalState
-from lightning_hybrid.checkpoint.reading import SavedOptimizer
-from lightning_hybrid.checkpoint.single_file import (
+from lightning_hybrid.checkpoint.full_module_and_optimizer_state import (
     gather_module_state,
     gather_optimizer_state,
     load_module_state,
@@ -27,13 +25,15 @@ from lightning_hybrid.checkpoint.single_file import (
     shard_loading_hook,
     state_mismatches,
 )
+from lightning_hybrid.checkpoint.owned_shards_and_local_states import LocalState
+from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedOptimizer
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.patching import Replacement, temporary_hook
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import unshard_parameters
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.strategies.run.run import Optimization, Run
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.state.refuse_partial_state_dict import (
     check_is_full,

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.errors import UnfitError
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner
-from lightning_hybrid.step.batch.microbatch import BatchSplitter, check_count, why_unsplit
+from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, check_count, why_unsplit
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_wrappers
 from lightning_hybrid.strategies.start.example_batch import take_example
 from lightning_hybrid.strategies.start.provisional_optimizers import record_with_optimizers

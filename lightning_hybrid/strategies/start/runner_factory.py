@@ -14,13 +14,13 @@ from torch import nn
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
+from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
-from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.pipeline.run_evaluation_steps_unpartitioned import UnpartitionedSteps
 from lightning_hybrid.pipeline.runtime.transport import transport_of
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner
-from lightning_hybrid.pipeline.unpartitioned_runner_with_batch_sharing import PlainRunner
-from lightning_hybrid.pipeline.unpartitioned_steps_with_gathered_parameters import UnpartitionedSteps
+from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld

@@ -9,16 +9,16 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import (
+from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import (
     LossWeighting,
     agree_on_weighting,
     describe_mixing,
     measure_weighting,
     outside,
 )
-from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.microbatch import split
+from lightning_hybrid.step.batch.split_batch_into_microbatches import split
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch
 from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import current_hook

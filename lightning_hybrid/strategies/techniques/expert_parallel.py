@@ -26,7 +26,7 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.strategies.options.strategy_options import Options, compile_options
 from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import check_is_sharded
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks
-from lightning_hybrid.tensor.collectives.feature_collectives import enter, leave, sum_gradients
+from lightning_hybrid.tensor.collectives.collectives_over_sharded_features import enter, leave, sum_gradients
 from lightning_hybrid.tensor.collectives.sequence_shard_tensor import shard_sequence
 from lightning_hybrid.tensor.collectives.sequence_sharding_and_collectives import SequenceSharding, gather_sequence
 from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
+from lightning_hybrid.zero.devices_storing_local_shards import StorageDevices
 from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 from lightning_hybrid.zero.optimizer_states.offloaded_all_parameters_step import AllParametersStep
 from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
-from lightning_hybrid.zero.optimizer_states.sharded_step import numel_of_shard
+from lightning_hybrid.zero.optimizer_states.sharded_manual_optimizer_step import numel_of_shard
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import why_not_layerwise
-from lightning_hybrid.zero.storage_devices import StorageDevices
 
 
 def parameters_by_layer(module: nn.Module, plan: StagePlan | None) -> list[list[nn.Parameter]]:

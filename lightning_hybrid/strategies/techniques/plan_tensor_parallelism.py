@@ -22,8 +22,8 @@ from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans impo
 from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import UnitCalls, record_calls
 from lightning_hybrid.tensor.discovery.vocabulary_uses import VocabularyUses, WeightUse
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
+from lightning_hybrid.tensor.requests.plan_requests_by_unit import requests_by_unit
 from lightning_hybrid.tensor.requests.read_transformers_tp_plan import requests_of_model
-from lightning_hybrid.tensor.requests.unit_requests import requests_by_unit
 from lightning_hybrid.tensor.requests.user_plan import Request, requests_of_user
 from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 from lightning_hybrid.tensor.search.model_search import plan_units

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.zero.optimizer_states.sharded_step import ShardedStep
+from lightning_hybrid.zero.optimizer_states.sharded_manual_optimizer_step import ShardedStep
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import can_step_shards, combines_parameters
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Adam, AdamW, Optimizer
 
+from lightning_hybrid.zero.devices_storing_local_shards import HOST
 from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import replace_step
-from lightning_hybrid.zero.storage_devices import HOST
 
 _STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 

@@ -23,11 +23,11 @@ from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import stage_of_gradient
 from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import record_calls
 from lightning_hybrid.verify.check_available_memory import free_bytes
+from lightning_hybrid.zero.devices_storing_local_shards import StorageDevices
 from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import Stage, ZeroSharding
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
 from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks, bytes_of_shards, shard_placement
 from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
-from lightning_hybrid.zero.storage_devices import StorageDevices
 
 # Share of the memory free at the start of a run that full layers and their gradients may take.
 _FREE_MEMORY_SHARE = 0.25

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
+from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
 from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
 from lightning_hybrid.full_params.read_sharded_parameters_as_full import ShardedParameterReads
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.step.instrument.replay_user_activation_checkpointing import SAVES_EACH
 from lightning_hybrid.step.standins.lazy_full_tensor import LazyFullTensor
-from lightning_hybrid.step.standins.sharded_to_full_tensors import materialize
+from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
 from lightning_hybrid.tensor.collectives.sequence_sharding_and_collectives import (
     AnySharding,
     enter,

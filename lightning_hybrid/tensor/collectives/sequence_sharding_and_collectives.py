@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_hybrid.parts.parameter_shard_placement import Shard, shard_tensor
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import ExchangingRanks
-from lightning_hybrid.tensor.collectives.feature_collectives import LinearMap
+from lightning_hybrid.tensor.collectives.collectives_over_sharded_features import LinearMap
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
-from lightning_hybrid.step.recording.unit_dedup import without_deduplication
+from lightning_hybrid.step.recording.record_equal_layers_once import without_deduplication
 from lightning_hybrid.step.standins.absent_tensors import SHAPE_PROPERTIES
 from lightning_hybrid.step.tracing.intercept_step_operations import VIEW_PROPERTIES
 

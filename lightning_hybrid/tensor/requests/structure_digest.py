@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.step.objects.source_folders import TENSOR
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel
-from lightning_hybrid.tensor.requests.unit_requests import UnitRequests
+from lightning_hybrid.tensor.requests.plan_requests_by_unit import UnitRequests
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _SKIPPED = frozenset({"_parameters", "_buffers", "_modules", "forward"})

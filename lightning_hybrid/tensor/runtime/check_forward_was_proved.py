@@ -34,7 +34,7 @@ from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves imp
 from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call
-from lightning_hybrid.step.standins.sharded_to_full_tensors import ShardedTensorBase, materialize, materialize_call
+from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase, materialize, materialize_call
 from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import taking_asides
 from lightning_hybrid.step.tracing.record_user_lines_calling_torch import (
     TorchCall,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import Ranks
-from lightning_hybrid.tensor.collectives.feature_collectives import Readers, enter
+from lightning_hybrid.tensor.collectives.collectives_over_sharded_features import Readers, enter
 from lightning_hybrid.tensor.collectives.sequence_shard_tensor import SequenceShard
 
 

@@ -22,15 +22,15 @@ from torch.nn import functional as F
 from lightning_hybrid.parts.parameter_shard_placement import Shard, shard_tensor
 from lightning_hybrid.patching import Replacement
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import Ranks
-from lightning_hybrid.tensor.collectives.feature_collectives import gather, leave
+from lightning_hybrid.tensor.collectives.collectives_over_sharded_features import gather, leave
 from lightning_hybrid.tensor.collectives.sequence_shard_tensor import SequenceShard, save_local_shard, shard_sequence
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.runtime.enter_region_inputs_once import RegionInputs
 from lightning_hybrid.tensor.runtime.parallel_multihead_attention import sharded_attention
-from lightning_hybrid.tensor.runtime.region_mode import RegionMode
 from lightning_hybrid.tensor.runtime.sharded_sequence import ShardedSequence
+from lightning_hybrid.tensor.runtime.tensor_parallel_region_mode import RegionMode
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import mark, tensors_in
-from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw
+from lightning_hybrid.tensor.shard_state.tensor_parallel_random_draws import AroundDraw
 
 Run = Callable[..., Tensor]  # the product of a linear with the local shard of its weight, with or without the bias
 

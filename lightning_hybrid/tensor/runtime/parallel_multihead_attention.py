@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from lightning_hybrid.parts.parameter_shard_placement import Piece, Placement, Shard
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import Ranks
-from lightning_hybrid.tensor.collectives.feature_collectives import gather, leave
+from lightning_hybrid.tensor.collectives.collectives_over_sharded_features import gather, leave
 
 
 def attention_placements(fqn: str, module: nn.MultiheadAttention, size: int) -> dict[str, Placement]:

@@ -22,14 +22,14 @@ from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
-from lightning_hybrid.step.standins.sharded_to_full_tensors import materialize_call
+from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize_call
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks, paired
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.compilable_sharded_linears import CompiledRegionInputs, compiled_forwards
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
 from lightning_hybrid.tensor.shard_state.full_parameter_reads import FullParameterReads
-from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw
+from lightning_hybrid.tensor.shard_state.tensor_parallel_random_draws import AroundDraw
 from lightning_hybrid.tensor.vocabulary.weights_read_outside_units_mode import WeightsOutsideUnits
 
 

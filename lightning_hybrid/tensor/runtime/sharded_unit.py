@@ -32,24 +32,24 @@ from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, s
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatten
 from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.step.standins.sharded_to_full_tensors import materialize_call
+from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize_call
 from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import ExchangingRanks, Ranks, as_ranks, paired
-from lightning_hybrid.tensor.collectives.feature_collectives import gather, local_shard, sum_gradients
+from lightning_hybrid.tensor.collectives.collectives_over_sharded_features import gather, local_shard, sum_gradients
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan, local_positions
 from lightning_hybrid.tensor.runtime.check_forward_was_proved import ProvedCalls
 from lightning_hybrid.tensor.runtime.enter_region_inputs_once import RegionInputs
 from lightning_hybrid.tensor.runtime.parallel_linears import ParallelLinears
-from lightning_hybrid.tensor.runtime.region_mode import RegionMode
 from lightning_hybrid.tensor.runtime.sharded_sequence import ShardedSequence
+from lightning_hybrid.tensor.runtime.tensor_parallel_region_mode import RegionMode
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import sharded_over
-from lightning_hybrid.tensor.shard_state.rank_randomness import AroundDraw, LocalPositionDraws, RankDraws
 from lightning_hybrid.tensor.shard_state.swap_parameters_and_forwards import (
     find_slots,
     put_attributes,
     put_forwards,
     put_tensors,
 )
+from lightning_hybrid.tensor.shard_state.tensor_parallel_random_draws import AroundDraw, LocalPositionDraws, RankDraws
 from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import Vocabulary
 from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from lightning_hybrid.errors import TensorPlanError
 from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.recording.unit_dedup import UnitKinds
+from lightning_hybrid.step.recording.record_equal_layers_once import UnitKinds
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
 from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import UnitCalls
 from lightning_hybrid.tensor.discovery.vocabulary_uses import WeightUse
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
-from lightning_hybrid.tensor.requests.unit_requests import UnitRequests, check_followed
+from lightning_hybrid.tensor.requests.plan_requests_by_unit import UnitRequests, check_followed
 from lightning_hybrid.tensor.search.choose_vocabulary_shardings import VocabularySharding, choose_vocabulary_shardings
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from lightning_hybrid.tensor.search.vocabulary_loss_proof import cross_entropy_failure

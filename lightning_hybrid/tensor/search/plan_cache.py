@@ -20,8 +20,8 @@ from torch import nn
 from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.tensor.plan.plan_json import from_json, to_json
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
+from lightning_hybrid.tensor.requests.plan_requests_by_unit import UnitRequests
 from lightning_hybrid.tensor.requests.structure_digest import digest_of
-from lightning_hybrid.tensor.requests.unit_requests import UnitRequests
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from lightning_hybrid.tensor.trial.sharded_unit_proof import prove_cached
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import NotIntercepted
-from lightning_hybrid.step.standins.sharded_to_full_tensors import materialize
+from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
 from lightning_hybrid.tensor.vocabulary.sharded_embedding import embedding_rows
 from lightning_hybrid.tensor.vocabulary.sharded_losses import LOSS_RULES, gather_rows
 from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import Vocabulary, VocabularyShard

@@ -25,13 +25,19 @@ from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import det
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join
-from lightning_hybrid.step.batch.microbatch import batch_size_of, choose_count, join_batches, sizes_of, split
+from lightning_hybrid.step.batch.split_batch_into_microbatches import (
+    batch_size_of,
+    choose_count,
+    join_batches,
+    sizes_of,
+    split,
+)
 from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
-from lightning_hybrid.step.tracing.dry_run_metrics import find_sinks
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
+from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks
 from lightning_hybrid.verify.one_process.batch_norm_per_microbatch import batch_norm_per_microbatch
-from lightning_hybrid.verify.one_process.data_split_options import DataSplit
-from lightning_hybrid.verify.one_process.deferred_gradients import DeferredGradients
+from lightning_hybrid.verify.one_process.data_split_of_layout import DataSplit
+from lightning_hybrid.verify.one_process.defer_gradients_until_backward import DeferredGradients
 from lightning_hybrid.verify.one_process.merge_side_effects_of_microbatches import MicrobatchSideEffects
 from lightning_hybrid.verify.one_process.replica_loader import ReplicaLoader, split_loader
 from lightning_hybrid.verify.one_process.replica_modules_and_state_copying import ReplicaModules

@@ -19,7 +19,7 @@ from lightning_hybrid.errors import BatchError
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.replicate.forbid_communication import collectives_forbidden
-from lightning_hybrid.step.batch.microbatch import join_batches, split
+from lightning_hybrid.step.batch.split_batch_into_microbatches import join_batches, split
 from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.verify.one_process.undo_side_effects import without_side_effects

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.zero.devices_storing_local_shards import HOST
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile, aligned, state_tensors
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
 from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import STEP_HOOKS, step_after_closure
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import state_element_sizes
-from lightning_hybrid.zero.storage_devices import HOST
 
 
 class LayerwiseStep(OffloadedStates):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_hybrid.step.batch.microbatch import split_unevenly
+from lightning_hybrid.step.batch.split_batch_into_microbatches import split_unevenly
 from lightning_hybrid.step.batch_means.find_loss_denominator_in_batch import (
     Count,
     Mean,

@@ -5,7 +5,7 @@ import torch
 
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.strategies.options.strategy_options import compile_options
-from lightning_hybrid.strategies.techniques.compilation import check_compiler
+from lightning_hybrid.strategies.techniques.compile_layers_with_torch import check_compiler
 
 
 @pytest.mark.parametrize(

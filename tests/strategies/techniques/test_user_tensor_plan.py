@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from harness.fits import Run, assert_parity, fit, reference_of, refusal
-from lightning_hybrid.strategies.description import announce_run as announcing
+from lightning_hybrid.strategies.description import print_run_start_lines as announcing
 from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import (
     describe_tensor_plans,
     warn_across_nodes,

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lightning_hybrid.errors import TensorPlanError
+from lightning_hybrid.tensor.requests.plan_requests_by_unit import requests_by_unit
 from lightning_hybrid.tensor.requests.read_transformers_tp_plan import requests_of_model
-from lightning_hybrid.tensor.requests.unit_requests import requests_by_unit
 from lightning_hybrid.tensor.requests.user_plan import requests_of_user
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from models.tensor_blocks import BLOCKS, HIDDEN, WIDTH, tokens

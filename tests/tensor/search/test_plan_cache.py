@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import UnitCalls
 from lightning_hybrid.tensor.plan.plan_json import to_json
-from lightning_hybrid.tensor.requests.unit_requests import UnitRequests
+from lightning_hybrid.tensor.requests.plan_requests_by_unit import UnitRequests
 from lightning_hybrid.tensor.requests.user_plan import Request
 from lightning_hybrid.tensor.search import plan_cache as cache_file
 from lightning_hybrid.tensor.search.model_search import plan_units

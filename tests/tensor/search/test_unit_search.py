@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.equivalence.random_copy import random_copy
+from lightning_hybrid.equivalence.copy_layers_with_random_weights import random_copy
 from lightning_hybrid.parts.parameter_shard_placement import Piece, Replicated, Shard
 from lightning_hybrid.tensor.plan.plan_json import from_json, to_json
 from lightning_hybrid.tensor.runtime.find_positions_in_view_sizes import find_positions
 from lightning_hybrid.tensor.search.unit_search import plan_unit
-from lightning_hybrid.tensor.shard_state.rank_randomness import RankDraws
+from lightning_hybrid.tensor.shard_state.tensor_parallel_random_draws import RankDraws
 from lightning_hybrid.tensor.trial.example_inputs import make_example
 from lightning_hybrid.tensor.trial.run_unit_trials import Setting, TrialRanks, run_unsharded
 from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof

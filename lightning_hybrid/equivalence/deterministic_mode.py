@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.randomness.drawing_ops import draws
+from lightning_hybrid.randomness.random_number_ops import draws
 
 _LOWER = {torch.float32, torch.float16, torch.bfloat16}
 _CASTS = {"float", "half", "bfloat16"}

@@ -18,15 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.keyed_draws_of_unpartitioned_steps import PlainStepRandomness
-from lightning_hybrid.pipeline.loss_weights.learn_loss_weighting import LossWeightFinder
-from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import (
+from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import (
     agree_on_weighting,
     describe_mixing,
     measure_weighting,
 )
+from lightning_hybrid.pipeline.loss_weights.find_token_count_of_loss import LossWeightFinder
 from lightning_hybrid.pipeline.microbatch_results import CHANGES_MODULES, RUNS_OTHER_LINES, MicrobatchResults
 from lightning_hybrid.pipeline.plain_microbatch_loop import MicrobatchLoop
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
+from lightning_hybrid.pipeline.run_evaluation_steps_unpartitioned import UnpartitionedSteps
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.pipeline.side_effects.detect_module_changes import ModuleChanges
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
@@ -35,9 +36,8 @@ from lightning_hybrid.pipeline.stages.record_and_partition_step import record_on
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, StepResult, TrainContext
-from lightning_hybrid.pipeline.unpartitioned_steps_with_gathered_parameters import UnpartitionedSteps
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.microbatch import (
+from lightning_hybrid.step.batch.split_batch_into_microbatches import (
     BatchSplitter,
     batch_size_of,
     check_count,
@@ -48,7 +48,7 @@ from lightning_hybrid.step.batch.microbatch import (
 from lightning_hybrid.step.instrument.instrument_step import slow_attention
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
-from lightning_hybrid.step.standins.guess_branch_reads import GUESSES
+from lightning_hybrid.step.standins.guess_values_read_by_code import GUESSES
 from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch, compiled_wrappers
 
 _MAX_SMALL = 3  # after so many batches that cannot be split, shares are given up

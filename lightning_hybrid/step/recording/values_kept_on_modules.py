@@ -17,9 +17,9 @@ from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves imp
 from lightning_hybrid.step.recording.escaped_tensors_and_read_numbers import describe_tensors
 from lightning_hybrid.step.standins.absent_arrays_and_lists import has_absent_content, is_absent_number, line_of_read
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.step.tracing.dry_run_metrics import find_sinks
 from lightning_hybrid.step.tracing.intercept_step_operations import StepMode
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording
+from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks
 
 # FQN of the module, its attribute, and the key if the attribute is a dict of lists.
 ListPath: TypeAlias = tuple[str, str, Any]

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.collectives.exchange_and_compare_step_numbers import StepBroken
-from lightning_hybrid.pipeline.loss_weights.measure_loss_weighting import LossWeighting
+from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import LossWeighting
 from lightning_hybrid.pipeline.loss_weights.microbatch_weights_of_means import LossMeanWeights, MeanWeights
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import check_content, detached, returned_batch
 from lightning_hybrid.pipeline.results.result_exchange import StepResultExchange
+from lightning_hybrid.pipeline.run_evaluation_steps_unpartitioned import UnpartitionedSteps
 from lightning_hybrid.pipeline.runtime.cached_schedule_programs import Programs
 from lightning_hybrid.pipeline.runtime.executor import Executor, Job, Outcome, fill_placeholders
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
@@ -31,15 +32,14 @@ from lightning_hybrid.pipeline.stages.record_and_partition_step import record_on
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, ChosenTraces, TraceCache
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, StepResult, TrainContext
-from lightning_hybrid.pipeline.unpartitioned_steps_with_gathered_parameters import UnpartitionedSteps
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join
-from lightning_hybrid.step.batch.microbatch import BatchSplitter, copied_batch, sizes_of, split
+from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, copied_batch, sizes_of, split
 from lightning_hybrid.step.batch_means.torchmetrics_of_full_batch import BatchMetrics
 from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.recording.kept_values import refuse_absent_numbers
+from lightning_hybrid.step.recording.values_kept_on_modules import refuse_absent_numbers
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
-from lightning_hybrid.step.tracing.dry_run_metrics import find_sinks
+from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks
 
 
 class StepRunner(MicrobatchRunner):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lightning_hybrid.cli import main
-from lightning_hybrid.cli.class_targets import load_target, split_class_flags
-from lightning_hybrid.cli.configured_run import ConfiguredRun
-from lightning_hybrid.cli.exit_status import UsageError
+from lightning_hybrid.cli.exit_status_and_json_output import UsageError
+from lightning_hybrid.cli.module_and_data_from_cli import ConfiguredRun
 from lightning_hybrid.cli.trainer_config import trainer_config
+from lightning_hybrid.cli.user_classes_from_arguments import load_target, split_class_flags
 
 CLASSES = "tests/models/command_line_classes.py"
 SCRIPT = "tests/models/command_line_script.py"

@@ -20,7 +20,7 @@ from torch import nn
 from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import digest
 from lightning_hybrid.collectives.broadcast_from_owner import broadcast_buffer
 from lightning_hybrid.collectives.exchange_and_compare_step_numbers import NumberExchange
-from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
+from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
 from lightning_hybrid.full_params.gather_parameters_per_op_mode import GatheredParameters
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
@@ -28,7 +28,7 @@ from lightning_hybrid.pipeline.results.log_entry import Entry
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_owners
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.pipeline.stages.unit_attribute_sync import sync_unit_attributes
+from lightning_hybrid.pipeline.stages.sync_attributes_written_by_layers import sync_unit_attributes
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.instrument.instrument_step import draw_as_stages, slow_attention
 from lightning_hybrid.step.objects.pytree import flatten

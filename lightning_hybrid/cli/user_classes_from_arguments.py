@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_hybrid.cli.exit_status import UsageError
+from lightning_hybrid.cli.exit_status_and_json_output import UsageError
 
 # Flags of the user's classes have a dot, as in LightningCLI; two of its own that name a class have none.
 _CLASS_FLAG = re.compile(r"--(\w+\.[\w.]+\+?|optimizer|lr_scheduler)(=.*)?", re.DOTALL)

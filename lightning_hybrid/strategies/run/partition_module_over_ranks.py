@@ -11,20 +11,20 @@ from lightning_hybrid.errors import BatchError, LayoutError, UnfitError
 from lightning_hybrid.memory.recompute_layers import Recomputation
 from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
+from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
-from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.microbatch import batch_size_of
+from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 from lightning_hybrid.strategies.run.fall_back_to_zero3_shards import Zero3Fallback
-from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.start.first_recording import record_first_step
 from lightning_hybrid.strategies.start.runner_factory import make_runner
 from lightning_hybrid.strategies.start.warn_of_mixed_samples import warn_of_mixed_samples
+from lightning_hybrid.strategies.techniques.activation_checkpointing import recompute_layers, recompute_plain_layers
 from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import warn_across_nodes
 from lightning_hybrid.strategies.techniques.expert_parallel import ExpertPlanner
 from lightning_hybrid.strategies.techniques.plan_tensor_parallelism import TensorPlanner, plan_folder
-from lightning_hybrid.strategies.techniques.recomputation import recompute_layers, recompute_plain_layers
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import LayerReads, zero_shardings
 from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import why_no_stages
 from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel

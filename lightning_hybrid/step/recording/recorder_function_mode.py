@@ -30,13 +30,12 @@ from lightning_hybrid.step.recording.make_mutated_tensors_absent import (
     MutatedBatchTensors,
     written_statistics,
 )
+from lightning_hybrid.step.recording.record_equal_layers_once import UnitDeduplicator
 from lightning_hybrid.step.recording.refuse_numbers_from_units import run_event_on_stand_ins
-from lightning_hybrid.step.recording.unit_dedup import UnitDeduplicator
 from lightning_hybrid.step.standins.absent_numbers import Answer
 from lightning_hybrid.step.standins.absent_tensors import make_absent
-from lightning_hybrid.step.standins.cost_counter import CostCounter
+from lightning_hybrid.step.standins.count_flops_bytes_and_draws import CostCounter
 from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL
-from lightning_hybrid.step.tracing.dry_run_metrics import MetricDryRun
 from lightning_hybrid.step.tracing.finiteness_checks import answer_if_finite
 from lightning_hybrid.step.tracing.intercept_step_operations import TEXT_READS, StepMode, user_line
 from lightning_hybrid.step.tracing.op_signature import signature_of
@@ -46,6 +45,7 @@ from lightning_hybrid.step.tracing.refuse_backward_functorch_missing_loss import
     no_loss_error,
     refuse_transforms,
 )
+from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import MetricDryRun
 
 
 class Recorder(StepMode):

@@ -15,22 +15,22 @@ from lightning_hybrid.memory.recompute_layers import Recomputation
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
+from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
-from lightning_hybrid.pipeline.runner import StepRunner
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner
-from lightning_hybrid.pipeline.unpartitioned_runner_with_batch_sharing import PlainRunner
+from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
 from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
 from lightning_hybrid.strategies.run.fall_back_to_zero3_shards import Zero3Fallback
-from lightning_hybrid.strategies.run.run_objects_and_options import Setting
+from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
-from lightning_hybrid.strategies.techniques.compilation import CompiledUnits
+from lightning_hybrid.strategies.techniques.compile_layers_with_torch import CompiledUnits
 from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
 from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
-from lightning_hybrid.zero.optimizer_states.sharded_step import ShardedStep
+from lightning_hybrid.zero.optimizer_states.sharded_manual_optimizer_step import ShardedStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

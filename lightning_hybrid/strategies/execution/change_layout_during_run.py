@@ -21,15 +21,15 @@ import torch
 
 from lightning_hybrid.collectives.exchange_and_compare_step_numbers import StepBroken
 from lightning_hybrid.errors import BatchError, StepError
-from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.pipeline.step_runner_interface_and_results import StepResult, TrainContext
-from lightning_hybrid.pipeline.unpartitioned_runner_with_batch_sharing import PlainRunner
+from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
 from lightning_hybrid.strategies.run.build_run import RunOwner
-from lightning_hybrid.strategies.run.run import Run
-from lightning_hybrid.strategies.run.run_objects_and_options import Setting
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.strategies.start.runner_factory import make_runner
 from lightning_hybrid.strategies.user_code.custom_optimizers_read_full_parameters import keeps_lists_per_parameter
 from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import output_is_read

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.full_params.check_hook_agreement import HookAgreement
+from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
 from lightning_hybrid.full_params.pipeline_ranks_with_values import ValueLocations
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 

@@ -17,8 +17,8 @@ from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning_hybrid.cli.class_targets import add_import_folder, existing_file, load_target
-from lightning_hybrid.cli.exit_status import UsageError
+from lightning_hybrid.cli.exit_status_and_json_output import UsageError
+from lightning_hybrid.cli.user_classes_from_arguments import add_import_folder, existing_file, load_target
 from lightning_hybrid.patching import replaced
 
 FLAGS = (

@@ -11,7 +11,7 @@ from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.estimate_rank_memory import KINDS, RankMemory, value_bytes
-from lightning_hybrid.pipeline.runner import StepRunner
+from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means
 from lightning_hybrid.strategies.description.describe_batch_and_environment import (
     describe_batch,
@@ -25,11 +25,11 @@ from lightning_hybrid.strategies.description.memory_of_stages import (
     memory_of_stages,
     zero_gathers_per_layer,
 )
-from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import ModulePartition
-from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.techniques.activation_checkpointing import describe_policies
 from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import describe_tensor_plans
 from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import has_adascale
-from lightning_hybrid.strategies.techniques.recomputation import describe_policies
 from lightning_hybrid.strategies.techniques.step_shards_in_manual_optimization import describe_manual_zero
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import describe_zero
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.errors import CannotShard
-from lightning_hybrid.randomness.drawing_ops import draws
+from lightning_hybrid.randomness.random_number_ops import draws
 from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import OneRank, Ranks
 from lightning_hybrid.tensor.plan.unit_plan import Rule, Site

@@ -17,7 +17,7 @@ from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import as_plain_tensor
 from lightning_hybrid.step.standins.absent_tensors import limit_kernel_cache
 from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL, run_kernel_on_stand_ins
-from lightning_hybrid.step.standins.saved_for_backward import SavedForBackward, SavedTensors
+from lightning_hybrid.step.standins.tensors_saved_for_backward import SavedForBackward, SavedTensors
 
 
 class CostCounter(TorchDispatchMode):

@@ -21,8 +21,8 @@ from lightning_hybrid.graph.step_graph import SizedBy
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import reachable_leaves
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 from lightning_hybrid.step.standins.absent_tensors import make_absent
-from lightning_hybrid.step.standins.cost_counter import CostCounter
-from lightning_hybrid.step.standins.saved_for_backward import SavedTensors
+from lightning_hybrid.step.standins.count_flops_bytes_and_draws import CostCounter
+from lightning_hybrid.step.standins.tensors_saved_for_backward import SavedTensors
 from lightning_hybrid.step.tracing.refuse_backward_functorch_missing_loss import refuse_transforms
 
 _PLAIN = (bool, int, float, str, complex, bytes, type(None), torch.dtype, torch.device, torch.Size)

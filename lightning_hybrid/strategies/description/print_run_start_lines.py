@@ -9,9 +9,9 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hybrid.strategies.description.describe_batch_and_environment import describe_environment
-from lightning_hybrid.strategies.description.describe_run import StartTable, describe_run
-from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import ModulePartition
-from lightning_hybrid.strategies.run.run import Run
+from lightning_hybrid.strategies.description.run_start_table import StartTable, describe_run
+from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 
 FILE_NAME = "hybrid3d_layout.txt"
 
