@@ -150,7 +150,16 @@ def line_of(lines):
         (Tied, PP2_TP2),
     ],
     ids=[
-        *("tied-pp2", "drop-dp2", "drop-dp2-in-parts", "edits-dp2", "drop-dp2xpp2", "keeps-pp2", "normalised-tokens-pp2", "two-stages"),
+        *(
+            "tied-pp2",
+            "drop-dp2",
+            "drop-dp2-in-parts",
+            "edits-dp2",
+            "drop-dp2xpp2",
+            "keeps-pp2",
+            "normalised-pp2",
+            "two-stages",
+        ),
         *("tp2", "tied-pp2xtp2"),
     ],
 )
