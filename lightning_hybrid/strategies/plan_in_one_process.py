@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +27,7 @@ from lightning_hybrid.strategies.description.memory_of_stages import (
 )
 from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
+from lightning_hybrid.strategies.logs.announce_long_phases import phase, phases_reported_to
 from lightning_hybrid.strategies.run.build_run import compile_layers, recompute_without_runner
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import ModulePartition
@@ -117,10 +118,14 @@ class PlanningStrategy(Hybrid3DStrategy):
             run = recompute_without_runner(run)
         run = compile_layers(run, randomness)
         self.setup_optimizers(trainer)
+        with phase("estimating memory"):
+            self._describe(run)
+        raise _PlanIsMade
+
+    def _describe(self, run: Run) -> None:
         self.table = str(describe_run(run, self.partition, self.optimizers))
         self.techniques = describe_techniques(run)
         self.memory, self.memory_without_techniques = self._memory_of(run), self._memory_of(without_techniques(run))
-        raise _PlanIsMade
 
     def _memory_of(self, run: Run) -> list[RankMemory]:
         """Estimate the memory of each pipeline rank."""
@@ -146,6 +151,7 @@ def make_plan(
     devices: int,
     options: Mapping[str, Any],
     precision: str,
+    on_phase: Callable[[str], None] | None = None,
 ) -> PlanningStrategy:
     """Plan a run on ``devices`` ranks in this process, which must have no process groups; an error of it is raised.
 
@@ -156,8 +162,9 @@ def make_plan(
         devices: The number of ranks.
         options: Arguments of the strategy.
         precision: Lightning's name of the precision.
+        on_phase: Receives the name of each phase as it begins.
     """
-    with _quiet(lightning), _fake_ranks(devices):
+    with _quiet(lightning), _fake_ranks(devices), phases_reported_to(on_phase):
         strategy = PlanningStrategy(**{**options, "process_group_backend": "fake"})
         off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         trainer = lightning.Trainer(

@@ -102,6 +102,22 @@ def test_text_names_units_stages_and_plans(capsys):
     assert "layers.0" in out and "stage 1 in all" in out and "0 -> 2 (found: by output features)" in out
 
 
+def test_phases_are_named_on_standard_error(capsys):
+    assert main(["explain", f"{CLASSES}:Stack", "--layout", "pp=2,tp=2", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["refused"] is None
+    names = [line.partition("explain: ")[2].partition(" (after")[0] for line in captured.err.splitlines()]
+    expected = ["importing the classes", "making the module and its data", "recording the step on one batch"]
+    expected += ["searching plans of layers for tensor and context ranks", "estimating memory"]
+    assert [name for name in names if name in expected] == expected
+
+
+def test_layout_with_a_mapping(capsys):
+    layout = "dp=2,zero_stage=3,offload={optimizer_states: cpu}"
+    status, plan = explained(capsys, f"{CLASSES}:Stack", "--layout", layout)
+    assert status == 0 and plan["offloaded"] == {"optimizer_states": "cpu"}
+
+
 def test_experts(capsys):
     status, plan = explained(capsys, f"{CLASSES}:Mixture", "--layout", "dp=2,ep=2")
     assert status == 0 and "4 experts, 2 on each of 2 ranks" in plan["experts"]
