@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -197,8 +196,6 @@ def _quiet(lightning: ModuleType) -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".isinstance\\(treespec, LeafSpec\\). is deprecated")
-            yield
+        yield
     finally:
         logger.setLevel(level)
