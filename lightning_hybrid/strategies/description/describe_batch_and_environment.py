@@ -90,7 +90,7 @@ def predicted_bubble(run: Run, assignment: Assignment, num_microbatches: int) ->
     assert run.plan is not None
     options, plan = run.setting.options, run.plan
     schedule = make_schedule(options.schedule, plan.num_ranks, num_microbatches, plan.stages_per_rank)
-    portals = Portals(frozenset(assignment.portals), frozenset(assignment.gradient_portals()))
+    portals = Portals.of(assignment)
     costs = assignment.costs()
     return simulate(schedule, portals, forward_seconds=costs, backward_seconds=[2 * cost for cost in costs]).bubble
 
