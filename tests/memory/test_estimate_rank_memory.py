@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from harness.fits import trainer_of
@@ -200,6 +201,32 @@ class Transformer(Dense):
         return torch.randn(size, 6, self.width), torch.randint(5, (size, 6))
 
 
+class Checkpoints(nn.Module):
+    """A layer with activation checkpointing of its own: it saves its input, and what the norm after it saves."""
+
+    def __init__(self, layer, width):
+        super().__init__()
+        self.inner, self.norm = layer, nn.LayerNorm(width)
+
+    def forward(self, x):
+        return self.norm(checkpoint(self.inner, x * 2, use_reentrant=False))
+
+
+class CheckpointsInLayers(Transformer):
+    def layer(self):
+        return Checkpoints(super().layer(), self.width)
+
+
+class CheckpointedLayers(Transformer):
+    """As `gradient_checkpointing_enable()` of transformers does."""
+
+    def training_step(self, batch, batch_idx=0):
+        x, label = batch
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return F.cross_entropy(self.head(x).flatten(0, -2), label.flatten())
+
+
 class Convolutions(Dense):
     def layer(self):
         return nn.Sequential(nn.Conv1d(6, 6, 3, padding=1), nn.BatchNorm1d(6), nn.ReLU())
@@ -217,7 +244,7 @@ def estimated_of_step(module, batch):
     return inner + sum(math.prod(v.shape) * getattr(torch, v.dtype).itemsize for v in sizes)
 
 
-@pytest.mark.parametrize("module_class", [Dense, Transformer, Convolutions])
+@pytest.mark.parametrize("module_class", [Dense, Transformer, Convolutions, CheckpointsInLayers, CheckpointedLayers])
 def test_bytes_saved_by_a_recorded_step(module_class):
     module = module_class()
     batch = module.batch()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
@@ -69,12 +70,32 @@ class SavedForBackward:
             self._names[type(node)] = names or ["saved_tensors"]
         for name in self._names[type(node)]:
             try:
-                saved = getattr(node, name, None)
+                packed = list(self._packed(getattr(node, f"_raw_{name.lstrip('_')}", None)))
+                saved = packed or getattr(node, name, None)
             except RuntimeError:  # written in place since, or freed by a backward of the step
                 continue
             for value in saved if isinstance(saved, tuple | list) else (saved,):
                 if isinstance(value, Tensor):
                     yield value
+
+    def _packed(self, raw: Any) -> Iterator[Any]:
+        """What hooks on saved tensors have left of them, if there are any: unpacking it would run the user's function.
+
+        Those of ``torch.utils.checkpoint`` leave the arguments of the function, which is run again in the backward.
+        """
+        for variable in raw if isinstance(raw, tuple | list) else (raw,):
+            hook = getattr(variable, "unpack_hook", None)
+            if hook is None:
+                continue
+            yield variable.data
+            for cell in hook.__closure__ or ():
+                if isinstance(cell.cell_contents, torch.utils.checkpoint._CheckpointFrame):
+                    yield from self._arguments_of(cell.cell_contents)
+
+    @staticmethod
+    def _arguments_of(frame: Any) -> list[Any]:
+        saver = getattr(frame, "input_saver", None)  # of torch before 2.13
+        return list(saver.grad_fn.saved_tensors) if saver is not None else frame.get_inputs()
 
 
 def _positions(leaves: Sequence[Any], storages: dict[int, int]) -> dict[int, int]:
