@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from harness.fits import trainer_of
-from harness.trainer_runs import ignore_warnings
+from harness.trainer_runs import ignore_warnings, lines_of_lightning
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.memory.estimate_rank_memory import ParameterOnRank, estimate_rank_memory
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -21,6 +21,7 @@ from lightning_hybrid.schedule import make_schedule
 from lightning_hybrid.schedule.microbatches_in_flight import microbatches_in_flight
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.recording.record_step import record
+from lightning_hybrid.step.standins.saved_for_backward import bytes_saved_behind
 from lightning_hybrid.strategies.description.memory_of_stages import memory_of_ranks, memory_of_stages, places_of
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import StateSizes
 
@@ -253,8 +254,39 @@ def test_bytes_saved_by_a_recorded_step(module_class):
         loss = module.training_step(batch)
     measured = saved.now
     del loss
+    # Numbers beside a tensor, such as the 2 of `x * 2`, pass no hooks.
+    assert bytes_saved_behind(module.training_step(batch), module, batch) == pytest.approx(measured, rel=0.001)
     assert saved.now == 0 and measured > 0
     assert estimated_of_step(module, batch) == pytest.approx(measured, rel=0.02)
+
+
+def lines_of_fit(devices, options, **trainer_options):
+    torch.manual_seed(0)
+    with lines_of_lightning() as lines:
+        trainer_of(devices, Hybrid3DStrategy(**options), [], max_steps=2, **trainer_options).fit(Dense())
+    return [line for line in lines if line.startswith("activations of")]
+
+
+# Of 8 samples: the input, and the results of four layers of 32 float32 numbers and of the head; labels do not count.
+DENSE = {8: 4.26, 4: 2.13}
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "what", "samples"),
+    [
+        (1, {}, "batch", 8),
+        (1, {"num_microbatches": 2}, "microbatch", 4),
+        (2, {"zero_stage": 3}, "batch", 8),
+        (2, {"zero_stage": 3, "reshard_after_forward": False}, "batch", 8),
+    ],
+    ids=["plain", "microbatches", "zero3", "zero3-full"],
+)
+def test_first_step_measures_activations_without_stages(worlds, devices, options, what, samples):
+    first, *others = worlds.run(devices, lines_of_fit, devices, options)
+    [(measured, end)] = [line.removeprefix(f"activations of the first {what}: ").split(" KB, ") for line in first]
+    # Lightning divides the loss by the number of accumulated batches.
+    assert float(measured) == pytest.approx(DENSE[samples], abs=0.02) and end == "measured before its backward"
+    assert not any(others)
 
 
 # --- runs on ranks ---------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def describe_memory(ranks: Sequence[RankMemory], *, is_upper_bound: bool) -> str
         if sizes := most.sizes_in(place):
             known = sum(size or 0 for size in sizes.values())
             line += f"; {where} {format_bytes(known)} ({_sum_of_terms(sizes)})"
-    return f"estimated memory per rank: {line}" + ("" if activations else "; activations not estimated without stages")
+    return f"estimated memory per rank: {line}" + ("" if activations else "; the first step measures activations")
 
 
 def _sum_of_terms(sizes: Mapping[str, int | None]) -> str:
