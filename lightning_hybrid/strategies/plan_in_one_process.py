@@ -7,6 +7,7 @@ a start are made by the first rank, or from what every rank finds equally, so th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
@@ -16,9 +17,11 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_hybrid.memory.estimate_rank_memory import RankMemory
+from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.memory.estimate_rank_memory import RankMemory, activation_bytes
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.strategies.description.describe_run import describe_run, describe_techniques
+from lightning_hybrid.strategies.description.estimate_unrecorded_activations import record_in_one_stage
 from lightning_hybrid.strategies.description.memory_of_stages import (
     memory_of_ranks,
     memory_of_stages,
@@ -115,21 +118,29 @@ class PlanningStrategy(Hybrid3DStrategy):
             run = self.partition.decide(None, "")
         else:
             run = recompute_without_runner(run)
+        recorded = None
+        if not run.is_pipelined and lifecycle.setting.is_fitting:
+            with phase("recording the step for its activations"):
+                recorded = record_in_one_stage(run, randomness)
         run = compile_layers(run, randomness)
         self.setup_optimizers(trainer)
         with phase("estimating memory"):
-            self._describe(run)
+            self._describe(run, recorded)
         raise _PlanIsMade
 
-    def _describe(self, run: Run) -> None:
+    def _describe(self, run: Run, recorded: Assignment | None) -> None:
         self.table = str(describe_run(run, self.partition, self.optimizers))
         self.techniques = describe_techniques(run)
-        self.memory, self.memory_without_techniques = self._memory_of(run), self._memory_of(without_techniques(run))
+        self.memory = self._memory_of(run, recorded)
+        self.memory_without_techniques = self._memory_of(without_techniques(run), recorded)
 
-    def _memory_of(self, run: Run) -> list[RankMemory]:
-        """Estimate the memory of each pipeline rank."""
+    def _memory_of(self, run: Run, recorded: Assignment | None) -> list[RankMemory]:
+        """Estimate the memory of each pipeline rank; ``recorded`` is the step of a run without stages."""
         batch = None if self.partition is None else self.partition.batch
         stages = memory_of_stages(run, self.optimizers, 1 if batch is None else batch.num_microbatches)
+        if recorded is not None:
+            policies = {} if run.recomputation is None else run.recomputation.policies
+            stages = [dataclasses.replace(stages[0], activations=activation_bytes(recorded, policies)[0])]
         return memory_of_ranks(stages, run.plan.num_ranks if run.is_pipelined and run.plan is not None else 1)
 
     def on_exception(self, exception: BaseException) -> None:

@@ -85,8 +85,22 @@ def test_states_in_files_are_not_in_the_total(capsys, tmp_path):
     status, plan = explained(capsys, f"{CLASSES}:Stack", "--layout", layout)
     [rank] = plan["memory"]
     assert status == 0 and rank["optimizer_states"] > 0
-    assert rank["total"] == rank["parameters"] + rank["gradients"] + rank["gathered"]
+    assert rank["total"] == rank["parameters"] + rank["gradients"] + rank["gathered"] + rank["activations"]
     assert "optimizer states)" in plan["table"].partition("; in files ")[2]
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2,zero=3", "dp=2,m=2,zero=1", "tp=2"])
+def test_activations_without_stages(capsys, layout):
+    """A full batch saves what two stages with one microbatch of it save together."""
+    [rank] = explained(capsys, f"{CLASSES}:Stack", "--layout", layout)[1]["memory"]
+    stages = explained(capsys, f"{CLASSES}:Stack", "--layout", "pp=2,m=1")[1]["memory"]
+    share = 2 if "m=2" in layout else 1
+    assert rank["activations"] == pytest.approx(sum(stage["activations"] for stage in stages) / share, rel=0.01)
+
+
+def test_recomputed_layers_save_less_without_stages(capsys):
+    _, plan = explained(capsys, f"{CLASSES}:Stack", "--layout", "dp=1,recompute=full")
+    assert 0 < plan["memory"][0]["activations"] < plan["memory_without_techniques"][0]["activations"]
 
 
 def test_text_shows_memory_of_ranks(capsys):
