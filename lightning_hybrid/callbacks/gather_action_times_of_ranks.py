@@ -130,7 +130,7 @@ def with_bubbles(step: MeasuredStep, assignment: Any) -> MeasuredStep:
     return replace(
         step,
         timeline=Timeline(tuple(worked), step.timeline.num_ranks),
-        portals=_portals(assignment),
+        portals=Portals.of(assignment),
         bubbles=(means[0], means[1]),
         seconds=(longest[0], longest[1]),
     )
@@ -148,13 +148,9 @@ def work_and_bound(timeline: Timeline, assignment: Any) -> tuple[Timeline, Timel
         num_microbatches=1 + max(span.action.microbatch for span in timeline.spans),
         actions=tuple(tuple(span.action for span in row) for row in rows),
     )
-    portals = _portals(assignment)
+    portals = Portals.of(assignment)
     worked = without_waits(timeline, schedule, portals)
     return worked, without_losses(worked, schedule, portals)
-
-
-def _portals(assignment: Any) -> Portals:
-    return Portals(frozenset(assignment.portals), frozenset(assignment.gradient_portals()))
 
 
 def _sizes(layout: ParallelLayout) -> dict[str, int]:

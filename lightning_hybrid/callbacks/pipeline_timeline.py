@@ -122,13 +122,14 @@ class PipelineTimeline(Callback):
         return (step - self.step) % self.every_n_steps == 0
 
     def _prepare(self, strategy: Any, step: int) -> None:
-        """Samples memory in a step that is measured, if it is drawn."""
+        """Records times in a step that is measured, and samples memory if it is drawn."""
         is_drawn = self.memory_path is not None or any(path.suffix == ".json" for path in self.paths)
-        readers = strategy.recorder.memory_readers
-        if is_drawn and self._is_wanted(step):
-            readers.add(self)
-        else:
-            readers.discard(self)
+        is_wanted, recorder = self._is_wanted(step), strategy.recorder
+        for readers, reads in ((recorder.time_readers, True), (recorder.memory_readers, is_drawn)):
+            if reads and is_wanted:
+                readers.add(self)
+            else:
+                readers.discard(self)
 
     def _report(self, trainer: Trainer, measured: MeasuredStep, step: int) -> None:
         timeline, bubbles = measured.timeline, measured.bubbles

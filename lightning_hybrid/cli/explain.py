@@ -6,10 +6,12 @@ import argparse
 import dataclasses
 import importlib
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, print_json
 from lightning_hybrid.cli.module_and_data_from_cli import FLAGS
+from lightning_hybrid.cli.progress_bar import Progress
 from lightning_hybrid.cli.verify import add_classes_to, add_tensor_plan_to, checked, configured, layout_of
 
 if TYPE_CHECKING:
@@ -50,6 +52,18 @@ def run(parsed: argparse.Namespace) -> int:
     Raises:
         UsageError: An invalid path, layout or argument of a class.
     """
+    with Progress("explain") as progress:
+        content = _explained(parsed, progress)
+    if parsed.json:
+        print_json(content)
+    else:
+        _print(content)
+    return OK if content["refused"] is None else REFUSED
+
+
+def _explained(parsed: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Make the user's module and data, and explain them; a refusal is in the content."""
+    progress.phase("importing the classes")
     layout = None if parsed.layout is None else layout_of(parsed.layout, parsed.tensor_plan)
     made, config = configured(parsed)
     if layout is None:
@@ -60,21 +74,20 @@ def run(parsed: argparse.Namespace) -> int:
     from lightning_hybrid.verify.records.run_record_and_recorder import describe_failure
 
     torch.manual_seed(0)
+    progress.phase("making the module and its data")
     module, data = made.make_module(), made.make_data()
+    precision = parsed.precision or config.precision or "32-true"
     try:
-        content = explain(module, data, layout, parsed.precision or config.precision or "32-true")
+        return explain(module, data, layout, precision, on_phase=progress.phase)
     except Exception as error:
         if not describe_failure(error, steps_done=0).refused:
             raise
-        content = {"layout": layout.name, "refused": f"{type(error).__name__}: {error}"}
-    if parsed.json:
-        print_json(content)
-    else:
-        _print(content)
-    return OK if content["refused"] is None else REFUSED
+        return {"layout": layout.name, "refused": f"{type(error).__name__}: {error}"}
 
 
-def explain(module: Any, data: Any, layout: Layout, precision: str) -> dict[str, Any]:
+def explain(
+    module: Any, data: Any, layout: Layout, precision: str, *, on_phase: Callable[[str], None] | None = None
+) -> dict[str, Any]:
     """Return the plan as plain values; an error of the user's step while it was recorded is printed with its traceback.
 
     Args:
@@ -82,6 +95,7 @@ def explain(module: Any, data: Any, layout: Layout, precision: str) -> dict[str,
         data: A LightningDataModule, a loader, or a dict of arguments of ``Trainer.fit``; None if it has its own.
         layout: The layout.
         precision: Lightning's name of the precision.
+        on_phase: Receives the name of each phase as it begins.
     """
     from lightning_hybrid.namespaces.lightning_namespaces import NAMESPACES
     from lightning_hybrid.verify.records.run_record_and_recorder import describe_failure
@@ -93,7 +107,8 @@ def explain(module: Any, data: Any, layout: Layout, precision: str) -> dict[str,
     planning = importlib.import_module(f"{namespace.home}.strategies.plan_in_one_process")
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     arguments = fit_arguments(lightning, data)
-    strategy = planning.make_plan(lightning, module, arguments, layout.devices, layout.options(None), precision)
+    options = layout.options(None)
+    strategy = planning.make_plan(lightning, module, arguments, layout.devices, options, precision, on_phase)
     content: dict[str, Any] = {"layout": layout.name, "ranks": layout.devices, "refused": None, "units": []}
     content |= {"stages": [], "tensor_plans": {}, "experts": "", "may_retry": False, "table": strategy.table}
     content |= {
@@ -188,9 +203,11 @@ def _print(content: dict[str, Any]) -> None:
     if content["refused"] is not None:
         print(f"refused: {content['refused']}")
     if content.get("units"):
+        from lightning_hybrid.step.objects.repeated_layers import shortened
+
         rows: list[tuple[str, ...]] = [("unit", "stage", "parameters", "bytes", "cost")]
         for unit in content["units"]:
-            rows.append((unit["unit"] or "(between units)", str(unit["stage"]), *_numbers(unit)))
+            rows.append((shortened(unit["unit"] or "(between units)"), str(unit["stage"]), *_numbers(unit)))
         for stage in content["stages"]:
             rows.append((f"stage {stage['stage']} in all", str(stage["stage"]), *_numbers(stage)))
         _print_rows(rows)

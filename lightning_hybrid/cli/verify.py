@@ -105,11 +105,11 @@ def run(parsed: argparse.Namespace) -> int:
         seed=next(seed for seed in (parsed.seed, config.seed, 1) if seed is not None),
         trainer=config.arguments,
     )
-    verification = Verification(experiment, timeout=parsed.timeout)
     reports: list[Report] = []
     with Progress("verify") as progress:
+        verification = Verification(experiment, timeout=parsed.timeout, on_phase=progress.phase)
         for layout in layouts:
-            progress(f"{layout.name} on {layout.devices} processes", len(reports), len(layouts))
+            progress.start(layout.name, len(reports), len(layouts))
             reports.append(verification.check(layout))
     for traceback in dict.fromkeys(report.traceback for report in reports if report.traceback):
         print(traceback, file=sys.stderr)
@@ -118,7 +118,8 @@ def run(parsed: argparse.Namespace) -> int:
     else:
         print(table(reports))
         for note in dict.fromkeys(note for report in reports for note in report.notes):
-            print(f"note: {note}")
+            names = ", ".join(report.layout for report in reports if note in report.notes)
+            print(f"note on {names}: {note}")
     if not all(report.passes(strict=parsed.strict) for report in reports):
         return PROBLEM
     return REFUSED if any(report.outcome == "refused" for report in reports) else OK

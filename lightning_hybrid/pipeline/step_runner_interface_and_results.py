@@ -52,6 +52,7 @@ class TrainContext:
         reduce: Called with a stage after its last backward.
         recorder: Records when this rank's actions ran.
         weigh: Returns the weights of microbatches; if None they weigh by their numbers of samples.
+        on_loss: Called with the loss of each microbatch before its backward, in steps without stages.
     """
 
     seed_factor: float
@@ -60,6 +61,7 @@ class TrainContext:
     reduce: Callable[[int], None]
     recorder: ActionRecorder
     weigh: Callable[[Sequence[Any]], list[float]] | None = None
+    on_loss: Callable[[Tensor], None] = lambda _: None
 
 
 class MicrobatchRunner(ABC):
@@ -188,6 +190,8 @@ def backward_of(output: Any, train: TrainContext, seed: float, *, is_last: bool)
         StepError: The output has no loss, or one that depends on no parameter.
     """
     loss = find_loss(output)
+    if isinstance(loss, Tensor):
+        train.on_loss(loss)
     train.before_backward(0, is_last)
     if output is not None:
         if not isinstance(loss, Tensor) or not loss.requires_grad:

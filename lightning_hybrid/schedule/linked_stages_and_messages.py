@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.schedule.schedule_and_actions import Action, Kind
 
 
@@ -43,6 +44,11 @@ class Portals:
 
     forward: frozenset[tuple[int, int]]
     backward: frozenset[tuple[int, int]]
+
+    @classmethod
+    def of(cls, assignment: Assignment) -> Portals:
+        """Portals of a step whose operations are assigned to stages."""
+        return cls(frozenset(assignment.portals), frozenset(assignment.gradient_portals()))
 
     def __post_init__(self) -> None:
         """Check the pairs."""

@@ -172,7 +172,10 @@ class Hybrid3DStrategy(CheckpointedStrategy):
 
     @property
     def spans(self) -> list[Span]:
-        """Actions of this rank in the latest training step, with their times; waits for a CUDA device."""
+        """Actions of this rank in the latest training step, with their times; waits for a CUDA device.
+
+        There it is empty unless an object in ``recorder.time_readers``, such as a `PipelineTimeline`, reads the step.
+        """
         return self.recorder.spans(self.mesh.rank_in("pp"))
 
     @property

@@ -7,9 +7,9 @@ a start are made by the first rank, or from what every rank finds equally, so th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -17,8 +17,10 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_hybrid.memory.estimate_rank_memory import RankMemory
+from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.memory.estimate_rank_memory import RankMemory, activation_bytes
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.strategies.description.estimate_unrecorded_activations import record_in_one_stage
 from lightning_hybrid.strategies.description.memory_of_stages import (
     memory_of_ranks,
     memory_of_stages,
@@ -27,6 +29,7 @@ from lightning_hybrid.strategies.description.memory_of_stages import (
 from lightning_hybrid.strategies.description.run_start_table import describe_run, describe_techniques
 from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
+from lightning_hybrid.strategies.logs.announce_long_phases import phase, phases_reported_to
 from lightning_hybrid.strategies.run.build_run import compile_layers, recompute_without_runner
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
@@ -115,17 +118,29 @@ class PlanningStrategy(Hybrid3DStrategy):
             run = self.partition.decide(None, "")
         else:
             run = recompute_without_runner(run)
+        recorded = None
+        if not run.is_pipelined and lifecycle.setting.is_fitting:
+            with phase("recording the step for its activations"):
+                recorded = record_in_one_stage(run, randomness)
         run = compile_layers(run, randomness)
         self.setup_optimizers(trainer)
-        self.table = str(describe_run(run, self.partition, self.optimizers))
-        self.techniques = describe_techniques(run)
-        self.memory, self.memory_without_techniques = self._memory_of(run), self._memory_of(without_techniques(run))
+        with phase("estimating memory"):
+            self._describe(run, recorded)
         raise _PlanIsMade
 
-    def _memory_of(self, run: Run) -> list[RankMemory]:
-        """Estimate the memory of each pipeline rank."""
+    def _describe(self, run: Run, recorded: Assignment | None) -> None:
+        self.table = str(describe_run(run, self.partition, self.optimizers))
+        self.techniques = describe_techniques(run)
+        self.memory = self._memory_of(run, recorded)
+        self.memory_without_techniques = self._memory_of(without_techniques(run), recorded)
+
+    def _memory_of(self, run: Run, recorded: Assignment | None) -> list[RankMemory]:
+        """Estimate the memory of each pipeline rank; ``recorded`` is the step of a run without stages."""
         batch = None if self.partition is None else self.partition.batch
         stages = memory_of_stages(run, self.optimizers, 1 if batch is None else batch.num_microbatches)
+        if recorded is not None:
+            policies = {} if run.recomputation is None else run.recomputation.policies
+            stages = [dataclasses.replace(stages[0], activations=activation_bytes(recorded, policies)[0])]
         return memory_of_ranks(stages, run.plan.num_ranks if run.is_pipelined and run.plan is not None else 1)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -146,6 +161,7 @@ def make_plan(
     devices: int,
     options: Mapping[str, Any],
     precision: str,
+    on_phase: Callable[[str], None] | None = None,
 ) -> PlanningStrategy:
     """Plan a run on ``devices`` ranks in this process, which must have no process groups; an error of it is raised.
 
@@ -156,8 +172,9 @@ def make_plan(
         devices: The number of ranks.
         options: Arguments of the strategy.
         precision: Lightning's name of the precision.
+        on_phase: Receives the name of each phase as it begins.
     """
-    with _quiet(lightning), _fake_ranks(devices):
+    with _quiet(lightning), _fake_ranks(devices), phases_reported_to(on_phase):
         strategy = PlanningStrategy(**{**options, "process_group_backend": "fake"})
         off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         trainer = lightning.Trainer(
@@ -190,8 +207,6 @@ def _quiet(lightning: ModuleType) -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".isinstance\\(treespec, LeafSpec\\). is deprecated")
-            yield
+        yield
     finally:
         logger.setLevel(level)

@@ -5,6 +5,7 @@ A new layout, or a strategy of another name, joins by one line in ``LAYOUTS``.
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ _SHORT = {
     "m": "num_microbatches",
     "zero": "zero_stage",
 }
-_WORDS = {"true": True, "false": False, "null": None}
+_WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 # Sizes whose ranks see the same batch; experts are a view of other axes and need no ranks of their own.
 _SAME_BATCH = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 
@@ -91,20 +92,20 @@ def parse_layout(text: str, tensor_plan: Sequence[str] = ()) -> Layout:
     Args:
         text: Sizes (``dp``, ``tp``, ``pp``, ``cp``, ``ep``), ``stages`` per rank, ``m`` microbatches, ``zero`` stage,
             or any option of the strategy by its full name; separated by commas. Without ``=`` only short names,
-            separated by ``x``. A value is a number, true, false, null, or text.
+            separated by ``x``. A value is YAML: a number, true, false, null, text, or a list or mapping in brackets.
         tensor_plan: ``pattern=style`` for each entry of a ``tensor_parallel_plan``; for layouts with tensor ranks.
 
     Raises:
-        ValueError: An entry without a value.
+        ValueError: An entry without a value, or with one that is no YAML.
     """
     options: dict[str, Any] = {}
     short = re.findall(r"([a-wyz]+)(\d+)", text) if re.fullmatch(r"[a-z]+\d+(\s*x\s*[a-z]+\d+)*", text) else []
     is_short = short and {name for name, _ in short} <= _SHORT.keys()
-    for entry in [f"{name}={size}" for name, size in short] if is_short else text.split(","):
+    for entry in [f"{name}={size}" for name, size in short] if is_short else _entries(text):
         name, equals, value = entry.strip().partition("=")
         if not equals or not name or not value:
             raise ValueError(f"--layout {text!r}: {entry!r} is not name=value; use such as dp=2,pp=2 or dp2xpp2")
-        options[_SHORT.get(name, name)] = int(value) if value.isdecimal() else _WORDS.get(value, value)
+        options[_SHORT.get(name, name)] = _value(text, value)
     devices = _num_ranks(text, options)
     entries = [entry.partition("=") for entry in tensor_plan]
     for pattern, equals, style in entries:
@@ -113,6 +114,31 @@ def parse_layout(text: str, tensor_plan: Sequence[str] = ()) -> Layout:
     if entries and options.get("tensor_parallel_size", 1) > 1:
         options["tensor_parallel_plan"] = {pattern: style for pattern, _, style in entries}
     return Layout(text, devices=devices, strategy=options)
+
+
+def _entries(text: str) -> list[str]:
+    """Split at the commas outside of brackets."""
+    entries, depth = [""], 0
+    for character in text:
+        depth += (character in "{[") - (character in "}]")
+        if character == "," and depth <= 0:
+            entries.append("")
+        else:
+            entries[-1] += character
+    return entries
+
+
+def _value(text: str, value: str) -> Any:
+    """Parse the value of an option; text that is no number, list or mapping stays as it is."""
+    if value in _WORDS:
+        return _WORDS[value]
+    if value[0] not in "{[" and not re.fullmatch(r"-?\d+(\.\d*)?", value):
+        return value
+    yaml = importlib.import_module("yaml")  # a dependency of Lightning; it has no types
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ValueError(f"--layout {text!r}: {value!r} is no YAML: {' '.join(str(error).split())}") from error
 
 
 def layout_of_options(options: Mapping[str, Any], devices: int | None = None) -> Layout:

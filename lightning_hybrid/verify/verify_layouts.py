@@ -27,15 +27,24 @@ class RunRanks(Protocol):
 class Verification:
     """Compares one experiment under any number of layouts; one reference is run per data split."""
 
-    def __init__(self, experiment: Experiment, *, run: RunRanks | None = None, timeout: float = 300.0) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        *,
+        run: RunRanks | None = None,
+        timeout: float = 300.0,
+        on_phase: Callable[[str], None] = lambda _: None,
+    ) -> None:
         """Set up the verification.
 
         Args:
             experiment: The run.
             run: Runs functions on ranks; starts processes by default.
             timeout: Maximum seconds per run.
+            on_phase: Receives the name of each run as it begins.
         """
         self.experiment = experiment
+        self._on_phase = on_phase
         self._run: RunRanks = run_ranks if run is None else run
         self._timeout = timeout
         self._references: dict[DataSplit, Reference] = {}
@@ -72,6 +81,7 @@ class Verification:
         if unsplit:
             split = replace(split, joined=True)
         if split not in self._references:
+            self._on_phase(f"one process as the reference{', with full batches' if unsplit else ''}")
             [self._references[split]] = self._run(1, run_reference, self.experiment, split, timeout=self._timeout)
         return self._references[split]
 
@@ -93,6 +103,7 @@ class Verification:
                 notes = (*notes, "some kernel does not support float64: try --precision 32-true")
             message, shown = f"in the reference: {reference.failure.message}", reference.failure.traceback
             return Report(layout.name, "failed", message, notes=notes, traceback=shown)
+        self._on_phase(f"the layout, {layout.devices} process{'es' * (layout.devices > 1)}")
         try:
             ranks = self._run(layout.devices, run_layout, self.experiment, layout, timeout=self._timeout)
         except Exception as error:

@@ -216,7 +216,9 @@ def test_memory_is_sampled_in_measured_steps_only():
 
     class Watched(PipelineTimeline):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            sampled.append(bool(trainer.strategy.recorder.memory_readers))
+            recorder = trainer.strategy.recorder
+            assert bool(recorder.time_readers) == bool(recorder.memory_readers)
+            sampled.append(bool(recorder.memory_readers))
 
     drawn = Watched(step=2, every_n_steps=2, memory_path="memory.svg")
     without = PipelineTimeline("without.svg", step=2)  # does not end the measurement of the other

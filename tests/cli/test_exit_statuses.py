@@ -187,3 +187,25 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch):
         progress("a", 0, 2)
         progress("b", 1, 2)
         assert "50%" in sys.stderr.text and "b" in sys.stderr.text and "\n" not in sys.stderr.text
+
+
+def test_phases_are_lines_with_the_seconds_so_far(capsys):
+    with Progress("verify") as progress:
+        progress.phase("importing")
+        progress.start("pp=2", 1, 3)
+        progress.phase("one process")
+    lines = capsys.readouterr().err.splitlines()
+    heads = [re.sub(r"\d+\.\d s", "N s", line) for line in lines]
+    assert heads == [
+        "verify: importing (after N s)",
+        "verify 2 of 3: pp=2: one process (after N s)",
+        "verify: ended after N s",
+    ]
+
+
+def test_phases_are_one_line_on_a_terminal(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with Progress("verify") as progress:
+        progress.start("pp=2", 1, 3)
+        progress.phase("one process")
+        assert "33%" in sys.stderr.text and "pp=2: one process" in sys.stderr.text and "\n" not in sys.stderr.text

@@ -85,8 +85,22 @@ def test_states_in_files_are_not_in_the_total(capsys, tmp_path):
     status, plan = explained(capsys, f"{CLASSES}:Stack", "--layout", layout)
     [rank] = plan["memory"]
     assert status == 0 and rank["optimizer_states"] > 0
-    assert rank["total"] == rank["parameters"] + rank["gradients"] + rank["gathered"]
+    assert rank["total"] == rank["parameters"] + rank["gradients"] + rank["gathered"] + rank["activations"]
     assert "optimizer states)" in plan["table"].partition("; in files ")[2]
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2,zero=3", "dp=2,m=2,zero=1", "tp=2"])
+def test_activations_without_stages(capsys, layout):
+    """A full batch saves what two stages with one microbatch of it save together."""
+    [rank] = explained(capsys, f"{CLASSES}:Stack", "--layout", layout)[1]["memory"]
+    stages = explained(capsys, f"{CLASSES}:Stack", "--layout", "pp=2,m=1")[1]["memory"]
+    share = 2 if "m=2" in layout else 1
+    assert rank["activations"] == pytest.approx(sum(stage["activations"] for stage in stages) / share, rel=0.01)
+
+
+def test_recomputed_layers_save_less_without_stages(capsys):
+    _, plan = explained(capsys, f"{CLASSES}:Stack", "--layout", "dp=1,recompute=full")
+    assert 0 < plan["memory"][0]["activations"] < plan["memory_without_techniques"][0]["activations"]
 
 
 def test_text_shows_memory_of_ranks(capsys):
@@ -100,6 +114,22 @@ def test_text_names_units_stages_and_plans(capsys):
     assert main(["explain", f"{CLASSES}:Stack", "--module.num_layers", "2", "--layout", "pp=2,tp=2"]) == 0
     out = capsys.readouterr().out
     assert "layers.0" in out and "stage 1 in all" in out and "0 -> 2 (found: by output features)" in out
+
+
+def test_phases_are_named_on_standard_error(capsys):
+    assert main(["explain", f"{CLASSES}:Stack", "--layout", "pp=2,tp=2", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["refused"] is None
+    names = [line.partition("explain: ")[2].partition(" (after")[0] for line in captured.err.splitlines()]
+    expected = ["importing the classes", "making the module and its data", "recording the step on one batch"]
+    expected += ["searching plans of layers for tensor and context ranks", "estimating memory"]
+    assert [name for name in names if name in expected] == expected
+
+
+def test_layout_with_a_mapping(capsys):
+    layout = "dp=2,zero_stage=3,offload={optimizer_states: cpu}"
+    status, plan = explained(capsys, f"{CLASSES}:Stack", "--layout", layout)
+    assert status == 0 and plan["offloaded"] == {"optimizer_states": "cpu"}
 
 
 def test_experts(capsys):

@@ -82,11 +82,20 @@ OUTCOMES = {"pp=2": "same", "pp=3": "refused", "pp=4": "different", "pp=5": "fai
 class Verdicts:
     """Stands for `Verification`: the outcome follows from the layout."""
 
-    def __init__(self, experiment, *, timeout):
-        pass
+    def __init__(self, experiment, *, timeout, on_phase):
+        self.on_phase = on_phase
 
     def check(self, layout):
-        return Report(layout.name, OUTCOMES[layout.name], "why", floor=float("nan"), traceback="the user's traceback")
+        self.on_phase("a phase")
+        notes = ("noise is large", f"{layout.num_stages} stages")
+        return Report(
+            layout.name,
+            OUTCOMES[layout.name],
+            "why",
+            floor=float("nan"),
+            notes=notes,
+            traceback="the user's traceback",
+        )
 
 
 @pytest.mark.parametrize(
@@ -109,4 +118,8 @@ def test_exit_status_and_json(layouts, status, strict_status, monkeypatch, capsy
     captured = capsys.readouterr()
     assert [report["outcome"] for report in json.loads(captured.out)] == [OUTCOMES[layout] for layout in layouts]
     assert "the user's traceback" in captured.err
+    assert f"verify 1 of {len(layouts)}: {layouts[0]}: a phase" in captured.err
     assert main([*command, "--strict"]) == strict_status
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
+    assert notes[0] == f"note on {', '.join(layouts)}: noise is large"
+    assert notes[1] == f"note on {layouts[0]}: {layouts[0][-1]} stages"

@@ -9,10 +9,11 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from harness.fits import trainer_of
-from harness.trainer_runs import ignore_warnings
+from harness.trainer_runs import ignore_warnings, lines_of_lightning
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.memory.estimate_rank_memory import ParameterOnRank, estimate_rank_memory
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -20,6 +21,7 @@ from lightning_hybrid.schedule import make_schedule
 from lightning_hybrid.schedule.microbatches_in_flight import microbatches_in_flight
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.recording.record_step import record
+from lightning_hybrid.step.standins.tensors_saved_for_backward import bytes_saved_behind
 from lightning_hybrid.strategies.description.memory_of_stages import memory_of_ranks, memory_of_stages, places_of
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import StateSizes
 
@@ -200,6 +202,32 @@ class Transformer(Dense):
         return torch.randn(size, 6, self.width), torch.randint(5, (size, 6))
 
 
+class Checkpoints(nn.Module):
+    """A layer with activation checkpointing of its own: it saves its input, and what the norm after it saves."""
+
+    def __init__(self, layer, width):
+        super().__init__()
+        self.inner, self.norm = layer, nn.LayerNorm(width)
+
+    def forward(self, x):
+        return self.norm(checkpoint(self.inner, x * 2, use_reentrant=False))
+
+
+class CheckpointsInLayers(Transformer):
+    def layer(self):
+        return Checkpoints(super().layer(), self.width)
+
+
+class CheckpointedLayers(Transformer):
+    """As `gradient_checkpointing_enable()` of transformers does."""
+
+    def training_step(self, batch, batch_idx=0):
+        x, label = batch
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return F.cross_entropy(self.head(x).flatten(0, -2), label.flatten())
+
+
 class Convolutions(Dense):
     def layer(self):
         return nn.Sequential(nn.Conv1d(6, 6, 3, padding=1), nn.BatchNorm1d(6), nn.ReLU())
@@ -217,7 +245,7 @@ def estimated_of_step(module, batch):
     return inner + sum(math.prod(v.shape) * getattr(torch, v.dtype).itemsize for v in sizes)
 
 
-@pytest.mark.parametrize("module_class", [Dense, Transformer, Convolutions])
+@pytest.mark.parametrize("module_class", [Dense, Transformer, Convolutions, CheckpointsInLayers, CheckpointedLayers])
 def test_bytes_saved_by_a_recorded_step(module_class):
     module = module_class()
     batch = module.batch()
@@ -226,8 +254,39 @@ def test_bytes_saved_by_a_recorded_step(module_class):
         loss = module.training_step(batch)
     measured = saved.now
     del loss
+    # Numbers beside a tensor, such as the 2 of `x * 2`, pass no hooks.
+    assert bytes_saved_behind(module.training_step(batch), module, batch) == pytest.approx(measured, rel=0.001)
     assert saved.now == 0 and measured > 0
     assert estimated_of_step(module, batch) == pytest.approx(measured, rel=0.02)
+
+
+def lines_of_fit(devices, options, **trainer_options):
+    torch.manual_seed(0)
+    with lines_of_lightning() as lines:
+        trainer_of(devices, Hybrid3DStrategy(**options), [], max_steps=2, **trainer_options).fit(Dense())
+    return [line for line in lines if line.startswith("activations of")]
+
+
+# Of 8 samples: the input, and the results of four layers of 32 float32 numbers and of the head; labels do not count.
+DENSE = {8: 4.26, 4: 2.13}
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "what", "samples"),
+    [
+        (1, {}, "batch", 8),
+        (1, {"num_microbatches": 2}, "microbatch", 4),
+        (2, {"zero_stage": 3}, "batch", 8),
+        (2, {"zero_stage": 3, "reshard_after_forward": False}, "batch", 8),
+    ],
+    ids=["plain", "microbatches", "zero3", "zero3-full"],
+)
+def test_first_step_measures_activations_without_stages(worlds, devices, options, what, samples):
+    first, *others = worlds.run(devices, lines_of_fit, devices, options)
+    [(measured, end)] = [line.removeprefix(f"activations of the first {what}: ").split(" KB, ") for line in first]
+    # Lightning divides the loss by the number of accumulated batches.
+    assert float(measured) == pytest.approx(DENSE[samples], abs=0.02) and end == "measured before its backward"
+    assert not any(others)
 
 
 # --- runs on ranks ---------------------------------------------------------------------------------------------------

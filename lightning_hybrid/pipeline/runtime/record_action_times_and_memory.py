@@ -1,8 +1,8 @@
 """When the actions of a step ran on this rank, and how much memory the rank used between them.
 
 On a CUDA device the times are those of the device: an event is recorded on the current stream at the start and the end
-of each action, and read after the step, when it is placed on the clock of the host. Elsewhere they are those of the
-host.
+of each action, and read after the step, when it is placed on the clock of the host; only for steps that somebody reads.
+Elsewhere they are those of the host.
 """
 
 from __future__ import annotations
@@ -27,26 +27,33 @@ class ActionRecorder:
     """Records the actions of the latest training step.
 
     Attributes:
+        time_readers: Objects for which events are recorded on a CUDA device, from the next step on; the host's clock is
+            read in any case.
         memory_readers: Objects for which the memory in use is read at the start and the end of each action; it is not
-            read while there are none.
+            read while there are none. They read the times too.
     """
 
     def __init__(self, device: torch.device = _CPU, new_event: Callable[[], Any] | None = None) -> None:
         """Set up for a rank on ``device``; ``new_event`` returns a CUDA event with timing, and serves tests."""
+        self.time_readers: set[object] = set()
         self.memory_readers: set[object] = set()
         self._device, self._is_cuda = device, device.type == "cuda"
         self._new_event = new_event or _new_cuda_event
         self._rows: list[tuple[Action, Mark, Mark, float]] = []
         self._memory: list[tuple[Mark, int]] = []
         self._last: Mark = None
+        self._is_recording = not self._is_cuda
 
     def begin(self) -> None:
         """Forget the earlier step."""
         self._rows, self._memory = [], []
+        self._is_recording = not self._is_cuda or bool(self.time_readers or self.memory_readers)
         self._last = self.mark()
 
     def mark(self) -> Mark:
-        """The present: what has been launched so far on a CUDA device."""
+        """The present: what has been launched so far on a CUDA device; None in a step that is not recorded."""
+        if not self._is_recording:
+            return None
         mark: Mark
         if self._is_cuda:
             mark = self._new_event()
@@ -59,6 +66,8 @@ class ActionRecorder:
 
     def add(self, action: Action, start: Mark, waited_seconds: float = 0.0) -> None:
         """Record an action that began at ``start`` and ends now, without the time for which the host waited in it."""
+        if not self._is_recording:
+            return
         self._last = self.mark()
         self._rows.append((action, start, self._last, waited_seconds))
 

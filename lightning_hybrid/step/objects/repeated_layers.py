@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+_MAX_NAME = 48  # characters of an FQN in a table
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -29,6 +30,19 @@ def find_layers(units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     for fqn, unit in units.items():
         descend(fqn, unit)
     return found
+
+
+def shortened(fqn: str) -> str:
+    """The FQN for a table: one of many characters without the names in its middle, such as those of LoRA."""
+    if len(fqn) <= _MAX_NAME:
+        return fqn
+    names = fqn.split(".")
+    head, tail = names[0], names[-1]
+    for name in reversed(names[1:-1]):
+        if len(head) + len(name) + len(tail) + 4 > _MAX_NAME:
+            break
+        tail = f"{name}.{tail}"
+    return f"{head}...{tail}"
 
 
 def _has_layers(module: nn.Module) -> bool:

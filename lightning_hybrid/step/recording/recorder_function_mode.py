@@ -36,6 +36,7 @@ from lightning_hybrid.step.standins.absent_numbers import Answer
 from lightning_hybrid.step.standins.absent_tensors import make_absent
 from lightning_hybrid.step.standins.count_flops_bytes_and_draws import CostCounter
 from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL
+from lightning_hybrid.step.standins.tensors_saved_for_backward import SavedTensors
 from lightning_hybrid.step.tracing.finiteness_checks import answer_if_finite
 from lightning_hybrid.step.tracing.intercept_step_operations import TEXT_READS, StepMode, user_line
 from lightning_hybrid.step.tracing.op_signature import signature_of
@@ -164,8 +165,7 @@ class Recorder(StepMode):
             together=through,
             flops=self._costs.flops - flops,
             moved_bytes=self._costs.moved_bytes - moved,
-            saved_bytes=self._costs.saved.inner_bytes,
-            saved_values=self._values_saved(leaves, out),
+            **self._saved(leaves, out, is_recomputed=bool(self.recompute_depth and unit is not None and not paths)),
             line=user_line(),
             selects_rows=selects_rows(name, args),
             sized_by=sized_by,
@@ -176,9 +176,16 @@ class Recorder(StepMode):
         self._kept_alive.append((leaves, out))  # ids and marks stay unique while recording
         return out
 
-    def _values_saved(self, inputs: list[Any], out: Any) -> tuple[int, ...]:
-        """The values whose memory the latest operation saves, each by the first value that has it."""
+    def _saved(self, inputs: list[Any], out: Any, *, is_recomputed: bool) -> dict[str, Any]:
+        """What the latest operation saves; a unit that the user's glue checkpoints saves its inputs."""
+        if is_recomputed:
+            given = tuple(position for position, leaf in enumerate(inputs) if isinstance(leaf, Tensor))
+            return {"saved_values": self._values_saved(SavedTensors(inputs=given), inputs, out)}
         saved = self._costs.saved
+        return {"saved_bytes": saved.inner_bytes, "saved_values": self._values_saved(saved, inputs, out)}
+
+    def _values_saved(self, saved: SavedTensors, inputs: list[Any], out: Any) -> tuple[int, ...]:
+        """The values whose memory an operation saves, each by the first value that has it."""
         outputs = flatten(out)[0] if saved.outputs else []
         tensors = [inputs[position] for position in saved.inputs] + [outputs[position] for position in saved.outputs]
         firsts = [self._by_memory.get(storage_id(tensor), [None])[0] for tensor in tensors]

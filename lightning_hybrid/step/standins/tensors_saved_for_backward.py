@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
@@ -41,17 +42,22 @@ class SavedForBackward:
             inputs: Leaves of its arguments, of which some are tensors of any shape.
             outputs: Leaves of its result.
         """
+        sizes = self.sizes_behind([*inputs, *outputs])
+        given, made = _positions(inputs, sizes), _positions(outputs, sizes)
+        inner = sum(size for storage, size in sizes.items() if storage not in given and storage not in made)
+        return SavedTensors(inner, tuple(given.values()), tuple(made.values()))
+
+    def sizes_behind(self, leaves: Sequence[Any]) -> dict[int, int]:
+        """Bytes that the operations behind these leaves save, by storage; of those that no earlier call has reached."""
         sizes: dict[int, int] = {}
-        for node in self._new_nodes([*inputs, *outputs]):
+        for node in self._new_nodes(leaves):
             for tensor in self._saved_by(node):
                 strided = tensor.layout is torch.strided
                 nbytes = tensor.untyped_storage().nbytes() if strided else tensor.numel() * tensor.element_size()
                 sizes[storage_id(tensor)] = nbytes
         for member in self._members & sizes.keys():
             del sizes[member]
-        given, made = _positions(inputs, sizes), _positions(outputs, sizes)
-        inner = sum(size for storage, size in sizes.items() if storage not in given and storage not in made)
-        return SavedTensors(inner, tuple(given.values()), tuple(made.values()))
+        return sizes
 
     def _new_nodes(self, leaves: Sequence[Any]) -> Iterator[Any]:
         """Autograd's nodes behind these leaves that no earlier call has yielded."""
@@ -69,12 +75,45 @@ class SavedForBackward:
             self._names[type(node)] = names or ["saved_tensors"]
         for name in self._names[type(node)]:
             try:
-                saved = getattr(node, name, None)
+                packed = list(self._packed(getattr(node, f"_raw_{name.lstrip('_')}", None)))
+                saved = packed or getattr(node, name, None)
             except RuntimeError:  # written in place since, or freed by a backward of the step
                 continue
             for value in saved if isinstance(saved, tuple | list) else (saved,):
                 if isinstance(value, Tensor):
                     yield value
+
+    def _packed(self, raw: Any) -> Iterator[Any]:
+        """What hooks on saved tensors have left of them, if there are any: unpacking it would run the user's function.
+
+        Those of ``torch.utils.checkpoint`` leave the arguments of the function, which is run again in the backward.
+        """
+        for variable in raw if isinstance(raw, tuple | list) else (raw,):
+            hook = getattr(variable, "unpack_hook", None)
+            if hook is None:
+                continue
+            yield variable.data
+            for cell in hook.__closure__ or ():
+                if isinstance(cell.cell_contents, torch.utils.checkpoint._CheckpointFrame):
+                    yield from self._arguments_of(cell.cell_contents)
+
+    @staticmethod
+    def _arguments_of(frame: Any) -> list[Any]:
+        saver = getattr(frame, "input_saver", None)  # of torch before 2.13
+        return list(saver.grad_fn.saved_tensors) if saver is not None else frame.get_inputs()
+
+
+def bytes_saved_behind(loss: Tensor, root: nn.Module, excluded: Sequence[Tensor]) -> int:
+    """Bytes that a step has saved for the backward of its loss, without parameters and buffers.
+
+    Args:
+        loss: Of any shape, with its graph.
+        root: Its parameters and buffers do not count.
+        excluded: Tensors of any shapes that do not count either, such as those of the batch.
+    """
+    sizes = SavedForBackward(root).sizes_behind([loss])
+    storages = {storage_id(tensor) for tensor in excluded}
+    return sum(size for storage, size in sizes.items() if storage not in storages)
 
 
 def _positions(leaves: Sequence[Any], storages: dict[int, int]) -> dict[int, int]:

@@ -90,7 +90,7 @@ def predicted_bubble(run: Run, assignment: Assignment, num_microbatches: int) ->
     assert run.plan is not None
     options, plan = run.setting.options, run.plan
     schedule = make_schedule(options.schedule, plan.num_ranks, num_microbatches, plan.stages_per_rank)
-    portals = Portals(frozenset(assignment.portals), frozenset(assignment.gradient_portals()))
+    portals = Portals.of(assignment)
     costs = assignment.costs()
     return simulate(schedule, portals, forward_seconds=costs, backward_seconds=[2 * cost for cost in costs]).bubble
 
@@ -127,7 +127,7 @@ def describe_memory(ranks: Sequence[RankMemory], *, is_upper_bound: bool) -> str
         if sizes := most.sizes_in(place):
             known = sum(size or 0 for size in sizes.values())
             line += f"; {where} {format_bytes(known)} ({_sum_of_terms(sizes)})"
-    return f"estimated memory per rank: {line}" + ("" if activations else "; activations not estimated without stages")
+    return f"estimated memory per rank: {line}" + ("" if activations else "; the first step measures activations")
 
 
 def _sum_of_terms(sizes: Mapping[str, int | None]) -> str:

@@ -13,6 +13,7 @@ from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.estimate_rank_memory import KINDS, RankMemory, value_bytes
 from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means
+from lightning_hybrid.step.objects.repeated_layers import shortened
 from lightning_hybrid.strategies.description.describe_batch_and_environment import (
     describe_batch,
     describe_batch_norm,
@@ -189,4 +190,5 @@ def _units(assignment: Assignment, stage: int) -> str:
     units = list(dict.fromkeys(node.unit for node in nodes if node.unit is not None))
     if not units:
         return "(glue)"
-    return units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]} ({len(units)})"
+    first, last = shortened(units[0]), shortened(units[-1])
+    return first if len(units) == 1 else f"{first} .. {last} ({len(units)})"

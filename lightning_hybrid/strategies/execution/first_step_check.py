@@ -18,6 +18,7 @@ from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
+from lightning_hybrid.strategies.logs.announce_long_phases import phase
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.verify.check_available_memory import memory_shortage
 from lightning_hybrid.verify.first_step_comparison import compare_first_step, precision_of
@@ -73,7 +74,8 @@ class FirstStepCheck:
         """
         if self._losses is None:
             return step(args)
-        verified = self._run_reference([*args])
+        with phase("verify_first_step=True: running the step in one process"):
+            verified = self._run_reference([*args])
         output = step(args)
         loss = find_loss(output)
         if verified and loss is not None:

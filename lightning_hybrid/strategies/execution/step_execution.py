@@ -19,6 +19,7 @@ from lightning_hybrid.pipeline.step_runner_interface_and_results import Microbat
 from lightning_hybrid.schedule import Action, Kind
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
 from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.strategies.execution.measure_first_activations import FirstActivations
 from lightning_hybrid.strategies.logs.delay_logger_calls import flush_logger_calls
 from lightning_hybrid.strategies.logs.log_reduction import begin_logs, log_for_all, log_for_replica
 from lightning_hybrid.strategies.options.weigh_microbatches_by_count import weigh_by_count
@@ -46,6 +47,7 @@ class StepExecution:
         self.gradients_are_complete = True
         self.is_syncing = True
         self._evaluated = evaluated
+        self._activations = FirstActivations(owner.setting)
         self._finish_logs: Callable[[], Callable[[], None]] | None = None
         self._until_backward = contextlib.ExitStack()  # a forward and its recomputation are both compiled
 
@@ -62,6 +64,7 @@ class StepExecution:
     def training_step(self, args: Sequence[Any], run_step: RunStep) -> Any:
         """Run the full schedule, forward and backward, by ``run_step`` (that of this object, or a wrapper of it)."""
         self.recorder.begin()
+        self._activations.begin(args)
         buffers = self._owner.optimization.buffers
         if buffers is not None:
             buffers.share()
@@ -96,7 +99,7 @@ class StepExecution:
         weight = setting.options.microbatch_weight
         weigh = None if weight is None else partial(weigh_by_count, count=weight, mesh=self._run.mesh)
         callbacks = self._before_backward, self._after_backward, self._reduce_stage
-        train = TrainContext(seed_factor, *callbacks, self.recorder, weigh)
+        train = TrainContext(seed_factor, *callbacks, self.recorder, weigh, self._activations.measure)
         try:
             result = run_step("training_step", args, train)
         except StepBroken as broken:
@@ -248,6 +251,7 @@ class StepExecution:
         is_plain = self._run.runner is None or self._setting.is_manual
         if is_plain:
             self.recorder.add_since_last(Action(Kind.F, 0, 0))
+            self._activations.measure(loss)
         self._before_plain_backward()
         loss = plugin.pre_backward(loss, module)
         unguarded = guards.off() if guards is not None and self._setting.is_manual else nullcontext()

@@ -12,10 +12,11 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from typing_extensions import TypedDict
+
+from lightning_hybrid.strategies.options import keywords_of_deepspeed_and_accelerate as others_keywords
 
 
-class OtherNames(TypedDict, total=False):
+class OtherNames(others_keywords.AccelerateNames, others_keywords.DeepSpeedNames, total=False):
     """Keywords of other libraries that the strategy takes; None is as if they were left out."""
 
     activation_checkpointing: bool | type[nn.Module] | list[type[nn.Module]] | set[type[nn.Module]] | None
@@ -27,6 +28,7 @@ class OtherNames(TypedDict, total=False):
     offload_parameters: bool | None
     offload_params: bool | None
     sharding_strategy: Any
+    device_id: Any
     device_mesh: Any
     stage: int | None
     state_dict_type: Any
@@ -46,6 +48,7 @@ class OtherNames(TypedDict, total=False):
     overlap_comm: bool | None
     reduce_bucket_size: Any
     # refused
+    activation_checkpointing_offload: bool | None
     auto_wrap_policy: Any
     backward_prefetch: Any
     bf16: Any
@@ -56,6 +59,7 @@ class OtherNames(TypedDict, total=False):
     ddp_comm_wrapper: Any
     dp_replicate_size: Any
     dp_shard_size: Any
+    float8_all_gather: bool | None
     forward_prefetch: Any
     fp16: Any
     gradient_accumulation_steps: Any
@@ -72,8 +76,10 @@ class OtherNames(TypedDict, total=False):
     nvme_path: Any
     offload_optimizer_device: Any
     offload_params_device: Any
+    param_init_fn: Any
     partition_activations: bool | None
     pin_memory: bool | None
+    process_group: Any
     remote_device: Any
     train_micro_batch_size_per_gpu: Any
     transformer_cls_names_to_wrap: Any
@@ -279,6 +285,7 @@ _REFUSED = {
     "ddp_comm_hook": _FORMAT,
     "ddp_comm_state": _FORMAT,
     "ddp_comm_wrapper": _FORMAT,
+    "device_id": "set Trainer(accelerator=..., devices=...)",
     "dp_replicate_size": _COPIES,
     "dp_shard_size": _COPIES,
     "forward_prefetch": _GATHERS,
@@ -297,14 +304,17 @@ _REFUSED = {
     "nvme_path": _STORAGE,
     "offload_optimizer_device": _STORAGE,
     "offload_params_device": _STORAGE,
+    "param_init_fn": "modules on the meta device are filled by their own reset_parameters; leave it out",
     "partition_activations": "set sequence_parallel=True with tensor_parallel_size, or set context_parallel_size",
     "pin_memory": "what is offloaded is not in pinned memory; leave it out",
+    "process_group": "process groups are built from the sizes, such as data_parallel_size and shard_size; leave it out",
     "remote_device": "build the module inside trainer.init_module(empty_init=True), and set offload={'parameters':"
     " 'cpu'} or 'disk:PATH', with zero_stage=3",
     "train_micro_batch_size_per_gpu": "set the batch size of the DataLoader, which is that of one replica",
     "transformer_cls_names_to_wrap": _LAYERS,
     "transformer_layer_cls_to_wrap": _LAYERS,
     "zero_optimization": "set zero_stage=0, 1, 2 or 3",
+    **others_keywords.REFUSED,
 }
 
 _MEANINGS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
@@ -325,6 +335,7 @@ _MEANINGS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     **dict.fromkeys(("find_unused_parameters", "static_graph", "sync_module_states", "use_orig_params"), _always),
     **dict.fromkeys(("allgather_bucket_size", "bucket_cap_mb", "contiguous_gradients", "fsdp_version"), _nothing),
     **dict.fromkeys(("gradient_as_bucket_view", "overlap_comm", "reduce_bucket_size"), _nothing),
+    **dict.fromkeys(others_keywords.WITHOUT_EFFECT, _nothing),
     **{name: partial(_refused, advice) for name, advice in _REFUSED.items()},
 }
 _PREFIX = "fsdp_"  # of accelerate's names

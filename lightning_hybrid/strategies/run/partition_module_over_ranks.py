@@ -16,6 +16,7 @@ from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
+from lightning_hybrid.strategies.logs.announce_long_phases import phase
 from lightning_hybrid.strategies.run.fall_back_to_zero3_shards import Zero3Fallback
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.start.first_recording import record_first_step
@@ -86,7 +87,7 @@ class ModulePartition:
         runner = self.run.runner
         is_tried = setting.is_fitting and setting.checks_objective and options.batch_splitter is None
         if is_tried and isinstance(runner, StepRunner) and recorded:
-            with setting.contexts.advice():
+            with setting.contexts.advice(), phase("comparing the loss of microbatches with that of their batch"):
                 context = self._context("training_step")
                 warn_of_mixed_samples(setting.trainer, setting.module, runner, recorded, context)
         self.has_step = recorded is not None
@@ -154,7 +155,7 @@ class ModulePartition:
     def _record_step(self, arguments: Sequence[Any] | None) -> Sequence[Any] | None:
         setting, runner = self._setting, self.run.runner
         assert runner is not None
-        with setting.contexts.advice():
+        with setting.contexts.advice(), phase("recording the step on one batch"):
             return record_first_step(
                 setting.trainer,
                 setting.module,
@@ -225,7 +226,8 @@ class ModulePartition:
         shardings: list[AxisSharding] = []
         shards: ShardedModel | None = None
         if self.tensor_planner is not None:
-            shards = self.tensor_planner.plan(experts is not None)
+            with phase("searching plans of layers for tensor and context ranks"):
+                shards = self.tensor_planner.plan(experts is not None)
             shardings += shards.shardings
         if experts is not None:
             shardings += experts.plan(shardings, shards)

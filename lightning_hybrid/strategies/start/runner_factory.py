@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -101,8 +102,8 @@ def _warn_unsplit(num_ranks: int, is_strict: bool, name: str, reason: str) -> No
 
 
 def _warn_of_unpartitioned(name: str, reason: Exception) -> None:
+    cause = re.split(r"; |, which ", str(reason), maxsplit=1)[0]  # without advice for training
     rank_zero_warn(
-        f"{name} cannot be run in stages, so every rank runs it unpartitioned, and receives parameters of other ranks"
-        " when it reads them. The results and the time are those of one process (docs/semantics/evaluation.md). The"
-        f" reason: {reason}"
+        f"{name} runs unpartitioned on every rank, as in one process: {cause}"
+        " (docs/semantics/evaluation.md#evaluation-that-cannot-be-partitioned)"
     )

@@ -11,7 +11,7 @@ from lightning_hybrid.errors import RecomputeError
 from lightning_hybrid.memory.recompute_layers import Recomputation
 from lightning_hybrid.memory.recompute_policies import Policy, Recompute, is_selective, layer_policies
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
-from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.objects.repeated_layers import find_layers, shortened
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
 from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 
@@ -97,10 +97,11 @@ def describe_policies(policies: dict[str, Policy], recompute: Recompute | None) 
 
 
 def _runs(chosen: dict[str, bool]) -> str:
-    """Return the names of chosen layers, neighbours as a range."""
+    """Return the names of chosen layers, neighbours as a number with the first and the last."""
     runs = []
     for is_chosen, group in groupby(chosen.items(), lambda item: item[1]):
         names = [fqn for fqn, _ in group]
         if is_chosen:
-            runs.append(names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})")
+            first, last = shortened(names[0]), shortened(names[-1])
+            runs.append(first if len(names) == 1 else f"{len(names)} layers from {first} to {last}")
     return ", ".join(runs)

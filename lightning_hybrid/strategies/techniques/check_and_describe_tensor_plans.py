@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.errors import LayoutError
+from lightning_hybrid.step.objects.repeated_layers import shortened
 from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, UnitPlan
 
 
@@ -89,7 +90,8 @@ def describe_tensor_plans(plans: Mapping[str, UnitPlan], summary: str = "") -> s
         by_text.setdefault(tuple(plan.lines()), []).append(fqn)
     lines = []
     for text, fqns in by_text.items():
-        lines.append(fqns[0] if len(fqns) == 1 else f"{fqns[0]} .. {fqns[-1]} ({len(fqns)})")
+        first, last = shortened(fqns[0]), shortened(fqns[-1])
+        lines.append(first if len(fqns) == 1 else f"{first} .. {last} ({len(fqns)})")
         lines += [f"    {line}" for line in text]
     if summary:
         lines.append(summary)

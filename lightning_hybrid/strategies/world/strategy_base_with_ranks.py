@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import warnings
 from functools import partial
 from typing import Any
 
@@ -227,6 +228,8 @@ class RankedStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Join the process groups, and build the mesh."""
+        # Lightning tests tree specs as torch has deprecated; it would be said by each rank.
+        warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\). is deprecated", FutureWarning)
         check_connections()
         super().setup_environment()
         assert self.cluster_environment is not None

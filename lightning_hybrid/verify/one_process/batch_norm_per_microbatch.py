@@ -5,12 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hybrid.patching import around
+from lightning_hybrid.step.batch.split_batch_into_microbatches import sizes_of
+
+
+def known_sizes(microbatches: Sequence[Any]) -> tuple[int, ...]:
+    """Return the number of samples of each microbatch; empty where one is unknown."""
+    sizes = sizes_of(microbatches)
+    return tuple(size for size in sizes if size is not None) if None not in sizes else ()
 
 
 @contextlib.contextmanager

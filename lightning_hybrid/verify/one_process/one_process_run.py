@@ -35,7 +35,7 @@ from lightning_hybrid.step.batch.split_batch_into_microbatches import (
 from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks
-from lightning_hybrid.verify.one_process.batch_norm_per_microbatch import batch_norm_per_microbatch
+from lightning_hybrid.verify.one_process.batch_norm_per_microbatch import batch_norm_per_microbatch, known_sizes
 from lightning_hybrid.verify.one_process.data_split_of_layout import DataSplit
 from lightning_hybrid.verify.one_process.defer_gradients_until_backward import DeferredGradients
 from lightning_hybrid.verify.one_process.merge_side_effects_of_microbatches import MicrobatchSideEffects
@@ -351,8 +351,7 @@ def _joined(microbatches: list[_Microbatch], batches: list[Any]) -> list[_Microb
     full = []
     for replica, batch in enumerate(batches):
         own = [m for m in microbatches if m.replica == replica]
-        sizes = tuple(size for size in sizes_of([m.batch for m in own]) if size is not None)
-        sizes = sizes if len(sizes) == len(own) else ()
+        sizes = known_sizes([m.batch for m in own])
         full.append(_Microbatch(replica, replica, batch, sum(m.weight for m in own), sizes=sizes))
     return full
 

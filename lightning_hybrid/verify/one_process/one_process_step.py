@@ -22,6 +22,7 @@ from lightning_hybrid.replicate.forbid_communication import collectives_forbidde
 from lightning_hybrid.step.batch.split_batch_into_microbatches import join_batches, split
 from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
+from lightning_hybrid.verify.one_process.batch_norm_per_microbatch import batch_norm_per_microbatch, known_sizes
 from lightning_hybrid.verify.one_process.undo_side_effects import without_side_effects
 from lightning_hybrid.verify.records.perturb_weights import perturbed
 
@@ -39,11 +40,13 @@ class ReplicaInput:
         batch: The replica's batch.
         count: Number of microbatches.
         generators: States of the random generators before the step.
+        norm_sizes: Samples of each group of which BatchNorm takes statistics; empty for those of a microbatch.
     """
 
     batch: Any
     count: int
     generators: GeneratorStates
+    norm_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class OneProcessResult:
         mixes: Loss of the first full batch, mean over its microbatches, and their number; None where the two cannot be
             compared.
         not_comparable: The reason why they cannot be compared.
-        unsplit: The same with each replica's batch as one microbatch, if the full loss is no mean over microbatches.
+        unsplit: The same with each replica's batch as one microbatch, if the full loss is no mean over microbatches;
+            BatchNorm takes its statistics per microbatch there too.
     """
 
     losses: list[list[float]] = field(default_factory=list)
@@ -130,10 +134,13 @@ class OneProcessStep:
             self._compare_with_full_batch(call, inputs, losses)
         self._run_perturbed(call, inputs, losses, self.result)
         if (unsplit := self.result.unsplit) is not None:
-            together = [replace(replica, count=1) for replica in inputs]
+            together = [replace(each, count=1, norm_sizes=self._sizes_of_microbatches(each)) for each in inputs]
             losses = self._run_microbatches(call, together, unsplit.gradients) or losses
             self._run_perturbed(call, together, losses, unsplit)
         return True
+
+    def _sizes_of_microbatches(self, replica: ReplicaInput) -> tuple[int, ...]:
+        return known_sizes(split(replica.batch, replica.count, self._splitter)[0])
 
     def _run_perturbed(
         self, call: StepCall, inputs: Sequence[ReplicaInput], losses: list[float], result: OneProcessResult
@@ -179,7 +186,8 @@ class OneProcessStep:
         self, call: StepCall, inputs: ReplicaInput, replica: int, microbatches: Sequence[Any], weights: Sequence[float]
     ) -> float | None:
         total = 0.0
-        with without_side_effects(self._module), self._randomness.isolated(), torch.enable_grad():
+        statistics = batch_norm_per_microbatch(self._module, inputs.norm_sizes)
+        with without_side_effects(self._module), self._randomness.isolated(), torch.enable_grad(), statistics:
             for index, (microbatch, weight) in enumerate(zip(microbatches, weights, strict=True)):
                 with self._random_state(call.number, replica * inputs.count + index, inputs):
                     with call.context():

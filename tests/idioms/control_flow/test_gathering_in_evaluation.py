@@ -39,7 +39,7 @@ def evaluated(size):
         warnings.simplefilter("always")
         [metrics] = trainer.validate(model, loader(4), verbose=False)
         predictions = trainer.predict(model, loader(4))
-    warned = [str(w.message) for w in caught if "cannot be run in stages" in str(w.message)]
+    warned = [str(w.message) for w in caught if "unpartitioned on every rank" in str(w.message)]
     again.load_state_dict(model.state_dict())  # full after the run
     return metrics, predictions, model.seen, warned, model.absent
 
@@ -55,6 +55,8 @@ def test_evaluation_without_training(worlds):
     (*_, warned, first), (*_, silent, second) = ranks
     assert [text.split()[0] for text in warned] == ["validation_step", "predict_step"] and not silent
     assert all("test_gathering_in_evaluation.py" in text and "branches on a value" in text for text in warned)
+    link = "(docs/semantics/evaluation.md#evaluation-that-cannot-be-partitioned)"
+    assert all(text.endswith(link) and "pipeline_parallel_size" not in text for text in warned)
     names = {name for name, _ in BranchesInEvaluation().named_parameters()}
     assert first and second and set(first) | set(second) == names and not set(first) & set(second)
 

@@ -15,9 +15,10 @@ class Device:
     """A device that is behind its host: an event is reached when the work before it is done."""
 
     def __init__(self):
-        self.milliseconds, self.num_waits = 0.0, 0
+        self.milliseconds, self.num_waits, self.num_events = 0.0, 0, 0
 
     def event(self):
+        self.num_events += 1
         return Event(self)
 
 
@@ -35,8 +36,9 @@ class Event:
         return later.reached - self.reached
 
 
-def recorded_on(device):
+def recorded_on(device, *, is_read=True):
     recorder = ActionRecorder(torch.device("cuda"), device.event)
+    recorder.time_readers |= {"a test"} if is_read else set()
     recorder.begin()
     start = recorder.mark()
     device.milliseconds += 30
@@ -60,6 +62,15 @@ def test_events_are_placed_on_the_clock_of_the_host():
     assert backward.end - backward.start == pytest.approx(0.050)
     assert backward.start == forward.end
     assert before - 0.020 <= backward.end <= after - 0.020  # the last 20 ms belong to no action
+
+
+def test_no_event_is_recorded_for_a_step_that_nothing_reads():
+    device = Device()
+    recorder = recorded_on(device, is_read=False)
+    assert recorder.spans(0) == [] and device.num_events == 0
+    recorder.memory_readers.add("a test")
+    recorder.begin()
+    assert device.num_events == 1
 
 
 def test_the_host_measures_itself_and_leaves_waiting_out():

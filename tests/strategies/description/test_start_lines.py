@@ -144,7 +144,7 @@ def test_table_of_replicas(worlds, options, batch):
     )
     assert memory == (
         "estimated memory per rank: 1.2 KB = 680 B parameters + 520 B gradients + 0 B optimizer states"
-        "; activations not estimated without stages"
+        "; the first step measures activations"
     )
 
 
@@ -158,7 +158,7 @@ STATES = RankMemory(50 * MB, 50 * MB, 100 * MB, None, 200 * MB)
         (
             STATES,
             "200 MB between steps (50 MB parameters + 50 MB gradients + 100 MB optimizer states), 400 MB within a step"
-            " (200 MB gathered by ZeRO); activations not estimated without stages",
+            " (200 MB gathered by ZeRO); the first step measures activations",
         ),
         (
             replace(STATES, activations=MB, offloaded={"parameters": "files", "optimizer_states": "files"}),

@@ -76,6 +76,15 @@ class StoresState(Tiny):
         return nn.functional.mse_loss(out, batch["y"])
 
 
+class NormalisedTokens(StoresState):
+    """BatchNorm, and a mean over labels that are unevenly ignored: those of one microbatch, and of the batch."""
+
+    def loss(self, batch):
+        out = self(batch["x"])
+        labels = torch.where(batch["index"] % 4 == 0, -100, (batch["y"][:, 0] > 0).long())
+        return nn.functional.cross_entropy(torch.cat([out, -out], 1), labels)
+
+
 class Gathers(Tiny):
     def loss(self, batch):
         return self.all_gather(super().loss(batch), sync_grads=True).mean()
@@ -135,12 +144,22 @@ def line_of(lines):
         (EditsGradients, DP2),
         (Dropping, DP2_PP2),
         (StoresState, PP2),
+        (NormalisedTokens, PP2),
         (Tiny, TWO_STAGES),
         pytest.param(Tiny, TP2, marks=pytest.mark.slow),
         (Tied, PP2_TP2),
     ],
     ids=[
-        *("tied-pp2", "drop-dp2", "drop-dp2-in-parts", "edits-dp2", "drop-dp2xpp2", "keeps-pp2", "two-stages"),
+        *(
+            "tied-pp2",
+            "drop-dp2",
+            "drop-dp2-in-parts",
+            "edits-dp2",
+            "drop-dp2xpp2",
+            "keeps-pp2",
+            "normalised-pp2",
+            "two-stages",
+        ),
         *("tp2", "tied-pp2xtp2"),
     ],
 )

@@ -8,12 +8,13 @@ import pytest
 import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
     FullStateDictConfig,
+    FullyShardedDataParallel,
     MixedPrecision,
     OffloadPolicy,
     ShardingStrategy,
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.strategies.options.keywords_of_deepspeed_and_accelerate import AccelerateNames
 from lightning_hybrid.strategies.options.names_of_other_libraries import _MEANINGS, OtherNames, resolve_names
 from models.tiny import Tiny
 
@@ -130,6 +132,9 @@ def test_meanings(given, ours):
         ({"train_micro_batch_size_per_gpu": 4}, "set the batch size of the DataLoader"),
         ({"logging_batch_size_per_gpu": 4}, "leave it out"),
         ({"partition_activations": True}, "set sequence_parallel=True with tensor_parallel_size"),
+        ({"cpu_checkpointing": True}, "cpu_checkpointing=True: .*stays on the device"),
+        ({"loss_scale": 128}, "loss_scale=128: .*scaler="),
+        ({"process_group": object()}, "built from the sizes"),
         ({"pin_memory": True}, "not in pinned memory; leave it out"),
         ({"offload": {"parameters": "cpu"}}, "set zero_stage=3, or leave 'parameters' out"),
         ({"offload": {"gradients": "cpu"}}, "set zero_stage=1, 2 or 3, or leave 'gradients' out"),
@@ -158,7 +163,9 @@ def test_refusals(given, message):
 
 
 def test_each_other_name_is_refused_or_resolved_to_own_options():
-    assert OtherNames.__annotations__.keys() == _MEANINGS.keys()
+    with_prefix = AccelerateNames.__annotations__.keys() - _MEANINGS.keys()
+    assert OtherNames.__annotations__.keys() == _MEANINGS.keys() | with_prefix
+    assert {name.removeprefix("fsdp_") for name in with_prefix} <= _MEANINGS.keys() | OWN.keys()
     assert not _MEANINGS.keys() & OWN.keys()
     for name, value in itertools.product(_MEANINGS, (True, "x", 3)):
         try:
@@ -169,10 +176,21 @@ def test_each_other_name_is_refused_or_resolved_to_own_options():
             assert resolved.keys() == OWN.keys()
 
 
-@pytest.mark.parametrize("kind", [DDPStrategy, FSDPStrategy, ModelParallelStrategy], ids=lambda kind: kind.__name__)
+# FSDPStrategy passes further keywords on to torch's class.
+KINDS = [DDPStrategy, FSDPStrategy, FullyShardedDataParallel, DeepSpeedStrategy, ModelParallelStrategy]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_keyword_of_lightning_has_an_answer(kind):
     keywords = {p.name for p in inspect.signature(kind).parameters.values() if p.kind != p.VAR_KEYWORD}
-    assert keywords - OWN.keys() - _MEANINGS.keys() == set()
+    assert keywords - OWN.keys() - _MEANINGS.keys() - {"module"} == set()
+
+
+def test_every_key_of_a_file_of_accelerate_has_an_answer():
+    launch = pytest.importorskip("accelerate.commands.launch")
+    parser = launch.launch_command_parser()
+    keys = {action.dest for action in parser._actions if action.dest.startswith("fsdp_")}
+    assert len(keys) > 10 and keys <= OtherNames.__annotations__.keys()
 
 
 @pytest.mark.parametrize(
@@ -200,6 +218,12 @@ offload_optimizer: true
 compile: true
 find_unused_parameters: true
 reshard_after_forward: null
+fsdp_version: 2
+fsdp_use_orig_params: true
+fsdp_sharding_strategy: HYBRID_SHARD
+fsdp_state_dict_type: SHARDED_STATE_DICT
+fsdp_reshard_after_forward: true
+thread_count: 4
 """
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.verify.layouts import Layout, parse_layout
+from lightning_hybrid.verify.layouts import Layout, layout_of_options, parse_layout
 from lightning_hybrid.verify.records.record_comparison import AT_THE_END, compare
 from lightning_hybrid.verify.records.run_record_and_recorder import Failure, RunRecord, StepRecord, describe_failure
 from lightning_hybrid.verify.report import Report, _plain, table
@@ -248,6 +248,15 @@ def test_layouts_are_parsed():
     }
     assert parse_layout("dp2 x pp2xtp2").strategy == parse_layout("dp=2,pp=2,tp=2").strategy
     assert parse_layout("dp2 x pp2xtp2").devices == 8
+    layout = parse_layout("dp=2,offload={optimizer_states: cpu, 'parameters': 'disk:/x'},recompute=[a.*, b],zero=3")
+    assert layout.strategy["offload"] == {"optimizer_states": "cpu", "parameters": "disk:/x"}
+    assert layout.strategy["recompute"] == ["a.*", "b"] and layout.strategy["zero_stage"] == 3 and layout.devices == 2
+    layout = parse_layout('recompute={"a.*": 0.3, "b": "keep"},compile={"backend": "eager"}')
+    assert layout.strategy == {"recompute": {"a.*": 0.3, "b": "keep"}, "compile": {"backend": "eager"}}
+    assert parse_layout("recompute=0.4,timeout=None").strategy == {"recompute": 0.4, "timeout": None}
+    assert parse_layout(layout_of_options(layout.strategy).name).strategy == layout.strategy
+    with pytest.raises(ValueError, match="1' is no YAML"):
+        parse_layout("pp=2,offload={a: 1")
     assert parse_layout("pp=2,m=4").options(3)["num_microbatches"] == 4
     plan = ["*.up=colwise", "*.down=rowwise"]
     assert parse_layout("tp=2", plan).strategy["tensor_parallel_plan"] == {"*.up": "colwise", "*.down": "rowwise"}

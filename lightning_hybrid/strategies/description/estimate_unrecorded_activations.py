@@ -1,0 +1,56 @@
+"""An estimate of the activations of a step that no stage needs recorded: it is recorded for that alone, on stand-ins.
+
+That is for a plan, after which nothing is trained: the batch comes from the run's own loader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_hybrid.graph.partition import Assignment, assign, owner_stages
+from lightning_hybrid.graph.step_graph import StepGraph
+from lightning_hybrid.patching import replaced
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.batch.split_batch_into_microbatches import split
+from lightning_hybrid.step.recording.choose_units import choose_units
+from lightning_hybrid.step.recording.record_step import record
+from lightning_hybrid.step.standins.guess_values_read_by_code import GUESSES
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.start.example_batch import take_example
+from lightning_hybrid.strategies.start.provisional_optimizers import record_with_optimizers
+from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import current_hook, step_arguments
+
+
+def record_in_one_stage(run: Run, randomness: KeyedRandomness) -> Assignment | None:
+    """Record the training step on the first microbatch; None where it cannot be recorded, whatever its branches.
+
+    Args:
+        run: A plan, whose module is full.
+        randomness: Keys the random numbers of the step.
+    """
+    setting = run.setting
+    trainer, module, options = setting.trainer, setting.module, setting.options
+    graphs: list[StepGraph] = []
+
+    def record_with(guesses: Sequence[bool]) -> None:
+        batch = options.example_batch
+        batch = take_example(trainer, trainer.fit_loop, "max_size_cycle") if batch is None else batch
+        count = 1 if run.runner is None else run.runner.count("training_step", batch)
+        first = split(batch, count, options.batch_splitter)[0][0]
+        step = partial(module.training_step, *step_arguments(module, "training_step", first))
+        context = setting.contexts.of("training_step", delays_loggers=True)
+        no_logs = replaced(module, "log", lambda *_, **__: None, reason="runs without logs")
+        how: dict[str, Any] = {"name": "training_step", "randomness": randomness, "guesses": guesses}
+        with torch.enable_grad(), current_hook(module, "training_step"), context(), no_logs:
+            graphs.append(record(module, step, choose_units(module, 2), **how).graph)
+
+    for guesses in GUESSES:
+        with contextlib.suppress(Exception):  # any step can be trained; only this estimate needs a recording
+            record_with_optimizers(trainer, module, partial(record_with, guesses))
+            return assign(graphs[0], owner_stages(graphs[0], 1), 1)
+    return None
