@@ -23,6 +23,7 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from lightning_hybrid.patching import replaced_forwards
+from lightning_hybrid.randomness.draw_rows_by_microbatch import draw_by_microbatch
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates, accelerator_generator
 from lightning_hybrid.randomness.random_number_ops import draws
 
@@ -48,6 +49,7 @@ class KeyedRandomness:
         self._drawn: Counter[int] = Counter()
         self._drawing: dict[str, nn.Module] = {}
         self._recorded: set[int] = set()
+        self._parts: tuple[tuple[int, int], ...] = ()
 
     @contextlib.contextmanager
     def recording_modules(self) -> Iterator[set[int]]:
@@ -66,6 +68,23 @@ class KeyedRandomness:
             microbatch: Number of the microbatch over all replicas: replica * num_microbatches + index.
         """
         return _Microbatch(self, hash((self.seed, step, microbatch)))
+
+    @contextlib.contextmanager
+    def rows_of_microbatches(self, step: int, microbatches: Collection[int], sizes: Collection[int]) -> Iterator[None]:
+        """Inside of ``microbatch``, let the rows of a full batch draw what they draw in their microbatches.
+
+        Args:
+            step: Number of the batch in the run.
+            microbatches: Numbers of the microbatches over all replicas.
+            sizes: Samples of each of them.
+        """
+        before = self._parts
+        bases = (hash((self.seed, step, microbatch)) for microbatch in microbatches)
+        self._parts = tuple(zip(bases, sizes, strict=True))
+        try:
+            yield
+        finally:
+            self._parts = before
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
@@ -92,9 +111,24 @@ class KeyedRandomness:
         if self._base is None:
             return
         module = self._module[-1]
-        key = hash((self._base, module, self._drawn[module])) & 0x7FFFFFFFFFFFFFFF
+        self._seed(self._base, module, self._drawn[module])
         self._drawn[module] += 1
         self._recorded.add(module)
+
+    def draw(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function that draws random numbers, seeded for the running module."""
+        if self._base is None or not self._parts:
+            self.reseed()
+            return function(*args, **kwargs)
+        module = self._module[-1]
+        drawn, bases, sizes = self._drawn[module], *zip(*self._parts, strict=True)
+        self._drawn[module] += 1
+        self._recorded.add(module)
+        name = getattr(function, "__name__", "")
+        return draw_by_microbatch(name, function, args, kwargs, sizes, lambda i: self._seed(bases[i], module, drawn))
+
+    def _seed(self, base: int, module: int, drawn: int) -> None:
+        key = hash((base, module, drawn)) & 0x7FFFFFFFFFFFFFFF
         torch.default_generator.manual_seed(key)
         accelerator = accelerator_generator(self.device)
         if accelerator is not None:
@@ -130,13 +164,13 @@ class KeyedRandomness:
     def again(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``function`` for a later second run, in which it draws the same numbers as in a run now."""
         base, stack, drawn, drawing = self._base, list(self._module), Counter(self._drawn), self._drawing
-        watched = self.watched
+        watched, parts = self.watched, self._parts
         if base is None:
             return function
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            saved = self._base, self._module, self._drawn
-            self._base, self._module, self._drawn = base, list(stack), Counter(drawn)
+            saved = self._base, self._module, self._drawn, self._parts
+            self._base, self._module, self._drawn, self._parts = base, list(stack), Counter(drawn), parts
             try:
                 # No function mode of the first run is active in a backward. If there was none, each drawing module
                 # enters its own, below other modes.
@@ -144,7 +178,7 @@ class KeyedRandomness:
                 with self.isolated(), self.modules(drawing), self.watching(watched), watch:
                     return function(*args, **kwargs)
             finally:
-                self._base, self._module, self._drawn = saved
+                self._base, self._module, self._drawn, self._parts = saved
 
         return run
 
@@ -223,7 +257,7 @@ class _DrawWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if draws(getattr(func, "__name__", ""), args, kwargs):
-            self._randomness.reseed()
+            return self._randomness.draw(func, args, kwargs)
         return func(*args, **kwargs)
 
 

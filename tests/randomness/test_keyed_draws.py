@@ -1,11 +1,14 @@
 """Which calls count as draws, and that the count does not depend on the observed modules."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from harness.one_process_pipeline import assert_same_gradients, keyed, pipeline
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.randomness.random_number_ops import draws
 
 
@@ -62,3 +65,46 @@ def test_glue_draws_do_not_depend_on_the_units():
     assert [u for s in one.units for u in s] != [u for s in four.units for u in s]
     assert torch.equal(one.loss, four.loss)
     assert_same_gradients(four.grads, one.grads)
+
+
+def attend(x):
+    return F.scaled_dot_product_attention(x, x, x, dropout_p=0.3)
+
+
+def attend_in_the_second_dimension(x):
+    layer = nn.MultiheadAttention(4, 2, dropout=0.3).double()
+    with torch.no_grad():
+        for index, parameter in enumerate(layer.parameters()):
+            parameter.copy_(torch.sin(torch.arange(parameter.numel()) + index).view_as(parameter))
+    padding = x[:, :, 0].T > 0.9
+    return layer(x, x, x, key_padding_mask=padding)[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "dim"),
+    [
+        (lambda x: F.dropout(x, 0.5), (6, 3), 0),
+        (lambda x: F.dropout(x.flatten(0, 1), 0.5).view_as(x), (6, 3, 2), 0),
+        (lambda x: F.dropout(x, 0.5), (5, 6, 2), 1),
+        (lambda x: x + torch.rand(len(x), 3), (6, 3), 0),
+        (lambda x: torch.empty_like(x).uniform_() + x, (6, 3), 0),
+        (lambda x: torch.normal(x, x.abs()), (6, 3), 0),
+        (attend, (6, 2, 4, 3), 0),
+        (attend_in_the_second_dimension, (5, 6, 4), 1),
+    ],
+    ids=["dropout", "tokens", "second", "rand", "in-place", "normal", "attention", "second-attention"],
+)
+def test_rows_of_a_full_batch_draw_what_they_draw_in_their_microbatches(function, shape, dim):
+    x = torch.cos(torch.arange(math.prod(shape), dtype=torch.float64)).reshape(shape)
+    randomness, sizes = KeyedRandomness(1, torch.device("cpu")), (3, 2, 1)
+    parts = []
+    for number, part in enumerate(x.split(sizes, dim)):
+        with randomness.isolated(), randomness.microbatch(2, number), randomness.each_draw():
+            parts.append(function(part))
+    with randomness.isolated(), randomness.microbatch(2, 0), randomness.each_draw():
+        plain = function(x)
+    full_batch = randomness.microbatch(2, 0), randomness.rows_of_microbatches(2, range(3), sizes)
+    with randomness.isolated(), full_batch[0], full_batch[1], randomness.each_draw():
+        joined = function(x)
+    torch.testing.assert_close(joined, torch.cat(parts, dim))
+    assert not torch.allclose(joined, plain)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from harness.verification import STAGES, check
+from harness.verification import BOTH, STAGES, check
 
 CLASSES = 5
 
@@ -86,3 +86,56 @@ class Faulty(Normalised):
 
 def test_a_metric_of_other_samples_still_differs(worlds):
     assert check(worlds, Faulty, STAGES, make_data=labelled_data, num_microbatches=4).outcome == "different"
+
+
+class DroppingMaskedMean(Classifier):
+    """Dropout, and a mean over the entries of a mask, clamped; beside it a term that weighs by samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        for layer in self.body:
+            x = self.dropout(layer(x))
+        return self.head(x)
+
+    def loss(self, batch):
+        x, y = batch
+        mask = (y >= 0).to(x.dtype)
+        logits = self(x)
+        losses = F.cross_entropy(logits, y.clamp(min=0), reduction="none")
+        return (losses * mask).sum() / mask.sum().clamp(min=1) + 0.1 * logits.square().mean()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+
+class DroppingCrossEntropy(DroppingMaskedMean):
+    def loss(self, batch):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+def test_a_masked_mean_beside_dropout_is_that_of_each_replicas_full_batch(worlds):
+    for module in (DroppingMaskedMean, DroppingCrossEntropy):
+        report = check(worlds, module, BOTH, make_data=labelled_data, num_microbatches=4)
+        assert report.outcome == "same", report.message
+
+
+class DropsOtherRows(DroppingMaskedMean):
+    """Dropout whose numbers depend on the number of samples in a microbatch."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        noise = torch.rand(len(x) + 1, CLASSES, dtype=x.dtype) if self.training else x.new_zeros(len(x) + 1, CLASSES)
+        return x + noise[1:]
+
+
+def test_draws_that_depend_on_how_samples_are_grouped_differ(worlds):
+    report = check(worlds, DropsOtherRows, BOTH, make_data=labelled_data, num_microbatches=4)
+    assert report.outcome == "different"

@@ -54,6 +54,7 @@ class _Microbatch:
     weight: float
     share: int = 0
     sizes: tuple[int, ...] = ()  # of microbatches that are joined to this one
+    numbers: tuple[int, ...] = ()  # of the same
 
 
 class OneProcessRun:
@@ -342,7 +343,11 @@ class OneProcessRun:
                 yield
                 self.moved_generators |= not before.are_unchanged()
                 return
-            with draw_as_stages(self._replicas[microbatch.replica], self._randomness, number, microbatch.number):
+            module, randomness = self._replicas[microbatch.replica], self._randomness
+            with (
+                draw_as_stages(module, randomness, number, microbatch.number),
+                randomness.rows_of_microbatches(number, microbatch.numbers, microbatch.sizes),
+            ):
                 yield
 
 
@@ -352,7 +357,9 @@ def _joined(microbatches: list[_Microbatch], batches: list[Any]) -> list[_Microb
     for replica, batch in enumerate(batches):
         own = [m for m in microbatches if m.replica == replica]
         sizes = known_sizes([m.batch for m in own])
-        full.append(_Microbatch(replica, replica, batch, sum(m.weight for m in own), sizes=sizes))
+        numbers = tuple(m.number for m in own) if sizes else ()
+        weight = sum(m.weight for m in own)
+        full.append(_Microbatch(replica, replica, batch, weight, sizes=sizes, numbers=numbers))
     return full
 
 

@@ -26,8 +26,8 @@ from lightning_hybrid.verify.one_process.batch_norm_per_microbatch import batch_
 from lightning_hybrid.verify.one_process.undo_side_effects import without_side_effects
 from lightning_hybrid.verify.records.perturb_weights import perturbed
 
-# Seeds of the two runs that show whether a module draws random numbers.
-_SEEDS = (-1, -2)
+# Seeds of the two runs that show whether a module draws random numbers; -1 and -2 have one hash.
+_SEEDS = (-3, -4)
 # If the loss of the full batch and the mean over its microbatches differ by more, the objective mixes samples.
 _MIXES = 1e-9
 
@@ -40,13 +40,14 @@ class ReplicaInput:
         batch: The replica's batch.
         count: Number of microbatches.
         generators: States of the random generators before the step.
-        norm_sizes: Samples of each group of which BatchNorm takes statistics; empty for those of a microbatch.
+        sizes: Samples of the microbatches that are joined to one; empty if they run one after the other. BatchNorm's
+            statistics and random numbers of their rows are theirs.
     """
 
     batch: Any
     count: int
     generators: GeneratorStates
-    norm_sizes: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ class OneProcessResult:
         mixes: Loss of the first full batch, mean over its microbatches, and their number; None where the two cannot be
             compared.
         not_comparable: The reason why they cannot be compared.
-        unsplit: The same with each replica's batch as one microbatch, if the full loss is no mean over microbatches;
-            BatchNorm takes its statistics per microbatch there too.
+        unsplit: The same with each replica's batch as one microbatch, if the full loss is or may be no mean over
+            microbatches; BatchNorm takes its statistics, and dropout its numbers, per microbatch there too.
     """
 
     losses: list[list[float]] = field(default_factory=list)
@@ -134,13 +135,13 @@ class OneProcessStep:
             self._compare_with_full_batch(call, inputs, losses)
         self._run_perturbed(call, inputs, losses, self.result)
         if (unsplit := self.result.unsplit) is not None:
-            together = [replace(each, count=1, norm_sizes=self._sizes_of_microbatches(each)) for each in inputs]
+            together = [replace(each, count=1, sizes=self._sizes_of_microbatches(each)) for each in inputs]
             losses = self._run_microbatches(call, together, unsplit.gradients) or losses
             self._run_perturbed(call, together, losses, unsplit)
         return True
 
     def _sizes_of_microbatches(self, replica: ReplicaInput) -> tuple[int, ...]:
-        return known_sizes(split(replica.batch, replica.count, self._splitter)[0])
+        return known_sizes(split(replica.batch, replica.count, self._splitter)[0]) if replica.count > 1 else ()
 
     def _run_perturbed(
         self, call: StepCall, inputs: Sequence[ReplicaInput], losses: list[float], result: OneProcessResult
@@ -186,10 +187,11 @@ class OneProcessStep:
         self, call: StepCall, inputs: ReplicaInput, replica: int, microbatches: Sequence[Any], weights: Sequence[float]
     ) -> float | None:
         total = 0.0
-        statistics = batch_norm_per_microbatch(self._module, inputs.norm_sizes)
+        statistics = batch_norm_per_microbatch(self._module, inputs.sizes)
         with without_side_effects(self._module), self._randomness.isolated(), torch.enable_grad(), statistics:
             for index, (microbatch, weight) in enumerate(zip(microbatches, weights, strict=True)):
-                with self._random_state(call.number, replica * inputs.count + index, inputs):
+                number = replica * (len(inputs.sizes) or inputs.count) + index
+                with self._random_state(call.number, number, inputs):
                     with call.context():
                         loss = find_loss(call.step(microbatch, *call.rest))
                     if loss is None:
@@ -221,6 +223,7 @@ class OneProcessStep:
             return
         if full_losses[0] != full_losses[1]:
             self.result.not_comparable = "the module draws random numbers, which depend on how samples are grouped"
+            self.result.unsplit = OneProcessResult()
             return
         mean = sum(losses) / len(losses)
         self.result.mixes = full_losses[0], mean, count
@@ -233,7 +236,11 @@ class OneProcessStep:
             inputs.generators.restore()
             yield
             return
-        with draw_as_stages(self._module, self._keyed, number, microbatch):
+        joined = range(microbatch, microbatch + len(inputs.sizes))
+        with (
+            draw_as_stages(self._module, self._keyed, number, microbatch),
+            self._keyed.rows_of_microbatches(number, joined, inputs.sizes),
+        ):
             yield
 
 

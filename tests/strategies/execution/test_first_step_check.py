@@ -85,6 +85,22 @@ class NormalisedTokens(StoresState):
         return nn.functional.cross_entropy(torch.cat([out, -out], 1), labels)
 
 
+class MaskedMean(Tiny):
+    """A mean over the entries of a mask, which are unevenly many in the microbatches."""
+
+    def loss(self, batch):
+        losses = (self(batch["x"]) - batch["y"]).square().squeeze(1)
+        mask = (batch["index"] % 4 != 0).to(losses.dtype)
+        return (losses * mask).sum() / mask.sum().clamp(min=1)
+
+
+class DroppingMaskedMean(MaskedMean):
+    def forward(self, x):
+        for layer in self.layers:
+            x = nn.functional.dropout(layer(x), 0.2, self.training)
+        return x
+
+
 class Gathers(Tiny):
     def loss(self, batch):
         return self.all_gather(super().loss(batch), sync_grads=True).mean()
@@ -145,6 +161,8 @@ def line_of(lines):
         (Dropping, DP2_PP2),
         (StoresState, PP2),
         (NormalisedTokens, PP2),
+        (MaskedMean, DP2_PP2),
+        (DroppingMaskedMean, DP2_PP2),
         (Tiny, TWO_STAGES),
         pytest.param(Tiny, TP2, marks=pytest.mark.slow),
         (Tied, PP2_TP2),
@@ -158,6 +176,8 @@ def line_of(lines):
             "drop-dp2xpp2",
             "keeps-pp2",
             "normalised-pp2",
+            "masked-dp2xpp2",
+            "drop-masked-dp2xpp2",
             "two-stages",
         ),
         *("tp2", "tied-pp2xtp2"),
@@ -199,6 +219,7 @@ def test_objective_that_mixes_samples_warns_with_both_numbers(worlds):
     of_batch, mean = (float(number) for number in re.findall(r"(?:batch is|microbatches) (\d+\.\d+)", text))
     assert of_batch != pytest.approx(mean, rel=1e-3) and "2 microbatches" in text
     assert worlds.run(2, fit, Tiny, *PP2)[0][1] == []
+    assert worlds.run(2, fit, Dropping, *PP2)[0][1] == []
 
 
 def fit_wrongly(module_class, size, pp, options):
