@@ -98,8 +98,9 @@ def test_activations_without_stages(capsys, layout):
     assert rank["activations"] == pytest.approx(sum(stage["activations"] for stage in stages) / share, rel=0.01)
 
 
-def test_recomputed_layers_save_less_without_stages(capsys):
-    _, plan = explained(capsys, f"{CLASSES}:Stack", "--layout", "dp=1,recompute=full")
+@pytest.mark.parametrize("module", [f"{CLASSES}:Stack", "examples/quickstart.py:Classifier"])
+def test_recomputed_layers_save_less_without_stages(capsys, module):
+    _, plan = explained(capsys, module, "--layout", "dp=1,recompute=full")
     assert 0 < plan["memory"][0]["activations"] < plan["memory_without_techniques"][0]["activations"]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.recording.record_step import record
 from lightning_hybrid.step.standins.tensors_saved_for_backward import bytes_saved_behind
 from lightning_hybrid.strategies.description.memory_of_stages import memory_of_ranks, memory_of_stages, places_of
+from lightning_hybrid.strategies.execution.measure_first_activations import FirstActivations
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import StateSizes
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
@@ -287,6 +289,33 @@ def test_first_step_measures_activations_without_stages(worlds, devices, options
     # Lightning divides the loss by the number of accumulated batches.
     assert float(measured) == pytest.approx(DENSE[samples], abs=0.02) and end == "measured before its backward"
     assert not any(others)
+
+
+class Gathers(torch.Tensor):
+    """Stands for a sharded tensor, whose operations are collective."""
+
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.calls += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_the_rank_that_measures_runs_no_operation_of_a_sharded_tensor():
+    x = torch.ones(10, requires_grad=True).as_subclass(Gathers)
+    loss = (x.exp() * x).sum()
+    Gathers.calls = 0
+    world = SimpleNamespace(mesh=SimpleNamespace(rank=0))
+    options = SimpleNamespace(microbatches=None)
+    activations = FirstActivations(
+        SimpleNamespace(is_fitting=True, world=world, options=options, module=nn.Linear(1, 1))
+    )
+    activations.begin([x.detach().as_subclass(torch.Tensor)])
+    before = Gathers.calls
+    with lines_of_lightning() as lines:
+        activations.measure(loss)
+    assert len(lines) == 1 and "measured before its backward" in lines[0] and Gathers.calls == before
 
 
 # --- runs on ranks ---------------------------------------------------------------------------------------------------

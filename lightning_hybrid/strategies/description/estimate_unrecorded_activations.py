@@ -6,17 +6,20 @@ That is for a plan, after which nothing is trained: the batch comes from the run
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_hybrid.graph.partition import Assignment, assign, owner_stages
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.split_batch_into_microbatches import split
+from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.recording.record_step import record
 from lightning_hybrid.step.standins.guess_values_read_by_code import GUESSES
@@ -37,7 +40,7 @@ def record_in_one_stage(run: Run, randomness: KeyedRandomness) -> Assignment | N
     trainer, module, options = setting.trainer, setting.module, setting.options
     graphs: list[StepGraph] = []
 
-    def record_with(guesses: Sequence[bool]) -> None:
+    def record_with(units: Mapping[str, nn.Module], guesses: Sequence[bool]) -> None:
         batch = options.example_batch
         batch = take_example(trainer, trainer.fit_loop, "max_size_cycle") if batch is None else batch
         count = 1 if run.runner is None else run.runner.count("training_step", batch)
@@ -47,10 +50,12 @@ def record_in_one_stage(run: Run, randomness: KeyedRandomness) -> Assignment | N
         no_logs = replaced(module, "log", lambda *_, **__: None, reason="runs without logs")
         how: dict[str, Any] = {"name": "training_step", "randomness": randomness, "guesses": guesses}
         with torch.enable_grad(), current_hook(module, "training_step"), context(), no_logs:
-            graphs.append(record(module, step, choose_units(module, 2), **how).graph)
+            graphs.append(record(module, step, units, **how).graph)
 
-    for guesses in GUESSES:
+    # The layers that would be recomputed, or units as of stages where a step reads parameters inside of these.
+    layers = find_layers(dict(module.named_children()))
+    for units, guesses in itertools.product((layers, choose_units(module, 2)), GUESSES):
         with contextlib.suppress(Exception):  # any step can be trained; only this estimate needs a recording
-            record_with_optimizers(trainer, module, partial(record_with, guesses))
+            record_with_optimizers(trainer, module, partial(record_with, units, guesses))
             return assign(graphs[0], owner_stages(graphs[0], 1), 1)
     return None

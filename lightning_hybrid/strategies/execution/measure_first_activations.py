@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
@@ -33,7 +34,9 @@ class FirstActivations:
             return
         self._is_pending, batch, self._batch = False, self._batch, []
         try:
-            size = bytes_saved_behind(loss, self._setting.module, batch)
+            # Only this rank measures: operations of sharded tensors would gather them, which is collective.
+            with torch._C.DisableTorchFunctionSubclass():
+                size = bytes_saved_behind(loss, self._setting.module, batch)
         except Exception:  # tensors of a user's class need not have a storage; a line of information ends no training
             return
         what = "microbatch" if (self._setting.options.microbatches or 1) > 1 else "batch"
