@@ -23,12 +23,13 @@ class TensorSpec(NamedTuple):
 
 
 def exchange_tensors(
-    sent: Sequence[Sequence[Tensor]], arriving: Sequence[Sequence[TensorSpec]], group: ProcessGroup
+    sent: Sequence[list[Tensor]], arriving: Sequence[Sequence[TensorSpec]], group: ProcessGroup
 ) -> list[list[Tensor]]:
     """Send tensors to each rank of a group, and receive those that each rank sends; one all-to-all, collective.
 
     Args:
-        sent: For each rank of the group, dense tensors of any shapes and dtypes, on the device of the others.
+        sent: For each rank of the group, dense tensors of any shapes and dtypes, on one device. The lists are emptied
+            once the message has their content.
         arriving: For each rank of the group, what it sends to this one.
         group: The ranks.
 
@@ -37,10 +38,13 @@ def exchange_tensors(
     """
     parts = [_padded_bytes(tensor) for tensors in sent for tensor in tensors]
     message = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    out_bytes = [sum(_padded_size(TensorSpec(tuple(t.shape), t.dtype)) for t in tensors) for tensors in sent]
+    parts.clear()
+    for tensors in sent:
+        tensors.clear()
     sizes = [[_padded_size(spec) for spec in specs] for specs in arriving]
     message = on_group_device(message, group)
     received = message.new_empty(sum(map(sum, sizes)))
-    out_bytes = [sum(_padded_size(TensorSpec(tuple(t.shape), t.dtype)) for t in tensors) for tensors in sent]
     dist.all_to_all_single(received, message, list(map(sum, sizes)), out_bytes, group=group)
     found: list[list[Tensor]] = []
     start = 0

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.collectives.exchange_tensors import TensorSpec, exchange_tensors
 from lightning_hybrid.parts.parameter_owners import axes_of
 from lightning_hybrid.parts.parameter_shard_placement import Shard, join, shard_tensor
-from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
+from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import (
     STEP_HOOKS,
@@ -33,6 +33,7 @@ from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step i
 )
 
 _FLAG = TensorSpec((1,), torch.uint8)
+_Gathered = tuple[Tensor, Tensor, Tensor]  # a parameter's value, its gradient, and whether it has one, of shape (1,)
 
 
 class OwnerStep:
@@ -87,16 +88,14 @@ class OwnerStep:
             by_axes.setdefault(axes_of(name, self._parts.shardings), []).append(name)
         for names in by_axes.values():
             limit = max(nbytes[name] for name in names)
-            ends: dict[tuple[int, ...], tuple[int, int]] = {}  # by owner, its last round and the bytes in it
+            filled: dict[tuple[int, ...], list[int]] = {}  # by owner, its bytes in each round
             of_axes: list[list[str]] = []
-            for name in names:
-                owner = tuple(self._parts.owners.of(name).values())
-                number, filled = ends.get(owner, (0, 0))
-                if filled + nbytes[name] > limit:
-                    number, filled = number + 1, 0
-                ends[owner] = number, filled + nbytes[name]
-                while len(of_axes) <= number:
-                    of_axes.append([])
+            for name in sorted(names, key=lambda name: -nbytes[name]):  # the first round with room for it
+                own = filled.setdefault(tuple(self._parts.owners.of(name).values()), [])
+                number = next((n for n, size in enumerate(own) if size + nbytes[name] <= limit), len(own))
+                own += [0] if number == len(own) else []
+                own[number] += nbytes[name]
+                of_axes += [[] for _ in range(number + 1 - len(of_axes))]
                 of_axes[number].append(name)
             rounds += of_axes
         return rounds
@@ -163,39 +162,38 @@ class OwnerStep:
 
     def _gather(self, names: Sequence[str]) -> dict[str, tuple[Tensor, Tensor | None]]:
         """Full values and gradients of the parameters that this rank owns; None without a gradient on any rank."""
-        tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # value, gradient, whether there is one
+        tensors: dict[str, _Gathered] = {}
         for name in names:
             p = self._parameters[name]
             if p.requires_grad or p.grad is not None:
                 gradient = torch.zeros_like(p) if p.grad is None else p.grad.detach()
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
-                tensors[name] = (
-                    p.detach(),
-                    gradient,
-                    torch.full((1,), p.grad is not None, dtype=torch.uint8).to(p.device),
-                )
+                flag = torch.full((1,), p.grad is not None, dtype=torch.uint8, device=p.device)
+                tensors[name] = p.detach(), gradient, flag
         for number, axis in reversed(list(enumerate(self._parts.shardings))):
             local = [name for name in tensors if name in axis.placements]
-            if not local:
-                continue
-            size, rank = axis.group.size(), axis.group.rank()
-            owner = {name: self._parts.owners.of(name)[number] for name in local}
-            own = [name for name in local if owner[name] == rank]
-            sent = [[t for n in local if owner[n] == other for t in tensors[n]] for other in range(size)]
-            arriving = [
-                [spec for n in own for spec in (*_specs_of(tensors[n][:2], axis.placements[n], other, size), _FLAG)]
-                for other in range(size)
-            ]
-            received = exchange_tensors(sent, arriving, axis.group)
-            del sent
-            for name in local:
-                tensors.pop(name)
-            for place, name in enumerate(own):
-                values, gradients, flags = ([row[3 * place + k] for row in received] for k in range(3))
-                placement = axis.placements[name]
-                has_gradient = torch.stack(flags).amax(0)
-                tensors[name] = join(values, placement), join(gradients, placement), has_gradient
+            if local:
+                tensors |= self._gather_along(axis, number, {name: tensors.pop(name) for name in local})
         return {name: (value, gradient if bool(flag) else None) for name, (value, gradient, flag) in tensors.items()}
+
+    def _gather_along(self, axis: AxisSharding, number: int, tensors: dict[str, _Gathered]) -> dict[str, _Gathered]:
+        """Gather tensors of each parameter at its owner along one axis; returns those of which this rank is it."""
+        size, rank = axis.group.size(), axis.group.rank()
+        owner = {name: self._parts.owners.of(name)[number] for name in tensors}
+        own = [name for name in tensors if owner[name] == rank]
+        sent = [[t for n, each in tensors.items() if owner[n] == other for t in each] for other in range(size)]
+        arriving = [
+            [spec for n in own for spec in (*_specs_of(tensors[n][:2], axis.placements[n], other, size), _FLAG)]
+            for other in range(size)
+        ]
+        tensors.clear()
+        received = exchange_tensors(sent, arriving, axis.group)
+        found: dict[str, _Gathered] = {}
+        for place, name in enumerate(own):
+            values, gradients, flags = ([row[3 * place + k] for row in received] for k in range(3))
+            placement = axis.placements[name]
+            found[name] = join(values, placement), join(gradients, placement), torch.stack(flags).amax(0)
+        return found
 
     def _scatter(self, names: Sequence[str], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """New local shards of parameters, of which owners pass full values."""
@@ -210,7 +208,7 @@ class OwnerStep:
                 continue
             owner = {name: self._parts.owners.of(name)[number] for name in local}
             own = [name for name in local if owner[name] == rank]
-            sent = [[shard_tensor(tensors[n], axis.placements[n], other, size) for n in own] for other in range(size)]
+            sent = [[_shard(tensors[n], axis.placements[n], other, size) for n in own] for other in range(size)]
             arriving = [[self._spec_after(n, number) for n in local if owner[n] == other] for other in range(size)]
             received = exchange_tensors(sent, arriving, axis.group)
             for name in own:
@@ -232,6 +230,11 @@ class OwnerStep:
             if name in axis.placements:
                 shape[axis.placements[name].dim] = axis.local_length(axis.placements[name])
         return TensorSpec(tuple(shape), p.dtype)
+
+
+def _shard(full: Tensor, placement: Shard, rank: int, size: int) -> Tensor:
+    """A rank's shard, as a view where it is one."""
+    return placement.view(full, rank, size) if len(placement.pieces) == 1 else shard_tensor(full, placement, rank, size)
 
 
 def _specs_of(tensors: Sequence[Tensor], placement: Shard, rank: int, size: int) -> list[TensorSpec]:
