@@ -12,6 +12,7 @@ from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 from lightning_hybrid.zero.optimizer_states.full_parameter_step_at_owner import OwnerStep
 from models.full_parameter_optimizers import MODULES
+from models.mixtures import Mixtral
 
 LAYOUTS = {
     "tp2": {"tp": 2},
@@ -35,6 +36,29 @@ FAST = {("muon", "tp2"), ("adafactor", "zero3"), ("lamb", "tp2"), ("lars", "zero
 )
 def test_parity(worlds, optimizer, layout):
     check(worlds, Run(MODULES[optimizer], num_batches=4, **LAYOUTS[layout]), timeout=300)
+
+
+def by_adafactor(module):
+    module.configure_optimizers = lambda: torch.optim.Adafactor(module.parameters(), lr=1e-2)
+
+
+RUNS = {
+    "experts": Run(Mixtral, dp=2, ep=2, microbatches=1, change=by_adafactor),
+    "experts and their shards": Run(
+        Mixtral, dp=4, ep=2, microbatches=1, change=by_adafactor, strategy={"zero_stage": 3}
+    ),
+    "key heads that two ranks hold": Run("Llama", tp=2, dp=2, change=by_adafactor, strategy={"zero_stage": 1}),
+    "copies of shards": Run("Layers", dp=4, change=by_adafactor, strategy={"zero_stage": 3, "shard_size": 2}),
+    "accumulated and clipped": Run(
+        "Layers", tp=2, change=by_adafactor, trainer={"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_parity_of_other_shards(worlds, name):
+    check(worlds, RUNS[name], timeout=300)
 
 
 # --- one step on four ranks, 2 x 2, against the same step on full parameters in each rank -----------------------------
