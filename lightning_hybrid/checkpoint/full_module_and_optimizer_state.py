@@ -141,9 +141,11 @@ def gather_optimizer_state(
     state = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     local_entries = {}
-    for key, entry in state["state"].items():
+    entries = state["state"] if shards is None else shards.owners.gather_states(state["state"], parameters)
+    for key, entry in entries.items():
         if not any(is_absent(leaf) for leaf in flatten(entry)[0]):  # stand-ins, for a parameter of another rank
-            parameter = parameters[key] if shards is not None and isinstance(key, int) else None
+            is_sharded = shards is not None and isinstance(key, int) and parameters[key] not in shards.owners
+            parameter = parameters[key] if is_sharded else None
             full = map_leaves(partial(_gather_leaf, parameter, shards), entry)
             if keep:
                 local_entries[key] = full
@@ -171,6 +173,9 @@ def local_optimizer_state(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     absent = {number for number, parameter in zip(numbers, parameters, strict=False) if is_absent(parameter)}
+    if shards is not None:  # one rank has the states of parameters that are stepped in full
+        owners = shards.owners
+        absent |= {n for n, p in zip(numbers, parameters, strict=False) if not owners.has_states_of(p)}
     entries = {number: entry for number, entry in state["state"].items() if number not in absent}
     if shards is not None:
         by_number = dict(zip(numbers, parameters, strict=False))

@@ -119,6 +119,7 @@ class LocalState:
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
         self._plan = plan if plan is not None and plan.is_partitioned else None
         self._axis_cuts = [] if shards is None else list(shards.shardings)
+        self._owners = None if shards is None else shards.owners
         self._pp, self._tp = mesh.rank_in("pp"), mesh.rank_in("tp")
         self._tp_name = mesh.group("tp").group_name
 
@@ -133,6 +134,17 @@ class LocalState:
     def is_sharded(self, parameter: Tensor) -> bool:
         """Whether this rank has a shard of a parameter instead of its full shape now."""
         return FULL_SHAPE in parameter.__dict__
+
+    def has_states_of(self, parameter: Tensor) -> bool:
+        """Whether this rank keeps optimizer states of a parameter."""
+        return self._owners is None or self._owners.has_states_of(parameter)
+
+    def has_sharded_states(self, parameter: Tensor) -> bool:
+        """Whether this rank has shards of those optimizer states that have the parameter's full shape."""
+        return self.is_sharded(parameter) and not self._has_owner(parameter)
+
+    def _has_owner(self, parameter: Tensor) -> bool:
+        return self._owners is not None and parameter in self._owners
 
     def module(self, copy: nn.Module | None = None) -> dict[str, Any]:
         """The state dict of the module, or of a copy that is sharded like it; all keys on every rank.
@@ -173,15 +185,20 @@ class LocalState:
     def _sharded(self, name: str, tensor: Tensor, shape: Shape) -> OwnedShards:
         """Describe the shard of a parameter, or of a tensor of its shape; also while the full tensor is here."""
         _check_dense(tensor)
-        axes = [axis for axis in self._axis_cuts if name in axis.placements]
-        over_tensor_ranks = any(axis.group.group_name == self._tp_name for axis in axes)
-        counts = self._is_owner_stage(name) and (self._tp == 0 or over_tensor_ranks)
+        counts, written_by = self._writers(name)
         spans = [span for span in self.local_shard(name, shape).spans if counts and span.is_first]
         if tuple(tensor.shape) == shape:
             spans = [span.in_full_tensor() for span in spans]
         boxes = tuple(Box(span.offsets, span.of(tensor.detach())) for span in spans)
+        return OwnedShards(shape, tensor.dtype, boxes, written_by)
+
+    def _writers(self, name: str) -> tuple[bool, str]:
+        """Whether this rank writes what it has of a sharded parameter, and along which axis ranks have the same."""
+        axes = [axis for axis in self._axis_cuts if name in axis.placements]
+        over_tensor_ranks = any(axis.group.group_name == self._tp_name for axis in axes)
         over_replicas = [axis.axis for axis in axes if axis.axis in _COPY_AXIS]
-        return OwnedShards(shape, tensor.dtype, boxes, _COPY_AXIS[over_replicas[-1]] if over_replicas else ANY)
+        counts = self._is_owner_stage(name) and (self._tp == 0 or over_tensor_ranks)
+        return counts, _COPY_AXIS[over_replicas[-1]] if over_replicas else ANY
 
     def _buffer(self, name: str, tensor: Tensor, owner_stage: int) -> OwnedShards:
         if is_absent(tensor):
@@ -227,6 +244,9 @@ class LocalState:
             return leaf.detach().cpu().clone()
         if parameter is None or name.startswith("#"):
             return unsharded(leaf, counts=self._pp == self._tp == 0)
+        if self._has_owner(parameter):
+            counts, written_by = self._writers(name)
+            return unsharded(leaf, counts=counts, written_by=written_by)
         shape = full_shape(parameter)
         if tuple(leaf.shape) == self.local_shard(name, shape).shape:
             return self._sharded(name, leaf, shape)

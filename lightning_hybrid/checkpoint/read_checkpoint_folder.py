@@ -212,7 +212,7 @@ class SavedOptimizer(Mapping[str, Any]):
         requests: list[ReadRequest] = []
         for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
             entry = self._named["state"].get(name if by_name else saved_names[number])
-            if entry is not None and not is_absent(parameter):
+            if entry is not None and not is_absent(parameter) and local.has_states_of(parameter):
                 states[number] = put_tensors(entry, partial(self._request_tensor, requests, local, name, parameter))
         self._saved.read(requests)
         known = set(saved_names)
@@ -228,7 +228,7 @@ class SavedOptimizer(Mapping[str, Any]):
     ) -> Tensor:
         saved, shard = self._saved.metadata_of(key), None
         shape, full = saved.size, full_shape(parameter)
-        if local.is_sharded(parameter) and tuple(saved.size) == full:
+        if local.has_sharded_states(parameter) and tuple(saved.size) == full:
             shard = local.local_shard(name, full)
             shape = torch.Size(shard.shape)
         requests.append(ReadRequest(key, torch.empty(shape, dtype=saved.properties.dtype), shard))

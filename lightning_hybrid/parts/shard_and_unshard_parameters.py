@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
+from lightning_hybrid.parts.parameter_owners import ParameterOwners
 from lightning_hybrid.parts.parameter_shard_placement import Shard, join, padded, shard_tensor
 from lightning_hybrid.step.module_state.pickle_sharded_parameters import copy_full_parameter, copy_local_parameter
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
@@ -71,11 +72,13 @@ class LocalShards:
 
     Attributes:
         shardings: The axes that shard parameters, from the full tensor to the local shard.
+        owners: Of parameters that are stepped in full, and whose states are full on one rank.
     """
 
     def __init__(self, root: nn.Module, shardings: Sequence[AxisSharding]) -> None:
         self._root = root
         self.shardings = list(shardings)
+        self.owners = ParameterOwners(self.shardings)
         self._names = {id(parameter): name for name, parameter in root.named_parameters()}
 
     @property
@@ -144,7 +147,7 @@ class LocalShards:
     def shard_of_state(self, parameter: Tensor, value: Any) -> Any:
         """The local shard of an optimizer state that has the parameter's full shape; other values as they are."""
         shape = parameter.__dict__.get(FULL_SHAPE)
-        if shape is None or not isinstance(value, Tensor) or value.shape != shape:
+        if shape is None or not isinstance(value, Tensor) or value.shape != shape or parameter in self.owners:
             return value
         return self.shard(self._names[id(parameter)], value)
 

@@ -12,6 +12,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
+from lightning_hybrid.strategies.optimizer_steps.connect_full_parameter_steps import connect_full_parameter_steps
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers, connect_gradients
@@ -52,8 +53,9 @@ def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer
     if run.parts is not None:
         counted = {id(p) for p in counted_parameters if run.parts.is_first_owner(p)}
     _connect_precision(run, counted)
-    watched = _watch_steps(run, owner, optimizers)
-    offloaded = _offload(run, optimizers, watched)
+    full = [] if setting.is_manual else _step_full_parameters(run, owner, optimizers)
+    watched = _watch_steps(run, owner, [optimizer for optimizer in optimizers if optimizer not in full])
+    offloaded = _offload(run, optimizers, [*watched, *full])
     shard = run.mesh.group("dp_shard")
     sharded_steps = shard_optimizer_states(optimizers if setting.shards_manual_steps else [], shard, undo)
     if setting.is_manual:
@@ -80,6 +82,12 @@ def _connect_precision(run: Run, counted: set[int]) -> None:
         clipping = run.guards.off if setting.is_manual and run.guards is not None else nullcontext
         precision = setting.mesh_precision
         precision.connect_mesh(run.mesh, lambda: counted, axes=axes, parts=slices, around_clipping=clipping)
+
+
+def _step_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Let optimizers that need all elements of a parameter have them; return those."""
+    module, is_full = run.setting.module, lambda: owner.state.is_full
+    return connect_full_parameter_steps(optimizers, module, run.mesh, run.parts, is_full, run.until_end)
 
 
 def _watch_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:

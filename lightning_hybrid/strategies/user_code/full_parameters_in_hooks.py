@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
 from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
 from lightning_hybrid.full_params.read_sharded_parameters_as_full import ShardedParameterReads
+from lightning_hybrid.optim.trust_ratio import TrustRatioOptimizer
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.patching import replace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
@@ -67,7 +68,11 @@ class HookReads:
         if combines_parameters(optimizer):
             return self
         # SparseAdam takes no dense gradients, with which the other question is asked, and one number at a time.
-        if self._shards is None or isinstance(optimizer, torch.optim.SparseAdam) or can_step_shards(optimizer):
+        if (
+            self._shards is None
+            or isinstance(optimizer, torch.optim.SparseAdam | TrustRatioOptimizer)
+            or can_step_shards(optimizer)
+        ):
             return None
         alone = copy.copy(self)  # torch's own look at one parameter at a time, whatever its stage
         alone._stages = None

@@ -19,7 +19,11 @@ from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.devices_storing_local_shards import HOST
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile, aligned, state_tensors
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
-from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import STEP_HOOKS, step_after_closure
+from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import (
+    STEP_HOOKS,
+    call_step_hooks,
+    step_after_closure,
+)
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import state_element_sizes
 
 
@@ -77,7 +81,7 @@ class LayerwiseStep(OffloadedStates):
         self.check()
         all_parameters = [group["params"] for group in optimizer.param_groups]
         hooks = {name: optimizer.__dict__.get(name) for name in STEP_HOOKS}
-        _call_hooks(optimizer, hooks["_optimizer_step_pre_hooks"])
+        call_step_hooks(optimizer, hooks["_optimizer_step_pre_hooks"])
         try:
             for name in STEP_HOOKS:  # once per step, not once per layer
                 optimizer.__dict__[name] = OrderedDict()
@@ -98,7 +102,7 @@ class LayerwiseStep(OffloadedStates):
                 group["params"] = parameters
             for name, saved in hooks.items():
                 optimizer.__dict__[name] = saved
-        _call_hooks(optimizer, hooks["_optimizer_step_post_hooks"])
+        call_step_hooks(optimizer, hooks["_optimizer_step_post_hooks"])
 
     def _step_layer(self, number: int, members: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
         moved = [p for p in members if p.device != self._states_on]
@@ -143,11 +147,6 @@ class LayerwiseStep(OffloadedStates):
                     self._in_file.add(slot.data_ptr())
                 offset += aligned(value.nbytes)
         region.evict()
-
-
-def _call_hooks(optimizer: Optimizer, hooks: Any) -> None:
-    for hook in list((hooks or {}).values()):
-        hook(optimizer, (), {})
 
 
 def _bytes_of(members: Sequence[Tensor], sizes: Sequence[int | None], numel: Callable[[Tensor], int]) -> int:

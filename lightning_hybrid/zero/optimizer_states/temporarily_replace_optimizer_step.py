@@ -15,6 +15,12 @@ from lightning_hybrid.patching import Replacement, replace
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # attributes of an optimizer
 
 
+def call_step_hooks(optimizer: Optimizer, hooks: Any) -> None:
+    """Call the hooks of one of ``STEP_HOOKS``, where a step of many calls has taken them off the optimizer."""
+    for hook in list((hooks or {}).values()):
+        hook(optimizer, (), {})
+
+
 def replace_step(optimizer: Optimizer, step: Callable[..., Any], *, reason: str) -> Callable[[], None]:
     """Replace the step of one optimizer by a function that is called like the method; return the undo.
 

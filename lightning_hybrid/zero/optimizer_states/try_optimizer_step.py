@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
+from lightning_hybrid.optim.trust_ratio import SHARD_METHODS, TrustRatioOptimizer
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.memory_mapped_states import state_tensors
@@ -90,6 +91,8 @@ def _twin(optimizer: Optimizer, parameters: list[nn.Parameter], group: int = 0) 
         twin.state[p].update((name, _state_like(value, p)) for name, value in made.items())
     for name in STEP_HOOKS:
         twin.__dict__[name] = OrderedDict()
+    for name in SHARD_METHODS:  # its parameters are on this rank alone
+        twin.__dict__.pop(name, None)
     return twin
 
 
@@ -136,7 +139,7 @@ def _stepped(optimizer: Optimizer, starts: list[Tensor], gradients: list[list[Te
 
 
 # Their steps look at one parameter at a time; following them would only cost time.
-_PER_PARAMETER = ("torch.", "transformers.", "bitsandbytes.")
+_PER_PARAMETER = ("torch.", "transformers.", "bitsandbytes.", "lightning_hybrid.optim.")
 
 
 def combines_parameters(optimizer: Optimizer) -> bool:
@@ -145,6 +148,13 @@ def combines_parameters(optimizer: Optimizer) -> bool:
         return True
     hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
     return any(hooks) or not type(optimizer).step.__module__.startswith(_PER_PARAMETER)
+
+
+def steps_full_parameters(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step needs all elements of a parameter, and nothing of others; tried on small ones."""
+    if combines_parameters(optimizer) or isinstance(optimizer, SparseAdam | TrustRatioOptimizer):
+        return False
+    return not can_step_shards(optimizer) and steps_independently(optimizer)
 
 
 class StateSizes:

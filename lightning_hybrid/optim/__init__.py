@@ -1,0 +1,7 @@
+"""LAMB and LARS, for large batches: trust ratios, of norms that are global where ranks hold shards."""
+
+from lightning_hybrid.optim.lamb import LAMB
+from lightning_hybrid.optim.lars import LARS
+from lightning_hybrid.optim.trust_ratio import TrustRatioOptimizer
+
+__all__ = ["LAMB", "LARS", "TrustRatioOptimizer"]

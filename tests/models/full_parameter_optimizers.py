@@ -1,0 +1,46 @@
+"""A tied language model by optimizers that need all elements of a parameter, each with two groups and weight decay."""
+
+import torch
+
+from lightning_hybrid.optim import LAMB, LARS
+from models.hand_written import Tied
+
+
+class Grouped(Tied):
+    """The first group has the tied embedding."""
+
+    def groups(self, **options):
+        first = [self.embedding.weight, *self.layers[0].parameters()]
+        rest = [p for layer in list(self.layers)[1:] for p in layer.parameters()]
+        trained = [[p for p in group if p.requires_grad] for group in (first, rest)]
+        return [{"params": trained[0], "weight_decay": 0.1}, {"params": trained[1], "weight_decay": 0.0, **options}]
+
+
+class ByAdafactor(Grouped):
+    def configure_optimizers(self):
+        return torch.optim.Adafactor(self.groups(lr=3e-2), lr=1e-2)
+
+
+class ByMuon(Grouped):
+    """Matrices alone are trained."""
+
+    def __init__(self):
+        super().__init__()
+        for p in self.parameters():
+            p.requires_grad_(p.dim() == 2)
+
+    def configure_optimizers(self):
+        return torch.optim.Muon(self.groups(lr=3e-2), lr=1e-2)
+
+
+class ByLamb(Grouped):
+    def configure_optimizers(self):
+        return LAMB(self.groups(lr=3e-2), lr=1e-2)
+
+
+class ByLars(Grouped):
+    def configure_optimizers(self):
+        return LARS(self.groups(lr=0.3, nesterov=True), lr=0.1, trust_coefficient=0.1)
+
+
+MODULES = {"adafactor": ByAdafactor, "muon": ByMuon, "lamb": ByLamb, "lars": ByLars}
