@@ -17,7 +17,7 @@ from harness.checkpoint_runs import (
     loader_of,
 )
 from harness.fits import trainer_of
-from lightning_hybrid.checkpoint.reading import SavedFolder
+from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
 from models.cases import make
 from models.full_parameter_optimizers import MODULES
 
