@@ -12,7 +12,7 @@ from lightning_hybrid.verify.one_process.data_split_of_layout import DataSplit
 from lightning_hybrid.verify.rank_launcher import RanksFailed, run_ranks
 from lightning_hybrid.verify.records.record_comparison import compare, noise_of, unmoved
 from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord
-from lightning_hybrid.verify.reference_and_noise_runs import Reference, data_split_of, run_reference
+from lightning_hybrid.verify.reference_and_noise_runs import Reference, are_close, data_split_of, run_reference
 from lightning_hybrid.verify.report import Report
 from lightning_hybrid.verify.run_experiment import Experiment
 
@@ -97,7 +97,7 @@ class Verification:
             reference = self.reference(layout)
         except Exception as error:
             return Report(layout.name, "failed", f"the reference did not run: {_error_text(error)}")
-        notes = tuple(reference.notes)
+        notes = _notes_of(reference)
         if reference.failure is not None:
             if self.experiment.precision == "64-true" and "Double" in reference.failure.message:
                 notes = (*notes, "some kernel does not support float64: try --precision 32-true")
@@ -120,9 +120,21 @@ class Verification:
             unsplit = self.reference(layout, unsplit_steps, unsplit=True)
             runs_differ = reference.irreproducible is not None or unsplit.irreproducible is not None
             if unsplit.failure is None and not runs_differ and self._agrees_with_either(ranks, reference, unsplit):
-                notes = *report.notes, "means over tokens and metrics are those of each replica's full batch"
+                notes = self._notes_of_full_batch(report, reference, unsplit)
                 report = replace(report, outcome="same", message="", first=None, num_differences=0, notes=notes)
         return report
+
+    def _notes_of_full_batch(self, report: Report, split: Reference, unsplit: Reference) -> tuple[str, ...]:
+        """The notes of a layout whose loss or metrics are those of each replica's full batch."""
+        losses = [reference.observed.steps[0].loss for reference in (split, unsplit) if reference.observed.steps]
+        unweighted, loss = losses if len(losses) == 2 else (None, None)
+        if unweighted is None or loss is None or are_close(unweighted, loss, split.precision):
+            return *report.notes, "metrics are those of each replica's full batch"
+        text = (
+            "the loss is a mean over tokens or labels: microbatches are weighted by their number of these, so each"
+            f" replica's loss is that of its full batch (unweighted: {unweighted:.6g} instead of {loss:.6g})"
+        )
+        return *(note for note in report.notes if note != split.mixing), text
 
     def _agrees_with_either(self, ranks: list[RunRecord], split: Reference, unsplit: Reference) -> bool:
         """Whether each logged number matches one of two references, and all other values match the same one."""
@@ -132,7 +144,7 @@ class Verification:
         return keys[0].isdisjoint(keys[1]) and not all(others)
 
     def _report_of(self, layout: Layout, ranks: list[RunRecord], reference: Reference) -> Report:
-        notes = list(reference.notes)
+        notes = list(_notes_of(reference))
         if ranks[0].shares > 1:
             kind = "pipelined" if layout.num_stages > 1 else "cut"
             notes.append(f"sharded instead of {kind}: {ranks[0].shares} ranks hold shards")
@@ -167,6 +179,10 @@ class Verification:
             floor,
             tuple(notes),
         )
+
+
+def _notes_of(reference: Reference) -> tuple[str, ...]:
+    return (*reference.notes, *([reference.mixing] if reference.mixing else []))
 
 
 def _failed(layout: Layout, ranks: Sequence[RunRecord]) -> Report | None:

@@ -255,6 +255,10 @@ def test_layouts_are_parsed():
     assert layout.strategy == {"recompute": {"a.*": 0.3, "b": "keep"}, "compile": {"backend": "eager"}}
     assert parse_layout("recompute=0.4,timeout=None").strategy == {"recompute": 0.4, "timeout": None}
     assert parse_layout(layout_of_options(layout.strategy).name).strategy == layout.strategy
+    replicas = layout_of_options({"pipeline_parallel_size": 2, "num_microbatches": 4}, 4)
+    assert replicas.name == "dp=2,pp=2,m=4" and "data_parallel_size" not in replicas.strategy
+    assert layout_of_options({"pipeline_parallel_size": 2, "data_parallel_size": "auto"}, 6).name == "dp=3,pp=2"
+    assert layout_of_options({"pipeline_parallel_size": 2}).name == "pp=2"
     with pytest.raises(ValueError, match="1' is no YAML"):
         parse_layout("pp=2,offload={a: 1")
     assert parse_layout("pp=2,m=4").options(3)["num_microbatches"] == 4
