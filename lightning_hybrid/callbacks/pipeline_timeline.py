@@ -37,7 +37,8 @@ class PipelineTimeline(Callback):
         path: where the picture goes; its suffix, ".svg" or ".png", says which kind (PNG needs matplotlib). A path that
             ends in ".json" receives a Chrome trace, for ui.perfetto.dev or chrome://tracing. Or a list of paths. With
             `every_n_steps` the step's number is put before the suffix.
-        step: the optimizer step to measure, counted from 1; the first ones are slower than the others.
+        step: the optimizer step to measure, counted from 1; the first ones are slower than the others. In a run that
+            resumes after that step it counts from the start of the run, unless `every_n_steps` measures later ones.
         every_n_steps: interval of further steps to measure.
         ranks: which ranks to draw: "first" for the first pipeline, "all", or those with these coordinates, by "data",
             "pipeline", "context" and "tensor", such as ``{"tensor": 0, "context": 0}`` for a pipeline per replica.
@@ -74,7 +75,7 @@ class PipelineTimeline(Callback):
                 raise ValueError(f"{name}={value} must be at least 1; steps are counted from 1")
         check_ranks(ranks)
         self.step, self.every_n_steps, self.ranks = step, every_n_steps, ranks
-        self._last_step = 0
+        self._last_step = self._wanted_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Broadcasts what to measure from the first rank.
@@ -94,6 +95,12 @@ class PipelineTimeline(Callback):
         chosen = strategy.broadcast((self.step, self.every_n_steps, self.ranks))
         self.step, self.every_n_steps, self.ranks = chosen
         check_ranks(self.ranks, strategy.layout)
+        self._wanted_step = self.step
+        if trainer.global_step >= self.step and self.every_n_steps is None:
+            self._wanted_step += trainer.global_step
+            rank_zero_info(
+                f"PipelineTimeline: the run starts after step={self.step}, so it draws step {self._wanted_step}"
+            )
         self._prepare(strategy, trainer.global_step + 1)
 
     def on_train_batch_end(
@@ -110,15 +117,15 @@ class PipelineTimeline(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warns if training ended before the step."""
-        if _is_recorded(trainer.strategy) and trainer.global_step < self.step:
+        if _is_recorded(trainer.strategy) and trainer.global_step < self._wanted_step:
             rank_zero_warn(
-                f"PipelineTimeline wrote no picture: training ended after step {trainer.global_step}, before step="
-                f"{self.step}; set a smaller step"
+                f"PipelineTimeline wrote no picture: training ended after step {trainer.global_step}, before step"
+                f" {self._wanted_step}; set a smaller step"
             )
 
     def _is_wanted(self, step: int) -> bool:
         if self.every_n_steps is None or step < self.step:
-            return step == self.step
+            return step == self._wanted_step
         return (step - self.step) % self.every_n_steps == 0
 
     def _prepare(self, strategy: Any, step: int) -> None:

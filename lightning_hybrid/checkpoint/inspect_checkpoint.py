@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
+
+_OPTIONS = {
+    "pp": "pipeline_parallel_size",
+    "tp": "tensor_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_parallel_size",
+}
 
 
 def summary(saved: SavedFolder) -> dict[str, Any]:
@@ -26,7 +34,7 @@ def summary(saved: SavedFolder) -> dict[str, Any]:
 def table(saved: SavedFolder) -> str:
     """Format a table: layout, step and versions, and a line for each tensor."""
     content = summary(saved)
-    sizes = {axis: size for axis, size in content["layout"].items() if size > 1}
+    sizes = _option_sizes(content["layout"])
     versions = {name: version for name, version in content["versions"].items() if version}
     tensors, files = content["tensors"], content["files"]
     rows = [
@@ -36,7 +44,7 @@ def table(saved: SavedFolder) -> str:
     total = sum(tensor["bytes"] for tensor in tensors.values())
     head = [
         f"step {content['step']}, epoch {content['epoch']}",
-        f"saved under {', '.join(f'{axis}={size}' for axis, size in sizes.items()) or 'one process'}",
+        f"saved under {', '.join(f'{option}={size}' for option, size in sizes.items()) or 'one process'}",
         f"versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
         f"{len(rows)} tensors of {total:,} bytes in {len(files)} files of {sum(f['bytes'] for f in files.values()):,}",
     ]
@@ -47,3 +55,11 @@ def table(saved: SavedFolder) -> str:
         for row in columns
     ]
     return "\n".join([*head, "", *lines])
+
+
+def _option_sizes(axes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes above 1 of the axes of ranks, by the options of the strategy that set them."""
+    sizes = {_OPTIONS.get(axis, axis): size for axis, size in axes.items() if axis not in ("dp_replicate", "dp_shard")}
+    shards = axes.get("dp_shard", 1)
+    sizes |= {"data_parallel_size": axes.get("dp_replicate", 1) * shards, "shard_size": shards}
+    return {option: size for option, size in sizes.items() if size > 1}

@@ -85,10 +85,19 @@ def _convert(parsed: argparse.Namespace) -> int:
     return OK
 
 
+def _check_is_folder(parsed: argparse.Namespace) -> None:
+    if parsed.source.is_file():
+        raise UsageError(
+            f"{parsed.source} is one file; {parsed.action} reads folders; convert it first: lightning-hybrid checkpoint"
+            f" convert {parsed.source} FOLDER"
+        )
+
+
 def _inspect(parsed: argparse.Namespace) -> int:
     from lightning_hybrid.checkpoint.inspect_checkpoint import summary, table
     from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
 
+    _check_is_folder(parsed)
     saved = SavedFolder(parsed.source, weights_only=not parsed.trust)
     if parsed.json:
         print_json(summary(saved))
@@ -100,6 +109,7 @@ def _inspect(parsed: argparse.Namespace) -> int:
 def _verify(parsed: argparse.Namespace) -> int:
     from lightning_hybrid.checkpoint.verify_checkpoint import problems
 
+    _check_is_folder(parsed)
     try:
         with Progress("verify", interval=_LINE_SECONDS) as progress:
             found = list(problems(parsed.source, weights_only=not parsed.trust, tell=progress))

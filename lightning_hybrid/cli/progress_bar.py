@@ -14,13 +14,14 @@ class Progress:
 
     Args:
         name: What is done, in one word.
-        interval: Least seconds between two lines where there is no terminal; the first is always printed.
+        interval: Least seconds between two lines where there is no terminal; the first and the last are always printed.
     """
 
     def __init__(self, name: str, *, interval: float = 0.0) -> None:
         self._name, self._interval = name, interval
         self._bar: Any = None
         self._last: float | None = None
+        self._left_out = ""
         self._start = time.monotonic()
         self._piece: tuple[str, int, int] = "", 0, 1
         self._has_phases = False
@@ -29,10 +30,10 @@ class Progress:
     def __call__(self, what: str, done: int, total: int) -> None:
         """Show that ``done`` of ``total`` pieces are done, and what the next one is."""
         if not sys.stderr.isatty():
-            now = time.monotonic()
+            now, self._left_out = time.monotonic(), f"{self._name} {done + 1} of {total}: {what}"
             if self._last is None or now - self._last >= self._interval:
-                self._last = now
-                self._print(f"{self._name} {done + 1} of {total}: {what}")
+                self._print(self._left_out)
+                self._last, self._left_out = now, ""
             return
         self._show(what, done, total)
 
@@ -75,6 +76,8 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
+        if self._left_out:
+            self._print(self._left_out)
         if self._bar is not None:
             self._bar.close()
         elif self._has_phases:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import inspect
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.cli.exit_status_and_json_output import OK, PROBLEM, REFUSED, UsageError, print_json, usage_errors
@@ -131,18 +129,35 @@ def layout_of(text: str, tensor_plan: list[str] | None) -> Layout:
     Raises:
         UsageError: It does not, or has an entry without a value or with one that the option does not take.
     """
-    from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
     from lightning_hybrid.verify import parse_layout
 
     with usage_errors():
-        layout = parse_layout(text, tensor_plan or ())
-    parameters = inspect.signature(Hybrid3DStrategy.__init__).parameters.values()
-    known = [parameter.name for parameter in parameters if parameter.default is not parameter.empty]
-    for name in layout.strategy:
-        if name not in known:
-            near = difflib.get_close_matches(name, known) or ["dp", "tp", "pp", "cp", "ep", "stages", "m", "zero"]
-            raise UsageError(f"--layout {layout.name!r}: {name!r} is no option of the strategy; nearest: {near}")
-    return checked(layout)
+        return checked(_with_own_names(parse_layout(text, tensor_plan or ())))
+
+
+def _with_own_names(layout: Layout) -> Layout:
+    """Return a layout with options by the names of the strategy for those of other libraries.
+
+    Raises:
+        UsageError: A name is not known.
+        ValueError: A value is refused, or contradicts another one.
+    """
+    from lightning_hybrid.strategies.hybrid3d import OPTION_DEFAULTS
+    from lightning_hybrid.strategies.options.names_of_other_libraries import resolve_names
+    from lightning_hybrid.verify.layouts import layout_of_options
+
+    own = {name: value for name, value in layout.strategy.items() if name in OPTION_DEFAULTS}
+    others = {name: value for name, value in layout.strategy.items() if name not in OPTION_DEFAULTS}
+    if not others:
+        return layout
+    given = {**OPTION_DEFAULTS, **own}
+    try:
+        resolved = resolve_names(given, others, OPTION_DEFAULTS)
+    except TypeError as error:
+        short = "short names are dp, tp, pp, cp, ep, stages, m, zero"
+        raise UsageError(f"--layout {layout.name!r}: {error}; {short}") from error
+    meant = {name: value for name, value in resolved.items() if value != given[name]}
+    return replace(layout_of_options({**own, **meant}), name=layout.name)
 
 
 def checked(layout: Layout) -> Layout:

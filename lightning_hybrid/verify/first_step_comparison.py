@@ -55,7 +55,7 @@ class FirstDifference:
         return (
             f"the first step is not that of one process: {self.what} ({stage}rank {self.rank}) is"
             f" {_format(self.value)} and {_format(self.reference)} in one process; relative difference"
-            f" {self.relative:.2g}, noise floor {self.floor:.2g}"
+            f" {self.relative:.2g}{f', noise floor {self.floor:.2g}' if self.floor else ''}"
         )
 
 

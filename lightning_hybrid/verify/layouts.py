@@ -9,7 +9,7 @@ import importlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 _SHORT = {
@@ -142,7 +142,7 @@ def _value(text: str, value: str) -> Any:
 
 
 def layout_of_options(options: Mapping[str, Any], devices: int | None = None) -> Layout:
-    """Return the layout of a strategy's options, named as ``parse_layout`` reads it.
+    """Return the layout of a strategy's options, named as ``parse_layout`` reads it, with the number of its replicas.
 
     Args:
         options: Options of the strategy by their full names.
@@ -152,8 +152,16 @@ def layout_of_options(options: Mapping[str, Any], devices: int | None = None) ->
         ValueError: A size is no whole number, or the processes are no multiple of the ranks that share a batch.
     """
     names = {full: short for short, full in _SHORT.items()}
-    name = ",".join(f"{names.get(option, option)}={value}" for option, value in options.items()) or "dp=auto"
-    return Layout(name, devices=devices or _num_ranks(name, options), strategy=dict(options))
+    named = {names.get(option, option): value for option, value in options.items()}
+    name = _name(named) or "dp=auto"
+    layout = Layout(name, devices=devices or _num_ranks(name, options), strategy=dict(options))
+    if named.get("dp", "auto") == "auto" and layout.replicas > 1:
+        return replace(layout, name=_name({"dp": layout.replicas, **{k: v for k, v in named.items() if k != "dp"}}))
+    return layout
+
+
+def _name(options: Mapping[str, Any]) -> str:
+    return ",".join(f"{option}={value}" for option, value in options.items())
 
 
 def _num_ranks(name: str, options: Mapping[str, Any]) -> int:

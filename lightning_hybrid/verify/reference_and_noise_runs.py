@@ -34,6 +34,7 @@ class Reference:
         irreproducible: The first value in which two equal runs differ.
         precision: Lightning's name of the precision of its numbers.
         notes: Remarks for the user.
+        mixing: The remark on a loss of the full batch that differs from the mean over its microbatches, if it does.
         failure: The exception that ended the run, if one did.
     """
 
@@ -43,6 +44,7 @@ class Reference:
     irreproducible: Difference | None = None
     precision: str = "64-true"
     notes: list[str] = field(default_factory=list)
+    mixing: str = ""
     failure: Failure | None = None
 
 
@@ -90,7 +92,7 @@ def run_reference(experiment: Experiment, data_split: DataSplit) -> Reference:
         result.noisy = run_once(experiment, other, perturbation=perturbation(result.precision))
     result.failure = result.observed.failure or result.noisy.failure
     if result.failure is None and not result.draws:
-        result.notes += _mixing_note(experiment, data_split, result.observed)
+        result.mixing = _mixing_note(experiment, data_split, result.observed)
     return result
 
 
@@ -112,16 +114,21 @@ def _first_difference(again: RunRecord, first: RunRecord) -> Difference | None:
     return next(iter(compare([again], first, first, precision="64-true")), None)
 
 
-def _mixing_note(experiment: Experiment, data_split: DataSplit, observed: RunRecord) -> list[str]:
+def _mixing_note(experiment: Experiment, data_split: DataSplit, observed: RunRecord) -> str:
     """Say by how much the mean over the microbatches differs from the loss of the full batch."""
     full_batch = run_once(experiment, OneProcessRun(data_split, unsplit=True), only_first_step=True)
     if full_batch.failure is not None or not full_batch.steps or not observed.steps:
-        return []
+        return ""
     unsplit, mean = full_batch.steps[0].loss, observed.steps[0].loss
     if unsplit is None or mean is None:
-        return []
-    if math.isclose(unsplit, mean, rel_tol=_MIXES.get(experiment.precision, 5e-2), abs_tol=1e-12):
-        return []
+        return ""
+    if are_close(unsplit, mean, experiment.precision):
+        return ""
     count = data_split.num_microbatches
     of = f"{data_split.replicas * count} microbatches" if count else "its microbatches"
-    return [f"the objective mixes samples: full batch {unsplit:.6g}, mean of {of} {mean:.6g}"]
+    return f"the objective mixes samples: full batch {unsplit:.6g}, mean of {of} {mean:.6g}"
+
+
+def are_close(loss: float, other: float, precision: str) -> bool:
+    """Whether two losses differ by rounding at most; ``precision`` is Lightning's name of it."""
+    return math.isclose(loss, other, rel_tol=_MIXES.get(precision, 5e-2), abs_tol=1e-12)

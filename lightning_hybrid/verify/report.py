@@ -23,6 +23,9 @@ class Report:
         num_differences: Number of values that differ.
         steps: Number of training steps compared; of a failed run, those before the failure.
         floor: The largest relative noise floor of a parameter's update.
+        largest: Of the values that are the same but for rounding, the relative difference of the one nearest to its
+            limit.
+        limit: The relative difference up to which that value counts as the same.
         notes: Further remarks for the user.
         traceback: Of the error that ended a run which failed.
     """
@@ -34,6 +37,8 @@ class Report:
     num_differences: int = 0
     steps: int = 0
     floor: float = 0.0
+    largest: float = 0.0
+    limit: float = 0.0
     notes: tuple[str, ...] = field(default_factory=tuple)
     traceback: str = ""
 
@@ -49,9 +54,8 @@ class Report:
 
 def table(reports: list[Report], *, width: int = 120) -> str:
     """Format all reports as a table of ``width`` characters; with rich if it is installed, as plain text otherwise."""
-    floors = [f"{r.floor:.1g}" if r.steps and r.outcome != "failed" else "" for r in reports]
-    rows = [[r.layout, r.outcome, str(r.steps), floor, r.message] for r, floor in zip(reports, floors, strict=True)]
-    heads = ["layout", "outcome", "steps", "noise", "why"]
+    rows = [[r.layout, r.outcome, str(r.steps), _rounding(r), r.message] for r in reports]
+    heads = ["layout", "outcome", "steps", "rounding", "why"]
     try:
         from rich.console import Console
         from rich.table import Table
@@ -64,6 +68,13 @@ def table(reports: list[Report], *, width: int = 120) -> str:
     out = io.StringIO()
     Console(file=out, width=width, color_system=None).print(drawn)
     return out.getvalue().rstrip()
+
+
+def _rounding(report: Report) -> str:
+    """The largest difference by rounding of values that are the same, and its limit."""
+    if not report.steps or report.outcome != "same":
+        return ""
+    return f"{report.largest:.1g}, limit {report.limit:.1g}" if report.limit else "none"
 
 
 def _plain(heads: list[str], rows: list[list[str]]) -> str:

@@ -10,9 +10,9 @@ from lightning_hybrid.verify.layout_run import run_layout
 from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.one_process.data_split_of_layout import DataSplit
 from lightning_hybrid.verify.rank_launcher import RanksFailed, run_ranks
-from lightning_hybrid.verify.records.record_comparison import compare, noise_of, unmoved
+from lightning_hybrid.verify.records.record_comparison import Margin, compare, noise_of, unmoved
 from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord
-from lightning_hybrid.verify.reference_and_noise_runs import Reference, data_split_of, run_reference
+from lightning_hybrid.verify.reference_and_noise_runs import Reference, are_close, data_split_of, run_reference
 from lightning_hybrid.verify.report import Report
 from lightning_hybrid.verify.run_experiment import Experiment
 
@@ -97,7 +97,7 @@ class Verification:
             reference = self.reference(layout)
         except Exception as error:
             return Report(layout.name, "failed", f"the reference did not run: {_error_text(error)}")
-        notes = tuple(reference.notes)
+        notes = _notes_of(reference)
         if reference.failure is not None:
             if self.experiment.precision == "64-true" and "Double" in reference.failure.message:
                 notes = (*notes, "some kernel does not support float64: try --precision 32-true")
@@ -119,20 +119,45 @@ class Verification:
         if report.outcome == "different" and is_split:
             unsplit = self.reference(layout, unsplit_steps, unsplit=True)
             runs_differ = reference.irreproducible is not None or unsplit.irreproducible is not None
-            if unsplit.failure is None and not runs_differ and self._agrees_with_either(ranks, reference, unsplit):
-                notes = *report.notes, "means over tokens and metrics are those of each replica's full batch"
+            margins: list[Margin] = []
+            agrees = unsplit.failure is None and self._agrees_with_either(ranks, reference, unsplit, margins)
+            if agrees and not runs_differ:
+                notes = self._notes_of_full_batch(report, reference, unsplit)
                 report = replace(report, outcome="same", message="", first=None, num_differences=0, notes=notes)
+                report = _with_margin(report, margins)
         return report
 
-    def _agrees_with_either(self, ranks: list[RunRecord], split: Reference, unsplit: Reference) -> bool:
-        """Whether each logged number matches one of two references, and all other values match the same one."""
-        compared = [compare(ranks, one.observed, one.noisy, precision=one.precision) for one in (split, unsplit)]
+    def _notes_of_full_batch(self, report: Report, split: Reference, unsplit: Reference) -> tuple[str, ...]:
+        """The notes of a layout whose loss or metrics are those of each replica's full batch."""
+        losses = [reference.observed.steps[0].loss for reference in (split, unsplit) if reference.observed.steps]
+        unweighted, loss = losses if len(losses) == 2 else (None, None)
+        if unweighted is None or loss is None or are_close(unweighted, loss, split.precision):
+            return *report.notes, "metrics are those of each replica's full batch"
+        text = (
+            "the loss is a mean over tokens or labels: microbatches are weighted by their number of these, so each"
+            f" replica's loss is that of its full batch (unweighted: {unweighted:.6g} instead of {loss:.6g})"
+        )
+        return *(note for note in report.notes if note != split.mixing), text
+
+    def _agrees_with_either(
+        self, ranks: list[RunRecord], split: Reference, unsplit: Reference, margins: list[Margin]
+    ) -> bool:
+        """Whether each logged number matches one of two references, and all other values match the same one.
+
+        ``margins`` receives those of the reference with fewer differences.
+        """
+        found: list[list[Margin]] = [[], []]
+        compared = [
+            compare(ranks, one.observed, one.noisy, precision=one.precision, margins=own)
+            for one, own in zip((split, unsplit), found, strict=True)
+        ]
+        margins += found[len(compared[1]) <= len(compared[0])]
         keys = [{difference.key for difference in differences} for differences in compared]
         others = [any(not key.what.startswith("metric") for key in each) for each in keys]
         return keys[0].isdisjoint(keys[1]) and not all(others)
 
     def _report_of(self, layout: Layout, ranks: list[RunRecord], reference: Reference) -> Report:
-        notes = list(reference.notes)
+        notes = list(_notes_of(reference))
         if ranks[0].shares > 1:
             kind = "pipelined" if layout.num_stages > 1 else "cut"
             notes.append(f"sharded instead of {kind}: {ranks[0].shares} ranks hold shards")
@@ -141,7 +166,10 @@ class Verification:
             notes.append(f"{names}: run unsplit on every rank, as it cannot be partitioned")
         if "training_step" in ranks[0].unsplit_steps:
             notes.append("training_step keeps values that microbatches do not determine: each batch was one microbatch")
-        differences = compare(ranks, reference.observed, reference.noisy, precision=reference.precision)
+        margins: list[Margin] = []
+        differences = compare(
+            ranks, reference.observed, reference.noisy, precision=reference.precision, margins=margins
+        )
         floor = noise_of(reference.observed, reference.noisy)
         if unchanged := unmoved(reference.observed):
             notes.append(
@@ -157,7 +185,7 @@ class Verification:
             message = f"two equal runs in one process differ: the module draws from a source without a seed; {first}"
         elif first is not None and self.experiment.precision == "64-true" and first.difference < 1e-4:
             notes.append("a difference this small may come from float32 inside the module: try --precision 32-true")
-        return Report(
+        report = Report(
             layout.name,
             "same" if first is None else "different",
             message,
@@ -165,8 +193,18 @@ class Verification:
             len(differences),
             len(ranks[0].steps),
             floor,
-            tuple(notes),
+            notes=tuple(notes),
         )
+        return _with_margin(report, margins)
+
+
+def _with_margin(report: Report, margins: Sequence[Margin]) -> Report:
+    nearest = max(margins, default=None)
+    return report if nearest is None else replace(report, largest=nearest.difference, limit=nearest.limit)
+
+
+def _notes_of(reference: Reference) -> tuple[str, ...]:
+    return (*reference.notes, *([reference.mixing] if reference.mixing else []))
 
 
 def _failed(layout: Layout, ranks: Sequence[RunRecord]) -> Report | None:

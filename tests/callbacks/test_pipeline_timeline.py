@@ -27,7 +27,7 @@ from models.regression import Sequential
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def fit(*callbacks, max_steps=4, accumulate=1, loggers=(), strategy=None, **options):
+def fit(*callbacks, max_steps=4, accumulate=1, loggers=(), strategy=None, ckpt_path=None, **options):
     data = torch.randn(64, 4)
     loader = DataLoader(TensorDataset(data, data.sum(1, keepdim=True)), batch_size=8)
     trainer = Trainer(
@@ -42,7 +42,7 @@ def fit(*callbacks, max_steps=4, accumulate=1, loggers=(), strategy=None, **opti
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Sequential(), loader)
+    trainer.fit(Sequential(), loader, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -260,13 +260,25 @@ def test_ranks_that_a_run_does_not_have_are_refused():
 
 
 @pytest.mark.world(2)
+def test_a_resumed_run_counts_a_step_that_has_passed_from_its_start():
+    options = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+    fit(max_steps=3, **options).save_checkpoint("step3.ckpt")
+    with mock.patch.object(pipeline_timeline, "rank_zero_info") as info:
+        fit(PipelineTimeline(step=2), ckpt_path="step3.ckpt", max_steps=6, **options)
+    assert written() == ["timeline.svg"]
+    assert "the run starts after step=2, so it draws step 5" in info.call_args_list[0].args[0]
+    if dist.get_rank() == 0:
+        assert "Step 5" in Path("timeline.svg").read_text()
+
+
+@pytest.mark.world(2)
 def test_unreached_step_is_reported():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(PipelineTimeline(step=9), max_steps=2, pipeline_parallel_size=2, num_microbatches=2)
     assert written() == []
     if dist.get_rank() == 0:
-        assert any("before step=9" in str(warning.message) for warning in caught)
+        assert any("before step 9" in str(warning.message) for warning in caught)
 
 
 @pytest.mark.parametrize(

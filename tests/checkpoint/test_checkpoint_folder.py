@@ -83,6 +83,10 @@ def test_file_and_folder_convert_into_each_other(saved, tmp_path, capsys):
     assert content["step"] == 3 and content["tensors"]["optimizer/0/#1/exp_avg"]["dtype"] in shown
     assert command_line(["checkpoint", "inspect", str(tmp_path / "missing.ckpt")]) == 2
     assert command_line(["checkpoint", "convert", str(saved), str(back)]) == 2
+    capsys.readouterr()
+    for action in ("inspect", "verify"):
+        assert command_line(["checkpoint", action, str(back)]) == 2
+        assert f"back.ckpt is one file; {action} reads folders; convert it first" in capsys.readouterr().err
 
 
 def test_large_tensors_convert_on_disk(tmp_path):

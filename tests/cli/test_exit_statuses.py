@@ -178,7 +178,10 @@ def test_progress_is_lines_without_a_terminal(capsys):
         progress("c", 0, 2)
         progress("d", 1, 2)
     captured = capsys.readouterr()
-    assert captured.err.splitlines() == ["read 1 of 2: a", "read 2 of 2: b", "read 1 of 2: c"] and not captured.out
+    assert (
+        captured.err.splitlines() == ["read 1 of 2: a", "read 2 of 2: b", "read 1 of 2: c", "read 2 of 2: d"]
+        and not captured.out
+    )
 
 
 def test_progress_is_a_bar_on_a_terminal(monkeypatch):

@@ -10,6 +10,7 @@ from lightning_hybrid.cli.exit_status_and_json_output import UsageError
 from lightning_hybrid.cli.module_and_data_from_cli import ConfiguredRun
 from lightning_hybrid.cli.trainer_config import trainer_config
 from lightning_hybrid.cli.user_classes_from_arguments import load_target, split_class_flags
+from lightning_hybrid.cli.verify import layout_of
 
 CLASSES = "tests/models/command_line_classes.py"
 SCRIPT = "tests/models/command_line_script.py"
@@ -92,7 +93,7 @@ def test_config_names_classes_layout_and_trainer(config):
     optimizer = module.configure_optimizers()
     assert isinstance(optimizer, torch.optim.SGD) and optimizer.param_groups[0]["lr"] == 0.25
     said = trainer_config(run.parse())
-    assert (said.layout.name, said.layout.devices, said.layout.replicas) == ("pp=2,m=4", 4, 2)
+    assert (said.layout.name, said.layout.devices, said.layout.replicas) == ("dp=2,pp=2,m=4", 4, 2)
     assert (said.seed, said.precision, said.unused) == (7, "bf16-mixed", ("callbacks",))
     assert said.arguments == {"accumulate_grad_batches": 2}
 
@@ -158,8 +159,9 @@ def test_layouts_of_a_config_that_are_refused(trainer, text, tmp_path, capsys):
         ([f"{CLASSES}:Stack", "--data.a", "1"], "without --data"),
         ([f"{CLASSES}:Stack", "--config", "missing.yaml"], "missing.yaml"),
         (["x:Y", "--layout", "pp"], "name=value"),
-        (["x:Y", "--layout", "xx=2"], "'xx' is no option of the strategy"),
-        (["x:Y", "--layout", "zero_stag=2"], "nearest: ['zero_stage'"),
+        (["x:Y", "--layout", "xx=2"], "the strategy has no option 'xx'"),
+        (["x:Y", "--layout", "zero_stag=2"], "the nearest are zero_stage"),
+        (["x:Y", "--layout", "dp=2,stage=3,zero=1"], "stage=3 means zero_stage=3, but zero_stage=1 is set too"),
         (["x:Y", "--layout", "schedule=none"], "schedule='none' is unknown"),
     ],
 )
@@ -200,3 +202,11 @@ def test_version(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0 and capsys.readouterr().out.startswith("lightning-hybrid ")
+
+
+@pytest.mark.world(1)
+def test_layouts_take_names_of_other_libraries():
+    layout = layout_of("tp_size=2,dp=2,stage=3,offload_optimizer=true,num_microbatches=auto", None)
+    expected = {"data_parallel_size": 2, "tensor_parallel_size": 2, "zero_stage": 3, "num_microbatches": "auto"}
+    assert layout.strategy == {**expected, "offload": {"optimizer_states": "cpu"}} and layout.devices == 4
+    assert layout.name == "tp_size=2,dp=2,stage=3,offload_optimizer=true,num_microbatches=auto"

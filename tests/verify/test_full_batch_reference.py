@@ -1,5 +1,7 @@
 """Steps whose numbers are those of the full batch, where microbatches differ from it in something else too."""
 
+import re
+
 import torch
 import torchmetrics
 from lightning.pytorch import LightningModule
@@ -65,7 +67,7 @@ class Float32Loss(Classifier):
 def test_batch_norm_takes_statistics_of_microbatches_beside_a_metric_of_the_full_batch(worlds):
     report = check(worlds, Normalised, STAGES, make_data=labelled_data, num_microbatches=4)
     assert report.outcome == "same", report.message
-    assert "means over tokens and metrics are those of each replica's full batch" in report.notes
+    assert "metrics are those of each replica's full batch" in report.notes
 
 
 def test_a_loss_in_float32_is_compared_in_float32(worlds):
@@ -125,6 +127,15 @@ def test_a_masked_mean_beside_dropout_is_that_of_each_replicas_full_batch(worlds
     for module in (DroppingMaskedMean, DroppingCrossEntropy):
         report = check(worlds, module, BOTH, make_data=labelled_data, num_microbatches=4)
         assert report.outcome == "same", report.message
+        assert "the loss is a mean over tokens or labels" in report.notes[-1]
+
+
+def test_a_mean_over_labels_has_one_note_with_both_numbers(worlds):
+    report = check(worlds, Classifier, STAGES, make_data=labelled_data, num_microbatches=4)
+    assert report.outcome == "same", report.message
+    [note] = report.notes
+    unweighted, loss = map(float, re.findall(r"unweighted: (\S+) instead of (\S+)\)", note)[0])
+    assert unweighted != loss
 
 
 class DropsOtherRows(DroppingMaskedMean):

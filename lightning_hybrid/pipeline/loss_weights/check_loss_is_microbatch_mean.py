@@ -53,13 +53,9 @@ class LossWeighting(NamedTuple):
         """Whether no weights of parts give the loss of the batch."""
         return self.differing is not None and not self.counts
 
-    def __str__(self) -> str:
-        """For messages."""
-        return (
-            (f"microbatches are weighted by the count that the loss is a mean over: {self.counts[0]}")
-            if self.counts
-            else ""
-        )
+    def describe(self, batch: Any) -> str:
+        """The weighting by a count, for messages, with the place of its tensor in a batch."""
+        return f"each microbatch is weighted by its {self.counts[0].describe(batch)}" if self.counts else ""
 
     def of(self, parts: Sequence[Any], by_samples: Sequence[float]) -> list[float]:
         """The weights of the parts of a batch in its loss; ``by_samples`` where there is no count."""

@@ -51,7 +51,7 @@ class LossWeightFinder:
             self.now = found
         elif found.counts:
             if not self.now.counts:
-                self._inform(str(found))
+                self._inform(found.describe(batch))
             self.now = found._replace(counts=tuple(c for c in found.counts if c in self.now.counts) or found.counts)
         else:
             self.now = self.now._replace(counts=self.now.counts[:1])

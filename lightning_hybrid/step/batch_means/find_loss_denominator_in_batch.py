@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_hybrid.step.objects.pytree import flatten
 
@@ -39,11 +40,17 @@ class Count(NamedTuple):
     begin: int = 0
     end: int | None = None
 
-    def __str__(self) -> str:
-        """Describe the count in messages."""
-        quantity = "the sum" if self.ignored is None else f"the entries other than {self.ignored:g}"
+    def describe(self, batch: Any) -> str:
+        """Describe the count in messages, with the place of its tensor in a batch."""
+        quantity = "sum" if self.ignored is None else f"number of entries other than {self.ignored:g}"
         where = ", without the first column" if self.begin else ", without the last column" if self.end else ""
-        return f"{quantity} of tensor {self.position} of the batch{where}"
+        return f"{quantity} of {self._place(batch)}{where}"
+
+    def _place(self, batch: Any) -> str:
+        """Where the tensor is in a batch of dicts, lists and tuples, such as ``batch['labels']``."""
+        leaves, tensors = tree_flatten_with_path(batch)[0], _tensors(batch)
+        found = [path for path, leaf in leaves if self.position < len(tensors) and leaf is tensors[self.position]]
+        return f"batch{keystr(found[0])}" if found else f"tensor {self.position} of the batch"
 
     def of(self, batch: Any) -> float:
         """The count of a batch or microbatch; 0 for a batch with fewer tensors."""

@@ -8,7 +8,10 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_hybrid.strategies.description.describe_batch_and_environment import describe_environment
+from lightning_hybrid.strategies.description.describe_batch_and_environment import (
+    describe_environment,
+    describe_offload_on_cpu,
+)
 from lightning_hybrid.strategies.description.run_start_table import StartTable, describe_run
 from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
@@ -28,6 +31,7 @@ def announce_run(run: Run, partition: ModulePartition | None, *, with_environmen
     if setting.world.mesh.rank:
         return
     table = describe_run(run, partition, setting.trainer.optimizers if setting.is_fitting else [])
+    table = dataclasses.replace(table, rest=[*table.rest, *describe_offload_on_cpu(setting)])
     if with_environment:
         table = dataclasses.replace(table, layout=[*table.layout, *describe_environment(setting)])
     path = _write(table, setting.trainer) if table.is_long else None

@@ -178,11 +178,17 @@ def _means(graph: StepGraph, *, is_uneven: bool) -> list[str]:
     lines = []
     for count, kinds in _COUNTS.items():
         of_kind = [node for node in nodes if node.averages in kinds]
-        shown = [f"{node.name} ({node.line.rsplit('/', 1)[-1]})" for node in of_kind]
+        shown = [f"{node.name} ({_file_and_line(node.line)})" for node in of_kind]
         more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
         if shown:
             lines.append(f"each microbatch is weighted by its {count}: {', '.join(shown[:3])}{more}")
     return lines
+
+
+def _file_and_line(line: str) -> str:
+    """The file of a user's line by its name; that of an installed package with the package."""
+    _, is_installed, within = line.partition("/site-packages/")
+    return within if is_installed else line.rsplit("/", 1)[-1]
 
 
 def _units(assignment: Assignment, stage: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -36,6 +37,22 @@ from lightning_hybrid.verify.records.perturb_weights import perturbation_of_weig
 _MIXES = {"64-true": 1e-7, "32-true": 1e-4}
 
 
+def print_once(rank: int) -> None:
+    """Let a ``FirstStepError`` that ends the process print its message alone, and on the first rank only.
+
+    All ranks raise the same one, and its tracebacks show no code of the user.
+    """
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not isinstance(error, FirstStepError):
+            before(kind, error, trace)
+        elif rank == 0:
+            print(f"{kind.__name__}: {error}", file=sys.stderr)
+
+    sys.excepthook = show
+
+
 class FirstStepCheck:
     """Runs the first optimizer step in one process too, and raises unless losses and gradients match."""
 
@@ -61,6 +78,7 @@ class FirstStepCheck:
                 f"verify_first_step=True compares gradients before the optimizer steps, but {type(module).__name__}"
                 " uses manual optimization, which steps inside training_step; set verify_first_step=False"
             )
+        print_once(self._owner.setting.world.mesh.rank)
         self._start_over()
 
     def _start_over(self) -> None:

@@ -64,4 +64,4 @@ def warn_of_mixed_samples(
     if weighting.mixes and weighting.differing is not None:
         rank_zero_warn(describe_mixing(weighting.differing))
     elif weighting.counts:
-        rank_zero_info(str(weighting))
+        rank_zero_info(weighting.describe(batch))

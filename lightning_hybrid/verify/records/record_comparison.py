@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,11 +92,32 @@ class Difference:
             return f"{when}: {what} is {self.value:.10g} on rank {self.rank} and missing or NaN in the reference"
         return (
             f"{when}: {what} is {self.value:.10g} on rank {self.rank} and {self.reference:.10g} in the reference;"
-            f" relative difference {self.difference:.2g}, noise floor {self.floor:.2g}"
+            f" relative difference {self.difference:.2g}{f', noise floor {self.floor:.2g}' if self.floor else ''}"
         )
 
 
-def compare(ranks: Sequence[RunRecord], reference: RunRecord, noisy: RunRecord, *, precision: str) -> list[Difference]:
+class Margin(NamedTuple):
+    """A difference that counts as rounding, and the limit for it; both relative as ``Difference.difference`` is.
+
+    Attributes:
+        share: The difference as a share of its limit.
+        difference: The difference.
+        limit: The largest difference that counts as rounding.
+    """
+
+    share: float
+    difference: float
+    limit: float
+
+
+def compare(
+    ranks: Sequence[RunRecord],
+    reference: RunRecord,
+    noisy: RunRecord,
+    *,
+    precision: str,
+    margins: list[Margin] | None = None,
+) -> list[Difference]:
     """List all values that differ, the earliest first.
 
     Args:
@@ -103,7 +125,9 @@ def compare(ranks: Sequence[RunRecord], reference: RunRecord, noisy: RunRecord, 
         reference: The record of the one-process run.
         noisy: The record of the same run with perturbed initial weights.
         precision: Lightning's name of the precision, such as "64-true".
+        margins: Receives one for each value that differs by rounding.
     """
+    margins = [] if margins is None else margins
     factor, relative = _FACTOR.get(precision, 50.0), _ROUNDING.get(precision, 5e-2)
     differences: list[Difference] = []
     recorded: set[Key] = set()
@@ -122,7 +146,7 @@ def compare(ranks: Sequence[RunRecord], reference: RunRecord, noisy: RunRecord, 
             if key not in actual and _is_sharded(key):
                 continue  # another rank may have it; whether any has it is checked below
             difference = _judge(
-                key, rank, expected.get(key), actual.get(key), noise.get(key), reference, relative, factor
+                key, rank, expected.get(key), actual.get(key), noise.get(key), reference, relative, factor, margins
             )
             if difference is not None:
                 differences.append(difference)
@@ -241,6 +265,7 @@ def _judge(
     reference: RunRecord,
     relative: float,
     factor: float,
+    margins: list[Margin],
 ) -> Difference | None:
     if expected is None or actual is None:
         return Difference(key, rank, _shown(expected), _shown(actual), math.inf, 0.0)
@@ -260,9 +285,10 @@ def _judge(
         floor = float((as_float64(noise) - was).abs().nan_to_num(0.0, 0.0).max())
     if key.what.startswith("metric") and key.name in reference.coarse:
         relative = max(relative, _COARSE)
-    if largest <= max(factor * floor, relative * scale + _last_digits(key, expected, reference)):
+    limit, unit = max(factor * floor, relative * scale + _last_digits(key, expected, reference)), scale or 1.0
+    if largest <= limit:
+        margins.append(Margin(largest / limit if limit else 0.0, largest / unit, limit / unit))
         return None
-    unit = scale or 1.0
     element = torch.unravel_index(torch.tensor(worst // (1 + expected.is_complex())), expected.shape)
     at = tuple(map(int, element))
     return Difference(key, rank, float(was[worst]), float(now[worst]), largest / unit, floor / unit, at)

@@ -192,4 +192,4 @@ def test_count_must_reproduce_the_batch_loss():
     assert set(found) == {Count(1, -100), Count(2, 0)} and set(found) < set(counts_in(batch))
     for value in (full + 1e-3, 2.0 * shares[0] + shares[1]):
         assert find_counts(Mean(value, [losses]), batch, [(parts, shares)], torch.float64) == ()
-    assert str(found[0]) == "the entries other than -100 of tensor 1 of the batch"
+    assert found[0].describe(batch) == "number of entries other than -100 of batch[1]"

@@ -1,5 +1,7 @@
 """The denominator of a mean loss is found only among the labels and masks of a batch."""
 
+from collections import UserDict
+
 import pytest
 import torch
 
@@ -59,8 +61,14 @@ def test_other_tensors_are_no_count(loss):
 
 
 def test_count_describes_itself():
-    assert str(Count(1, -100)) == "the entries other than -100 of tensor 1 of the batch"
-    assert str(Count(0, None, 1)) == "the sum of tensor 0 of the batch, without the first column"
+    batch = {"ids": torch.ones(2, 3), "rows": [torch.ones(2), torch.zeros(2)]}
+    assert Count(0, None, 1).describe(batch) == "sum of batch['ids'], without the first column"
+    assert Count(2, -100).describe(batch) == "number of entries other than -100 of batch['rows'][1]"
+    other = UserDict(batch)  # no container that torch knows
+    assert Count(0, -100).describe(other) in (
+        "number of entries other than -100 of tensor 0 of the batch",
+        "number of entries other than -100 of batch['ids']",
+    )
 
 
 def test_zero_counts_have_no_weights():

@@ -25,7 +25,9 @@ from lightning_hybrid.strategies.description.describe_batch_and_environment impo
     describe_batch_norm,
     describe_environment,
     describe_memory,
+    describe_offload_on_cpu,
 )
+from lightning_hybrid.strategies.description.run_start_table import _file_and_line
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import describe_zero
 from models.tiny import Tiny, loader
 
@@ -230,6 +232,28 @@ def test_batch_norm_line_has_both_numbers_of_samples(microbatches, replicas, lay
     assert len(lines) == len(line) and all(part in each for part, each in zip(line, lines, strict=True))
     if layer_sync is not None:
         assert "sync_batchnorm" not in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "offloaded", "says"),
+    [
+        ("cpu", {"optimizer_states": "cpu"}, True),
+        ("cpu", {"optimizer_states": "disk:/x"}, False),
+        ("cpu", {}, False),
+        ("cuda", {"optimizer_states": "cpu"}, False),
+    ],
+)
+def test_offload_to_the_host_is_said_to_change_nothing_on_a_cpu_device(device, offloaded, says):
+    setting = SimpleNamespace(device=torch.device(device), options=SimpleNamespace(offloaded=offloaded))
+    lines = describe_offload_on_cpu(setting)
+    assert lines == ["offload: 'cpu' changes no memory on a CPU device; 'disk:PATH' does"] * says
+
+
+def test_lines_of_installed_packages_are_named_with_the_package():
+    assert _file_and_line("/env/lib/site-packages/transformers/loss/loss_utils.py:42") == (
+        "transformers/loss/loss_utils.py:42"
+    )
+    assert _file_and_line("/home/user/train.py:31") == "train.py:31"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

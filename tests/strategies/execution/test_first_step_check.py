@@ -2,6 +2,7 @@
 
 import logging
 import re
+import sys
 import warnings
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from harness.trainer_runs import trainer_of, weights_of
 from lightning_hybrid.errors import FirstStepError
 from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
+from lightning_hybrid.strategies.execution.first_step_check import print_once
 from lightning_hybrid.verify import check_available_memory as memory
 from models.tiny import FEATURES, Tiny, loader
 
@@ -265,3 +267,15 @@ def test_manual_optimization_is_refused():
     trainer = trainer_of(1, strategy_options={"verify_first_step": True})
     with pytest.raises(ValueError, match="verify_first_step=True compares gradients before the optimizer steps"):
         trainer.fit(Manual(), loader(4))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_error_is_printed_once_and_without_traceback(monkeypatch, capsys, rank):
+    shown = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: shown.append(error))
+    print_once(rank)
+    error, other = FirstStepError("they differ", entry="first-step-differs"), ValueError("another")
+    for one in (error, other):
+        sys.excepthook(type(one), one, None)
+    assert capsys.readouterr().err == ("" if rank else f"FirstStepError: {error}\n")
+    assert shown == [(ValueError, other, None)]

@@ -183,6 +183,19 @@ def test_noise_is_no_difference():
     assert not found(planted, precision="32-true")
 
 
+def test_margin_is_the_largest_share_of_a_limit():
+    observed, noisy, margins = run_of(), run_of(), []
+    observed.steps[1].loss *= 1 + 1e-12
+    observed.steps[0].metrics["acc"] *= 1 + 3e-11
+    noisy.steps[0].metrics["acc"] *= 1 + 1e-11
+    observed.replica_losses = []
+    assert compare([observed], run_of(), noisy, precision="64-true", margins=margins) == []
+    nearest = max(margins)
+    assert nearest.difference == pytest.approx(3e-11, rel=1e-3) and nearest.limit == pytest.approx(5e-10, rel=1e-3)
+    report = Report("pp=2", "same", steps=2, largest=nearest.difference, limit=nearest.limit)
+    assert "3e-11, limit 5e-10" in table([report]) and "none" in table([Report("pp=2", "same", steps=2)])
+
+
 def test_each_rank_is_compared():
     assert [d.rank for d in found(set_metric, ranks=3)] == [2]
 
@@ -255,6 +268,10 @@ def test_layouts_are_parsed():
     assert layout.strategy == {"recompute": {"a.*": 0.3, "b": "keep"}, "compile": {"backend": "eager"}}
     assert parse_layout("recompute=0.4,timeout=None").strategy == {"recompute": 0.4, "timeout": None}
     assert parse_layout(layout_of_options(layout.strategy).name).strategy == layout.strategy
+    replicas = layout_of_options({"pipeline_parallel_size": 2, "num_microbatches": 4}, 4)
+    assert replicas.name == "dp=2,pp=2,m=4" and "data_parallel_size" not in replicas.strategy
+    assert layout_of_options({"pipeline_parallel_size": 2, "data_parallel_size": "auto"}, 6).name == "dp=3,pp=2"
+    assert layout_of_options({"pipeline_parallel_size": 2}).name == "pp=2"
     with pytest.raises(ValueError, match="1' is no YAML"):
         parse_layout("pp=2,offload={a: 1")
     assert parse_layout("pp=2,m=4").options(3)["num_microbatches"] == 4
