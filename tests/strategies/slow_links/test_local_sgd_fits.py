@@ -10,14 +10,14 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import AdaScale, LocalSGD
 from models.regression import Sequential
 
-WIDTH, BATCH, REPLICAS = 8, 4, 2
+WIDTH, BATCH, REPLICAS, NUM_SAMPLES = 8, 4, 2, 64
 
 
 class Small(Sequential):
@@ -95,16 +95,23 @@ class Fit:
     validate: bool = False
 
 
-def data(shards=1):
-    """Samples in an order in which a replica gets the same batches, whatever the number of its ranks with data."""
+def data():
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(64, WIDTH, dtype=torch.float64, generator=generator)
-    each = BATCH // shards  # a sampler gives sample n to rank n % (REPLICAS * shards)
-    step, slot, replica, shard = torch.meshgrid(
-        *(torch.arange(n) for n in (64 // (BATCH * REPLICAS), each, REPLICAS, shards)), indexing="ij"
-    )
-    x = x[((BATCH * step + each * shard + slot) * REPLICAS + replica).flatten()]
+    x = torch.randn(NUM_SAMPLES, WIDTH, dtype=torch.float64, generator=generator)
     return x, x.sum(1, keepdim=True).sin()
+
+
+def batch_of(step, replica, run, shards=None):
+    """The batch of a replica in a step: those of its ranks with data, one after the other."""
+    shards = shards or run.options.get("shard_size", 1)
+    epoch, step = divmod(step, run.epoch or NUM_SAMPLES // (BATCH * REPLICAS))
+    indices = []
+    for shard in range(shards):
+        sampler = DistributedSampler(range(NUM_SAMPLES), REPLICAS * shards, replica * shards + shard)
+        sampler.set_epoch(epoch)
+        indices += list(sampler)[step * BATCH // shards : (step + 1) * BATCH // shards]
+    x, y = data()
+    return x[indices], y[indices]
 
 
 def module_of(run):
@@ -115,7 +122,7 @@ def module_of(run):
 def fit(run: Fit):
     module, seen = module_of(run), Seen()
     shards = run.options.get("shard_size", 1)
-    dataset = TensorDataset(*data(shards))
+    dataset = TensorDataset(*data())
     callbacks = [make() for make in run.callbacks]
     if run.every is not None:
         callbacks.append(LocalSGD(run.every, run.outer, run.warmup))
@@ -145,9 +152,8 @@ def refused(run: Fit):
     return "not refused"
 
 
-def simulated(run: Fit):
-    """The replicas one after the other in one process, as the papers have it; no epoch ends."""
-    x, y = data()
+def simulated(run: Fit, shards=lambda step: None):
+    """The replicas one after the other in one process, as the papers have it; ranks with data of each by step."""
     modules = [module_of(run) for _ in range(REPLICAS)]
     optimizers = [module.configure_optimizers() for module in modules]
     reference = module_of(run)
@@ -156,11 +162,9 @@ def simulated(run: Fit):
         "nesterov": lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True),
     }.get(run.outer, run.outer)(list(reference.parameters()))
     for step in range(run.steps):
-        batch = step % (run.epoch or 8)
         for replica, (module, optimizer) in enumerate(zip(modules, optimizers, strict=True)):
-            indices = torch.arange(batch * BATCH, (batch + 1) * BATCH) * REPLICAS + replica
             optimizer.zero_grad()
-            module.training_step((x[indices], y[indices])).backward()
+            module.training_step(batch_of(step, replica, run, shards(step))).backward()
             optimizer.step()
         if (step + 1) % run.every == 0 or step + 1 == run.steps:
             for index, parameter in enumerate(reference.parameters()):
@@ -241,15 +245,13 @@ def test_accumulated_batches_are_one_step(worlds):
 
 def test_statistics_of_batch_norm_are_averaged(worlds):
     results = worlds.run(2, fit, Fit(every=2, steps=2, module=Normalized))
-    x, y = data()
     means = []
     for replica in range(2):
         module = module_of(Fit(module=Normalized))
         optimizer = module.configure_optimizers()
         for step in range(2):
-            indices = torch.arange(step * BATCH, (step + 1) * BATCH) * 2 + replica
             optimizer.zero_grad()
-            module.training_step((x[indices], y[indices])).backward()
+            module.training_step(batch_of(step, replica, Fit())).backward()
             optimizer.step()
         means.append(module.layers[1].running_mean)
     for state, *_ in results:
@@ -274,13 +276,13 @@ def test_manual_optimization(worlds):
 def test_resumed_in_another_layout_as_if_not_interrupted(worlds, tmp_path, before, after, folder):
     sizes = LAYOUTS | {"replicas": (2, {})}
     resumed = partial(Fit, every=2, outer="nesterov", epoch=4)
-    expected = simulated(resumed(steps=6))
     path, saves = str(tmp_path / "saved"), {"save_distributed_checkpoint": folder}
-    for layout, steps, files in ((before, 4, {"save": path}), (after, 6, {"resume": path})):
+    for layout, steps, files in ((before, 4, {"save": path}), (after, 8, {"resume": path})):
         world_size, options = sizes[layout]
         run = resumed(steps=steps, world_size=world_size, options=options | saves, **files)
         results = worlds.run(world_size, fit, run, timeout=300)
-    assert_state(results, expected)
+    shards = [sizes[layout][1].get("shard_size", 1) for layout in (before, after)]
+    assert_state(results, simulated(resumed(steps=8), lambda step: shards[step // 4]))
 
 
 REFUSED = {
