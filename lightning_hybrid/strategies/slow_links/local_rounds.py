@@ -191,6 +191,8 @@ class LocalRounds(RunCallback):
 
     def save(self, gather: Gather | None = None) -> dict[str, Any]:
         """Return the states of the outer optimizer as a checkpoint has them, or by another ``gather``; collective."""
+        with torch._C.DisableTorchFunction():
+            self.end_early("a change of the layout")  # a checkpoint has ended the round before
         if self._outer is None or not self._run.setting.world.decide(bool(self._outer.state), all_ranks=False):
             return {}
         setting = self._run.setting

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from harness.fits import trainer_of
@@ -220,3 +221,45 @@ def test_refused(worlds, case):
 def test_arguments(arguments, text):
     with pytest.raises(ValueError, match=text):
         GradientCompression(**arguments)
+
+
+class Sparse(Wide):
+    """With an embedding whose gradients are sparse, beside matrices that are compressed."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, WIDTH, sparse=True)
+
+    def training_step(self, batch, batch_idx=None):
+        x, y = batch
+        indices = (x[:, 0] * 2).round().long().clamp(-4, 4) + 4
+        return F.mse_loss(self.layers(x + self.embedding(indices)), y)
+
+
+@pytest.mark.parametrize("options", [{}, {"zero_stage": 2}], ids=["replicas", "ZeRO-2"])
+def test_sparse_gradients_are_sent_as_they_are(worlds, options):
+    options = options | {"num_microbatches": 1}
+    every = ("topk", 4, 1.0)  # all elements: nothing is lost
+    [(expected, _), _] = worlds.run(2, fit, Fit(method=None, module=Sparse, options=options))
+    assert_equal(worlds.run(2, fit, Fit(method=every, module=Sparse, options=options)), expected)
+
+
+class Branches(Wide):
+    """No pipeline runs it from its third batch on."""
+
+    def training_step(self, batch, batch_idx=None):
+        x, y = batch
+        h = self.layers[0](x)
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx >= 2 and h.mean().item() > 1e6:
+            h = 2 * h
+        return F.mse_loss(self.layers[1:](h), y)
+
+
+def test_layout_that_changes(worlds):
+    """Ranks of a pipeline hold shards from then on: what is compressed then is the all-reduce of a shard."""
+    [(exact, _), _] = worlds.run(2, fit, Fit(method=None, steps=5))
+    run = Fit(world_size=4, steps=5, module=Branches, options={"pipeline_parallel_size": 2})
+    results = worlds.run(4, fit, run, timeout=300)
+    assert_equal(results, results[0][0], tolerance=1e-12)
+    away = max(float((a - b).abs().max()) for a, b in zip(results[0][0], exact, strict=True))
+    assert 0 < away < 0.05, away

@@ -64,6 +64,17 @@ class Manual(Small):
         return loss
 
 
+class Branches(Small):
+    """No pipeline runs it from its fifth batch on."""
+
+    def training_step(self, batch, batch_idx=None):
+        x, y = batch
+        h = self.layers[0](x)
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx >= 4 and h.mean().item() > 1e6:
+            h = 2 * h
+        return F.mse_loss(self.layers[1:](h), y)
+
+
 class Seen(Callback):
     """Parameters that a callback of the user finds at the end of each batch; metrics of each step."""
 
@@ -264,6 +275,12 @@ def test_validation_sees_one_model_and_ends_a_round(worlds):
     first, second = worlds.run(2, fit, run)
     assert first[1][3]["val_loss"] == second[1][3]["val_loss"]
     assert_state([second], first[0], tolerance=0)
+
+
+def test_outer_state_goes_on_when_the_layout_changes(worlds):
+    options = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+    run = Fit(every=2, outer="nesterov", steps=8, world_size=4, options=options, module=Branches)
+    assert_state(worlds.run(4, fit, run, timeout=300), simulated(Fit(every=2, outer="nesterov", steps=8)))
 
 
 def test_manual_optimization(worlds):
