@@ -46,7 +46,7 @@ def written_bytes() -> int:
     return int(line.split()[1])
 
 
-def train(name: str, seed: int, steps: int, out: Path) -> None:
+def train(name: str, seed: int, steps: int, learning_rate: float, out: Path) -> None:
     """Train one variant on this rank; the first rank writes what it has found."""
     from gpt import GPT, SourceCode
     from lightning.pytorch import Callback, Trainer, seed_everything
@@ -90,7 +90,7 @@ def train(name: str, seed: int, steps: int, out: Path) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = GPT(width=128, layers=2, length=64)
+    module = GPT(width=128, layers=2, length=64, learning_rate=learning_rate)
     trainer.fit(module, SourceCode(batch_size=8, length=64))
     if trainer.is_global_zero:
         loss = float(trainer.callback_metrics["val_bits_per_byte"])
@@ -98,11 +98,12 @@ def train(name: str, seed: int, steps: int, out: Path) -> None:
         out.write_text(json.dumps(found))
 
 
-def measure(name: str, seed: int, steps: int) -> dict[str, Any]:
+def measure(name: str, seed: int, steps: int, learning_rate: float) -> dict[str, Any]:
     """Train one variant in processes of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         command = [sys.executable, __file__, "--train", name, "--seed", str(seed), "--steps", str(steps)]
+        command += ["--learning-rate", str(learning_rate)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(
             [*command, "--out", str(out)], check=True, env=environment, cwd=folder, stdout=subprocess.DEVNULL
@@ -113,7 +114,8 @@ def measure(name: str, seed: int, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--only", nargs="+", choices=list(CALLBACKS), default=list(CALLBACKS))
     parser.add_argument("--train", choices=list(CALLBACKS), default=None, help=argparse.SUPPRESS)
@@ -121,13 +123,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train is not None:
-        train(args.train, args.seed, args.steps, args.out)
+        train(args.train, args.seed, args.steps, args.learning_rate, args.out)
         return
     names = list(dict.fromkeys(["none", *args.only]))
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for seed in range(1, args.seeds + 1):
         for name in names:
-            found[name].append(measure(name, seed, args.steps))
+            found[name].append(measure(name, seed, args.steps, args.learning_rate))
             print(f"seed {seed} {name}: {found[name][-1]}", file=sys.stderr, flush=True)
     base = found["none"]
     wire, loss = (statistics.mean(one[key] for one in base) for key in ("wire", "loss"))

@@ -49,7 +49,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", type=int, default=2, help="replicas")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages of each replica")
     parser.add_argument("--tensor", type=int, default=1, help="tensor ranks of each replica")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--batch", type=int, default=8, help="windows per replica and step")
     parser.add_argument("--length", type=int, default=64, help="bytes per window")
     parser.add_argument("--width", type=int, default=128)
@@ -84,7 +85,7 @@ def main() -> None:
         enable_model_summary=False,
         callbacks=[*callbacks, counted],
     )
-    module = GPT(width=args.width, layers=args.layers, length=args.length)
+    module = GPT(width=args.width, layers=args.layers, length=args.length, learning_rate=args.learning_rate)
     trainer.fit(module, SourceCode(batch_size=args.batch, length=args.length))
 
     if trainer.is_global_zero:

@@ -86,6 +86,10 @@ class GradientCompression(Callback):
             return LowPrecision(self.traffic, torch.float16 if self.method == "fp16" else torch.bfloat16)
         return Int8(self.traffic) if self.method == "int8" else OneBit(self.traffic)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle without the run."""
+        return {**self.__dict__, "_state": None}
+
     def connect(self, state: ConnectedState) -> None:
         """Save this state in checkpoints from now on; the strategy calls it."""
         self._state = state

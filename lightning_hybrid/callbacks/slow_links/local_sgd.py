@@ -66,6 +66,10 @@ class LocalSGD(Callback):
             return SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
         return self.outer_optimizer(parameters)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle without the run."""
+        return {**self.__dict__, "_state": None}
+
     def connect(self, state: ConnectedState) -> None:
         """Save this state in checkpoints from now on; the strategy calls it."""
         self._state = state

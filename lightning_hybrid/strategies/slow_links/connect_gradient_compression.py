@@ -53,6 +53,7 @@ def connect_gradient_compression(callback: GradientCompression, run: Run, reduce
             each.messages = CompressedGradientMessages.of(each.messages, average)
     state = CompressionState(run, average, over_shards=over_shards)
     state.load(callback.loaded)
+    callback.loaded = {}
     callback.connect(state)
 
 
@@ -99,7 +100,9 @@ class CompressionState:
             states = {name: {"feedback": self._sum(name)} for name in self._shapes}
             setting = self._run.setting
             optimizer = ParameterStates(self._matrices, states)
-            saved = save_states(optimizer, setting.module, gather or setting.trainer.strategy.optimizer_state)
+            saved = save_states(
+                optimizer, setting.module, self._matrices, gather or setting.trainer.strategy.optimizer_state
+            )
             return {"feedback": {name: entry["feedback"] for name, entry in saved.items()}, "factors": self._factors()}
 
     def _sum(self, name: str) -> Tensor:

@@ -12,6 +12,8 @@ from lightning_hybrid.callbacks.adascale import AdaScale
 from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
 from lightning_hybrid.callbacks.slow_links.local_sgd import LocalSGD
 from lightning_hybrid.errors import LayoutError
+from lightning_hybrid.namespaces.converted_objects import convert
+from lightning_hybrid.namespaces.lightning_namespaces import namespace_of
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.slow_links.connect_gradient_compression import connect_gradient_compression
 from lightning_hybrid.strategies.slow_links.local_rounds import LocalRounds
@@ -24,6 +26,8 @@ def connect_slow_links(run: Run, optimization: Optimization) -> None:
         LayoutError: The layout, or an option, does not go with one of them.
     """
     callbacks: list[Any] = list(run.setting.trainer.callbacks)  # type: ignore[attr-defined]
+    for callback in callbacks:
+        convert(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
     found = [callback for callback in callbacks if isinstance(callback, GradientCompression | LocalSGD)]
     if len(found) > 1:
         names = " and ".join(type(callback).__name__ for callback in found)

@@ -35,11 +35,12 @@ class LocalRounds(RunCallback):
         self._callback, self._run, self._optimization = callback, run, optimization
         self._trainer: Any = run.setting.trainer
         self._group = run.mesh.group("dp_replicate")
-        self._parameters = {
-            name: p for name, p in run.setting.module.named_parameters() if p.requires_grad and not is_absent(p)
-        }
+        self._named = dict(run.setting.module.named_parameters())
+        self._trained: set[str] = set()  # names of parameters, also of other ranks, that are or have been trained
+        self._stepped: set[str] = set()  # those that have a state of the outer optimizer
+        self._parameters: dict[str, nn.Parameter] = {}  # those of them that are here
         self._begin: dict[str, Tensor] = {}  # parameters at the begin of the round, if there is an outer optimizer
-        self._outer = callback.make_outer_optimizer([p for p in run.setting.module.parameters() if p.requires_grad])
+        self._outer = callback.make_outer_optimizer(list(run.setting.module.parameters()))
         self._steps = 0  # of this round
         self._counted = self._trainer.global_step
         self._total_steps = 0
@@ -52,6 +53,7 @@ class LocalRounds(RunCallback):
         undo.callback(self.enter(self._trainer))
         undo.callback(around(self._trainer, "save_checkpoint", self._save, reason="a checkpoint ends a round"))
         self._load(self._callback.loaded.get("outer", {}))
+        self._callback.loaded = {}
         self._callback.connect(self)
         self._set_mode()
 
@@ -66,6 +68,12 @@ class LocalRounds(RunCallback):
         """Count from the step that a checkpoint was saved at."""
         self._counted = trainer.global_step
         self._set_mode()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Find parameters that a callback has unfrozen; they are equal on all replicas until their first step."""
+        self._find_trained()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -109,6 +117,7 @@ class LocalRounds(RunCallback):
 
     def _set_mode(self) -> None:
         """Average gradients in the next step over all replicas, or inside this one."""
+        self._find_trained()
         is_local = self.is_local
         for reducer in self._optimization.reducers.values():
             reducer.is_local = is_local
@@ -116,8 +125,19 @@ class LocalRounds(RunCallback):
             group.messages.is_local = is_local
         if self._optimization.buffers is not None:
             self._optimization.buffers.is_local = is_local
-        if is_local and self._outer is not None and not self._begin:
-            self._begin = {name: p.detach().clone() for name, p in self._parameters.items()}
+        if is_local and self._outer is not None:
+            for name in self._parameters.keys() - self._begin.keys():
+                self._begin[name] = self._parameters[name].detach().clone()
+
+    def _find_trained(self) -> None:
+        for name, parameter in self._named.items():
+            if not parameter.requires_grad or name in self._trained:
+                continue
+            self._trained.add(name)
+            if not is_absent(parameter):
+                self._parameters[name] = parameter
+                if self._outer is not None and self.is_local:
+                    self._begin[name] = parameter.detach().clone()
 
     def end_early(self, reason: str) -> None:
         """End a round that has begun, before ``reason``; collective over replicas."""
@@ -151,6 +171,7 @@ class LocalRounds(RunCallback):
             parameter.data.copy_(self._begin[name])
             parameter.grad = self._begin[name] - means[name]
         self._outer.step()
+        self._stepped |= self._trained
         for name, parameter in self._parameters.items():
             parameter.grad = gradients[name]
             self._begin[name].copy_(parameter.data)
@@ -198,14 +219,14 @@ class LocalRounds(RunCallback):
         setting = self._run.setting
         with torch._C.DisableTorchFunction():
             gather = gather or setting.trainer.strategy.optimizer_state
-            return {"outer": save_states(self._outer, setting.module, gather)}
+            return {"outer": save_states(self._outer, setting.module, self._stepped, gather)}
 
     def _load(self, states: dict[str, Any]) -> None:
         if self._outer is None:
             return
-        parameters: dict[str, nn.Parameter] = dict(self._run.setting.module.named_parameters())
+        self._stepped = set(states)
         for name, entry in local_states(states, self._run.setting.module, self._run.parts).items():
-            parameter = parameters[name]
+            parameter = self._named[name]
             self._outer.state[parameter] = {
                 key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
                 for key, value in entry.items()

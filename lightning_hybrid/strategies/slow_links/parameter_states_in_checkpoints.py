@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -33,13 +33,14 @@ class ParameterStates(Optimizer):
 
 
 def save_states(
-    optimizer: Optimizer, module: nn.Module, gather: Callable[[Optimizer], dict[str, Any]]
+    optimizer: Optimizer, module: nn.Module, stated: Collection[str], gather: Callable[[Optimizer], dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """Return the states of an optimizer of the module's parameters, as a checkpoint has them; collective.
 
     Args:
-        optimizer: Whose parameters are among those of the module, and each has a state on the ranks that hold it.
+        optimizer: Whose parameters are among those of the module.
         module: The user's.
+        stated: FQNs of parameters that have a state on the ranks that hold them.
         gather: Returns the state dict of an optimizer as a checkpoint has it.
 
     Returns:
@@ -56,7 +57,7 @@ def save_states(
         return states
     # All ranks write the same tree, to which each adds the tensors that it has.
     template = next(iter(states.values()))
-    every = {names[id(parameter)]: parameter for parameter in parameters}
+    every = {names[id(parameter)]: parameter for parameter in parameters if names[id(parameter)] in stated}
     return {name: states.get(name) or _elsewhere(parameter, template) for name, parameter in every.items()}
 
 

@@ -1,6 +1,6 @@
 """LocalSGD through the Trainer: replicas that step by themselves, against a simulation in one process."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -73,6 +73,20 @@ class Branches(Small):
         if self.trainer.fit_loop.epoch_loop.total_batch_idx >= 4 and h.mean().item() > 1e6:
             h = 2 * h
         return F.mse_loss(self.layers[1:](h), y)
+
+
+class Unfreezes(Small):
+    """Trains its first layer from the fourth step on."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+
+
+class Unfreeze(Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            pl_module.layers[0].requires_grad_(True)
 
 
 class Seen(Callback):
@@ -281,6 +295,19 @@ def test_outer_state_goes_on_when_the_layout_changes(worlds):
     options = {"pipeline_parallel_size": 2, "num_microbatches": 2}
     run = Fit(every=2, outer="nesterov", steps=8, world_size=4, options=options, module=Branches)
     assert_state(worlds.run(4, fit, run, timeout=300), simulated(Fit(every=2, outer="nesterov", steps=8)))
+
+
+@pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])
+def test_parameters_that_are_unfrozen_are_averaged_too(worlds, tmp_path, folder):
+    options = {"pipeline_parallel_size": 2, "num_microbatches": 2, "save_distributed_checkpoint": folder}
+    for steps, saved in ((3, "before"), (6, "after")):  # no state of the frozen layer yet, and with one
+        run = Fit(every=3, outer="nesterov", epoch=3, steps=steps, world_size=4, options=options, module=Unfreezes)
+        run = replace(run, callbacks=(Unfreeze,), save=str(tmp_path / saved))
+        results = worlds.run(4, fit, run, timeout=300)
+        first = results[0][0]
+        assert_state(results, first, tolerance=0)
+        moved = first["layers.0.weight"] - module_of(run).layers[0].weight
+        assert (float(moved.abs().max()) > 1e-3) == (steps == 6)
 
 
 def test_manual_optimization(worlds):
