@@ -181,7 +181,7 @@ def meaning(name: str, value: str) -> str:
     try:
         Hybrid3DStrategy(**given)
     except ValueError as error:
-        return "refused: " + re.sub(rf"^{name}={re.escape(repr(given[name]))}[:;]? ", "", str(error))
+        return "refused: " + re.sub(rf"^{name}=({re.escape(repr(given[name]))}|\w+)[:;]? ", "", str(error))
     unset = dict.fromkeys(signature(), object())
     own = {option: given[option] for option in given if option in unset}
     others = {option: given[option] for option in given if option not in unset}

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
     from lightning_hybrid.callbacks.pipeline_timeline import PipelineTimeline
     from lightning_hybrid.callbacks.run_plot import RunPlot
+    from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
+    from lightning_hybrid.callbacks.slow_links.local_sgd import LocalSGD
     from lightning_hybrid.precision.hybrid import HybridPrecision
     from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
 
@@ -19,8 +21,10 @@ __all__ = [
     "ActivationCheckpointing",
     "AdaScale",
     "ExpertLoadMonitor",
+    "GradientCompression",
     "Hybrid3DStrategy",
     "HybridPrecision",
+    "LocalSGD",
     "MoEUpcycle",
     "PipelineTimeline",
     "RunPlot",

@@ -11,7 +11,18 @@ if TYPE_CHECKING:
     from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
     from lightning_hybrid.callbacks.pipeline_timeline import PipelineTimeline
     from lightning_hybrid.callbacks.run_plot import RunPlot
+    from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
+    from lightning_hybrid.callbacks.slow_links.local_sgd import LocalSGD
 
-__all__ = ["ActivationCheckpointing", "AdaScale", "ExpertLoadMonitor", "MoEUpcycle", "PipelineTimeline", "RunPlot"]
+__all__ = [
+    "ActivationCheckpointing",
+    "AdaScale",
+    "ExpertLoadMonitor",
+    "GradientCompression",
+    "LocalSGD",
+    "MoEUpcycle",
+    "PipelineTimeline",
+    "RunPlot",
+]
 
 __getattr__ = public_names(__name__, *__all__)

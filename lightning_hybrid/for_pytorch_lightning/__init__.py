@@ -13,8 +13,10 @@ from lightning_hybrid.namespaces.load_twins_for_pytorch_lightning import find_tw
 ActivationCheckpointing: Any
 AdaScale: Any
 ExpertLoadMonitor: Any
+GradientCompression: Any
 Hybrid3DStrategy: Any
 HybridPrecision: Any
+LocalSGD: Any
 MoEUpcycle: Any
 PipelineTimeline: Any
 RunPlot: Any
@@ -23,8 +25,10 @@ __all__ = [
     "ActivationCheckpointing",
     "AdaScale",
     "ExpertLoadMonitor",
+    "GradientCompression",
     "Hybrid3DStrategy",
     "HybridPrecision",
+    "LocalSGD",
     "MoEUpcycle",
     "PipelineTimeline",
     "RunPlot",

@@ -16,6 +16,8 @@ PUBLIC = {
     "ActivationCheckpointing": "callbacks.activation_checkpointing",
     "AdaScale": "callbacks.adascale",
     "ExpertLoadMonitor": "callbacks.expert_load",
+    "GradientCompression": "callbacks.slow_links.gradient_compression",
+    "LocalSGD": "callbacks.slow_links.local_sgd",
     "MoEUpcycle": "callbacks.moe_upcycle",
     "PipelineTimeline": "callbacks.pipeline_timeline",
     "RunPlot": "callbacks.run_plot",

@@ -21,6 +21,9 @@ class ReplicaBufferBroadcast:
 
     The message has the shapes of the buffers at construction, so that its size is fixed and no rank hangs where user
     code has replaced a buffer on another. A buffer whose shape has changed, on the first replica or here, is skipped.
+
+    Attributes:
+        is_local: Whether replicas step by themselves, so that `share` does nothing.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -30,13 +33,46 @@ class ReplicaBufferBroadcast:
         present = {name: buffer for name, buffer in buffers.items() if group.size() > 1 and not is_absent(buffer)}
         self._kinds = {name: (buffer.shape, buffer.dtype) for name, buffer in present.items()}
         self._is_due = True
+        self.is_local = False
 
     @torch.no_grad()
     def share(self) -> None:
         """Broadcasts the buffers before a step or an evaluation, if due; collective over replicas."""
-        if not self._is_due or not self._kinds:
+        if not self._is_due or not self._kinds or self.is_local:
             return
         self._is_due = False
+        self._broadcast()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Averages floating-point buffers over replicas, and broadcasts the others; collective over replicas."""
+        if not self._kinds:
+            return
+        names = [name for name, (_, dtype) in self._kinds.items() if dtype.is_floating_point]
+        buffers, is_same = dict(self._module.named_buffers()), {}
+        for name in names:
+            shape, dtype = self._kinds[name]
+            buffer = buffers.get(name)
+            is_same[name] = buffer is not None and (buffer.shape, buffer.dtype) == (shape, dtype)
+        message = torch.cat(
+            [
+                torch.tensor([float(is_same[name]) for name in names], device=self._device, dtype=torch.float64),
+                *(
+                    buffers[name].detach().to(self._device, torch.float64).reshape(-1)
+                    if is_same[name]
+                    else torch.zeros(self._kinds[name][0].numel(), device=self._device, dtype=torch.float64)
+                    for name in names
+                ),
+            ]
+        )
+        dist.all_reduce(message, group=self._group)
+        self._broadcast()
+        flags, *sums = message.split([len(names), *(self._kinds[name][0].numel() for name in names)])
+        for name, flag, total in zip(names, flags.tolist(), sums, strict=True):
+            if flag == self._group.size():
+                buffers[name].copy_(total.view(buffers[name].shape) / flag)
+
+    def _broadcast(self) -> None:
         buffers = dict(self._module.named_buffers())
         valid = {
             name: buffer

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lightning_hybrid.gradient_compression.compressed_average import CompressedAverage, PendingAverage
 from lightning_hybrid.replicate.average_sparse_gradients import average_sparse
 from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
 
@@ -68,6 +69,10 @@ class GradientReducer:
         observer: receives the gradients before and after they are averaged.
         divisor: divisor of the sums, where gradients are sums over more ranks than those of the group; the number
             of ranks of the group if None.
+
+    Attributes:
+        compression: how a bucket is averaged; all-reduced as it is if None.
+        is_local: whether gradients stay those of this rank: `arm` and `finish` do nothing.
     """
 
     def __init__(
@@ -92,6 +97,8 @@ class GradientReducer:
         self._bucket_bytes = bucket_bytes
         self._first_bucket_bytes = first_bucket_bytes
         self.observer = observer
+        self.compression: CompressedAverage | None = None
+        self.is_local = False
 
         self._buckets: list[_Bucket] = []
         self._bucket_of: list[_Bucket | None] = [None] * len(self._parameters)
@@ -112,7 +119,7 @@ class GradientReducer:
         Raises:
             RuntimeError: armed already.
         """
-        if self._size == 1 or not self._parameters:
+        if self._size == 1 or not self._parameters or self.is_local:
             return
         if self._armed:
             raise RuntimeError("GradientReducer.arm() was called twice; call finish() after the backward first")
@@ -138,6 +145,8 @@ class GradientReducer:
         Raises:
             RuntimeError: not armed.
         """
+        if self.is_local:
+            return
         if self._size == 1 and self._divisor > 1:
             gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
             if gradients:
@@ -212,7 +221,11 @@ class GradientReducer:
         if self.observer is not None:
             self.observer.before_average(bucket.parameters)
         bucket.fill(self._size, self._divisor, self._has_unbucketed)
-        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        if self.compression is None:
+            bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        else:
+            names = [self._names[index] for index in bucket.indices]
+            bucket.work = self.compression.launch(names, bucket.views, bucket.flags)
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 
@@ -312,7 +325,7 @@ class _Bucket:
         flags: one per parameter (0 no gradient, 1 dense, 2 * ranks sparse), and one for unbucketed gradients.
         num_missing: number of parameters that the armed backward has not reached.
         is_complete: this rank had a dense gradient for every parameter.
-        work: the all-reduce in flight.
+        work: the all-reduce in flight, or another average.
     """
 
     def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter], example: Tensor) -> None:
@@ -333,7 +346,7 @@ class _Bucket:
         self.flags = self.flat[offset:].real
         self.num_missing = 0
         self.is_complete = False
-        self.work: dist.Work | None = None
+        self.work: dist.Work | PendingAverage | None = None
 
     def fill(self, size: int, divisor: int, has_unbucketed: bool) -> None:
         """Copies the divided gradients of this rank into the bucket; `grad` becomes the view at once.

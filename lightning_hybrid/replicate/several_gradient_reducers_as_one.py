@@ -24,6 +24,16 @@ class JointReducer:
         for reducer in self._reducers:
             reducer.observer = observer
 
+    @property
+    def is_local(self) -> bool:
+        """Whether gradients stay those of this rank."""
+        return self._reducers[0].is_local
+
+    @is_local.setter
+    def is_local(self, is_local: bool) -> None:
+        for reducer in self._reducers:
+            reducer.is_local = is_local
+
     def arm(self) -> None:
         """Announces that the gradients accumulated by the next backward are final."""
         for reducer in self._reducers:

@@ -31,7 +31,6 @@ from lightning_hybrid.parts.gather_on_read import GatherCallbacks, ReadGuards
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
 from lightning_hybrid.zero.gather_layers_in_agreed_order import GatherRounds, agree_on_step
-from lightning_hybrid.zero.gradient_reduce_scatter import GradientObserver
 from lightning_hybrid.zero.launch_gradient_reductions_in_order import Reductions
 from lightning_hybrid.zero.memory_mapped_states import Region
 from lightning_hybrid.zero.parameter_views_saved_for_backward import ParameterView, pack
@@ -101,10 +100,10 @@ class ZeroSharding:
         for group in self._all:
             group.on_read = gather
 
-    def observe(self, observer: GradientObserver) -> None:
-        """Report the gradients of each batch to an observer, before and after they are reduced."""
-        for group in self._all:
-            group.observer = observer
+    @property
+    def groups(self) -> Sequence[ParameterGroup]:
+        """Groups of parameters, each with the messages in which its gradients are reduced."""
+        return self._all
 
     def gather_in_rounds(self, mesh: Mesh) -> None:
         """Let ranks call layers in different orders, by ``GatherRounds``."""

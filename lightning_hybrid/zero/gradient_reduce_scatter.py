@@ -37,6 +37,7 @@ class GradientMessages:
 
     Attributes:
         is_launched: Whether a message has been sent, and `finish` has not read the result.
+        is_local: Whether gradients are averaged inside one copy of the model only, and not over copies.
     """
 
     def __init__(
@@ -64,7 +65,13 @@ class GradientMessages:
         self._message: Tensor | None = None
         self._work: dist.Work | None = None
         self._total: Tensor | None = None  # this rank's row, summed over the shard's ranks
-        self.is_launched = False
+        self._device_type = ""
+        self.is_launched = self.is_local = False
+
+    @property
+    def row_sizes(self) -> Mapping[str, int]:
+        """Numbers of elements of each parameter in a row, those of the largest shard, by FQN."""
+        return self._sizes
 
     def begin(self, names: Sequence[str], empty: Tensor) -> None:
         """Begin a message of the gradients of these parameters, of the dtype and on the device of a 1-D tensor."""
@@ -75,6 +82,7 @@ class GradientMessages:
                 placement = self._row_placements[name]
                 rows[_rows(name)] = self._shapes[name][0] if placement is None else placement.local_length
         self._offsets, length = offsets_of({name: self._sizes[name] for name in names} | rows)
+        self._device_type = empty.device.type
         self._message = empty.new_zeros(self._size, length + len(names))
 
     def write(self, name: str, gradient: Tensor) -> None:
@@ -94,7 +102,8 @@ class GradientMessages:
         for rank in range(self._size):
             shard = self._placements[name].view(gradient, rank, self._size) if name in self._placements else gradient
             row = message[rank, offsets[name] : offsets[name] + shard.numel()]
-            torch.mul(shard, 1.0 / self._ranks.num_replicas, out=row.view(shard.shape))
+            divisor = self._ranks.num_replicas // (self._ranks.replicate.size() if self.is_local else 1)
+            torch.mul(shard, 1.0 / divisor, out=row.view(shard.shape))
 
     def launch(self) -> None:
         """Start to send the message; does not wait."""
@@ -137,10 +146,23 @@ class GradientMessages:
         self.receive()
         total, self._total, self.is_launched = self._total, None, False
         assert total is not None
-        if self._ranks.replicate.size() > 1:
-            dist.all_reduce(total, group=self._ranks.replicate)
+        total = self._sum_over_ranks(total)
         for name, has_gradient in zip(self._names, total[-len(self._names) :].tolist(), strict=True):
             yield name, self._read(name, total) if has_gradient else None
+
+    def _sum_over_ranks(self, total: Tensor) -> Tensor:
+        """Sum this rank's row of the message over the ranks that hold copies of the shard."""
+        if self._ranks.replicate.size() > 1 and not self.is_local:
+            dist.all_reduce(total, group=self._ranks.replicate)
+        return total
+
+    @property
+    def can_finish_early(self) -> bool:
+        """Whether a rank may finish a message as soon as it has arrived, whatever others do.
+
+        Ranks with copies of the shard are at other points of their backwards, and on a GPU the flags are not known.
+        """
+        return self._ranks.replicate.size() == 1 and self._device_type == "cpu"
 
     def _read(self, name: str, total: Tensor) -> Tensor:
         shape = self._shapes[name]

@@ -41,6 +41,7 @@ class ParameterGroup:
         is_full: Whether the parameters hold full tensors.
         trained: FQNs of those that take gradients in this step.
         on_read: Gathers them for code outside the layer; None where no such code reads them.
+        messages: In which their gradients are reduced.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ParameterGroup:
         for name in self._placements:
             parameters[name].data = self._shards.shown(name)
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        self._messages = GradientMessages(shapes, self._placements, ranks, sparse)
+        self.messages = GradientMessages(shapes, self._placements, ranks, sparse)
         self._offsets, self._shard_numel = offsets_of(
             {name: numel_of_largest_shard(shapes[name], placement) for name, placement in self._placements.items()}
         )
@@ -328,9 +329,9 @@ class ParameterGroup:
     @below_read_guards
     def launch_reduce(self) -> None:
         """Start to reduce this rank's gradients, and drop them; does not wait."""
-        if not self.trained or self._messages.is_launched:
+        if not self.trained or self.messages.is_launched:
             return
-        self._messages.begin(self.trained, self._empty)
+        self.messages.begin(self.trained, self._empty)
         for name in self.trained:
             parameter = self.parameters[name]
             if name not in self._gradients:  # not gathered, so not used: a gradient here is of earlier batches
@@ -339,21 +340,20 @@ class ParameterGroup:
             if gradient is not None:
                 if self.observer is not None:
                     self.observer.before_reduce(parameter, gradient)
-                self._messages.write(name, gradient)
-        self._messages.launch()
+                self.messages.write(name, gradient)
+        self.messages.launch()
 
     @property
     def has_arrived(self) -> bool:
         """Whether `receive_reduced` need not wait."""
-        return self._messages.has_arrived
+        return self.messages.has_arrived
 
     @torch.no_grad()
     @below_read_guards
     def receive_reduced(self) -> None:
         """Wait for the message of `launch_reduce`, and free it: this rank's shard of it remains, or is added."""
-        self._messages.receive()
-        # Ranks with copies of the shard are at other points of their backwards, and on a GPU the flags are not known.
-        if self._ranks.replicate.size() == 1 and self._empty.device.type == "cpu":
+        self.messages.receive()
+        if self.messages.can_finish_early:
             self._add_averages()
 
     @torch.no_grad()
@@ -373,7 +373,7 @@ class ParameterGroup:
         self._add_averages()
 
     def _add_averages(self) -> None:
-        for name, new in self._messages.finish():
+        for name, new in self.messages.finish():
             if new is None:
                 continue
             if name in self._placements:

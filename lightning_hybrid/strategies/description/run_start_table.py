@@ -28,6 +28,7 @@ from lightning_hybrid.strategies.description.memory_of_stages import (
 )
 from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.slow_links.connect_slow_links import describe_slow_links
 from lightning_hybrid.strategies.techniques.activation_checkpointing import describe_policies
 from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import describe_tensor_plans
 from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import has_adascale
@@ -125,7 +126,7 @@ def describe_techniques(run: Run) -> list[str]:
         lines.append(describe_policies(run.recomputation.policies, setting.recompute))
     if run.compiled is not None:
         lines += run.compiled.lines()
-    return lines
+    return lines + describe_slow_links(setting.trainer)
 
 
 def _describe_layout(layout: ParallelLayout) -> str:

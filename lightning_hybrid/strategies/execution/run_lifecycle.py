@@ -28,6 +28,7 @@ from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePa
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.strategies.run.step_contexts import StepContexts
+from lightning_hybrid.strategies.slow_links.connect_slow_links import carry_slow_links, connect_slow_links
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.start.initial_sync import synchronize_start
 from lightning_hybrid.strategies.start.model_graph_logging import log_full_graph
@@ -130,6 +131,7 @@ class RunLifecycle:
         """Let the optimizers of the Trainer step the local shards."""
         self.optimization = connect_optimizers(self.run, self, self.setting.trainer.optimizers)
         self.state.follow(self.run, self.optimization)
+        connect_slow_links(self.run, self.optimization)
         self._announce()
 
     def move_optimizers(self) -> None:
@@ -169,6 +171,7 @@ class RunLifecycle:
         states = full_states(optimizers, self.state.optimizer_state)
         mesh, is_complete = setting.world.mesh, self.gradients_are_complete
         gradients = FullGradients(setting.module, run.plan, run.parts, mesh, setting.device, are_complete=is_complete)
+        carry_slow_links(run, self.state.optimizer_state)
         for optimizer in optimizers:
             optimizer.state.clear()  # what it does is tried on a copy without any
         self.make_full()

@@ -260,6 +260,33 @@ def _refused(advice: str, name: str, value: Any) -> dict[str, Any]:
     raise ValueError(f"{name}={_shown(value)}: {advice}")
 
 
+def _comm_hook(name: str, value: Any) -> dict[str, Any]:
+    """A hook of DDP's reducer, whose buckets do not exist here: the callback that does the same."""
+    hook = getattr(value, "__name__", type(value).__name__)
+    callback = _COMM_HOOKS.get(hook)
+    if callback is not None:
+        raise ValueError(f"{name}={hook}: set Trainer(callbacks=[{callback}])")
+    raise ValueError(
+        f"{name}={hook}: set Trainer(callbacks=[GradientCompression(method)]), with one of powersgd, fp16, bf16, int8,"
+        " topk and 1bit"
+    )
+
+
+def _comm_state(name: str, value: Any) -> dict[str, Any]:
+    """The state of such a hook; that of PowerSGD has its arguments."""
+    rank = getattr(value, "matrix_approximation_rank", None)
+    start = getattr(value, "start_powerSGD_iter", getattr(value, "start_localSGD_iter", 0))
+    callback = f"GradientCompression('powersgd', rank={rank}, start_step={start})"
+    if rank is None:
+        callback = f"LocalSGD(every=..., warmup_steps={start})" if start else "GradientCompression(method)"
+    raise ValueError(f"{name}={type(value).__name__}: set Trainer(callbacks=[{callback}])")
+
+
+def _averaging_period(name: str, value: Any) -> dict[str, Any]:
+    """Steps between averages of parameters."""
+    raise ValueError(f"{name}={value!r}: set Trainer(callbacks=[LocalSGD(every={value!r})])")
+
+
 def _shown(value: Any) -> str:
     """A value in a message; a mapping, such as the content of a file, by its size."""
     if isinstance(value, Mapping):
@@ -273,7 +300,16 @@ _PRECISION = (
 _LAYERS = "layers are found in the module, and sharded one by one; leave it out"
 _GATHERS = "the strategy decides when layers are gathered; leave it out, or set reshard_after_forward"
 _ALL_SHARDED = "zero_stage shards all parameters; leave it out"
-_FORMAT = "gradients are sent in their own dtype; leave it out"
+# Methods of the callback by names of torch's DDP hooks.
+_COMM_HOOKS = {
+    "fp16_compress_hook": "GradientCompression('fp16')",
+    "bf16_compress_hook": "GradientCompression('bf16')",
+    "powerSGD_hook": "GradientCompression('powersgd')",
+    "batched_powerSGD_hook": "GradientCompression('powersgd')",
+    "quantization_pertensor_hook": "GradientCompression('int8')",
+    "quantization_perchannel_hook": "GradientCompression('int8')",
+    "post_localSGD_hook": "LocalSGD(every=...)",
+}
 _COPIES = "set data_parallel_size=dp_replicate_size * dp_shard_size, shard_size=dp_shard_size and zero_stage=3"
 _STORAGE = "set offload={'optimizer_states': 'cpu'} or 'disk:PATH'; 'parameters' in the same way, with zero_stage=3"
 _REFUSED = {
@@ -282,10 +318,8 @@ _REFUSED = {
     "bf16": "set Trainer(precision='bf16-mixed')",
     "config": "no file of DeepSpeed's is read; set zero_stage, offload and recompute, and the Trainer's own arguments",
     "cpu_ram_efficient_loading": "build the module inside trainer.init_module(empty_init=True), and leave it out",
-    "ddp_comm_hook": _FORMAT,
-    "ddp_comm_state": _FORMAT,
-    "ddp_comm_wrapper": _FORMAT,
     "device_id": "set Trainer(accelerator=..., devices=...)",
+    "ddp_comm_wrapper": "set Trainer(callbacks=[GradientCompression('fp16')]), or another method",
     "dp_replicate_size": _COPIES,
     "dp_shard_size": _COPIES,
     "forward_prefetch": _GATHERS,
@@ -299,7 +333,6 @@ _REFUSED = {
     "min_num_params": _LAYERS,
     "mixed_precision": _PRECISION,
     "mixed_precision_policy": _PRECISION,
-    "model_averaging_period": "gradients are averaged in every step; leave it out",
     "mp_policy": _PRECISION,
     "nvme_path": _STORAGE,
     "offload_optimizer_device": _STORAGE,
@@ -328,6 +361,9 @@ _MEANINGS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "offload_parameters": partial(_offload_one, "parameters"),
     "sharding_strategy": _sharding_strategy,
     "device_mesh": _device_mesh,
+    "ddp_comm_hook": _comm_hook,
+    "ddp_comm_state": _comm_state,
+    "model_averaging_period": _averaging_period,
     "state_dict_type": _state_dict_type,
     "stage": partial(_renamed, "zero_stage"),
     "tp_size": partial(_renamed, "tensor_parallel_size"),

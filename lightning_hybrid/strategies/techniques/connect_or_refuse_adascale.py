@@ -31,7 +31,8 @@ def connect_adascale(
             for reducer in reducers.values():
                 reducer.observer = callback
             if zero is not None:
-                zero.observe(callback)
+                for group in zero.groups:
+                    group.observer = callback
 
 
 def has_adascale(trainer: Any) -> bool:

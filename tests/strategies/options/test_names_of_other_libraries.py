@@ -10,6 +10,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -136,6 +138,14 @@ def test_meanings(given, ours):
         ({"loss_scale": 128}, "loss_scale=128: .*scaler="),
         ({"process_group": object()}, "built from the sizes"),
         ({"pin_memory": True}, "not in pinned memory; leave it out"),
+        ({"ddp_comm_hook": fp16_compress_hook}, r"=fp16_compress_hook: set .*GradientCompression\('fp16'\)\]\)"),
+        ({"ddp_comm_hook": powerSGD_hook}, r"=powerSGD_hook: set .*GradientCompression\('powersgd'\)\]\)"),
+        ({"ddp_comm_hook": lambda state, bucket: None}, "with one of powersgd, fp16"),
+        (
+            {"ddp_comm_state": PowerSGDState(None, 2, start_powerSGD_iter=7)},
+            r"GradientCompression\('powersgd', rank=2, start_step=7\)",
+        ),
+        ({"model_averaging_period": 4}, r"LocalSGD\(every=4\)"),
         ({"offload": {"parameters": "cpu"}}, "set zero_stage=3, or leave 'parameters' out"),
         ({"offload": {"gradients": "cpu"}}, "set zero_stage=1, 2 or 3, or leave 'gradients' out"),
         ({"reshard_after_forward": 4}, "reshard_after_forward=4: .*set shard_size=4"),

@@ -1,0 +1,1 @@
+"""Callbacks for slow links between replicas: compressed gradients, and steps without communication."""

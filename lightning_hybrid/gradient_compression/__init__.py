@@ -1,0 +1,1 @@
+"""Sums of gradients over ranks, sent in compressed form."""

@@ -1,0 +1,129 @@
+"""Sums of quantized gradients: 8 bits per element, or the sign alone.
+
+    addends of a rank   [row of rank 0 | row of rank 1 | ...]    quantized, block by block, and exchanged (all-to-all)
+    sum of a row        on its rank, in full precision           quantized, and gathered (all-gather)
+
+The second line is that of DeepSpeed's 1-bit Adam (Tang et al., arXiv 2102.02888, section 4): N quantized addends are no
+quantized sum. What either quantization leaves out is feedback of the rank that quantized. A reduce-scatter is the
+first line alone.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_hybrid.gradient_compression.method import Finish, Method, Piece, Traffic
+
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Quantized(Method):
+    """Sends codes of a fixed number of bits and a float32 scale for each block of ``block`` elements."""
+
+    block: int
+
+    def start(self, flat: Tensor, pieces: Sequence[Piece], group: dist.ProcessGroup, *, scatter: bool) -> Finish:
+        """Start the sum, as `Method.start`."""
+        size, rank = group.size(), group.rank()
+        length = -(-flat.numel() // size)
+        rows = F.pad(flat, (0, size * length - flat.numel())).view(size, length)
+        sent = self.encode(rows)
+        received = torch.empty_like(sent)
+        self.traffic.all_to_all(sent, group)
+        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            share = self.decode(sent, length).to(flat.dtype)
+            total = self.decode(received, length).sum(0).to(flat.dtype)
+            if scatter:
+                flat.view(size, length)[rank] = total
+                return share.view(-1)
+            own = self.encode(total[None])
+            gathered = own.new_empty(size, own.shape[1])
+            self.traffic.all_gather(own, group)
+            all_gather_single(gathered, own, group=group)
+            result = self.decode(gathered, length).to(flat.dtype)
+            share[rank] += result[rank] - total
+            flat.copy_(result.view(-1)[: flat.numel()])
+            return share.view(-1)[: flat.numel()]
+
+        return finish
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Quantize ``[rows, length]``; returns bytes, ``[rows, bytes of codes + bytes of scales]``."""
+        blocks = F.pad(rows.float(), (0, -rows.shape[1] % self.block)).view(rows.shape[0], -1, self.block)
+        scales = self.scales(blocks, rows.shape[1])
+        codes = self.codes(blocks, scales)
+        return torch.cat([codes.view(len(rows), -1), scales.contiguous().view(len(rows), -1).view(torch.uint8)], 1)
+
+    def decode(self, message: Tensor, length: int) -> Tensor:
+        """Restore float32 values, ``[rows, length]``."""
+        num_blocks = -(-length // self.block)
+        codes, scales = message.split([message.shape[1] - 4 * num_blocks, 4 * num_blocks], 1)
+        scales = scales.contiguous().view(torch.float32).view(len(message), num_blocks, 1)
+        return self.values(codes, scales).reshape(len(message), -1)[:, :length]
+
+    def __init__(self, traffic: Traffic) -> None:
+        super().__init__(traffic)
+
+    @abstractmethod
+    def scales(self, blocks: Tensor, length: int) -> Tensor:
+        """Scales of ``[rows, blocks, block]``, ``[rows, blocks, 1]``; elements beyond ``length`` are padding."""
+
+    @abstractmethod
+    def codes(self, blocks: Tensor, scales: Tensor) -> Tensor:
+        """Codes of ``[rows, blocks, block]``, as bytes."""
+
+    @abstractmethod
+    def values(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Values of codes, ``[rows, blocks, block]``."""
+
+
+class Int8(Quantized):
+    """Rounds to 255 levels between minus and plus the largest magnitude of a block."""
+
+    block = 256
+
+    def scales(self, blocks: Tensor, length: int) -> Tensor:
+        """The distance of two levels."""
+        return blocks.abs().amax(2, keepdim=True) / 127
+
+    def codes(self, blocks: Tensor, scales: Tensor) -> Tensor:
+        """One byte for each element."""
+        levels = (blocks / scales).nan_to_num(0.0).round()
+        return levels.to(torch.int8).view(torch.uint8)
+
+    def values(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Levels times their distance."""
+        levels = codes.contiguous().view(torch.int8).view(len(codes), scales.shape[1], self.block)
+        return levels.float() * scales
+
+
+class OneBit(Quantized):
+    """Sends the sign of each element, and the mean magnitude of each block (Karimireddy et al., arXiv 1901.09847)."""
+
+    block = 1024
+
+    def scales(self, blocks: Tensor, length: int) -> Tensor:
+        """The mean magnitude."""
+        counts = torch.full((blocks.shape[1],), float(self.block), device=blocks.device)
+        if length % self.block:
+            counts[-1] = length % self.block
+        return (blocks.abs().sum(2) / counts)[..., None]
+
+    def codes(self, blocks: Tensor, scales: Tensor) -> Tensor:
+        """Eight signs in each byte."""
+        bits = (blocks >= 0).view(*blocks.shape[:2], -1, 8).to(torch.uint8)
+        return (bits << torch.arange(8, dtype=torch.uint8, device=blocks.device)).sum(-1, dtype=torch.uint8)
+
+    def values(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Signs times the mean magnitude."""
+        bits = (codes[..., None] >> torch.arange(8, dtype=torch.uint8, device=codes.device)) & 1
+        return (bits.float() * 2 - 1).view(len(codes), scales.shape[1], self.block) * scales

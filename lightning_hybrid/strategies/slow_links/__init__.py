@@ -1,0 +1,1 @@
+"""Slow links between replicas: compressed gradients, and rounds of local steps."""

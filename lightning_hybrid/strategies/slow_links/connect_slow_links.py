@@ -1,0 +1,143 @@
+"""Callbacks for slow links, connected to a run; layouts and options with which they are not defined are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch.optim import Optimizer
+
+from lightning_hybrid.callbacks.adascale import AdaScale
+from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
+from lightning_hybrid.callbacks.slow_links.local_sgd import LocalSGD
+from lightning_hybrid.errors import LayoutError
+from lightning_hybrid.namespaces.converted_objects import convert
+from lightning_hybrid.namespaces.lightning_namespaces import namespace_of
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
+from lightning_hybrid.strategies.slow_links.connect_gradient_compression import connect_gradient_compression
+from lightning_hybrid.strategies.slow_links.local_rounds import LocalRounds
+
+
+def connect_slow_links(run: Run, optimization: Optimization) -> None:
+    """Connect the callbacks of the user for slow links between replicas.
+
+    Raises:
+        LayoutError: The layout, or an option, does not go with one of them.
+    """
+    callbacks: list[Any] = list(run.setting.trainer.callbacks)  # type: ignore[attr-defined]
+    for callback in callbacks:
+        convert(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
+    found = [callback for callback in callbacks if isinstance(callback, GradientCompression | LocalSGD)]
+    if len(found) > 1:
+        names = " and ".join(type(callback).__name__ for callback in found)
+        raise LayoutError(
+            f"{names} are both in Trainer(callbacks=...); keep one of the two: LocalSGD sends no gradients, and"
+            " GradientCompression sends them in every step",
+            entry="slow-links",
+        )
+    for callback in found:
+        if isinstance(callback, GradientCompression):
+            check_gradient_compression(callback, run)
+            connect_gradient_compression(callback, run, optimization.reducers)
+        else:
+            check_local_sgd(callback, run)
+            LocalRounds(callback, run, optimization).connect()
+
+
+def check_gradient_compression(callback: GradientCompression, run: Run) -> None:
+    """Refuse layouts and options for which compressed averages are not defined.
+
+    Raises:
+        LayoutError: The layout, or an option, does not go with it.
+    """
+    setting = run.setting
+    name = f"GradientCompression({callback.method!r})"
+    _refuse_experts_and_adascale(name, run)
+    if setting.is_manual and run.zero is not None:
+        raise LayoutError(
+            f"{name} with zero_stage={run.zero_stage} and manual optimization: replicas have full gradients inside"
+            " the step and shards after it; set zero_stage=0, or automatic_optimization=True in the module",
+            entry="slow-links",
+        )
+    if setting.options.verify_first_step and callback.start_step == 0:
+        raise LayoutError(
+            f"verify_first_step compares the gradients of step 0 with exact ones, and {name} compresses them; set"
+            " start_step=1, or leave verify_first_step out",
+            entry="slow-links",
+        )
+
+
+def check_local_sgd(callback: LocalSGD, run: Run) -> None:
+    """Refuse layouts and options with which replicas cannot step by themselves.
+
+    Raises:
+        LayoutError: The layout, or an option, does not go with it.
+    """
+    setting = run.setting
+    layout, name = setting.layout, f"LocalSGD(every={callback.every})"
+    _refuse_experts_and_adascale(name, run)
+    if run.zero is not None and layout.data_parallel_size > 1 and run.mesh.size("dp_replicate") == 1:
+        size = layout.data_parallel_size
+        raise LayoutError(
+            f"{name} lets copies of the model step by themselves, and zero_stage={run.zero_stage} shards one copy over"
+            f" all data_parallel_size={size} replicas; set shard_size={max(1, size // 2)}, or zero_stage=0",
+            entry="slow-links",
+        )
+    if setting.is_manual and run.zero is not None:
+        raise LayoutError(
+            f"{name} with zero_stage={run.zero_stage} and manual optimization: gradients are averaged over shards and"
+            " copies at once; set zero_stage=0, or automatic_optimization=True in the module",
+            entry="slow-links",
+        )
+    together = {
+        "microbatch_weight": setting.options.microbatch_weight is not None,
+        "verify_first_step": setting.options.verify_first_step and callback.warmup_steps == 0,
+        "Trainer(sync_batchnorm=True)": setting.norms is not None,
+    }
+    for option in (option for option, is_set in together.items() if is_set):
+        raise LayoutError(
+            f"{name} lets replicas step by themselves, and {option} computes over all of them in each step; leave"
+            f" {option} out{', or set warmup_steps=1' if option == 'verify_first_step' else ''}",
+            entry="slow-links",
+        )
+    for other in setting.trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(other, StochasticWeightAveraging | WeightAveraging):
+            raise LayoutError(
+                f"{name} and {type(other).__name__}: replicas would average parameters that differ; remove one of the"
+                " two callbacks",
+                entry="slow-links",
+            )
+
+
+def _refuse_experts_and_adascale(name: str, run: Run) -> None:
+    size = run.setting.layout.expert_parallel_size
+    if size > 1:
+        raise LayoutError(
+            f"{name} is for replicas that each have all experts, and expert_parallel_size={size} of them share them;"
+            " set expert_parallel_size=1, or remove the callback",
+            entry="slow-links",
+        )
+    for other in run.setting.trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(other, AdaScale):
+            raise LayoutError(
+                f"{name} and AdaScale: AdaScale compares gradients before and after an exact average, which is not"
+                " made; remove one of the two callbacks",
+                entry="slow-links",
+            )
+
+
+def carry_slow_links(run: Run, gather: Callable[[Optimizer], dict[str, Any]]) -> None:
+    """Keep the states of these callbacks while the layout of a run changes; collective over the world.
+
+    ``gather`` returns the full state dict of an optimizer on the first rank.
+    """
+    for callback in run.setting.trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientCompression | LocalSGD):
+            callback.carry(gather, run.setting.world.broadcast)
+
+
+def describe_slow_links(trainer: Any) -> list[str]:
+    """Return the lines of the start table for these callbacks."""
+    callbacks = (callback for callback in trainer.callbacks if isinstance(callback, GradientCompression | LocalSGD))
+    return [callback.description for callback in callbacks]
