@@ -18,7 +18,7 @@ from them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -92,6 +92,8 @@ class GradientReducer:
         self._bucket_bytes = bucket_bytes
         self._first_bucket_bytes = first_bucket_bytes
         self.observer = observer
+        # Called with parameters whose averages have arrived, also in the backward; it may free their gradients.
+        self.on_averages: Callable[[Sequence[nn.Parameter]], None] | None = None
 
         self._buckets: list[_Bucket] = []
         self._bucket_of: list[_Bucket | None] = [None] * len(self._parameters)
@@ -142,6 +144,8 @@ class GradientReducer:
             gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
             if gradients:
                 torch._foreach_div_(gradients, float(self._divisor))
+        if self._size == 1 and self.on_averages is not None:
+            self.on_averages(self._parameters)
         if self._size == 1 or not self._parameters:
             return
         if not self._armed:
@@ -192,7 +196,7 @@ class GradientReducer:
         if bucket is None:
             return
         if self._has_gradient[index]:
-            if bucket.work is None:
+            if bucket.work is None and bucket.received is None:
                 return
             raise RuntimeError(
                 f"{self._names[index]} got another gradient after its average over the replicas had started; arm only"
@@ -213,6 +217,10 @@ class GradientReducer:
             self.observer.before_average(bucket.parameters)
         bucket.fill(self._size, self._divisor, self._has_unbucketed)
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        if self.on_averages is not None:  # what has arrived; waiting for more could wait for ever
+            for earlier in self._buckets[: self._next - 1]:
+                if earlier.work is not None and earlier.work.is_completed():
+                    self._receive(earlier)
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 
@@ -224,15 +232,25 @@ class GradientReducer:
             rank, the average of the dense gradients by index.
         """
         any_unbucketed = False
-        sparse = {}
+        sparse: dict[int, Tensor] = {}
         for bucket in buckets:
-            assert bucket.work is not None
-            bucket.work.wait()
-            bucket.work = None
-            *flags, has_unbucketed = bucket.flags.tolist()
-            any_unbucketed |= has_unbucketed > 0
-            if bucket.is_complete and max(flags, default=0) <= self._size:
-                continue
+            if bucket.received is None:
+                self._receive(bucket)
+            assert bucket.received is not None
+            any_unbucketed |= bucket.received[0]
+            sparse |= bucket.received[1]
+            bucket.received = None
+        return any_unbucketed, sparse
+
+    @torch.no_grad()
+    def _receive(self, bucket: _Bucket) -> None:
+        """Waits for one bucket and sets its averages as `grad`."""
+        assert bucket.work is not None
+        bucket.work.wait()
+        bucket.work = None
+        sparse = {}
+        *flags, has_unbucketed = bucket.flags.tolist()
+        if not bucket.is_complete or max(flags, default=0) > self._size:
             for index, parameter, view, flag in zip(
                 bucket.indices, bucket.parameters, bucket.views, flags, strict=True
             ):
@@ -240,7 +258,11 @@ class GradientReducer:
                     sparse[index] = view
                 elif flag > 0:
                     parameter.grad = view
-        return any_unbucketed, sparse
+        bucket.received = has_unbucketed > 0, sparse
+        if self.on_averages is not None:
+            self.on_averages([self._parameters[i] for i in bucket.indices if i not in sparse])
+            if not sparse and all(parameter.grad is None for parameter in bucket.parameters):
+                bucket.free()
 
     def _average_sparse(self, found: dict[int, Tensor]) -> None:
         for index in sorted({*self._sparse, *found}):
@@ -313,6 +335,7 @@ class _Bucket:
         num_missing: number of parameters that the armed backward has not reached.
         is_complete: this rank had a dense gradient for every parameter.
         work: the all-reduce in flight.
+        received: what `_wait_for` returns for it, if it has arrived before `finish`.
     """
 
     def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter], example: Tensor) -> None:
@@ -334,12 +357,20 @@ class _Bucket:
         self.num_missing = 0
         self.is_complete = False
         self.work: dist.Work | None = None
+        self.received: tuple[bool, dict[int, Tensor]] | None = None
+        self._nbytes = self.flat.untyped_storage().nbytes()
+
+    def free(self) -> None:
+        """Frees the memory of the message until it is filled again."""
+        self.flat.untyped_storage().resize_(0)
 
     def fill(self, size: int, divisor: int, has_unbucketed: bool) -> None:
         """Copies the divided gradients of this rank into the bucket; `grad` becomes the view at once.
 
         Dividing while copying costs no separate pass, and half precision does not overflow in the sum.
         """
+        if not self.flat.untyped_storage().nbytes():
+            self.flat.untyped_storage().resize_(self._nbytes)
         self.is_complete = True
         flags = []
         storage = self.flat.untyped_storage().data_ptr()
