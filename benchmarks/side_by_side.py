@@ -244,7 +244,7 @@ def fit(turn: Turn, module: Any, batch: Any, **options: Any) -> None:
         "use_distributed_sampler": False,
         "max_epochs": -1,
     }
-    trainer = Trainer(**defaults, **options)
+    trainer = Trainer(**(defaults | options))
     loop = trainer.fit_loop.epoch_loop
     advance = loop.advance
 

@@ -232,6 +232,12 @@ class OffloadError(HybridError, OSError):
     docs = "reference/exceptions.md#offloaderror"
 
 
+class BackwardStepError(HybridError, ValueError):
+    """``optimizer_in_backward=True`` cannot step this optimizer, or code may read gradients that it has freed."""
+
+    docs = "reference/exceptions.md#backwardsteperror"
+
+
 class CheckpointError(HybridError, RuntimeError):
     """A checkpoint cannot be written, is not valid, or does not fit the module or optimizer."""
 

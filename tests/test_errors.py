@@ -42,6 +42,7 @@ BASES = {
     "NotOnAllRanks": RuntimeError,
     "NotOnThisRank": pickle.PicklingError,
     "OffloadError": OSError,
+    "BackwardStepError": ValueError,
     "PartitionError": ValueError,
     "RanksDiffer": RuntimeError,
     "RanksDisagree": RuntimeError,

@@ -18,7 +18,7 @@ from them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_hybrid.gradient_compression.compressed_average import CompressedAverage, PendingAverage
+from lightning_hybrid.gradient_compression.compressed_average import CompressedAverage
 from lightning_hybrid.replicate.average_sparse_gradients import average_sparse
+from lightning_hybrid.replicate.gradient_bucket import GradientBucket
 from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
 
 
@@ -99,9 +100,11 @@ class GradientReducer:
         self.observer = observer
         self.compression: CompressedAverage | None = None
         self.is_local = False
+        # Called with parameters whose averages have arrived, also in the backward; it may free their gradients.
+        self.on_averages: Callable[[Sequence[nn.Parameter]], None] | None = None
 
-        self._buckets: list[_Bucket] = []
-        self._bucket_of: list[_Bucket | None] = [None] * len(self._parameters)
+        self._buckets: list[GradientBucket] = []
+        self._bucket_of: list[GradientBucket | None] = [None] * len(self._parameters)
         self._sparse: list[int] = []
         self._unbucketed = list(range(len(self._parameters)))
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
@@ -151,6 +154,8 @@ class GradientReducer:
             gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
             if gradients:
                 torch._foreach_div_(gradients, float(self._divisor))
+        if self._size == 1 and self.on_averages is not None:
+            self.on_averages(self._parameters)
         if self._size == 1 or not self._parameters:
             return
         if not self._armed:
@@ -201,7 +206,7 @@ class GradientReducer:
         if bucket is None:
             return
         if self._has_gradient[index]:
-            if bucket.work is None:
+            if bucket.work is None and bucket.received is None:
                 return
             raise RuntimeError(
                 f"{self._names[index]} got another gradient after its average over the replicas had started; arm only"
@@ -226,10 +231,14 @@ class GradientReducer:
         else:
             names = [self._names[index] for index in bucket.indices]
             bucket.work = self.compression.launch(names, bucket.views, bucket.flags)
+        if self.on_averages is not None and self.compression is None:
+            for earlier in self._buckets[: self._next - 1]:  # what has arrived; waiting for more could wait for ever
+                if isinstance(earlier.work, dist.Work) and earlier.work.is_completed():
+                    self._receive(earlier)
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 
-    def _wait_for(self, buckets: Iterable[_Bucket]) -> tuple[bool, dict[int, Tensor]]:
+    def _wait_for(self, buckets: Iterable[GradientBucket]) -> tuple[bool, dict[int, Tensor]]:
         """Waits for buckets and sets their averages as `grad`.
 
         Returns:
@@ -237,15 +246,25 @@ class GradientReducer:
             rank, the average of the dense gradients by index.
         """
         any_unbucketed = False
-        sparse = {}
+        sparse: dict[int, Tensor] = {}
         for bucket in buckets:
-            assert bucket.work is not None
-            bucket.work.wait()
-            bucket.work = None
-            *flags, has_unbucketed = bucket.flags.tolist()
-            any_unbucketed |= has_unbucketed > 0
-            if bucket.is_complete and max(flags, default=0) <= self._size:
-                continue
+            if bucket.received is None:
+                self._receive(bucket)
+            assert bucket.received is not None
+            any_unbucketed |= bucket.received[0]
+            sparse |= bucket.received[1]
+            bucket.received = None
+        return any_unbucketed, sparse
+
+    @torch.no_grad()
+    def _receive(self, bucket: GradientBucket) -> None:
+        """Waits for one bucket and sets its averages as `grad`."""
+        assert bucket.work is not None
+        bucket.work.wait()
+        bucket.work = None
+        sparse = {}
+        *flags, has_unbucketed = bucket.flags.tolist()
+        if not bucket.is_complete or max(flags, default=0) > self._size:
             for index, parameter, view, flag in zip(
                 bucket.indices, bucket.parameters, bucket.views, flags, strict=True
             ):
@@ -253,7 +272,11 @@ class GradientReducer:
                     sparse[index] = view
                 elif flag > 0:
                     parameter.grad = view
-        return any_unbucketed, sparse
+        bucket.received = has_unbucketed > 0, sparse
+        if self.on_averages is not None:
+            self.on_averages([self._parameters[i] for i in bucket.indices if i not in sparse])
+            if not sparse and all(parameter.grad is None for parameter in bucket.parameters):
+                bucket.free()
 
     def _average_sparse(self, found: dict[int, Tensor]) -> None:
         for index in sorted({*self._sparse, *found}):
@@ -307,72 +330,9 @@ class GradientReducer:
         if not groups and not self._buckets:
             groups.append([])  # no parameter is trained yet; the flag for unbucketed gradients needs a bucket anyway
         for group in groups:
-            bucket = _Bucket(group, [self._parameters[index] for index in group], self._parameters[0])
+            bucket = GradientBucket(group, [self._parameters[index] for index in group], self._parameters[0])
             self._buckets.append(bucket)
             for index in group:
                 self._bucket_of[index] = bucket
         inside = {*self._sparse, *(i for i, bucket in enumerate(self._bucket_of) if bucket is not None)}
         self._unbucketed = [index for index in range(len(self._parameters)) if index not in inside]
-
-
-class _Bucket:
-    """Parameters whose gradients are all-reduced in one message.
-
-    Attributes:
-        indices: positions of the parameters in the reducer's order.
-        flat: the message: the gradients, then the flags.
-        views: view of each gradient in `flat`, with the shape and strides of its parameter.
-        flags: one per parameter (0 no gradient, 1 dense, 2 * ranks sparse), and one for unbucketed gradients.
-        num_missing: number of parameters that the armed backward has not reached.
-        is_complete: this rank had a dense gradient for every parameter.
-        work: the all-reduce in flight, or another average.
-    """
-
-    def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter], example: Tensor) -> None:
-        first = parameters[0] if parameters else example
-        numel = sum(parameter.numel() for parameter in parameters)
-        self.indices = indices
-        self.parameters = parameters
-        self.flat = torch.zeros(numel + len(parameters) + 1, dtype=first.dtype, device=first.device)
-        self.views: list[Tensor] = []
-        self._layouts: list[tuple[tuple[int, ...], int]] = []
-        offset = 0
-        for parameter in parameters:
-            # The strides of `empty_like` have no gaps, even where the parameter's have.
-            strides = torch.empty_like(parameter, device="meta").stride()
-            self._layouts.append((strides, offset))
-            self.views.append(self.flat.as_strided(parameter.shape, strides, offset))
-            offset += parameter.numel()
-        self.flags = self.flat[offset:].real
-        self.num_missing = 0
-        self.is_complete = False
-        self.work: dist.Work | PendingAverage | None = None
-
-    def fill(self, size: int, divisor: int, has_unbucketed: bool) -> None:
-        """Copies the divided gradients of this rank into the bucket; `grad` becomes the view at once.
-
-        Dividing while copying costs no separate pass, and half precision does not overflow in the sum.
-        """
-        self.is_complete = True
-        flags = []
-        storage = self.flat.untyped_storage().data_ptr()
-        for index, parameter in enumerate(self.parameters):
-            view, gradient = self.views[index], parameter.grad
-            if view.untyped_storage().data_ptr() != storage:  # the user wrote `parameter.grad.data = ...`
-                view = self.views[index] = self.flat.as_strided(parameter.shape, *self._layouts[index])
-            if gradient is None or gradient.is_sparse:
-                self.is_complete = False
-                view.zero_()
-                # More than all dense ones together, also after rounding: bfloat16 cannot count beyond 256.
-                flags.append(0.0 if gradient is None else 2.0 * size)
-                continue
-            flags.append(1.0)
-            # With `zero_grad(set_to_none=False)` the backward has accumulated into the view itself.
-            torch.div(gradient, divisor, out=view)
-            if gradient is not view:
-                parameter.grad = view
-        if self.is_complete:
-            self.flags.fill_(1.0)  # no copy from the host, for which a GPU would stop
-            self.flags[-1] = float(has_unbucketed)
-        else:
-            self.flags.copy_(torch.tensor([*flags, float(has_unbucketed)]))

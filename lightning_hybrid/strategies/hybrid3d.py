@@ -74,6 +74,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         offload: What is not on the device while no step needs it: "cpu" for all that replicas shard, and the
             optimizer's states in any case; "disk:PATH" for optimizer states in files under a folder; or a mapping of
             any of "parameters", "gradients" and "optimizer_states" to these.
+        optimizer_in_backward: Steps each layer's parameters in the backward, once their gradients are averaged, and
+            frees these.
         recompute: Layers that are recomputed in the backward: "full" for all, which save their inputs alone; n for
             every n-th; names with wildcards, or classes; "selective" for all, which save the results of expensive
             operations, or the share of bytes that these save, such as 0.3 ("selective" is 0.4); or a mapping of names
@@ -132,6 +134,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         shard_size: int | None = None,
         reshard_after_forward: bool | Literal["auto"] | None = "auto",
         offload: str | dict[str, str] | None = None,
+        optimizer_in_backward: bool = False,
         recompute: Recompute | None = None,
         microbatch_weight: MicrobatchWeight | None = None,
         tensor_parallel_plan: dict[str, str] | None = None,

@@ -105,6 +105,12 @@ class ZeroSharding:
         """Groups of parameters, each with the messages in which its gradients are reduced."""
         return self._all
 
+    def step_in_backward(self, step: Callable[[ParameterGroup], None]) -> None:
+        """Call ``step`` with each group of one stage once its averages are in its shards, also in the backward."""
+        for stage, members in self._groups.items():
+            for group in members if stage is not None else ():  # the others are summed over stages
+                group.on_averages = step
+
     def gather_in_rounds(self, mesh: Mesh) -> None:
         """Let ranks call layers in different orders, by ``GatherRounds``."""
         self._rounds = GatherRounds(mesh, self._all, self._reductions)

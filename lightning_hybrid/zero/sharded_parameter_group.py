@@ -12,7 +12,7 @@ dtype, rank by rank, each rank's shard padded to the size of the largest.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -94,6 +94,7 @@ class ParameterGroup:
         self.num_missing = 0  # gradients that the backward has not accumulated yet
         self.gather_group = ranks.shard
         self.observer: GradientObserver | None = None
+        self.on_averages: Callable[[ParameterGroup], None] | None = None  # called once averages are in the shards
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 
@@ -382,6 +383,8 @@ class ParameterGroup:
             new = self._gradients[name] = new.clone() if before is None else before + new
             if self.observer is not None:
                 self.observer.after_reduce(self.parameters[name], new)
+        if self.on_averages is not None:
+            self.on_averages(self)
 
     def _shard_of(self, name: str, full: Tensor, rank: int) -> Tensor:
         placement = self._placements.get(name)

@@ -98,6 +98,9 @@ class StepExecution:
         )
         weight = setting.options.microbatch_weight
         weigh = None if weight is None else partial(weigh_by_count, count=weight, mesh=self._run.mesh)
+        if (steps := self._owner.optimization.in_backward) is not None:
+            may_run_again = runner.can_roll_back_step or self._run.zero3_fallback is not None
+            steps.is_allowed = self.is_syncing and not unused and not may_run_again
         callbacks = self._before_backward, self._after_backward, self._reduce_stage
         train = TrainContext(seed_factor, *callbacks, self.recorder, weigh, self._activations.measure)
         try:
@@ -125,7 +128,10 @@ class StepExecution:
             optimization.tied.sum_gradients()
         if run.zero is None:
             start = self.recorder.mark()
-            optimization.reducers[None].reduce()
+            if optimization.in_backward is None or run.plain_runner is None:
+                optimization.reducers[None].reduce()
+            else:
+                optimization.reducers[None].finish()
             if run.plain_runner is not None and run.mesh.size("data") > 1:  # schedules have their own reductions
                 self.recorder.add(Action(Kind.REDUCE, 0), start)
         if run.experts is not None:
@@ -133,6 +139,10 @@ class StepExecution:
 
     def _before_backward(self, stage: int, is_last: bool) -> None:
         zero, reducers = self._run.zero, self._owner.optimization.reducers
+        if (steps := self._owner.optimization.in_backward) is not None:
+            steps.begin_backward(is_last=is_last)
+            if zero is None and is_last and self._run.plain_runner is not None and self.is_syncing:
+                reducers[None].arm()  # otherwise averaged after the step
         if zero is not None:
             zero.before_backward(stage, is_last)
         elif is_last and self.is_syncing and stage in reducers:
@@ -266,6 +276,9 @@ class StepExecution:
     def _before_plain_backward(self) -> None:
         """Arm the reducers where the step itself has run no backward: this one completes the gradients."""
         if (self._run.runner is None or self._setting.is_manual) and self.is_syncing:
+            if (steps := self._owner.optimization.in_backward) is not None:
+                steps.is_allowed = True
+                steps.begin_backward(is_last=True)
             for reducer in self._owner.optimization.reducers.values():
                 reducer.arm()
 

@@ -54,6 +54,7 @@ class Options:
     compile: Literal["units"] | dict[str, Any] | None
     example_batch: Any
     expert_chunks: int = 1
+    optimizer_in_backward: bool = False
     save_distributed_checkpoint: bool = False
     async_checkpoint: bool = False
     verify_first_step: bool = False
@@ -106,6 +107,8 @@ class Options:
         if self.tensor_parallel_plan is not None:
             check_styles(self.tensor_parallel_plan)
         compile_options(self.compile)
+        if not isinstance(self.optimizer_in_backward, bool):
+            raise TypeError(f"optimizer_in_backward={self.optimizer_in_backward!r}; use True or False")
         if not _is_count(self.expert_chunks):
             raise ValueError(f"expert_chunks={self.expert_chunks!r}; use a whole number of 1 or more")
         if self.async_checkpoint and not self.save_distributed_checkpoint:

@@ -14,6 +14,7 @@ from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
 from lightning_hybrid.strategies.optimizer_steps.connect_full_parameter_steps import connect_full_parameter_steps
 from lightning_hybrid.strategies.run.build_run import RunOwner
+from lightning_hybrid.strategies.run.connect_steps_in_backward import connect_steps_in_backward
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers, connect_gradients
 from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import (
@@ -69,6 +70,7 @@ def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer
         offloaded=tuple(offloaded),
         sharded_steps=tuple(sharded_steps),
         watched=tuple(watched),
+        in_backward=connect_steps_in_backward(run, optimizers, watched, offloaded, reducers),
     )
 
 

@@ -31,6 +31,7 @@ from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
 from lightning_hybrid.zero.optimizer_states.sharded_manual_optimizer_step import ShardedStep
+from lightning_hybrid.zero.optimizer_states.step_in_backward import StepsInBackward
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,6 +147,7 @@ class Optimization:
         offloaded: Optimizers whose states are offloaded.
         sharded_steps: Optimizers that the module calls itself, and whose states replicas shard.
         watched: Optimizers whose steps read parameters of other ranks.
+        in_backward: Steps parameters in the backward, if the user wants it.
     """
 
     reducers: Reducers = dataclasses.field(default_factory=dict)
@@ -154,3 +156,4 @@ class Optimization:
     offloaded: tuple[OffloadedStates, ...] = ()
     sharded_steps: tuple[ShardedStep, ...] = ()
     watched: tuple[Optimizer, ...] = ()
+    in_backward: StepsInBackward | None = None

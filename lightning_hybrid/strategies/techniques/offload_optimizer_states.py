@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
+from lightning_hybrid.strategies.techniques.use_fused_adam_on_cpu import fuse_steps
 from lightning_hybrid.zero.devices_storing_local_shards import StorageDevices
 from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 from lightning_hybrid.zero.optimizer_states.offloaded_all_parameters_step import AllParametersStep
@@ -64,7 +65,9 @@ def offload_states(
         why = "may read all of the model" if sees_all else why_not_layerwise(optimizer, in_file=folder is not None)
         if not why:
             numel = Tensor.numel if shared_by is None else partial(numel_of_shard, ranks=shared_by)
-            offloaded.append(LayerwiseStep(optimizer, layers, folder, regions, states_on=devices.states, numel=numel))
+            step = LayerwiseStep(optimizer, layers, folder, regions, states_on=devices.states, numel=numel)
+            fuse_steps([] if step.host_optimizer is None else [step.host_optimizer], until)
+            offloaded.append(step)
         else:
             name = type(optimizer).__name__
             rank_zero_info(f"offload: {name} {why}, so all of its states are in memory during its step")

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Adam, AdamW, Optimizer
 
+from lightning_hybrid.parts.gather_on_read import can_guard
 from lightning_hybrid.zero.devices_storing_local_shards import HOST
 from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import replace_step
 
@@ -89,7 +90,7 @@ def _written(parameter: Tensor, state: dict[str, Any]) -> list[Tensor]:
 def _is_plain(parameter: Tensor, state: dict[str, Any]) -> bool:
     """Whether the kernel, which knows no shapes and strides, can step a parameter; not before its first step."""
     return (
-        type(parameter) is nn.Parameter
+        can_guard(parameter)  # a guarded one is stepped in the backward, below its guard
         and parameter.device == HOST
         and parameter.dtype in (torch.float32, torch.float64)
         and "step" in state

@@ -7,8 +7,9 @@ another device, are in memory meanwhile; the new values go back to the device of
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from torch.optim import Optimizer
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.devices_storing_local_shards import HOST
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile, aligned, state_tensors
+from lightning_hybrid.zero.optimizer_states.host_step_pipeline import CudaCopies, HostStepPipeline
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
+from lightning_hybrid.zero.optimizer_states.step_parameter_subset import only_parameters, without_step_hooks
 from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import (
     STEP_HOOKS,
     call_step_hooks,
     step_after_closure,
 )
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import state_element_sizes
+from lightning_hybrid.zero.optimizer_states.try_optimizer_step import skips_missing_gradients, state_element_sizes
 
 
 class LayerwiseStep(OffloadedStates):
@@ -58,14 +61,35 @@ class LayerwiseStep(OffloadedStates):
         by_id = regions or {}
         self._regions = [{by_id[id(p)] for p in members if id(p) in by_id} for members in self._layers]
         super().__init__(optimizer, states_on, (region for found in self._regions for region in found))
+        self._layer_of = {id(p): number for number, members in enumerate(self._layers) for p in members}
+        self._stepped: set[int] = set()  # ids of parameters stepped before the optimizer's own step
+        self._offsets: dict[int, int] = {}  # of the states of each parameter in its region
         if folder is not None and self._layers:
             sizes = state_element_sizes(optimizer)
             assert sizes is not None
-            self.file = StateFile(folder, [_bytes_of(members, sizes, numel) for members in self._layers])
+            lengths = []
+            for members in self._layers:
+                ends = [0, *accumulate(_bytes_of(p, sizes, numel(p)) for p in members)]
+                self._offsets |= {id(p): start for p, start in zip(members, ends[:-1], strict=True)}
+                lengths.append(ends[-1])
+            self.file = StateFile(folder, lengths)
             self._files.add(self.file)
+        self._skips_missing = skips_missing_gradients(optimizer)
+        self._pipeline = self._pipeline_to_host()
         self._in_file: set[int] = set()  # data_ptr() of tensors in the file
         self._original = optimizer.step
         self._undo = step_after_closure(optimizer, self._step, reason="offloaded states, layer by layer")
+
+    def _pipeline_to_host(self) -> HostStepPipeline | None:
+        devices = {p.device for members in self._layers for p in members}
+        if self._states_on.type != "cpu" or {device.type for device in devices} != {"cuda"} or len(devices) > 1:
+            return None
+        return HostStepPipeline(self._optimizer, CudaCopies(devices.pop()))
+
+    @property
+    def host_optimizer(self) -> Optimizer | None:
+        """The copy of the optimizer that steps on the host; None where the optimizer itself does."""
+        return None if self._pipeline is None else self._pipeline.host_optimizer
 
     def adopt(self) -> None:
         """Copy states that were loaded to the file."""
@@ -76,33 +100,60 @@ class LayerwiseStep(OffloadedStates):
         """Whether the memory of a state of any shape is in the file."""
         return value.data_ptr() in self._in_file
 
+    def step_subset(self, parameters: Sequence[Tensor]) -> None:
+        """Step some parameters whose gradients are final, before the optimizer's own step, which skips them."""
+        if not self._stepped:
+            self.check()
+        self._stepped.update(map(id, parameters))
+        by_layer: dict[int, list[Tensor]] = {}
+        for p in parameters:
+            by_layer.setdefault(self._layer_of[id(p)], []).append(p)
+        with without_step_hooks(self._optimizer):
+            for number, members in by_layer.items():
+                self._begin_layer(number, members, {}, following=number - 1)
+
     def _step(self, kwargs: dict[str, Any]) -> None:
-        optimizer, file = self._optimizer, self.file
-        self.check()
-        all_parameters = [group["params"] for group in optimizer.param_groups]
-        hooks = {name: optimizer.__dict__.get(name) for name in STEP_HOOKS}
-        call_step_hooks(optimizer, hooks["_optimizer_step_pre_hooks"])
-        try:
-            for name in STEP_HOOKS:  # once per step, not once per layer
-                optimizer.__dict__[name] = OrderedDict()
+        optimizer, stepped = self._optimizer, set(self._stepped)
+        if not stepped:
+            self.check()
+        self._stepped.clear()
+        call_step_hooks(optimizer, optimizer.__dict__.get(STEP_HOOKS[0]))
+        with without_step_hooks(optimizer):  # once per step, not once per layer
             for number, members in enumerate(self._layers):
-                is_last = number + 1 == len(self._layers)
-                if file is not None:
-                    if not is_last:
-                        Region(file, number + 1).read_ahead()
-                    Region(file, number).load()
-                for region in () if is_last else self._regions[number + 1]:
-                    region.read_ahead()
-                ids = {id(p) for p in members}
-                for group, parameters in zip(optimizer.param_groups, all_parameters, strict=True):
-                    group["params"] = [p for p in parameters if id(p) in ids]
-                self._step_layer(number, members, kwargs)
-        finally:
-            for group, parameters in zip(optimizer.param_groups, all_parameters, strict=True):
-                group["params"] = parameters
-            for name, saved in hooks.items():
-                optimizer.__dict__[name] = saved
-        call_step_hooks(optimizer, hooks["_optimizer_step_post_hooks"])
+                if left := [p for p in members if id(p) not in stepped]:
+                    self._begin_layer(number, left, kwargs, following=number + 1)
+            if self._pipeline is not None:
+                self._pipeline.wait()
+        call_step_hooks(optimizer, optimizer.__dict__.get(STEP_HOOKS[1]))
+
+    def _begin_layer(self, number: int, members: Sequence[Tensor], kwargs: dict[str, Any], *, following: int) -> None:
+        """Step parameters of one layer, at once or in the pipeline; reads the layer ``following`` ahead."""
+        if self._pipeline is not None:
+            ready = members if not self._skips_missing else [p for p in members if p.grad is not None]
+            if all(p.grad is not None and not p.grad.is_sparse for p in ready):
+                for p in ready:
+                    self._move_states(self._optimizer.state.get(p, {}))
+                self._pipeline.submit(
+                    ready,
+                    kwargs,
+                    before=partial(self._load, number, following),
+                    after=partial(self._put_in_file, number, ready),
+                )
+                return
+            self._pipeline.wait()
+        self._load(number, following)
+        with only_parameters(self._optimizer, set(map(id, members))):
+            self._step_layer(number, members, kwargs)
+
+    def _load(self, number: int, following: int) -> None:
+        """Read the states of a layer that are in a file, and begin to read those of another one."""
+        has_following = 0 <= following < len(self._layers)
+        if self.file is not None:
+            if has_following:
+                Region(self.file, following).read_ahead()
+            Region(self.file, number).load()
+        for region in self._regions[following] if has_following else ():
+            region.read_ahead()
 
     def _step_layer(self, number: int, members: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
         moved = [p for p in members if p.device != self._states_on]
@@ -137,8 +188,9 @@ class LayerwiseStep(OffloadedStates):
         """Copy states that the step has made or replaced to their offsets in the file, if there is one."""
         if self.file is None:
             return
-        region, offset = Region(self.file, number), 0
+        region = Region(self.file, number)
         for p in members:
+            offset = self._offsets[id(p)]
             for name, value in state_tensors(self._optimizer.state.get(p)).items():
                 if value.data_ptr() not in self._in_file:
                     slot = region.tensor(offset, value)
@@ -148,6 +200,12 @@ class LayerwiseStep(OffloadedStates):
                 offset += aligned(value.nbytes)
         region.evict()
 
+    def close(self) -> None:
+        """Restore the optimizer's own step; states are read from the file, or lost with it."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+        super().close()
 
-def _bytes_of(members: Sequence[Tensor], sizes: Sequence[int | None], numel: Callable[[Tensor], int]) -> int:
-    return sum(aligned(numel(p) * (size or p.element_size())) for p in members for size in sizes)
+
+def _bytes_of(p: Tensor, sizes: Sequence[int | None], numel: int) -> int:
+    return sum(aligned(numel * (size or p.element_size())) for size in sizes)

@@ -56,6 +56,19 @@ def steps_independently(optimizer: Optimizer) -> bool:
     return repr(plain[0]) == repr(plain[1])
 
 
+def skips_missing_gradients(optimizer: Optimizer) -> bool:
+    """Whether a step leaves a parameter without a gradient as it is, and makes no state for it; tried on small ones."""
+    twin = _small_twin(optimizer)
+    first, second = twin.param_groups[0]["params"]
+    before, states = second.detach().clone(), repr(twin.state.get(second))
+    first.grad = torch.ones_like(first)
+    try:
+        type(optimizer).step(twin)
+    except Exception:
+        return False
+    return torch.equal(second, before) and repr(twin.state.get(second)) == states
+
+
 def state_element_sizes(optimizer: Optimizer) -> list[int | None] | None:
     """Sizes of an optimizer's states for one parameter, found by a step on a small one.
 

@@ -1,0 +1,83 @@
+"""A flat buffer of gradients that are all-reduced in one message, with flags for what each rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.gradient_compression.compressed_average import PendingAverage
+
+
+class GradientBucket:
+    """Parameters whose gradients are all-reduced in one message.
+
+    Attributes:
+        indices: positions of the parameters in the reducer's order.
+        flat: the message: the gradients, then the flags.
+        views: view of each gradient in `flat`, with the shape and strides of its parameter.
+        flags: one per parameter (0 no gradient, 1 dense, 2 * ranks sparse), and one for unbucketed gradients.
+        num_missing: number of parameters that the armed backward has not reached.
+        is_complete: this rank had a dense gradient for every parameter.
+        work: the all-reduce in flight, or another average.
+        received: what `GradientReducer` reads for it, if it has arrived before `finish`.
+    """
+
+    def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter], example: Tensor) -> None:
+        first = parameters[0] if parameters else example
+        numel = sum(parameter.numel() for parameter in parameters)
+        self.indices = indices
+        self.parameters = parameters
+        self.flat = torch.zeros(numel + len(parameters) + 1, dtype=first.dtype, device=first.device)
+        self.views: list[Tensor] = []
+        self._layouts: list[tuple[tuple[int, ...], int]] = []
+        offset = 0
+        for parameter in parameters:
+            # The strides of `empty_like` have no gaps, even where the parameter's have.
+            strides = torch.empty_like(parameter, device="meta").stride()
+            self._layouts.append((strides, offset))
+            self.views.append(self.flat.as_strided(parameter.shape, strides, offset))
+            offset += parameter.numel()
+        self.flags = self.flat[offset:].real
+        self.num_missing = 0
+        self.is_complete = False
+        self.work: dist.Work | PendingAverage | None = None
+        self.received: tuple[bool, dict[int, Tensor]] | None = None
+        self._nbytes = self.flat.untyped_storage().nbytes()
+
+    def free(self) -> None:
+        """Frees the memory of the message until it is filled again."""
+        self.flat.untyped_storage().resize_(0)
+
+    def fill(self, size: int, divisor: int, has_unbucketed: bool) -> None:
+        """Copies the divided gradients of this rank into the bucket; `grad` becomes the view at once.
+
+        Dividing while copying costs no separate pass, and half precision does not overflow in the sum.
+        """
+        if not self.flat.untyped_storage().nbytes():
+            self.flat.untyped_storage().resize_(self._nbytes)
+        self.is_complete = True
+        flags = []
+        storage = self.flat.untyped_storage().data_ptr()
+        for index, parameter in enumerate(self.parameters):
+            view, gradient = self.views[index], parameter.grad
+            if view.untyped_storage().data_ptr() != storage:  # the user wrote `parameter.grad.data = ...`
+                view = self.views[index] = self.flat.as_strided(parameter.shape, *self._layouts[index])
+            if gradient is None or gradient.is_sparse:
+                self.is_complete = False
+                view.zero_()
+                # More than all dense ones together, also after rounding: bfloat16 cannot count beyond 256.
+                flags.append(0.0 if gradient is None else 2.0 * size)
+                continue
+            flags.append(1.0)
+            # With `zero_grad(set_to_none=False)` the backward has accumulated into the view itself.
+            torch.div(gradient, divisor, out=view)
+            if gradient is not view:
+                parameter.grad = view
+        if self.is_complete:
+            self.flags.fill_(1.0)  # no copy from the host, for which a GPU would stop
+            self.flags[-1] = float(has_unbucketed)
+        else:
+            self.flags.copy_(torch.tensor([*flags, float(has_unbucketed)]))
