@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from lightning_hybrid.replicate.gradient_reducer import GradientObserver, GradientReducer
 
 
@@ -23,6 +25,11 @@ class JointReducer:
     def observer(self, observer: GradientObserver | None) -> None:
         for reducer in self._reducers:
             reducer.observer = observer
+
+    @property
+    def messages(self) -> list[Tensor]:
+        """The tensors that are sent, of one dimension."""
+        return [message for reducer in self._reducers for message in reducer.messages]
 
     def arm(self) -> None:
         """Announces that the gradients accumulated by the next backward are final."""

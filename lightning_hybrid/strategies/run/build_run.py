@@ -24,11 +24,16 @@ from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.strategies.options.strategy_options import compile_options
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.plan_stages_shards_and_layers import ModulePartition
+from lightning_hybrid.strategies.run.profile_batches_for_budget import profile_for_budget
 from lightning_hybrid.strategies.run.run import Optimization, Run
 from lightning_hybrid.strategies.run.run_objects_and_options import Setting
 from lightning_hybrid.strategies.techniques.compilation import CompiledUnits, share_compile_processes
 from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import has_adascale
-from lightning_hybrid.strategies.techniques.recomputation import gather_in_recomputation, recompute_plain_layers
+from lightning_hybrid.strategies.techniques.recomputation import (
+    budgeted_layers,
+    gather_in_recomputation,
+    recompute_plain_layers,
+)
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import shard_over_replicas
 from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads, summarize_full_parameters
 from lightning_hybrid.strategies.user_code.gather_parameters_for_dataloaders import wrap_loaders
@@ -106,6 +111,7 @@ def build_run(
         if partition is not None:
             _connect_layers(run, partition, owner)
             _agree_on_broken_steps(run)
+        profile_for_budget(run, owner)
     return run, partition, is_filled
 
 
@@ -115,7 +121,8 @@ def recompute_without_runner(run: Run) -> Run:
     if setting.recompute is None:
         return run
     is_compiled = setting.options.compile is not None
-    recomputation = recompute_plain_layers(setting.module, setting.recompute, compiled=is_compiled)
+    budget = budgeted_layers(setting.recompute, setting.device, setting.world.num_processes)
+    recomputation = recompute_plain_layers(setting.module, setting.recompute, compiled=is_compiled, budget=budget)
     return dataclasses.replace(run, recomputation=recomputation)
 
 

@@ -24,7 +24,11 @@ from lightning_hybrid.strategies.start.warn_of_mixed_samples import warn_of_mixe
 from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import warn_across_nodes
 from lightning_hybrid.strategies.techniques.expert_parallel import ExpertPlanner
 from lightning_hybrid.strategies.techniques.plan_tensor_parallelism import TensorPlanner, plan_folder
-from lightning_hybrid.strategies.techniques.recomputation import recompute_layers, recompute_plain_layers
+from lightning_hybrid.strategies.techniques.recomputation import (
+    budgeted_layers,
+    recompute_layers,
+    recompute_plain_layers,
+)
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import LayerReads, zero_shardings
 from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import why_no_stages
 from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
@@ -241,8 +245,10 @@ class ModulePartition:
         )
 
     def _recomputation(self, recompute: Recompute, plan: StagePlan) -> Recomputation:
-        module, is_compiled = self._setting.module, self._setting.options.compile is not None
+        setting = self._setting
+        module, is_compiled = setting.module, setting.options.compile is not None
+        budget = budgeted_layers(recompute, setting.device, setting.world.num_processes)
         if not self.run.is_pipelined:
-            return recompute_plain_layers(module, recompute, compiled=is_compiled)
+            return recompute_plain_layers(module, recompute, compiled=is_compiled, budget=budget)
         assert plan.first is not None
-        return recompute_layers(module, recompute, plan.first, plan.stages, compiled=is_compiled)
+        return recompute_layers(module, recompute, plan.first, plan.stages, compiled=is_compiled, budget=budget)
