@@ -57,14 +57,18 @@ class BudgetReport:
 
     Attributes:
         budget: In bytes.
+        peak: That is expected, in bytes.
         floor: The peak of a step whose layers keep nothing, in bytes.
         before: Bytes that were alive as the profile began: parameters, optimizer states, and gradients if they stay.
+        num_runs: Of layers in the profile.
         kept_share: By layer, the share of the bytes that autograd would save that is kept.
     """
 
     budget: int
+    peak: int
     floor: int
     before: int
+    num_runs: int
     kept_share: dict[str, float]
 
 
@@ -158,19 +162,22 @@ class BudgetedLayers(SelectiveCheckpointing):
             return choices_of(structure, self._device.type, always_recorded=fqn in self._recorded_layers)
 
         program = program_of(profile, choices)
-        chosen = program.solve(budget)
+        solution = program.solve(budget)
+        chosen, peak = ({}, highest.peak) if solution is None else solution
         kept_share: dict[str, float] = {}
         for (fqn, key), group in program.layers.items():
-            choice = group.choices[0] if chosen is None else chosen[fqn, key]
+            choice = chosen.get((fqn, key), group.choices[0])
             self.plans.setdefault(fqn, LayerPlan()).choices[key] = choice
             total = sum(step.nbytes for step in group.largest.steps if step.is_saved) or 1
             kept = sum(group.largest.steps[number].nbytes for number in choice.kept or ())
             kept_share[fqn] = 1.0 if choice.kept is None else kept / total
+        num_runs = 0
         for run in profile.runs:
             plan = self.plans[run.fqn]
+            num_runs += 1
             plan.input_bytes = max(plan.input_bytes, run.input_bytes)
         self._needs_profile = False
-        self.report = BudgetReport(budget, highest.peak, self._before, kept_share)
+        self.report = BudgetReport(budget, peak, highest.peak, self._before, num_runs, kept_share)
 
     def _floor_message(self, budget: int, highest: Interval) -> str:
         fqn = None if highest.run is None else highest.run.fqn

@@ -62,10 +62,8 @@ class BudgetProgram:
     layers: dict[tuple[str, Hashable], LayerChoices]
     rows: np.ndarray
 
-    def solve(self, budget: int) -> dict[tuple[str, Hashable], Choice] | None:
-        """Return a choice for each layer; None if no choices are under the budget."""
-        if not self.layers:
-            return {}
+    def solve(self, budget: int) -> tuple[dict[tuple[str, Hashable], Choice], int] | None:
+        """Return a choice for each layer, and the peak in bytes; None if no choices are under the budget."""
         groups = list(self.layers.values())
         count = self.rows.shape[1]
         one_each = np.zeros((len(groups), count))
@@ -77,7 +75,8 @@ class BudgetProgram:
         found = minimize_binary(cost, matrix, least, seconds=_SECONDS, gap=_GAP)
         if found is None:
             return None
-        return {key: group.choices[int(np.argmax(found[group.columns]))] for key, group in self.layers.items()}
+        choices = {key: group.choices[int(np.argmax(found[group.columns]))] for key, group in self.layers.items()}
+        return choices, int((self.rows @ found).max())
 
 
 def program_of(profile: StepProfile, choices_of: Callable[[str, LayerStructure], Sequence[Choice]]) -> BudgetProgram:

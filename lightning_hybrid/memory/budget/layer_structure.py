@@ -19,13 +19,15 @@ class Result:
 
     Attributes:
         operation: Number of that operation.
-        nbytes: Its bytes; 0 if something outside of the tape keeps it.
+        nbytes: Its bytes.
+        is_elsewhere: Whether something outside of the tape keeps it, so that it takes no further memory.
         is_permanent: Whether it has no recipe, whatever is chosen.
         is_intermediate: Whether one operation reads it and autograd does not save it: it is dropped once it is read.
     """
 
     operation: int
     nbytes: int
+    is_elsewhere: bool
     is_permanent: bool
     is_intermediate: bool
 
@@ -38,6 +40,7 @@ class LayerStructure:
         names: The operators, in order.
         steps: Cost and size of each operation.
         reads: By operation, the results that it reads.
+        overwrites: By operation, whether it writes to the first result that it reads, or to a copy of that.
         results: The values that operations made and that autograd or other operations may still read.
         saves: For each tensor that autograd saved, in order, its result, or `OUTSIDE`.
     """
@@ -45,6 +48,7 @@ class LayerStructure:
     names: tuple[str, ...]
     steps: tuple[Step, ...]
     reads: tuple[tuple[int, ...], ...]
+    overwrites: tuple[bool, ...]
     results: tuple[Result, ...]
     saves: tuple[int, ...]
 
@@ -56,7 +60,8 @@ class LayerStructure:
     @property
     def saved_bytes(self) -> int:
         """Bytes that autograd saves of the results if nothing is recomputed."""
-        return sum(self.results[number].nbytes for number in set(self.saves) if number != OUTSIDE)
+        results = (self.results[number] for number in set(self.saves) if number != OUTSIDE)
+        return sum(result.nbytes for result in results if not result.is_elsewhere)
 
     @property
     def saved_operations(self) -> frozenset[int]:
@@ -86,16 +91,17 @@ def structure_of(tape: Tape, saved: Sequence[int]) -> LayerStructure:
         reads=tuple(
             tuple(index_of[id(value)] for value in operation.reads if id(value) in index_of) for operation in operations
         ),
+        overwrites=tuple(operation.writes_first for operation in operations),
         results=tuple(_result(value, operation_of[id(value)]) for value in results),
         saves=tuple(index_of.get(address, OUTSIDE) for address in saved),
     )
 
 
 def _result(value: Value, operation: int) -> Result:
-    stays = value.is_pinned or (value.is_returned and value.num_saved > 0)
     return Result(
         operation=operation,
-        nbytes=0 if stays else value.nbytes,
+        nbytes=value.nbytes,
+        is_elsewhere=value.is_pinned or (value.is_returned and value.num_saved > 0),
         is_permanent=value.is_pinned,
         is_intermediate=value.num_reads == 1 and not value.num_saved,
     )

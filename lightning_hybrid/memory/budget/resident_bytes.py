@@ -68,8 +68,8 @@ class _Backward:
 
     def nbytes(self) -> int:
         """Bytes of the results that are in memory."""
-        results = self._structure.results
-        return sum(results[index].nbytes for index in self._present & self._alive)
+        results = [self._structure.results[index] for index in self._present & self._alive]
+        return sum(result.nbytes for result in results if not result.is_elsewhere)
 
     def release(self, number: int) -> None:
         """Let autograd release a save of a result."""
@@ -87,14 +87,23 @@ class _Backward:
             missing = [read for read in structure.reads[operation] if read not in self._present]
             if missing:
                 waiting += [structure.results[read].operation for read in missing]
-                continue
-            waiting.pop()
-            self._present |= self._alive.intersection(self._makes.get(operation, ()))
-            peak = max(peak, self.nbytes())
-            for read in structure.reads[operation]:
-                if structure.results[read].is_intermediate and read not in self._permanent:
-                    self._present.discard(read)
+            else:
+                peak = max(peak, self._repeat(waiting.pop()))
         return peak
+
+    def _repeat(self, operation: int) -> int:
+        """Repeat an operation whose arguments are in memory; return the bytes while it ends."""
+        structure = self._structure
+        reads, made = structure.reads[operation], self._makes.get(operation, [])
+        drops = {read for read in reads if structure.results[read].is_intermediate and read not in self._permanent}
+        wanted = {index for index in made if index in self._alive and index not in self._present}
+        # All results are made, also those that nothing needs.
+        before = self.nbytes() + sum(structure.results[index].nbytes for index in made)
+        if structure.overwrites[operation] and reads[:1] and reads[0] in drops:
+            before -= structure.results[reads[0]].nbytes
+        self._present |= wanted
+        self._present -= drops
+        return before
 
     def _reachable(self) -> set[int]:
         """Results that autograd saves, or that a recipe of a reachable one reads."""

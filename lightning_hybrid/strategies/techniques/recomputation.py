@@ -56,7 +56,7 @@ def recompute_layers(
     """Return the recomputation of layers of a recorded step, of those in the local stages ``here``.
 
     Raises:
-        RecomputeError: There is no layer, or no pattern matches one.
+        RecomputeError: There is no layer, no pattern matches one, or a budget would choose for compiled layers.
     """
     recording, assignment = variant.recording, variant.assignment
     layers = find_layers(recording.units)
@@ -97,10 +97,20 @@ def recompute_plain_layers(
 def _policies(
     recompute: Recompute, layers: dict[str, nn.Module], by_user: Collection[int], *, compiled: bool
 ) -> dict[str, Policy]:
-    """Return the policies by layer; compiled code cannot be traced: its layers are recomputed in full."""
+    """Return the policies by layer; compiled code cannot be traced: its layers are recomputed in full.
+
+    Raises:
+        RecomputeError: A pattern matches no layer; or a budget would have to choose for a compiled layer.
+    """
     policies = layer_policies(recompute, layers)
     for fqn, layer in layers.items():
         if is_selective(policies[fqn]) and (compiled or any(id(inner) in by_user for inner in layer.modules())):
+            if parse_budget(recompute) is not None:
+                raise RecomputeError(
+                    f"recompute={recompute!r} is a budget, which needs the operations of layers, and {fqn} is compiled;"
+                    " leave compile out, or set recompute to 'full', n for every n-th layer, or names of layers",
+                    entry="recompute-budget-compiled",
+                )
             policies[fqn] = "full"
     return policies
 
