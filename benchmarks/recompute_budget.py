@@ -14,6 +14,8 @@ whose peak is within the budget.
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from side_by_side import quartiles, ratios, verdict
+from side_by_side import _HEAP, quartiles, ratios, verdict
 from small_gpt import SmallGPT, batch_of, loss_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -72,15 +74,15 @@ class ConvNet(nn.Module):
 class Case:
     """A model, its layers, and a loss."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, size: int) -> None:
         self.name = name
         if name == "GPT":
             self.model: nn.Module = SmallGPT(256, 8, heads=4, length=256)
-            text, following = batch_of(8, 256)
+            text, following = batch_of(size, 256)
             self.loss = lambda: loss_of(self.model(text), following)
         else:
             self.model = ConvNet()
-            images = torch.randn(8, 3, 128, 128, generator=torch.Generator().manual_seed(1))
+            images = torch.randn(size, 3, 128, 128, generator=torch.Generator().manual_seed(1))
             self.loss = lambda: self.model(images).square().mean()
         self.layers = find_layers(dict(self.model.named_children()))
 
@@ -232,12 +234,15 @@ def compare_contexts(case: Case, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--contexts", action="store_true")
     parser.add_argument("--models", nargs="+", choices=("GPT", "ConvNet"), default=["GPT", "ConvNet"])
     args = parser.parse_args()
+    if os.environ.get("MALLOC_ARENA_MAX") != "1":  # read when the process starts: freed memory stays with it
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **_HEAP})
     torch.set_num_threads(1)
     for name in args.models:
-        (compare_contexts if args.contexts else compare_budgets)(Case(name), args.rounds)
+        (compare_contexts if args.contexts else compare_budgets)(Case(name, args.batch), args.rounds)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from torch import Tensor
 from lightning_hybrid.errors import RecomputeError
 from lightning_hybrid.memory.budget.byte_sizes import format_budget
 from lightning_hybrid.memory.budget.kept_results import Choice, choices_of
-from lightning_hybrid.memory.budget.layer_choices import program_of
+from lightning_hybrid.memory.budget.layer_choices import Solution, program_of
 from lightning_hybrid.memory.budget.layer_structure import LayerStructure, structure_of
-from lightning_hybrid.memory.budget.step_profile import Interval, LayerRun, SavedInRun, StepProfile
+from lightning_hybrid.memory.budget.step_profile import LayerRun, SavedInRun, StepProfile
 from lightning_hybrid.memory.recomputable_values_and_operations import ParameterGatherer, Use
 from lightning_hybrid.memory.recomputation_tape import Tape
 from lightning_hybrid.memory.selective_layer import RecordedRun, SelectiveCheckpointing, results_of
@@ -58,7 +58,7 @@ class BudgetReport:
     Attributes:
         budget: In bytes.
         peak: That is expected, in bytes.
-        floor: The peak of a step whose layers keep nothing, in bytes.
+        floor: The lowest peak that any choices have, in bytes.
         before: Bytes that were alive as the profile began: parameters, optimizer states, and gradients if they stay.
         num_runs: Of layers in the profile.
         kept_share: By layer, the share of the bytes that autograd would save that is kept.
@@ -154,33 +154,33 @@ class BudgetedLayers(SelectiveCheckpointing):
         self._profile = None
 
     def _choose_from(self, profile: StepProfile) -> None:
-        budget, highest = self._budget(self._before), profile.peak
-        if highest.peak > budget:
-            raise RecomputeError(self._floor_message(budget, highest), entry="recompute-budget")
-
         def choices(fqn: str, structure: LayerStructure) -> Sequence[Choice]:
             return choices_of(structure, self._device.type, always_recorded=fqn in self._recorded_layers)
 
+        budget = self._budget(self._before)
         program = program_of(profile, choices)
-        solution = program.solve(budget)
-        chosen, peak = ({}, highest.peak) if solution is None else solution
+        lowest = program.lowest()
+        if lowest.peak > budget:
+            raise RecomputeError(self._floor_message(budget, lowest), entry="recompute-budget")
+        solution = program.solve(budget) or lowest
         kept_share: dict[str, float] = {}
         for (fqn, key), group in program.layers.items():
-            choice = chosen.get((fqn, key), group.choices[0])
+            choice = solution.choices[fqn, key]
             self.plans.setdefault(fqn, LayerPlan()).choices[key] = choice
-            total = sum(step.nbytes for step in group.largest.steps if step.is_saved) or 1
+            total = sum(step.nbytes for step in group.largest.steps if step.is_saved)
             kept = sum(group.largest.steps[number].nbytes for number in choice.kept or ())
-            kept_share[fqn] = 1.0 if choice.kept is None else kept / total
+            kept_share[fqn] = 1.0 if choice.kept is None or not total else kept / total
         num_runs = 0
         for run in profile.runs:
             plan = self.plans[run.fqn]
             num_runs += 1
             plan.input_bytes = max(plan.input_bytes, run.input_bytes)
         self._needs_profile = False
-        self.report = BudgetReport(budget, peak, highest.peak, self._before, num_runs, kept_share)
+        self.report = BudgetReport(budget, solution.peak, lowest.peak, self._before, num_runs, kept_share)
 
-    def _floor_message(self, budget: int, highest: Interval) -> str:
-        fqn = None if highest.run is None else highest.run.fqn
+    def _floor_message(self, budget: int, lowest: Solution) -> str:
+        run, kind = lowest.time.run, lowest.time.kind
+        fqn = None if run is None else run.fqn
         where = {
             "enter": f"in the forward of {fqn}",
             "leave": f"after the forward of {fqn}, in what follows it before the next layer",
@@ -188,9 +188,9 @@ class BudgetedLayers(SelectiveCheckpointing):
             "restored": f"in the backward of {fqn}",
             "release": f"in the backward of {fqn}, or between it and the next layer's",
             "optimizer": "in the step of the optimizer",
-        }.get(highest.kind or "", "before the first layer")
+        }.get(kind or "", "before the first layer")
         return (
-            f"{self._name} allows {format_budget(budget)} on this rank, and at least {format_budget(highest.peak)} are"
+            f"{self._name} allows {format_budget(budget)} on this rank, and at least {format_budget(lowest.peak)} are"
             f" needed, even if all layers are recomputed: the peak is {where}, and {format_budget(self._before)} of it"
             " are parameters, gradients and optimizer states that are there between steps; allow at least the number"
             " of bytes that is needed, or reduce it by more microbatches, zero_stage=3, or more stages or tensor ranks"

@@ -1,4 +1,4 @@
-"""Integer programs with binary variables, solved by HiGHS (`scipy.optimize.milp`)."""
+"""Integer programs whose variables are binary, but for the last ones, solved by HiGHS (`scipy.optimize.milp`)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ def minimize_binary(
     *,
     lower: ArrayLike = 0,
     upper: ArrayLike = 1,
+    num_continuous: int = 0,
     seconds: float,
     gap: float = 1e-4,
 ) -> np.ndarray | None:
-    """Return the binary vector ``x`` of least ``cost @ x`` with ``matrix @ x >= least``; None if none was found.
+    """Return the vector ``x`` of least ``cost @ x`` with ``matrix @ x >= least``; None if none was found.
 
     Args:
         cost: Of shape ``(variables,)``.
@@ -26,6 +27,7 @@ def minimize_binary(
         least: Of shape ``(constraints,)``.
         lower: Of each variable, or of all.
         upper: Of each variable, or of all.
+        num_continuous: How many of the variables, the last ones, are not binary.
         seconds: After which the best vector so far is returned.
         gap: Relative difference between the cost and its lower bound at which the search ends.
     """
@@ -36,8 +38,8 @@ def minimize_binary(
     found = milp(
         costs / scale,
         constraints=LinearConstraint(matrix, lb=least),
-        integrality=np.ones(len(costs)),
+        integrality=np.arange(len(costs)) < len(costs) - num_continuous,
         bounds=Bounds(lower, upper),
         options={"time_limit": seconds, "mip_rel_gap": gap},
     )
-    return None if found.x is None else np.round(found.x)
+    return None if found.x is None else np.array(found.x)

@@ -23,7 +23,7 @@ from lightning_hybrid.memory.knapsack import Step, choose_kept, needed
 
 NUM_LEVELS = 16  # numbers of bytes between none and all for which results are chosen
 _MAX_OPERATIONS = 300  # of a layer that is solved exactly
-_SECONDS = 0.5  # for each of the levels; a greedy choice where that is not enough
+_SECONDS = 10.0  # for each of the levels, a hundredth of which is usual; a greedy choice where that is not enough
 # Time of Python for each operation that is recorded, as floating-point operations of a matrix product.
 _WORK_OF_RECORDING = {"cpu": 1.5e6, "cuda": 3e8}
 
@@ -84,7 +84,7 @@ def choose_results(steps: Sequence[Step], budget: int) -> frozenset[int]:
     found = minimize_binary(cost, matrix, least, lower=lower, upper=upper, seconds=_SECONDS)
     if found is None:
         return choose_kept(steps, budget)
-    return frozenset(int(number) for number in np.flatnonzero(found[:count]))
+    return frozenset(int(number) for number in np.flatnonzero(found[:count] > 0.5))
 
 
 def _work(steps: Sequence[Step], kept: frozenset[int]) -> float:

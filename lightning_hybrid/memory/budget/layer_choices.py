@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,6 +50,20 @@ class LayerChoices:
         return slice(self.column, self.column + len(self.choices))
 
 
+class Solution(NamedTuple):
+    """A choice for each layer.
+
+    Attributes:
+        choices: By FQN and `LayerStructure.key`.
+        peak: In bytes.
+        time: An interval of the profile in which the peak is.
+    """
+
+    choices: dict[tuple[str, Hashable], Choice]
+    peak: int
+    time: Interval
+
+
 @dataclass
 class BudgetProgram:
     """The integer program of one profile.
@@ -57,26 +72,55 @@ class BudgetProgram:
         layers: By FQN and `LayerStructure.key`.
         rows: Bytes in each constraint by variable, of shape ``(constraints, variables)``; what is alive besides is
             part of those of one layer, of which exactly one choice is taken.
+        times: By constraint, the first of its intervals.
     """
 
     layers: dict[tuple[str, Hashable], LayerChoices]
     rows: np.ndarray
+    times: Sequence[Interval]
 
-    def solve(self, budget: int) -> tuple[dict[tuple[str, Hashable], Choice], int] | None:
-        """Return a choice for each layer, and the peak in bytes; None if no choices are under the budget."""
-        groups = list(self.layers.values())
-        count = self.rows.shape[1]
-        one_each = np.zeros((len(groups), count))
-        for number, group in enumerate(groups):
-            one_each[number, group.columns] = 1
-        cost = np.concatenate([[choice.work * group.num_runs for choice in group.choices] for group in groups])
+    def solve(self, budget: int) -> Solution | None:
+        """Return the choices of the least work under a budget in bytes; None if there are none."""
+        cost = np.concatenate([[c.work * group.num_runs for c in group.choices] for group in self.layers.values()])
+        one_each = self._one_each()
         matrix = np.concatenate([one_each, -one_each, -self.rows / budget])
-        least = np.concatenate([np.ones(len(groups)), -np.ones(len(groups)), -np.ones(len(self.rows))])
-        found = minimize_binary(cost, matrix, least, seconds=_SECONDS, gap=_GAP)
+        least = np.concatenate([np.ones(len(one_each)), -np.ones(len(one_each)), -np.ones(len(self.rows))])
+        return self._solution(minimize_binary(cost, matrix, least, seconds=_SECONDS, gap=_GAP))
+
+    def lowest(self) -> Solution:
+        """Return the choices of the lowest peak."""
+        one_each, scale = self._one_each(), float(self.rows.max()) or 1.0
+        count = self.rows.shape[1]
+        # The last variable is the peak, in units of the scale.
+        matrix = np.concatenate([one_each, -one_each, -self.rows / scale])
+        is_row = np.concatenate([np.zeros(2 * len(one_each)), np.ones(len(self.rows))])
+        matrix = np.concatenate([matrix, is_row[:, None]], axis=1)
+        least = np.concatenate([np.ones(len(one_each)), -np.ones(len(one_each)), np.zeros(len(self.rows))])
+        upper = np.append(np.ones(count), np.inf)
+        cost = np.append(np.zeros(count), 1.0)
+        found = minimize_binary(cost, matrix, least, upper=upper, num_continuous=1, seconds=_SECONDS)
+        lowest = self._solution(None if found is None else found[:-1])
+        first = np.zeros(count)
+        first[[group.column for group in self.layers.values()]] = 1
+        profiled = self._solution(first)
+        assert profiled is not None
+        return profiled if lowest is None or profiled.peak <= lowest.peak else lowest
+
+    def _one_each(self) -> np.ndarray:
+        """The matrix that sums the variables of each layer."""
+        matrix = np.zeros((len(self.layers), self.rows.shape[1]))
+        for number, group in enumerate(self.layers.values()):
+            matrix[number, group.columns] = 1
+        return matrix
+
+    def _solution(self, found: np.ndarray | None) -> Solution | None:
         if found is None:
             return None
+        found = np.round(found)
+        peaks = self.rows @ found
+        highest = int(np.argmax(peaks))
         choices = {key: group.choices[int(np.argmax(found[group.columns]))] for key, group in self.layers.items()}
-        return choices, int((self.rows @ found).max())
+        return Solution(choices, int(peaks[highest]), self.times[highest])
 
 
 def program_of(profile: StepProfile, choices_of: Callable[[str, LayerStructure], Sequence[Choice]]) -> BudgetProgram:
@@ -101,23 +145,26 @@ def program_of(profile: StepProfile, choices_of: Callable[[str, LayerStructure],
             known[group.largest] = choices_of(group.fqn, group.largest)
         group.choices, group.column = known[group.largest], column
         column += len(group.choices)
-    return BudgetProgram(layers, _pruned(_Rows(layers, column).of(profile.intervals)))
+    rows, times = _Rows(layers, column).of(profile.intervals)
+    kept = _largest(rows)
+    return BudgetProgram(layers, rows[kept], [times[number] for number in kept])
 
 
 class _Rows:
     """Builds the constraints."""
 
     def __init__(self, layers: dict[tuple[str, Hashable], LayerChoices], count: int) -> None:
-        self._layers, self._rows = layers, list[np.ndarray]()
+        self._layers, self._rows, self._times = layers, list[np.ndarray](), list[Interval]()
         self._first = [group.column for group in layers.values()]
         self._now = np.zeros(count)  # by variable, the bytes of all runs in flight
         self._of_run: dict[LayerRun, np.ndarray] = {}  # by position and choice
         self._known: dict[tuple[LayerStructure, tuple[Event, ...]], np.ndarray] = {}
         self._at: dict[LayerRun, int] = {}
 
-    def of(self, intervals: Sequence[Interval]) -> np.ndarray:
-        """Return the rows, of shape ``(constraints, variables)``."""
+    def of(self, intervals: Sequence[Interval]) -> tuple[np.ndarray, list[Interval]]:
+        """Return the rows, of shape ``(constraints, variables)``, and an interval of each."""
         own: LayerRun | None = None
+        own_time = intervals[0]
         bytes_of_own: list[np.ndarray] = []
         others = self._now.copy()
 
@@ -126,6 +173,7 @@ class _Rows:
                 row = others.copy()
                 row[self._group(own).columns] += np.max(bytes_of_own, axis=0)
                 self._rows.append(row)
+                self._times.append(own_time)
 
         for interval in intervals:
             run = interval.run
@@ -134,27 +182,26 @@ class _Rows:
                 finish()
                 own, bytes_of_own = None, []
             if not is_event:
-                self._add_constant(interval.peak)
+                self._add_constant(interval)
                 continue
             assert run is not None
             if run is not own:
-                own = run
+                own, own_time = run, interval
                 others = self._now.copy()
                 others[self._group(run).columns] -= self._resident(run)
             self._move(run, interval.position)
             besides = interval.peak - self._now[self._first].sum()
             bytes_of_own.append(besides + self._resident(run))
         finish()
-        return np.array(self._rows).reshape(-1, len(self._now))
+        return np.array(self._rows), self._times
 
-    def _add_constant(self, peak: int) -> None:
+    def _add_constant(self, interval: Interval) -> None:
         """Add the row of an interval in which no run of a layer has an event."""
-        if not self._layers:
-            return
         row = self._now.copy()
         first = next(iter(self._layers.values()))
-        row[first.columns] += peak - self._now[self._first].sum()
+        row[first.columns] += interval.peak - self._now[self._first].sum()
         self._rows.append(row)
+        self._times.append(interval)
 
     def _group(self, run: LayerRun) -> LayerChoices:
         assert run.structure is not None
@@ -188,11 +235,10 @@ class _Rows:
         return self._of_run[run]
 
 
-def _pruned(rows: np.ndarray) -> np.ndarray:
-    """Return the rows without those that are at most another one in each variable."""
-    rows = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
-    kept = np.zeros((0, rows.shape[1]))
-    for row in rows:
-        if not (kept >= row).all(axis=1).any():
-            kept = np.concatenate([kept, row[None]])
-    return kept
+def _largest(rows: np.ndarray) -> list[int]:
+    """Return the numbers of the rows that are not at most another one in each variable."""
+    chosen: list[int] = []
+    for number in np.argsort(-rows.sum(axis=1), kind="stable"):
+        if not (rows[chosen] >= rows[number]).all(axis=1).any():
+            chosen.append(int(number))
+    return chosen

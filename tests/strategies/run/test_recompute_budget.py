@@ -9,10 +9,9 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 
 from harness.fits import Run, fit, refusal
-from harness.live_storages import LiveStorages
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import ActivationCheckpointing
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.memory.budget.live_bytes import LiveBytes
 from models.hugging_face import GPT2Dropout
 
 
@@ -25,28 +24,18 @@ class PeakAndReport(Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx >= 3:
-            self.live = LiveStorages(counts_most=True)
-            with self.live:
-                states = [v for o in trainer.optimizers for s in o.state.values() for v in s.values()]
-                grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
-                messages = [m for r in trainer.strategy._active.optimization.reducers.values() for m in r.messages]
-                counted = [*pl_module.parameters(), *pl_module.buffers(), *grads, *messages, *states]
-                self.kept = [
-                    each.detach() for each in counted if isinstance(each, torch.Tensor) and not is_absent(each)
-                ]
-            del self.kept
+            self.live = LiveBytes(torch.device("cpu"))
+            states = [v for o in trainer.optimizers for s in o.state.values() for v in s.values()]
+            grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            messages = [m for r in trainer.strategy._active.optimization.reducers.values() for m in r.messages]
+            counted = [*pl_module.parameters(), *pl_module.buffers(), *grads, *messages, *states]
+            self.live.track(each for each in counted if isinstance(each, torch.Tensor))
             self.live.__enter__()
 
-    def on_before_optimizer_step(self, *_):
-        self.leave()  # a step on the host is fused where no mode sees it
-
     def on_train_batch_end(self, *_):
-        self.leave()
-
-    def leave(self):
         if self.live is not None:
             self.live.__exit__(None, None, None)
-            self.recorded["peaks"].append(self.live.most)
+            self.recorded["peaks"].append(self.live.peak)
             self.live = None
 
     def on_train_end(self, trainer, pl_module):
