@@ -55,7 +55,7 @@ class LayoutError(HybridError, ValueError):
 
 
 class RecomputeError(HybridError, ValueError):
-    """The layers that ``recompute`` names do not exist, or the module has no layers."""
+    """The layers that ``recompute`` names do not exist, the module has no layers, or a budget is below the floor."""
 
     docs = "reference/exceptions.md#recomputeerror"
 

@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers
 from lightning_hybrid.memory.recomputable_values_and_operations import ParameterGatherer
 from lightning_hybrid.memory.recompute_policies import SELECTIVE_SHARE, Policy
 from lightning_hybrid.memory.selective_activation_checkpointing import SelectiveCheckpointing
@@ -31,17 +32,27 @@ class Recomputation:
 
     Attributes:
         policies: Policy of each layer of the module by FQN.
+        budget: Chooses what selective layers keep, instead of a share; None without a budget.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module], policies: Mapping[str, Policy], *, keyed: bool = False) -> None:
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Module],
+        policies: Mapping[str, Policy],
+        *,
+        keyed: bool = False,
+        budget: BudgetedLayers | None = None,
+    ) -> None:
         """Selects the layers on this rank that are recomputed.
 
         Args:
             layers: Layers of the module on this rank, by FQN.
             policies: Policy of each layer of the module, by FQN.
             keyed: Random numbers are keyed, so that generator states need not be saved.
+            budget: As the attribute.
         """
         self._keyed = keyed
+        self.budget = budget
         self.policies = dict(policies)
         self._gatherer: ParameterGatherer | None = None
         self._gathered_layers: Collection[str] = ()
@@ -61,7 +72,7 @@ class Recomputation:
         if policy == "full":
             return self._checkpointed(fqn, forward)
         share = policy if isinstance(policy, float) else SELECTIVE_SHARE
-        checkpointing = self._selective.setdefault(share, SelectiveCheckpointing(share))
+        checkpointing = self.budget or self._selective.setdefault(share, SelectiveCheckpointing(share))
         return checkpointing.wrap(forward, fqn, self._gatherer if fqn in self._gathered_layers else None)
 
     def _checkpointed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:

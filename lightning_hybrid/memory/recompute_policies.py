@@ -13,10 +13,11 @@ from typing import Any, Literal, TypeAlias
 from torch import nn
 
 from lightning_hybrid.errors import RecomputeError
+from lightning_hybrid.memory.budget.byte_sizes import SPELLINGS, parse_budget
 
 Policy: TypeAlias = Literal["keep", "full", "selective"] | float
 Layers: TypeAlias = str | type[nn.Module]
-Recompute: TypeAlias = int | Policy | Sequence[Layers] | Mapping[Layers, Policy]
+Recompute: TypeAlias = int | Policy | str | Sequence[Layers] | Mapping[Layers, Policy]  # the str is a budget
 POLICIES = ("keep", "full", "selective")
 SELECTIVE_SHARE = 0.4
 
@@ -39,7 +40,7 @@ def check_recompute(recompute: Any) -> None:
     Raises:
         ValueError: The value is neither.
     """
-    if recompute is None or _is_policy(recompute):
+    if recompute is None or _is_policy(recompute) or parse_budget(recompute) is not None:
         return
     if isinstance(recompute, int) and not isinstance(recompute, bool) and recompute >= 1:
         return
@@ -51,7 +52,8 @@ def check_recompute(recompute: Any) -> None:
     raise ValueError(
         f"recompute={recompute!r}; use 'full' for all layers, 'selective' or a share of bytes such as 0.4 to keep what"
         " is expensive to compute, an integer n for every n-th, names or classes of layers such as"
-        " ['model.layers.*'], or a mapping of these to 'full', 'selective', a share or 'keep'"
+        " ['model.layers.*'], a mapping of these to 'full', 'selective', a share or 'keep', or a budget of the rank:"
+        f" {SPELLINGS}"
     )
 
 
@@ -65,12 +67,15 @@ def layer_policies(recompute: Recompute | None, layers: Mapping[str, nn.Module])
     Args:
         recompute: A policy for all ("keep", "full", "selective", or a float: the share of bytes that a selective layer
             saves); n for every n-th layer, beginning with the first; FQNs with wildcards (``*``), or classes, of
-            layers that are recomputed; or these with a policy each, of which the last that matches a layer counts.
+            layers that are recomputed; or these with a policy each, of which the last that matches a layer counts. With
+            a budget, all layers save the least until the budget chooses.
         layers: All layers of the module by FQN, in order.
 
     Raises:
         RecomputeError: A pattern matches no layer, or no layer is of a class.
     """
+    if parse_budget(recompute) is not None:
+        return dict.fromkeys(layers, 0.0)
     if recompute is None or isinstance(recompute, str | float):
         policy: Policy = "keep" if recompute is None else recompute  # type: ignore[assignment]
         return dict.fromkeys(layers, policy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,24 @@ from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 _WORK_PER_BYTE = {"cpu": 16.0, "cuda": 100.0}
 _WORK_PER_DRAWN_BYTE = {"cpu": 64.0, "cuda": 100.0}
 _MAX_CHOICES = 512  # size of the cache of choices
+
+
+class RecordedRun:
+    """What decides on one run of a layer that is recorded.
+
+    Attributes:
+        kept: Returns the operations whose results are kept, from the tape of the run.
+    """
+
+    def __init__(self, kept: Callable[[Tape], frozenset[int]]) -> None:
+        self.kept = kept
+
+    def hooks(self, tape: Tape, restore: Callable[[Any], Tensor]) -> tuple[Callable[[Tensor], Any], Callable[..., Any]]:
+        """Returns the functions by which autograd saves and restores tensors of the run, of any shape."""
+        return tape.save, restore
+
+    def end(self) -> None:
+        """Called after the run, when the tape has dropped what is not kept."""
 
 
 class SelectiveCheckpointing:
@@ -64,31 +82,45 @@ class SelectiveCheckpointing:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             if gatherer is None:
-                return self._run(forward, args, kwargs, None, restore)
+                return self._run(fqn, forward, args, kwargs, None, restore)
             with gatherer.inside(fqn):
-                return self._run(forward, args, kwargs, partial(gatherer.view_getter, fqn), restore_gathered)
+                return self._run(fqn, forward, args, kwargs, partial(gatherer.view_getter, fqn), restore_gathered)
 
         return run
 
-    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any, gather_function: Any, restore: Any) -> Any:
+    def _run(
+        self, fqn: str, forward: Callable[..., Any], args: Any, kwargs: Any, gather_function: Any, restore: Any
+    ) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
-        tape = Tape((leaf for leaf in leaves if type(leaf) is Tensor), self._written, gather_function)
-        with saved_tensors_hooks(tape.save, restore), tape:
+        tensors = [leaf for leaf in leaves if type(leaf) is Tensor]
+        tape = Tape(tensors, self._written, gather_function)
+        recorded = self._recorded(fqn, tensors)
+        save, restore = recorded.hooks(tape, restore)
+        with saved_tensors_hooks(save, restore), tape:
             out = forward(*args, **kwargs)
         with torch._C.DisableTorchFunction():  # stand-in tensors would become what they stand for
-            self._decide(tape, out)
+            self._decide(tape, out, recorded.kept)
         tape.close()
+        recorded.end()
         return out
 
-    def _decide(self, tape: Tape, out: Any) -> None:
+    def _recorded(self, fqn: str, inputs: Sequence[Tensor]) -> RecordedRun:
+        """Returns what decides on one run of the layer; called as it begins."""
+        del fqn, inputs
+        return RecordedRun(self._kept_of)
+
+    def _kept_of(self, tape: Tape) -> frozenset[int]:
+        key = _tape_key(tape)
+        if key not in self._kept:
+            self._kept[key] = self._choose(tape)
+        return self._kept[key]
+
+    def _decide(self, tape: Tape, out: Any, kept_of: Callable[[Tape], frozenset[int]]) -> None:
         for leaf in pytree.tree_leaves(out):
             value = tape.value_of_result(leaf) if isinstance(leaf, Tensor) else None
             if value is not None:
                 value.is_returned = True
-        key = _tape_key(tape)
-        if key not in self._kept:
-            self._kept[key] = self._choose(tape)
-        kept = self._kept[key]
+        kept = kept_of(tape)
         for number, operation in enumerate(tape.operations):
             for value in results_of(operation):
                 if value.tensor is None:
@@ -100,7 +132,7 @@ class SelectiveCheckpointing:
 
     def _choose(self, tape: Tape) -> frozenset[int]:
         number_of = {id(value): n for n, operation in enumerate(tape.operations) for value in results_of(operation)}
-        steps = [_step(operation, number_of) for operation in tape.operations]
+        steps = [step_of(operation, number_of) for operation in tape.operations]
         read = {id(value) for n in needed(steps, ()) for value in tape.operations[n].reads}
         outside = sum(
             value.nbytes for value in tape.outside if not value.is_weight and (value.num_saved or id(value) in read)
@@ -115,7 +147,8 @@ def results_of(operation: Operation) -> list[Value]:
     return [value for value in found if value is not None and (value.num_saved or value.num_reads)]
 
 
-def _step(operation: Operation, number_of: dict[int, int]) -> Step:
+def step_of(operation: Operation, number_of: Mapping[int, int]) -> Step:
+    """Returns the cost and size of an operation; ``number_of`` has the operation that made a value, by its id."""
     results = results_of(operation)
     is_saved = any(value.num_saved for value in results)
     return Step(

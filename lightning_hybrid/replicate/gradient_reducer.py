@@ -114,6 +114,11 @@ class GradientReducer:
         self._has_gradient = bytearray(len(self._parameters))
         self._has_unbucketed = False
 
+    @property
+    def messages(self) -> list[Tensor]:
+        """The tensors that are sent, of one dimension: they stay from the first batch on."""
+        return [bucket.flat for bucket in self._buckets]
+
     def arm(self) -> None:
         """Announces that the gradients accumulated by the next backward are final.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from lightning_hybrid.replicate.gradient_reducer import GradientObserver, GradientReducer
 
 
@@ -33,6 +35,11 @@ class JointReducer:
     def is_local(self, is_local: bool) -> None:
         for reducer in self._reducers:
             reducer.is_local = is_local
+
+    @property
+    def messages(self) -> list[Tensor]:
+        """The tensors that are sent, of one dimension."""
+        return [message for reducer in self._reducers for message in reducer.messages]
 
     def arm(self) -> None:
         """Announces that the gradients accumulated by the next backward are final."""

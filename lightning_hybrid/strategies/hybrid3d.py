@@ -79,7 +79,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         recompute: Layers that are recomputed in the backward: "full" for all, which save their inputs alone; n for
             every n-th; names with wildcards, or classes; "selective" for all, which save the results of expensive
             operations, or the share of bytes that these save, such as 0.3 ("selective" is 0.4); or a mapping of names
-            or classes to such policies or "keep".
+            or classes to such policies or "keep". A budget such as "6GiB", or "50%" of the free memory: what this rank
+            may use in total; the least recomputation under it is chosen once the optimizer has stepped twice.
         microbatch_weight: ``function(microbatch) -> count`` by which microbatches (and replicas) are weighted, such as
             the number of unmasked tokens. If None, means over tokens are those of each replica's full batch, and
             everything else is weighted by numbers of samples.

@@ -24,9 +24,11 @@ from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.strategies.options.strategy_options import compile_options
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
+from lightning_hybrid.strategies.run.profile_batches_for_budget import profile_for_budget
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.strategies.techniques.activation_checkpointing import (
+    budgeted_layers,
     gather_in_recomputation,
     recompute_plain_layers,
 )
@@ -109,6 +111,7 @@ def build_run(
         if partition is not None:
             _connect_layers(run, partition, owner)
             _agree_on_broken_steps(run)
+        profile_for_budget(run, owner)
     return run, partition, is_filled
 
 
@@ -118,7 +121,8 @@ def recompute_without_runner(run: Run) -> Run:
     if setting.recompute is None:
         return run
     is_compiled = setting.options.compile is not None
-    recomputation = recompute_plain_layers(setting.module, setting.recompute, compiled=is_compiled)
+    budget = budgeted_layers(setting.recompute, setting.device, setting.world.num_processes)
+    recomputation = recompute_plain_layers(setting.module, setting.recompute, compiled=is_compiled, budget=budget)
     return dataclasses.replace(run, recomputation=recomputation)
 
 

@@ -22,7 +22,11 @@ from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.start.first_recording import record_first_step
 from lightning_hybrid.strategies.start.runner_factory import make_runner
 from lightning_hybrid.strategies.start.warn_of_mixed_samples import warn_of_mixed_samples
-from lightning_hybrid.strategies.techniques.activation_checkpointing import recompute_layers, recompute_plain_layers
+from lightning_hybrid.strategies.techniques.activation_checkpointing import (
+    budgeted_layers,
+    recompute_layers,
+    recompute_plain_layers,
+)
 from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import warn_across_nodes
 from lightning_hybrid.strategies.techniques.expert_parallel import ExpertPlanner
 from lightning_hybrid.strategies.techniques.plan_tensor_parallelism import TensorPlanner, plan_folder
@@ -243,8 +247,10 @@ class ModulePartition:
         )
 
     def _recomputation(self, recompute: Recompute, plan: StagePlan) -> Recomputation:
-        module, is_compiled = self._setting.module, self._setting.options.compile is not None
+        setting = self._setting
+        module, is_compiled = setting.module, setting.options.compile is not None
+        budget = budgeted_layers(recompute, setting.device, setting.world.num_processes)
         if not self.run.is_pipelined:
-            return recompute_plain_layers(module, recompute, compiled=is_compiled)
+            return recompute_plain_layers(module, recompute, compiled=is_compiled, budget=budget)
         assert plan.first is not None
-        return recompute_layers(module, recompute, plan.first, plan.stages, compiled=is_compiled)
+        return recompute_layers(module, recompute, plan.first, plan.stages, compiled=is_compiled, budget=budget)

@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from itertools import groupby
 
+import torch
 from torch import nn
 
 from lightning_hybrid.errors import RecomputeError
+from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers
+from lightning_hybrid.memory.budget.byte_sizes import parse_budget
 from lightning_hybrid.memory.recompute_layers import Recomputation
 from lightning_hybrid.memory.recompute_policies import Policy, Recompute, is_selective, layer_policies
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers, shortened
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
+from lightning_hybrid.verify.check_available_memory import free_bytes
 from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 
 
+def budgeted_layers(recompute: Recompute, device: torch.device, ranks_on_host: int) -> BudgetedLayers | None:
+    """Return what chooses the recomputation by a budget; None where ``recompute`` is none."""
+    budget = parse_budget(recompute)
+    if budget is None:
+        return None
+
+    def nbytes(before: int) -> int:
+        """Return the budget in bytes, from those that this rank uses between steps."""
+        if budget.nbytes is not None:
+            return budget.nbytes
+        assert budget.share is not None
+        free = free_bytes(device) / (ranks_on_host if device.type == "cpu" else 1)
+        if math.isinf(free):
+            raise RecomputeError(
+                f"recompute={recompute!r}: the free memory of {device} is unknown; set a number of bytes with its unit,"
+                " such as '6GiB'",
+                entry="recompute-budget",
+            )
+        return int(budget.share * (free + before))
+
+    return BudgetedLayers(device, nbytes, f"recompute={recompute!r}")
+
+
 def recompute_layers(
-    root: nn.Module, recompute: Recompute, variant: TraceVariant, here: Collection[int], *, compiled: bool
+    root: nn.Module,
+    recompute: Recompute,
+    variant: TraceVariant,
+    here: Collection[int],
+    *,
+    compiled: bool,
+    budget: BudgetedLayers | None = None,
 ) -> Recomputation:
     """Return the recomputation of layers of a recorded step, of those in the local stages ``here``.
 
     Raises:
-        RecomputeError: There is no layer, or no pattern matches one.
+        RecomputeError: There is no layer, no pattern matches one, or a budget would choose for compiled layers.
     """
     recording, assignment = variant.recording, variant.assignment
     layers = find_layers(recording.units)
@@ -44,10 +78,12 @@ def recompute_layers(
         for fqn, layer in layers.items()
         if any(_is_in(fqn, unit) and at & set(here) for unit, at in stages.items())
     }
-    return Recomputation(local_layers, policies, keyed=True)
+    return Recomputation(local_layers, policies, keyed=True, budget=budget)
 
 
-def recompute_plain_layers(root: nn.Module, recompute: Recompute, *, compiled: bool) -> Recomputation:
+def recompute_plain_layers(
+    root: nn.Module, recompute: Recompute, *, compiled: bool, budget: BudgetedLayers | None = None
+) -> Recomputation:
     """Return the recomputation of layers where steps run unpartitioned, as ``recompute_layers``."""
     layers = find_layers(dict(root.named_children()))
     if not layers:
@@ -55,16 +91,26 @@ def recompute_plain_layers(root: nn.Module, recompute: Recompute, *, compiled: b
             f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out", entry="recompute-none"
         )
     policies = _policies(recompute, layers, compiled_modules(root), compiled=compiled)
-    return Recomputation(layers, policies)
+    return Recomputation(layers, policies, budget=budget)
 
 
 def _policies(
     recompute: Recompute, layers: dict[str, nn.Module], by_user: Collection[int], *, compiled: bool
 ) -> dict[str, Policy]:
-    """Return the policies by layer; compiled code cannot be traced: its layers are recomputed in full."""
+    """Return the policies by layer; compiled code cannot be traced: its layers are recomputed in full.
+
+    Raises:
+        RecomputeError: A pattern matches no layer; or a budget would have to choose for a compiled layer.
+    """
     policies = layer_policies(recompute, layers)
     for fqn, layer in layers.items():
         if is_selective(policies[fqn]) and (compiled or any(id(inner) in by_user for inner in layer.modules())):
+            if parse_budget(recompute) is not None:
+                raise RecomputeError(
+                    f"recompute={recompute!r} is a budget, which needs the operations of layers, and {fqn} is compiled;"
+                    " leave compile out, or set recompute to 'full', n for every n-th layer, or names of layers",
+                    entry="recompute-budget-compiled",
+                )
             policies[fqn] = "full"
     return policies
 
@@ -86,11 +132,15 @@ def describe_policies(policies: dict[str, Policy], recompute: Recompute | None) 
     in_full = _runs({fqn: policy == "full" for fqn, policy in policies.items()})
     selective = _runs({fqn: is_selective(policy) for fqn, policy in policies.items()})
     lines = []
-    if selective:
+    if selective and parse_budget(recompute) is not None:
+        lines.append(f"recomputed in the backward as recompute={recompute!r} needs it: {selective}")
+    elif selective:
         lines.append(f"recomputed in the backward except expensive operations: {selective}")
-    if in_full or not selective:
+    if in_full or not lines:
         requested = recompute.values() if isinstance(recompute, Mapping) else (recompute,)
-        is_other = any(map(is_selective, requested)) and "full" not in requested and in_full
+        is_other = (
+            any(is_selective(each) or parse_budget(each) for each in requested) and "full" not in requested and in_full
+        )
         reason = " (in full: compiled)" if is_other else ""
         lines.append(f"recomputed in the backward{reason}: {in_full or 'nothing'}")
     return "\n".join(lines)

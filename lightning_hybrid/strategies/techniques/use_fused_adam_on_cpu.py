@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Adam, AdamW, Optimizer
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from lightning_hybrid.memory.budget.live_bytes import LiveBytes
 from lightning_hybrid.parts.gather_on_read import can_guard
 from lightning_hybrid.zero.devices_storing_local_shards import HOST
 from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import replace_step
@@ -56,7 +58,8 @@ def _fuse(optimizer: Optimizer) -> Callable[[], None]:
 def _fused(optimizer: Optimizer) -> Iterator[None]:
     """Set ``fused`` only while the parameters are stepped: hooks and checkpoints see the user's own choice."""
     # A mode may give the step other tensors than the local ones.
-    is_seen = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if type(mode) is not LiveBytes]
+    is_seen = torch._C._len_torch_function_stack() or modes
     chosen = [] if is_seen else [group for group in optimizer.param_groups if _can_be_fused(group, optimizer.state)]
     for group in chosen:
         group["fused"] = True

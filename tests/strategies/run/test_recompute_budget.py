@@ -1,0 +1,124 @@
+"""A Trainer with ``recompute="35MB"``: equal results in bits, and a peak just under the budget, on each rank."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback
+
+from harness.fits import Run, fit, refusal
+from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.callbacks import ActivationCheckpointing
+from lightning_hybrid.memory.budget.live_bytes import LiveBytes
+from models.hugging_face import GPT2Dropout
+
+
+class PeakAndReport(Callback):
+    """What a rank chose, and the peak of its last batches: parameters, gradients and states included."""
+
+    def __init__(self):
+        self.live = None
+        self.recorded = {"peaks": [], "report": None, "shares": None}
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx >= 3:
+            self.live = LiveBytes(torch.device("cpu"))
+            states = [v for o in trainer.optimizers for s in o.state.values() for v in s.values()]
+            grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            messages = [m for r in trainer.strategy._active.optimization.reducers.values() for m in r.messages]
+            counted = [*pl_module.parameters(), *pl_module.buffers(), *grads, *messages, *states]
+            self.live.track(each for each in counted if isinstance(each, torch.Tensor))
+            self.live.__enter__()
+
+    def on_train_batch_end(self, *_):
+        if self.live is not None:
+            self.live.__exit__(None, None, None)
+            self.recorded["peaks"].append(self.live.peak)
+            self.live = None
+
+    def on_train_end(self, trainer, pl_module):
+        recomputation = trainer.strategy.run.recomputation
+        if recomputation is not None:
+            report = recomputation.budget.report
+            self.recorded["report"] = report.floor, report.budget
+            self.recorded["shares"] = report.kept_share
+
+
+LARGE = Run(GPT2Dropout, batch_size=24, num_batches=5, microbatches=2, dtype=torch.float32, callback=PeakAndReport)
+RUNS = [
+    pytest.param(replace(LARGE, microbatches=1), id="none"),
+    pytest.param(replace(LARGE, microbatches=4, pp=2), id="pp2"),
+    pytest.param(replace(LARGE, dp=2, strategy={"zero_stage": 3, "reshard_after_forward": True}), id="zero3"),
+    pytest.param(replace(LARGE, tp=2), id="tp2"),
+    pytest.param(
+        replace(LARGE, microbatches=1, trainer={"accumulate_grad_batches": 2}, num_batches=8), id="accumulated"
+    ),
+]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_bits_and_peaks(worlds, run):
+    plain = worlds.run(run.world_size, fit, run, timeout=180)
+    generous = worlds.run(run.world_size, fit, with_budget(run, "1GB"), timeout=180)
+    highest = max(max(rank.extra["peaks"]) for rank in plain)
+    floor = max(rank.extra["report"][0] for rank in generous)
+    budget = (floor + highest) // 2
+    tight = worlds.run(run.world_size, fit, with_budget(run, f"{budget}B"), timeout=180)
+    for one, *others in zip(plain, generous, tight, strict=True):
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
+            assert all(torch.equal(value, other.state[name]) for name, value in one.state.items())
+            for a, b in zip(one.grads, other.grads, strict=True):
+                assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    most = max(max(rank.extra["peaks"]) for rank in tight)
+    # What layers receive in their forward is counted as kept, also where no kept result needs it.
+    assert (0.8 if run.tp > 1 else 0.95) * budget <= most <= budget, (most, budget)
+    for rank in generous:
+        assert set(rank.extra["shares"].values()) == {1.0}
+    assert min(share for rank in tight for share in rank.extra["shares"].values()) < 1
+
+
+def with_budget(run, budget):
+    return replace(run, strategy={**run.strategy, "recompute": budget})
+
+
+def test_a_budget_below_the_floor(worlds):
+    [message] = worlds.run(1, refusal, fit, with_budget(replace(LARGE, microbatches=1), "100 KB"))
+    assert message.startswith("RecomputeError: recompute='100 KB' allows 100,000 bytes (97.7 KiB) on this rank")
+    assert "the peak is" in message and "model.transformer.h." in message
+
+
+def test_compiled_layers_are_refused(worlds):
+    run = replace(LARGE, microbatches=1, strategy={"compile": {"backend": "eager"}})
+    [message] = worlds.run(1, refusal, fit, with_budget(run, "1GB"))
+    assert (
+        message.startswith("RecomputeError: recompute='1GB' is a budget, ") and "transformer.wte is compiled" in message
+    )
+
+
+class Requested(ActivationCheckpointing, PeakAndReport):
+    def __init__(self):
+        ActivationCheckpointing.__init__(self, "0.001%")
+        PeakAndReport.__init__(self)
+
+
+def test_a_share_of_the_free_memory(worlds):
+    """By a callback; a thousandth of a percent of the host's memory is below the floor."""
+    run = replace(LARGE, microbatches=1, callback=Requested)
+    [message] = worlds.run(1, refusal, fit, run)
+    assert message.startswith("RecomputeError: recompute='0.001%' allows ")
+    [fitted] = worlds.run(1, fit, with_budget(replace(LARGE, microbatches=1), "20%"))
+    floor, budget = fitted.extra["report"]
+    assert budget > 100 * floor
+
+
+@pytest.mark.parametrize("given", ["6GiB", "500 MB", "50%"])
+@pytest.mark.parametrize("taker", [Hybrid3DStrategy, ActivationCheckpointing])
+def test_yaml_form(taker, given):
+    parser = ArgumentParser()
+    parser.add_class_arguments(taker, "it")
+    assert parser.parse_string(yaml.safe_dump({"it": {"recompute": given}})).it.recompute == given
+    with pytest.raises(ValueError, match="'6GiB' or '500 MB', or a share of the free memory such as '50%'"):
+        taker(recompute="6 gigabytes")
