@@ -43,4 +43,32 @@ class ByLars(Grouped):
         return LARS(self.groups(lr=0.3, nesterov=True), lr=0.1, trust_coefficient=0.1)
 
 
+class Manually:
+    """Calls its optimizer itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx=0):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss.detach()}
+
+
+class ManuallyByAdafactor(Manually, ByAdafactor):
+    pass
+
+
+class ManuallyByMuon(Manually, ByMuon):
+    pass
+
+
+class ManuallyByLamb(Manually, ByLamb):
+    pass
+
+
 MODULES = {"adafactor": ByAdafactor, "muon": ByMuon, "lamb": ByLamb, "lars": ByLars}
