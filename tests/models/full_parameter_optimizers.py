@@ -1,5 +1,6 @@
 """A tied language model by optimizers that need all elements of a parameter, each with two groups and weight decay."""
 
+import pytorch_optimizer
 import torch
 
 from lightning_hybrid.optim import LAMB, LARS
@@ -69,6 +70,17 @@ class ManuallyByMuon(Manually, ByMuon):
 
 class ManuallyByLamb(Manually, ByLamb):
     pass
+
+
+class Shampoo(pytorch_optimizer.Shampoo):
+    """A third party's; it counts steps in its groups, and keeps matrices of other shapes than its parameters."""
+
+    steps_parameters_independently = True
+
+
+class ByShampoo(ByMuon):
+    def configure_optimizers(self):
+        return Shampoo(self.groups(lr=3e-2), lr=1e-2, preconditioning_compute_steps=2)
 
 
 MODULES = {"adafactor": ByAdafactor, "muon": ByMuon, "lamb": ByLamb, "lars": ByLars}

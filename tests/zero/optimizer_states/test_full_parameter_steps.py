@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.fits import Run, check, fit, refusal
+from harness.fits import Run, check, fit, reference_of, refusal
 from harness.live_storages import LiveStorages
 from lightning_hybrid.collectives import exchange_tensors
 from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 from lightning_hybrid.zero.optimizer_states.full_parameter_step_at_owner import OwnerStep
-from models.full_parameter_optimizers import MODULES, ManuallyByAdafactor, ManuallyByLamb, ManuallyByMuon
+from models.full_parameter_optimizers import MODULES, ByShampoo, ManuallyByAdafactor, ManuallyByLamb, ManuallyByMuon
 from models.mixtures import Mixtral
 
 LAYOUTS = {
@@ -61,6 +61,19 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_parity_of_other_shards(worlds, name):
     check(worlds, RUNS[name], timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "zero3", "pp2"])
+def test_class_that_declares_independent_parameters(worlds, layout):
+    """Its step writes into gradients, so these are not compared; the losses of later batches and the weights are."""
+    run = Run(ByShampoo, num_batches=4, **LAYOUTS[layout])
+    expected = reference_of(worlds, run)
+    for rank in worlds.run(2, fit, run, timeout=300):
+        if run.dp == 1:
+            torch.testing.assert_close(rank.losses, expected.losses, rtol=1e-10, atol=0)
+        for name, value in expected.state.items():
+            torch.testing.assert_close(rank.state[name], value, rtol=1e-8, atol=1e-9)
 
 
 MANUAL = [ManuallyByMuon, *(pytest.param(m, marks=pytest.mark.slow) for m in (ManuallyByAdafactor, ManuallyByLamb))]
