@@ -2,6 +2,5 @@
 
 from lightning_hybrid.optim.lamb import LAMB
 from lightning_hybrid.optim.lars import LARS
-from lightning_hybrid.optim.trust_ratio import TrustRatioOptimizer
 
-__all__ = ["LAMB", "LARS", "TrustRatioOptimizer"]
+__all__ = ["LAMB", "LARS"]

@@ -1,5 +1,6 @@
 """A tied language model by optimizers that need all elements of a parameter, each with two groups and weight decay."""
 
+import pytorch_optimizer
 import torch
 
 from lightning_hybrid.optim import LAMB, LARS
@@ -41,6 +42,45 @@ class ByLamb(Grouped):
 class ByLars(Grouped):
     def configure_optimizers(self):
         return LARS(self.groups(lr=0.3, nesterov=True), lr=0.1, trust_coefficient=0.1)
+
+
+class Manually:
+    """Calls its optimizer itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx=0):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss.detach()}
+
+
+class ManuallyByAdafactor(Manually, ByAdafactor):
+    pass
+
+
+class ManuallyByMuon(Manually, ByMuon):
+    pass
+
+
+class ManuallyByLamb(Manually, ByLamb):
+    pass
+
+
+class Shampoo(pytorch_optimizer.Shampoo):
+    """A third party's; it counts steps in its groups, and keeps matrices of other shapes than its parameters."""
+
+    steps_parameters_independently = True
+
+
+class ByShampoo(ByMuon):
+    def configure_optimizers(self):
+        return Shampoo(self.groups(lr=3e-2), lr=1e-2, preconditioning_compute_steps=2)
 
 
 MODULES = {"adafactor": ByAdafactor, "muon": ByMuon, "lamb": ByLamb, "lars": ByLars}

@@ -54,6 +54,22 @@ def connect_full_parameter_steps(
     return stepped_at_owners
 
 
+def refuse_full_parameter_steps(optimizers: Sequence[Optimizer]) -> None:
+    """Check that no optimizer needs all elements of a parameter.
+
+    Raises:
+        ValueError: One does.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, TrustRatioOptimizer) or steps_full_parameters(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} needs all elements of each parameter, but in manual optimization with"
+                " shards over tensor ranks and over replicas (zero_stage, or ranks that hold shards instead of stages)"
+                " its step sees those of one tensor rank; set tensor_parallel_size=1, or zero_stage=0 and"
+                " pipeline_parallel_size=1, or use an elementwise optimizer of torch, such as AdamW"
+            )
+
+
 def _sum_norms_over_shards(
     optimizer: TrustRatioOptimizer,
     mesh: Mesh,

@@ -12,7 +12,10 @@ from torch.optim import LBFGS, Optimizer
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
-from lightning_hybrid.strategies.optimizer_steps.connect_full_parameter_steps import connect_full_parameter_steps
+from lightning_hybrid.strategies.optimizer_steps.connect_full_parameter_steps import (
+    connect_full_parameter_steps,
+    refuse_full_parameter_steps,
+)
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.connect_steps_in_backward import connect_steps_in_backward
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
@@ -54,7 +57,7 @@ def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer
     if run.parts is not None:
         counted = {id(p) for p in counted_parameters if run.parts.is_first_owner(p)}
     _connect_precision(run, counted)
-    full = [] if setting.is_manual else _step_full_parameters(run, owner, optimizers)
+    full = _step_full_parameters(run, owner, optimizers)
     watched = _watch_steps(run, owner, [optimizer for optimizer in optimizers if optimizer not in full])
     offloaded = _offload(run, optimizers, [*watched, *full])
     shard = run.mesh.group("dp_shard")
@@ -88,6 +91,13 @@ def _connect_precision(run: Run, counted: set[int]) -> None:
 
 def _step_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     """Let optimizers that need all elements of a parameter have them; return those."""
+    if run.setting.is_manual and run.zero is not None and run.parts is not None:
+        # A step that calls optimizers itself sees parameters that ZeRO has gathered, but not over tensor ranks.
+        if len(run.parts.shardings) > len(run.zero_shardings):
+            refuse_full_parameter_steps(optimizers)
+        return []
+    if run.setting.is_manual and run.guards is None:
+        return []
     module, is_full = run.setting.module, lambda: owner.state.is_full
     return connect_full_parameter_steps(optimizers, module, run.mesh, run.parts, is_full, run.until_end)
 

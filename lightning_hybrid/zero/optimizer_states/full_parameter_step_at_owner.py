@@ -107,7 +107,7 @@ class OwnerStep:
         if self._is_full():
             self._original(**kwargs)
             return
-        everything = [group["params"] for group in optimizer.param_groups]
+        everything = [dict(group) for group in optimizer.param_groups]
         hooks = {name: optimizer.__dict__.get(name) for name in STEP_HOOKS}
         call_step_hooks(optimizer, hooks["_optimizer_step_pre_hooks"])
         try:
@@ -118,21 +118,23 @@ class OwnerStep:
             for names in self._rounds:
                 self._step_round(names, everything, kwargs)
         finally:
-            for group, parameters in zip(optimizer.param_groups, everything, strict=True):
-                group["params"] = parameters
+            for group, before in zip(optimizer.param_groups, everything, strict=True):
+                group["params"] = before["params"]
             for name, saved in hooks.items():
                 optimizer.__dict__[name] = saved
         call_step_hooks(optimizer, hooks["_optimizer_step_post_hooks"])
 
     def _step_only(
-        self, everything: Sequence[Sequence[Tensor]], is_stepped: Callable[[Tensor], bool], kwargs: dict[str, Any]
+        self, everything: Sequence[dict[str, Any]], is_stepped: Callable[[Tensor], bool], kwargs: dict[str, Any]
     ) -> None:
-        for group, parameters in zip(self.optimizer.param_groups, everything, strict=True):
-            group["params"] = [p for p in parameters if is_stepped(p)]
+        """Step some parameters; each call finds the options of groups, such as counts of steps, as they were before."""
+        for group, before in zip(self.optimizer.param_groups, everything, strict=True):
+            group.clear()
+            group.update({**before, "params": [p for p in before["params"] if is_stepped(p)]})
         self._original(**kwargs)
 
     @torch.no_grad()
-    def _step_round(self, names: Sequence[str], everything: Sequence[Sequence[Tensor]], kwargs: dict[str, Any]) -> None:
+    def _step_round(self, names: Sequence[str], everything: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> None:
         found = self._gather(names)
         originals = [(p, p.data, p.grad) for name, p in self._parameters.items() if name in found]
         try:

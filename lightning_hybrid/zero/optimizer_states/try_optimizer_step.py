@@ -18,6 +18,9 @@ from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.memory_mapped_states import state_tensors
 from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import STEP_HOOKS
 
+# Attribute by which an optimizer class declares that its step of a parameter reads no other one.
+INDEPENDENT = "steps_parameters_independently"
+
 
 def why_not_layerwise(optimizer: Optimizer, *, in_file: bool) -> str:
     """The reason why an optimizer cannot step one layer at a time; empty if it can.
@@ -33,8 +36,14 @@ def why_not_layerwise(optimizer: Optimizer, *, in_file: bool) -> str:
     return ""
 
 
-def steps_independently(optimizer: Optimizer) -> bool:
-    """Whether stepping parameters one by one gives bitwise what stepping them together gives; tried on small ones."""
+def steps_independently(optimizer: Optimizer, *, restores_options: bool = False) -> bool:
+    """Whether stepping parameters one by one gives bitwise what stepping them together gives; tried on small ones.
+
+    Args:
+        optimizer: Built; small copies of it are tried.
+        restores_options: Whether each of the calls finds the options of groups, such as a count of steps, as they were
+            before the first one.
+    """
     together, one_by_one = _small_twin(optimizer), _small_twin(optimizer)
     first, second = together.param_groups[0], one_by_one.param_groups[0]
     try:
@@ -43,8 +52,11 @@ def steps_independently(optimizer: Optimizer) -> bool:
                 for number, p in enumerate(group["params"]):
                     p.grad = torch.cos(p.detach() * (number + 2) + round_)
             type(optimizer).step(together)
-            both = second["params"]
+            both, options = second["params"], dict(second)
             for p in both:
+                if restores_options:
+                    second.clear()
+                    second.update(options)
                 second["params"] = [p]
                 type(optimizer).step(one_by_one)
             second["params"] = both
@@ -99,6 +111,9 @@ def _twin(optimizer: Optimizer, parameters: list[nn.Parameter], group: int = 0) 
     twin: Any = copy.copy(optimizer)
     options = {name: value for name, value in optimizer.param_groups[group].items() if name != "params"}
     twin.param_groups, twin.state = [{**options, "params": parameters}], defaultdict(dict)
+    if getattr(type(optimizer), INDEPENDENT, False):  # torch copies no attributes of a class of a third party
+        plain = {name: value for name, value in vars(optimizer).items() if isinstance(value, bool | int | float | str)}
+        twin.__dict__.update(plain | {name: None for name, value in vars(optimizer).items() if value is None})
     made = _states_before_first_step(optimizer)
     for p in parameters:
         twin.state[p].update((name, _state_like(value, p)) for name, value in made.items())
@@ -160,14 +175,15 @@ def combines_parameters(optimizer: Optimizer) -> bool:
     if isinstance(optimizer, LBFGS):
         return True
     hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
-    return any(hooks) or not type(optimizer).step.__module__.startswith(_PER_PARAMETER)
+    is_declared = bool(getattr(type(optimizer), INDEPENDENT, False))
+    return any(hooks) or not (is_declared or type(optimizer).step.__module__.startswith(_PER_PARAMETER))
 
 
 def steps_full_parameters(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step needs all elements of a parameter, and nothing of others; tried on small ones."""
     if combines_parameters(optimizer) or isinstance(optimizer, SparseAdam | TrustRatioOptimizer):
         return False
-    return not can_step_shards(optimizer) and steps_independently(optimizer)
+    return not can_step_shards(optimizer) and steps_independently(optimizer, restores_options=True)
 
 
 class StateSizes:

@@ -1,17 +1,19 @@
 """Optimizers that need all elements of a parameter: parity with one process, owners, bytes and messages."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.fits import Run, check
+from harness.fits import Run, check, fit, reference_of, refusal
 from harness.live_storages import LiveStorages
 from lightning_hybrid.collectives import exchange_tensors
 from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 from lightning_hybrid.zero.optimizer_states.full_parameter_step_at_owner import OwnerStep
-from models.full_parameter_optimizers import MODULES
+from models.full_parameter_optimizers import MODULES, ByShampoo, ManuallyByAdafactor, ManuallyByLamb, ManuallyByMuon
 from models.mixtures import Mixtral
 
 LAYOUTS = {
@@ -59,6 +61,41 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_parity_of_other_shards(worlds, name):
     check(worlds, RUNS[name], timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "zero3", "pp2"])
+def test_class_that_declares_independent_parameters(worlds, layout):
+    """Its step writes into gradients, so these are not compared; the losses of later batches and the weights are."""
+    run = Run(ByShampoo, num_batches=4, **LAYOUTS[layout])
+    expected = reference_of(worlds, run)
+    for rank in worlds.run(2, fit, run, timeout=300):
+        if run.dp == 1:
+            torch.testing.assert_close(rank.losses, expected.losses, rtol=1e-10, atol=0)
+        for name, value in expected.state.items():
+            torch.testing.assert_close(rank.state[name], value, rtol=1e-8, atol=1e-9)
+
+
+MANUAL = [ManuallyByMuon, *(pytest.param(m, marks=pytest.mark.slow) for m in (ManuallyByAdafactor, ManuallyByLamb))]
+
+
+@pytest.mark.parametrize("module", MANUAL)
+def test_manual_optimization_over_tensor_ranks(worlds, module):
+    check(worlds, Run(module, tp=2, microbatches=1), timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [ManuallyByMuon, ManuallyByLamb])
+def test_manual_optimization_over_replicas(worlds, module):
+    check(worlds, Run(module, dp=2, microbatches=1, strategy={"zero_stage": 3}), timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [ManuallyByAdafactor, ManuallyByLamb])
+@pytest.mark.parametrize("layout", [{"dp": 2, "strategy": {"zero_stage": 3}}, {"pp": 2}], ids=["zero3", "pp2"])
+def test_manual_optimization_over_two_kinds_of_shards_is_refused(worlds, module, layout):
+    for text in worlds.run(4, refusal, fit, Run(module, tp=2, microbatches=1, **layout), timeout=300):
+        assert re.search(r"ValueError: (Adafactor|LAMB) needs all elements .* set tensor_parallel_size=1", text), text
 
 
 # --- one step on four ranks, 2 x 2, against the same step on full parameters in each rank -----------------------------
