@@ -16,9 +16,12 @@ PUBLIC = {
     "ActivationCheckpointing": "callbacks.activation_checkpointing",
     "AdaScale": "callbacks.adascale",
     "ExpertLoadMonitor": "callbacks.expert_load",
+    "GoodputMonitor": "callbacks.monitors.goodput_monitor",
+    "MemoryMonitor": "callbacks.monitors.memory_monitor",
     "MoEUpcycle": "callbacks.moe_upcycle",
     "PipelineTimeline": "callbacks.pipeline_timeline",
     "RunPlot": "callbacks.run_plot",
+    "ThroughputMonitor": "callbacks.monitors.throughput_monitor",
 }
 
 
