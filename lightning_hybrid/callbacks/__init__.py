@@ -1,4 +1,4 @@
-"""Lightning callbacks: activation checkpointing, sparse upcycling, AdaScale, pictures of steps, experts, runs."""
+"""Lightning callbacks: activation checkpointing, sparse upcycling, AdaScale, monitors, pictures of steps and runs."""
 
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from lightning_hybrid.callbacks.adascale import AdaScale
     from lightning_hybrid.callbacks.expert_load import ExpertLoadMonitor
     from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
+    from lightning_hybrid.callbacks.monitors.goodput_monitor import GoodputMonitor
+    from lightning_hybrid.callbacks.monitors.memory_monitor import MemoryMonitor
+    from lightning_hybrid.callbacks.monitors.throughput_monitor import ThroughputMonitor
     from lightning_hybrid.callbacks.pipeline_timeline import PipelineTimeline
     from lightning_hybrid.callbacks.run_plot import RunPlot
     from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
@@ -18,11 +21,14 @@ __all__ = [
     "ActivationCheckpointing",
     "AdaScale",
     "ExpertLoadMonitor",
+    "GoodputMonitor",
     "GradientCompression",
     "LocalSGD",
+    "MemoryMonitor",
     "MoEUpcycle",
     "PipelineTimeline",
     "RunPlot",
+    "ThroughputMonitor",
 ]
 
 __getattr__ = public_names(__name__, *__all__)

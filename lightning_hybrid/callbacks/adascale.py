@@ -24,12 +24,11 @@ from lightning_hybrid.mesh import Mesh
 _MIN_VARIANCE = 1e-6  # fairscale's
 
 
-class AdaScale(Callback):
-    """Multiplies the learning rates by AdaScale's gain, in the optimizer's step only.
+class GradientNoise(Callback):
+    """Estimates the squared mean of the gradient and its variance, from single batches and their average.
 
-    The single batches are those of gradient accumulation and of the data-parallel ranks. Schedulers see the rates that
-    they set; every parameter group has its own gain. The gain over all groups is logged as "adascale_gain". A step
-    whose gradients are not finite is ignored.
+    The single batches are those of gradient accumulation and of the data-parallel ranks. Every parameter counts once,
+    whichever ranks hold it. A step whose gradients are not finite is ignored.
 
     It is a `GradientObserver`: a strategy with data-parallel ranks calls `connect_mesh` and makes it the observer of
     its reducer. In one process Lightning's hooks are enough.
@@ -57,8 +56,11 @@ class AdaScale(Callback):
         # Per parameter group: moving averages of the squared mean and of the variance / S, and their total weights.
         self._averages = torch.zeros(2, 0, dtype=torch.float64)
         self._weights = torch.zeros(0, dtype=torch.float64)
-        self._rates: list[float] | None = None
         self._reset()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the settings and the estimates, without the ranks of a run."""
+        return {**self.__dict__, "_mesh": None, "_owned_parameters": None}
 
     def connect_mesh(
         self, mesh: Mesh, owned_parameters: Callable[[], tuple[Set[int], Set[int]]], *, each_batch: bool = False
@@ -74,10 +76,6 @@ class AdaScale(Callback):
         """
         self._mesh, self._each_batch = mesh, each_batch
         self._owned_parameters = owned_parameters
-
-    def gains(self, scale: float) -> list[float]:
-        """Returns the gain of every parameter group for a batch that is `scale` times as large."""
-        return [_gain(square, variance, scale) for square, variance in zip(*self._debiased().tolist(), strict=True)]
 
     # --- single gradients --------------------------------------------------------------------------------------------
 
@@ -141,58 +139,43 @@ class AdaScale(Callback):
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Checks that the gain can be estimated, and registers a hook after every step of the optimizer."""
+        """Checks that there are several single batches per step, whose gradients are seen before their average."""
+        name = type(self).__name__
         if not pl_module.automatic_optimization or len(trainer.optimizers) != 1:
             raise ValueError(
-                f"AdaScale needs automatic optimization of one optimizer, but {type(pl_module).__qualname__} has "
+                f"{name} needs automatic optimization of one optimizer, but {type(pl_module).__qualname__} has "
                 f"automatic_optimization={pl_module.automatic_optimization} and {len(trainer.optimizers)} optimizers"
             )
         if self._mesh is None and trainer.world_size > 1:
             raise ValueError(
-                f"AdaScale reads gradients before they are averaged, which {type(trainer.strategy).__qualname__} "
+                f"{name} reads gradients before they are averaged, which {type(trainer.strategy).__qualname__} "
                 'does not provide; use strategy="hybrid3d" or devices=1'
             )
         if self._data_parallel_size == 1 and trainer.accumulate_grad_batches == 1:
             raise ValueError(
-                "AdaScale needs more than one batch per step, but data_parallel_size = accumulate_grad_batches = 1; "
+                f"{name} needs more than one batch per step, but data_parallel_size = accumulate_grad_batches = 1; "
                 "set Trainer(accumulate_grad_batches=2) or more"
             )
-        self._step_hook = trainer.optimizers[0].register_step_post_hook(lambda optimizer, *_: self._restore(optimizer))
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Removes the hook from the optimizer."""
-        self._step_hook.remove()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Updates the estimates and scales the learning rates."""
+        """Updates the estimates."""
+        self._measure(trainer, optimizer)
+
+    def _measure(self, trainer: Trainer, optimizer: Optimizer) -> bool:
+        """Updates the estimates; returns whether the gradients are finite, and there is an estimate."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         # The gradients were recorded after the backward: times the loss scale, over accumulate_grad_batches.
-        accumulated = trainer.accumulate_grad_batches
-        unscale = accumulated / (1.0 if scaler is None else scaler.get_scale())
+        unscale = trainer.accumulate_grad_batches / (1.0 if scaler is None else scaler.get_scale())
         squares = self._squares(optimizer) * unscale**2
         # An epoch may end in the middle of an accumulation.
         num_batches = self._num_batches + self._has_last
         batches = num_batches * self._data_parallel_size
         self._reset()
         if not squares.isfinite().all():
-            return
+            return False
         if batches > 1:
             self._update(squares[0], squares[1] / num_batches**2, batches)
-        if len(self._weights) < len(optimizer.param_groups):
-            return  # there is no estimate yet
-        scale = self.scale or float(self._data_parallel_size * accumulated)
-        self._restore(optimizer)  # an optimizer may evaluate its closure more than once per step
-        self._rates = [group["lr"] for group in optimizer.param_groups]
-        for group, gain in zip(optimizer.param_groups, self.gains(scale), strict=True):
-            group["lr"] = group["lr"] * gain
-        square, variance = self._debiased().sum(1).tolist()
-        pl_module.log("adascale_gain", _gain(square, variance, scale), on_step=True, on_epoch=False)
-
-    def _restore(self, optimizer: Optimizer) -> None:
-        if self._rates is not None:
-            for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate
-            self._rates = None
+        return len(self._weights) >= len(optimizer.param_groups)
 
     def _squares(self, optimizer: Optimizer) -> Tensor:
         """Returns [2, groups]: the sum of the squared norms of single batches, and the squared norm of the total."""
@@ -243,6 +226,59 @@ class AdaScale(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the moving averages of a checkpoint."""
         self._averages, self._weights = state_dict["averages"].clone(), state_dict["weights"].clone()
+
+
+class AdaScale(GradientNoise):
+    """Multiplies the learning rates by AdaScale's gain, in the optimizer's step only.
+
+    The single batches are those of gradient accumulation and of the data-parallel ranks. Schedulers see the rates that
+    they set; every parameter group has its own gain. The gain over all groups is logged as "adascale_gain". A step
+    whose gradients are not finite is ignored.
+
+    Args:
+        scale: S, ratio of the batch size to the one that the learning rates were chosen for; by default
+            data_parallel_size * accumulate_grad_batches.
+        smoothing: weight of the past in the moving averages, 0 <= smoothing < 1; by default 1 - batches / 1000, where
+            `batches` is the number of single batches per step.
+
+    Raises:
+        ValueError: a scale or smoothing outside its range.
+    """
+
+    def __init__(self, *, scale: float | None = None, smoothing: float | None = None) -> None:
+        super().__init__(scale=scale, smoothing=smoothing)
+        self._rates: list[float] | None = None
+
+    def gains(self, scale: float) -> list[float]:
+        """Returns the gain of every parameter group for a batch that is `scale` times as large."""
+        return [_gain(square, variance, scale) for square, variance in zip(*self._debiased().tolist(), strict=True)]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Checks that the gain can be estimated, and registers a hook after every step of the optimizer."""
+        super().on_train_start(trainer, pl_module)
+        self._step_hook = trainer.optimizers[0].register_step_post_hook(lambda optimizer, *_: self._restore(optimizer))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Removes the hook from the optimizer."""
+        self._step_hook.remove()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Updates the estimates and scales the learning rates."""
+        if not self._measure(trainer, optimizer):
+            return
+        scale = self.scale or float(self._data_parallel_size * trainer.accumulate_grad_batches)
+        self._restore(optimizer)  # an optimizer may evaluate its closure more than once per step
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        for group, gain in zip(optimizer.param_groups, self.gains(scale), strict=True):
+            group["lr"] = group["lr"] * gain
+        square, variance = self._debiased().sum(1).tolist()
+        pl_module.log("adascale_gain", _gain(square, variance, scale), on_step=True, on_epoch=False)
+
+    def _restore(self, optimizer: Optimizer) -> None:
+        if self._rates is not None:
+            for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate
+            self._rates = None
 
 
 def _gain(square: float, variance: float, scale: float) -> float:

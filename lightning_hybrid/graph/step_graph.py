@@ -58,6 +58,7 @@ class Node:
         aliases: Values that are no inputs but whose memory it writes, through a view.
         together: Earlier nodes that must run on the stage of this one, as it differentiates through them.
         flops: Floating-point operations of its forward.
+        step_flops: Those of its forward and of its backward, without recomputation.
         moved_bytes: Bytes written by its forward.
         saved_bytes: Bytes that it saves for its backward, without values of the graph.
         saved_values: Values that it saves for its backward; of several that share memory, the first.
@@ -77,6 +78,7 @@ class Node:
     reads: tuple[int, ...] = ()
     together: tuple[int, ...] = ()
     flops: float = 0.0
+    step_flops: float = 0.0
     moved_bytes: float = 0.0
     saved_bytes: int = 0
     saved_values: tuple[int, ...] = ()

@@ -16,7 +16,7 @@ from typing import Any
 
 # Private names by module (below `lightning.pytorch` or `pytorch_lightning`), and by class where they are attributes.
 PYTORCH: dict[str, tuple[str, ...]] = {
-    "callbacks.throughput_monitor:ThroughputMonitor": ("_throughputs",),
+    "callbacks.throughput_monitor:ThroughputMonitor": ("_compute", "_module_has_flops", "_throughputs", "_update"),
     "callbacks.weight_averaging:WeightAveraging": ("_average_model", "_copy_average_to_current", "_swap_models"),
     "core.module:LightningModule": ("_current_fx_name", "_device_mesh", "_on_before_batch_transfer", "_trainer"),
     "core.optimizer": ("_init_optimizers_and_lr_schedulers",),
@@ -30,7 +30,9 @@ PYTORCH: dict[str, tuple[str, ...]] = {
         *("_combined_loader", "_data_fetcher", "_data_source", "_results", "_should_accumulate", "_skip_backward"),
     ),
     "loops.optimization.automatic:_AutomaticOptimization": ("_training_step",),
-    "loops.training_epoch_loop:_TrainingEpochLoop": ("_broadcast_sigterm_tensor",),
+    "loops.training_epoch_loop:_TrainingEpochLoop": (
+        *("_broadcast_sigterm_tensor", "_on_after_fetch", "_on_before_fetch"),
+    ),
     "strategies.launchers": ("_MultiProcessingLauncher", "_SubprocessScriptLauncher"),
     "strategies.parallel:ParallelStrategy": ("_layer_sync",),
     "strategies.strategy:Strategy": (

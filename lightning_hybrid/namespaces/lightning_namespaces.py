@@ -18,9 +18,12 @@ PUBLIC = {
     "ExpertLoadMonitor": "callbacks.expert_load",
     "GradientCompression": "callbacks.slow_links.gradient_compression",
     "LocalSGD": "callbacks.slow_links.local_sgd",
+    "GoodputMonitor": "callbacks.monitors.goodput_monitor",
+    "MemoryMonitor": "callbacks.monitors.memory_monitor",
     "MoEUpcycle": "callbacks.moe_upcycle",
     "PipelineTimeline": "callbacks.pipeline_timeline",
     "RunPlot": "callbacks.run_plot",
+    "ThroughputMonitor": "callbacks.monitors.throughput_monitor",
 }
 
 

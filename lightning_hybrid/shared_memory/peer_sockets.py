@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary, finalize
+from weakref import ReferenceType, WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ class PeerSockets:
         size: Number of ranks.
         peers: The socket to each of the other ranks; message boundaries are preserved.
         closed: Whether the sockets are closed.
+        group: The process group; None until its object is made.
     """
 
     def __init__(self, rank: int, peers: Mapping[int, socket.socket], timeout: float) -> None:
@@ -41,6 +42,7 @@ class PeerSockets:
         self.rank, self.size, self.timeout = rank, len(peers) + 1, timeout
         self.peers = {peer: peers[peer] for peer in sorted(peers)}
         self.closed = False
+        self.group: ReferenceType[dist.ProcessGroup] | None = None
         for stream in self.peers.values():
             # Timeouts of the kernel: Python's cost an additional system call before each operation.
             stream.settimeout(None)
@@ -177,6 +179,7 @@ class PerGroup(Generic[T]):
         if group not in self._made or (made is not None and made[0].closed):
             made = self._made[group] = _make_on_all_ranks(group, self._make)
             if made is not None:
+                made[0].group = ref(group)
                 _open.setdefault(group, []).append(made[0])
                 # A forked process that ends must not close its parent's sockets.
                 finalize(group, made[0].close).atexit = False

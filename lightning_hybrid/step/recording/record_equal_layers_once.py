@@ -136,6 +136,7 @@ class _CachedResult(NamedTuple):
     leaves: tuple[tuple[int | None, FakeTensor | None, Any], ...]
     spec: Any
     flops: float
+    step_flops: float
     moved_bytes: float
     saved: SavedTensors
     drawing: tuple[str, ...]
@@ -174,6 +175,7 @@ class UnitDeduplicator:
             return self._run_and_cache(key, fqn, unit, leaves, execute)
         self.reused = True
         self._costs.flops += cached.flops
+        self._costs.step_flops += cached.step_flops
         self._costs.moved_bytes += cached.moved_bytes
         self._costs.saved = cached.saved
         self._costs.drawing.update((fqn + relative, None) for relative in cached.drawing)
@@ -193,6 +195,7 @@ class UnitDeduplicator:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
         flops, moved, drawn = self._costs.flops, self._costs.moved_bytes, set(self._costs.drawing)
+        step_flops = self._costs.step_flops
         captured = self._costs.captured_reads
         out, sized_by = execute()
         self._costs.count_saved(leaves, out)
@@ -210,6 +213,7 @@ class UnitDeduplicator:
                 tuple(description for description in described if description is not None),
                 out_spec,
                 self._costs.flops - flops,
+                self._costs.step_flops - step_flops,
                 self._costs.moved_bytes - moved,
                 self._costs.saved,
                 tuple(name[len(fqn) :] for name in drawing),

@@ -139,7 +139,7 @@ class Recorder(StepMode):
             return check_backward_call(user_line(), is_replayed=self.guesses is None)
         through = self._differentiated_nodes(args, kwargs) if name == "grad" else ()
         versions = [tensor._version for tensor in tensors]
-        flops, moved = self._costs.flops, self._costs.moved_bytes
+        flops, step_flops, moved = self._costs.flops, self._costs.step_flops, self._costs.moved_bytes
         with self.captured.watching(unit, tensors, owned):
             if unit is not None and self._deduplicator is not None:
                 arguments = unit, self.units[unit], leaves[:num_arguments], spec
@@ -148,8 +148,7 @@ class Recorder(StepMode):
                 out, sized_by = self._run(name, run, args, kwargs)
                 self._costs.count_saved(leaves[:num_arguments], out)
         parameters = tuple(dict.fromkeys((*direct, *owned, *self.captured.members)))
-        for parameter in parameters:
-            self._bytes.setdefault(parameter, 0)
+        self._bytes.update((parameter, 0) for parameter in parameters if parameter not in self._bytes)
         dynamic = bool(sized_by) or self._sized_by_data or any(self._values[v].dynamic for v in inputs)
         writes = self._written_tensors(name, args, kwargs, tensors, versions)
         written_names = self._members_of(writes)
@@ -164,6 +163,7 @@ class Recorder(StepMode):
             reads=self._sizes.reads_of(leaves, marks, values_behind_numbers(leaves, self.numbers_read)),
             together=through,
             flops=self._costs.flops - flops,
+            step_flops=self._costs.step_flops - step_flops,
             moved_bytes=self._costs.moved_bytes - moved,
             **self._saved(leaves, out, is_recomputed=bool(self.recompute_depth and unit is not None and not paths)),
             line=user_line(),

@@ -25,6 +25,7 @@ class CostCounter(TorchDispatchMode):
 
     Attributes:
         flops: Floating-point operations so far (torch's own formulas for matrix products, convolutions, attention).
+        step_flops: Those of a training step so far: of the kernels, and of what differentiates them.
         moved_bytes: Bytes written so far.
         drawing: FQNs of the modules whose own code ran a random kernel, in order.
         has_dynamic_shapes: Whether a kernel ran whose result has a shape that depends on values.
@@ -36,7 +37,7 @@ class CostCounter(TorchDispatchMode):
     def __init__(self, root: nn.Module) -> None:
         super().__init__()
         limit_kernel_cache()
-        self.flops = 0.0
+        self.flops = self.step_flops = 0.0
         self.moved_bytes = 0.0
         self.drawing: dict[str, None] = {}
         self.has_dynamic_shapes = False
@@ -72,6 +73,7 @@ class CostCounter(TorchDispatchMode):
             self.drawing[self._stack[-1]] = None
         if count is not None:
             self.flops += count(*args, **kwargs, out_val=out)
+        self.step_flops += sum(flops_of_kernel(func, args, kwargs, out))
         if not is_view:
             for made in out if isinstance(out, tuple | list) else (out,):
                 if isinstance(made, Tensor):
@@ -104,6 +106,49 @@ class CostCounter(TorchDispatchMode):
 
 
 _DEVICE = torch.ops.prim.device.default
+_ATEN = torch.ops.aten
+# Positions of the matrices in a product; the derivative by each of them costs as much as the product.
+_PRODUCTS = {
+    _ATEN.mm: (0, 1),
+    _ATEN.bmm: (0, 1),
+    _ATEN.addmm: (1, 2),
+    _ATEN.baddbmm: (1, 2),
+    _ATEN._scaled_mm: (0, 1),
+    _ATEN.convolution: (0, 1),
+    _ATEN._convolution: (0, 1),
+}
+# Attention is two products, and its backward five: three by the operands, one by the probabilities, one recomputed.
+_ATTENTION_BACKWARD = 2.5
+_CPU_ATTENTION = _ATEN._scaled_dot_product_flash_attention_for_cpu  # torch has no formula for it
+
+
+def flops_of_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, float]:
+    """Return the floating-point operations of a kernel, and of the backward that differentiates it.
+
+    The forward is counted by torch's formulas, the backward from the operands that require a gradient. So a step can be
+    counted from its forward alone, and what is recomputed in its backward does not count.
+
+    Args:
+        func: An overload of an operator, as a dispatch mode gets it.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        out: Its result.
+    """
+    kernel = func._overloadpacket
+    count = flop_registry.get(_ATEN._scaled_dot_product_flash_attention if kernel is _CPU_ATTENTION else kernel)
+    if count is None:
+        return 0.0, 0.0
+    forward = float(count(*args[:3], out_val=out) if kernel is _CPU_ATTENTION else count(*args, **kwargs, out_val=out))
+    if not torch.is_grad_enabled():
+        return forward, 0.0
+    if kernel in _PRODUCTS:
+        differentiated = [args[position] for position in _PRODUCTS[kernel] if position < len(args)]
+        return forward, forward * sum(_takes_gradient(each) for each in differentiated)
+    return forward, forward * _ATTENTION_BACKWARD * any(_takes_gradient(each) for each in args[:3])
+
+
+def _takes_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _is_in_kernel(tensor: FakeTensor) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.memory.recompute_policies import Recompute
+from lightning_hybrid.strategies.description.connect_monitors import connect_monitors
 from lightning_hybrid.strategies.description.print_run_start_lines import announce_run
 from lightning_hybrid.strategies.execution.change_layout_during_run import LayoutChooser
 from lightning_hybrid.strategies.execution.first_step_check import FirstStepCheck
@@ -195,6 +196,7 @@ class RunLifecycle:
         """Print the layout, once it has optimizers if it trains."""
         setting, is_first = self.setting, not self._is_announced
         announce_run(self.run, self._partition, with_environment=is_first)
+        connect_monitors(self.run, self._partition)
         if (
             is_first
             and setting.is_fitting

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning_hybrid.errors import BatchError, LayoutError, UnfitError
+from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.memory.recompute_layers import Recomputation
 from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
+from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
@@ -60,6 +63,7 @@ class ModulePartition:
         has_step: Whether the module has a step of this kind that could be recorded.
         batch: The batch with which the training step was recorded, if it was.
         fallback_error: The error on this rank for which ranks hold shards instead, if there was one.
+        graph: The recorded training step, of one microbatch, where layers are planned by it.
     """
 
     def __init__(self, run: Run, randomness: KeyedRandomness, *, may_retry: bool) -> None:
@@ -70,6 +74,7 @@ class ModulePartition:
         self.has_step = True
         self.batch: RecordedBatch | None = None
         self.fallback_error: Exception | None = None
+        self.graph: StepGraph | None = None
         self._setting, self._randomness = run.setting, randomness
 
     def _set(self, **decided: Any) -> None:
@@ -217,6 +222,12 @@ class ModulePartition:
         if has_ranks and ExpertPlanner.is_needed(module, setting.layout) and setting.is_fitting:
             self.expert_planner = ExpertPlanner(module, world.mesh, options, self._randomness, runner.guards)
             runner.unit_observers.append(self.expert_planner.watching)
+        if runner.unit_observers:
+            runner.unit_observers.append(self._keep_graph)
+
+    def _keep_graph(self, variant: TraceVariant) -> AbstractContextManager[None]:
+        self.graph = variant.recording.graph
+        return contextlib.nullcontext()
 
     def _plan_layers(self, *, recorded: bool) -> None:
         """Decide which shard of each parameter this rank holds; nothing has changed if that is refused.

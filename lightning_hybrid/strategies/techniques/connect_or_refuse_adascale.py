@@ -1,10 +1,10 @@
-"""AdaScale observes gradients before and after their average over replicas, or is refused."""
+"""AdaScale and GoodputMonitor observe gradients before and after their average over replicas, or are refused."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lightning_hybrid.callbacks.adascale import AdaScale
+from lightning_hybrid.callbacks.adascale import GradientNoise
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.namespaces.converted_objects import convert
@@ -21,41 +21,45 @@ def connect_adascale(
     reducers: Reducers,
     zero: ZeroSharding | None,
 ) -> None:
-    """Let AdaScale observe gradients before and after their average.
+    """Let AdaScale or GoodputMonitor observe gradients before and after their average.
 
     ``counted`` has the ids of the parameters whose gradients this rank counts before the average, and after it.
     """
-    for callback in trainer.callbacks:
-        if isinstance(callback, AdaScale):
-            callback.connect_mesh(mesh, lambda: counted, each_batch=zero is not None)
-            for reducer in reducers.values():
-                reducer.observer = callback
-            if zero is not None:
-                for group in zero.groups:
-                    group.observer = callback
+    observers = [callback for callback in trainer.callbacks if isinstance(callback, GradientNoise)]
+    if len(observers) > 1:
+        names = " and ".join(type(observer).__name__ for observer in observers)
+        raise ValueError(f"{names} would both observe the gradients before their average; leave one of them out")
+    for observer in observers:
+        observer.connect_mesh(mesh, lambda: counted, each_batch=zero is not None)
+        for reducer in reducers.values():
+            reducer.observer = observer
+        if zero is not None:
+            for group in zero.groups:
+                group.observer = observer
 
 
 def has_adascale(trainer: Any) -> bool:
-    """Whether a callback of the user is AdaScale."""
+    """Whether a callback of the user observes gradients before their average: AdaScale or GoodputMonitor."""
     for callback in trainer.callbacks:
         convert(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
-    return any(isinstance(callback, AdaScale) for callback in trainer.callbacks)
+    return any(isinstance(callback, GradientNoise) for callback in trainer.callbacks)
 
 
 def check_adascale(layout: ParallelLayout, parts: LocalShards | None) -> None:
-    """Refuse AdaScale where it cannot observe gradients before and after their average, each once.
+    """Refuse AdaScale and GoodputMonitor where they cannot observe gradients before and after their average, each once.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: They cannot.
     """
     if layout.expert_parallel_size > 1:
         raise ValueError(
-            "AdaScale compares the gradients of replicas, and those of experts are summed over"
+            "AdaScale and GoodputMonitor compare the gradients of replicas, and those of experts are summed over"
             f" expert_parallel_size={layout.expert_parallel_size} of them before any replica has them; set"
             " expert_parallel_size=1"
         )
     if parts is not None and parts.has_repeated_shards:
         raise ValueError(
-            f"AdaScale cannot count gradients of which several of the {layout.tensor_parallel_size} tensor ranks hold"
-            " the same shard (fewer key heads than ranks); set a smaller tensor_parallel_size"
+            "AdaScale and GoodputMonitor cannot count gradients of which several of the"
+            f" {layout.tensor_parallel_size} tensor ranks hold the same shard (fewer key heads than ranks); set a"
+            " smaller tensor_parallel_size"
         )

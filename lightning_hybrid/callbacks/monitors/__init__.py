@@ -1,0 +1,1 @@
+"""Callbacks that measure a run and log what they find: throughput, memory, goodput."""

@@ -1,0 +1,24 @@
+"""A row of numbers of every rank, gathered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def gather_rows(row: Tensor, strategy: Any) -> Tensor:
+    """Gathers a row of n numbers of every rank as [ranks, n] on the host; collective over all ranks.
+
+    Args:
+        row: [n] of this rank.
+        strategy: Of the Trainer.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return row[None]
+    row = row.to(strategy.root_device)
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    return torch.stack(rows).cpu()

@@ -1,0 +1,193 @@
+"""Callback that logs the gradient noise scale, the statistical efficiency of the batch, and goodput."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_hybrid.callbacks.adascale import GradientNoise
+from lightning_hybrid.callbacks.write_and_log_pictures import log_picture
+from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
+
+_SUFFIXES = (".png", ".svg", ".pdf")
+_INK, _MUTED, _NOISE, _RATE, _GOODPUT = "#222222", "#777777", "#4c78a8", "#b8b0ac", "#54a24b"
+
+
+class GoodputRow(NamedTuple):
+    """What is logged at one step.
+
+    Attributes:
+        step: Of the optimizer.
+        noise_scale: In samples.
+        batch_size: Samples of an optimizer step, of all replicas.
+        efficiency: Progress per sample, over that of a batch of the base size.
+        throughput: Samples per second of all replicas.
+    """
+
+    step: int
+    noise_scale: float
+    batch_size: int
+    efficiency: float
+    throughput: float
+
+    @property
+    def goodput(self) -> float:
+        """Throughput times efficiency."""
+        return self.throughput * self.efficiency
+
+    @property
+    def gain_of_doubling(self) -> float:
+        """Ratio of the progress of a step with twice the batch to that of a step with this one, between 1 and 2."""
+        return 2 * (self.noise_scale + self.batch_size) / (self.noise_scale + 2 * self.batch_size)
+
+
+class GoodputMonitor(GradientNoise):
+    """Logs the gradient noise scale, the statistical efficiency of the batch and goodput.
+
+    With trS, the trace of the covariance of the gradient of one sample, and G, its mean, the noise scale is
+    trS / |G|^2 samples (McCandlish et al., arXiv 1812.06162, section 2.2, the "simple" one): a batch far below it has
+    gradients that are mostly noise, one far above adds little to a step. The efficiency of a batch of B samples is
+    (noise + B0) / (noise + B), the progress per sample relative to that of a batch of B0 samples; goodput is samples
+    per second times efficiency (Qiao et al., "Pollux", arXiv 2008.12260, section 3).
+
+    It logs "goodput/noise_scale", "goodput/efficiency", "goodput/samples_per_sec", "goodput/goodput" and
+    "goodput/gain_of_doubling" each time that the Trainer logs: the last is 2 (noise + B) / (noise + 2 B), by how much a
+    step of twice the samples progresses further. Once B is above the noise scale, where that is below 4/3, a line says
+    that a larger batch no longer pays. Loggers that take images receive the plot as "goodput" at the end.
+
+    The measurement is that of `AdaScale`: the squared norms of the gradients of single batches, those of accumulation
+    and of the data-parallel ranks, and of their average; there must be at least two. Under ZeRO, stages and tensor
+    ranks every parameter counts once. Both callbacks cannot be used together.
+
+    Args:
+        path: File of the plot (PNG, SVG or PDF; needs matplotlib); none is written if None.
+        base_batch_size: B0, samples; by default those of a single batch.
+        smoothing: weight of the past in the moving averages, 0 <= smoothing < 1; by default 1 - batches / 1000, where
+            `batches` is the number of single batches per step.
+
+    Raises:
+        ValueError: a number is out of its range, or the path has another suffix.
+    """
+
+    def __init__(
+        self, path: str | Path | None = None, *, base_batch_size: int | None = None, smoothing: float | None = None
+    ) -> None:
+        super().__init__(smoothing=smoothing)
+        self.path = None if path is None else Path(path)
+        if self.path is not None and self.path.suffix not in _SUFFIXES:
+            raise ValueError(f"path={str(path)!r} must end in {', '.join(_SUFFIXES)}; set path='goodput.png'")
+        if base_batch_size is not None and base_batch_size < 1:
+            raise ValueError(f"base_batch_size={base_batch_size} must be at least 1")
+        self.base_batch_size = base_batch_size
+        self.rows: list[GoodputRow] = []
+        self._forget_time()
+
+    def _forget_time(self) -> None:
+        self._samples = 0  # of this replica, since the last row
+        self._since: float | None = None
+        self._has_advised = False
+
+    @property
+    def noise_scale_in_batches(self) -> float:
+        """Estimate of the noise scale over the samples of an optimizer step; infinite where no mean is found."""
+        square, variance = self._debiased().sum(1).tolist()
+        return float(variance / square) if square > 0 else float("inf")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forgets an earlier run, and checks that there are several single batches per step."""
+        super().on_train_start(trainer, pl_module)
+        self.rows = []
+        self._forget_time()
+        self._since = perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Logs the figures of the steps since the last log."""
+        size = batch_size_of(batch)
+        if size is None:
+            return
+        self._samples += size
+        is_logged = not trainer.fit_loop._should_accumulate() and trainer._logger_connector.should_update_logs
+        if not is_logged or not len(self._weights) or self._since is None:
+            return
+        now = perf_counter()
+        replicas = self._data_parallel_size
+        single_batches = replicas * trainer.accumulate_grad_batches
+        batch_size = size * single_batches
+        noise = self.noise_scale_in_batches * batch_size
+        base = self.base_batch_size or size
+        efficiency = 1.0 if noise == float("inf") else (noise + base) / (noise + batch_size)
+        throughput = self._samples * replicas / max(now - self._since, 1e-9)
+        self._samples, self._since = 0, now
+        row = GoodputRow(trainer.global_step, noise, batch_size, efficiency, throughput)
+        self.rows.append(row)
+        if trainer.is_global_zero and noise != float("inf"):
+            self._log(trainer, row)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leaves out the time of validation."""
+        self._validation_start = perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leaves out the time of validation."""
+        if self._since is not None:
+            self._since += perf_counter() - self._validation_start
+
+    def _log(self, trainer: Trainer, row: GoodputRow) -> None:
+        metrics = {
+            "goodput/noise_scale": row.noise_scale,
+            "goodput/efficiency": row.efficiency,
+            "goodput/samples_per_sec": row.throughput,
+            "goodput/goodput": row.goodput,
+            "goodput/gain_of_doubling": row.gain_of_doubling,
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=row.step)
+        if row.batch_size > row.noise_scale and not self._has_advised:
+            self._has_advised = True
+            rank_zero_info(
+                f"a larger batch no longer pays at step {row.step}: the batch has {row.batch_size} samples and the"
+                f" gradient noise scale is {row.noise_scale:.3g}; a step of twice the samples progresses"
+                f" {row.gain_of_doubling:.2f} times as far"
+            )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draws the noise scale and the goodput over the steps."""
+        rows = [row for row in self.rows if row.noise_scale != float("inf")]
+        if not trainer.is_global_zero or not rows:
+            return
+        if self.path is None:
+            log_picture(trainer.loggers, "goodput", lambda: _draw(rows), trainer.global_step)
+            return
+        figure = _draw(rows)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(self.path)
+        log_picture(trainer.loggers, "goodput", lambda: figure, trainer.global_step)
+
+
+def _draw(rows: list[GoodputRow]) -> Any:
+    from matplotlib.figure import Figure
+
+    steps = [row.step for row in rows]
+    figure = Figure(figsize=(9.5, 5.5), dpi=150, layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    upper.plot(steps, [row.noise_scale for row in rows], color=_NOISE, linewidth=1.8, label="gradient noise scale")
+    upper.plot(steps, [row.batch_size for row in rows], color=_INK, linewidth=1.2, linestyle="--", label="batch")
+    upper.set_yscale("log")
+    upper.set_ylabel("samples", color=_INK)
+    lower.plot(steps, [row.throughput for row in rows], color=_RATE, linewidth=1.8, label="throughput")
+    lower.plot(steps, [row.goodput for row in rows], color=_GOODPUT, linewidth=1.8, label="goodput")
+    lower.set_ylim(bottom=0)
+    lower.set_ylabel("samples/s", color=_INK)
+    lower.set_xlabel("optimizer step", color=_MUTED)
+    for axes in (upper, lower):
+        axes.grid(axis="y", color="#e4e4e0", linewidth=0.6)
+        axes.tick_params(length=0, labelsize=9, labelcolor=_MUTED)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=9)
+    return figure

@@ -1,0 +1,192 @@
+"""Callback that measures the memory of each rank, compares it with its prediction, explains out-of-memory errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_hybrid.callbacks.monitors.draw_rank_memory import draw_rank_memory, memory_table
+from lightning_hybrid.callbacks.monitors.explain_out_of_memory import explain_out_of_memory, is_out_of_memory
+from lightning_hybrid.callbacks.monitors.gather_rows import gather_rows
+from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter, bytes_by_kind, find_holders
+from lightning_hybrid.callbacks.write_and_log_pictures import log_picture
+from lightning_hybrid.memory.estimate_rank_memory import RankMemory
+from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
+
+_SUFFIXES = (".png", ".svg", ".pdf")
+MEASURED = ("parameters", "gradients", "optimizer_states", "rest", "peak")
+PREDICTED = ("parameters", "gradients", "optimizer_states", "activations", "gathered", "total")
+
+
+class MemoryMonitor(Callback):
+    """Measures the memory of tensors on each rank in one step, beside what was predicted from the plan of the run.
+
+    Parameters and gradients are measured before the optimizer's step, its states after it, on the compute device. The
+    peak is that of the step; what it has besides these three is "rest": activations, parameters that ZeRO gathers,
+    messages, and the workspace of kernels. In bytes it logs the maximum over ranks as "memory/parameters",
+    "memory/gradients", "memory/optimizer_states", "memory/rest" and "memory/peak", that of the prediction as
+    "memory/predicted_peak", and the peak of each rank as "memory/peak/rank_R". It prints a row for each rank, and draws
+    them: loggers that take images receive the picture as "memory" (needs matplotlib).
+
+    On a GPU the peak is that of torch's allocator, whose peak statistic is reset when the step begins; elsewhere
+    torch's profiler records the allocations of that step. Other steps cost nothing.
+
+    At an out-of-memory error (`torch.OutOfMemoryError`, `MemoryError`, or that of the CPU allocator) the largest
+    holders of memory on this rank, by kind and FQN, are noted below the traceback and written to
+    "out_of_memory_rank_R.txt"; on a GPU a snapshot of the allocator, for pytorch.org/memory_viz, goes to
+    "out_of_memory_rank_R.pickle". The error is not caught.
+
+    Args:
+        path: File of the picture (PNG, SVG or PDF); none is written if None.
+        step: The optimizer step to measure, counted from 1; states of most optimizers are there after the first.
+        every_n_steps: Interval of further steps to measure; None for no others.
+        num_largest: How many parameters, gradients, states and layers an explanation names.
+        folder: Where an explanation and a snapshot go; the Trainer's ``default_root_dir`` if None.
+
+    Raises:
+        TypeError: A number is no int.
+        ValueError: A number is below 1, or the path has another suffix.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        step: int = 2,
+        every_n_steps: int | None = None,
+        num_largest: int = 5,
+        folder: str | Path | None = None,
+    ) -> None:
+        self.path = None if path is None else Path(path)
+        if self.path is not None and self.path.suffix not in _SUFFIXES:
+            raise ValueError(f"path={str(path)!r} must end in {', '.join(_SUFFIXES)}; set path='memory.png'")
+        numbers = {"step": step, "num_largest": num_largest}
+        for name, value in (numbers if every_n_steps is None else numbers | {"every_n_steps": every_n_steps}).items():
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}={value!r} must be an int")
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        self.step, self.every_n_steps, self.num_largest = step, every_n_steps, num_largest
+        self.folder = None if folder is None else Path(folder)
+        self.measured: list[dict[str, int]] = []
+        self.predicted: RankMemory | None = None
+        self._saved_by_layer: Mapping[str, int] = {}
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._meter: PeakMeter | None = None
+        self._at_start = 0
+        self._before_optimizer: dict[str, int] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the settings and what was measured."""
+        return {**self.__dict__, "_meter": None, "_before_optimizer": None}
+
+    def connect_prediction(self, predicted: RankMemory, saved_by_layer: Mapping[str, int]) -> None:
+        """Take the predicted memory of this rank, and the bytes that each layer saves for one microbatch."""
+        self.predicted, self._saved_by_layer = predicted, saved_by_layer
+
+    # -- a measured step ----------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begins to measure, if the step was requested."""
+        if batch_idx % trainer.accumulate_grad_batches or not self._is_wanted(trainer.global_step + 1):
+            return
+        device = trainer.strategy.root_device
+        meter = PeakMeter(device)
+        if not meter.can_measure:
+            rank_zero_info("MemoryMonitor measures no step while a profiler records")
+            return
+        self._at_start = sum(bytes_by_kind(find_holders(pl_module, trainer.optimizers, device)).values())
+        self._meter = meter
+        meter.start()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Measures parameters and gradients."""
+        if self._meter is not None:
+            sizes = bytes_by_kind(find_holders(pl_module, [], trainer.strategy.root_device))
+            before = self._before_optimizer or sizes
+            self._before_optimizer = {kind: max(size, before[kind]) for kind, size in sizes.items()}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Reports the step that has just ended, if it was measured; collective over all ranks."""
+        meter, step = self._meter, trainer.global_step
+        if meter is None or trainer.fit_loop._should_accumulate():
+            return
+        peak = meter.stop(self._at_start)
+        sizes = bytes_by_kind(find_holders(pl_module, trainer.optimizers, trainer.strategy.root_device))
+        before = self._before_optimizer or sizes
+        held = {kind: max(size, before[kind]) for kind, size in sizes.items()}
+        self._forget_step()
+        row = [*held.values(), max(0, peak - sum(held.values())), peak, *self._predicted_row()]
+        rows = gather_rows(torch.tensor(row, dtype=torch.float64), trainer.strategy).long().tolist()
+        names = [*MEASURED, *(f"predicted_{kind}" for kind in PREDICTED)]
+        self.measured = [dict(zip(names, values, strict=True)) for values in rows]
+        if trainer.is_global_zero:
+            self._report(trainer, step)
+
+    def _predicted_row(self) -> list[int]:
+        """The predicted bytes by kind; -1 where one is unknown."""
+        if self.predicted is None:
+            return [-1] * len(PREDICTED)
+        return [-1 if (size := getattr(self.predicted, kind)) is None else size for kind in PREDICTED]
+
+    def _is_wanted(self, step: int) -> bool:
+        if self.every_n_steps is None or step < self.step:
+            return step == self.step
+        return (step - self.step) % self.every_n_steps == 0
+
+    def _report(self, trainer: Trainer, step: int) -> None:
+        metrics = {f"memory/{kind}": float(max(rank[kind] for rank in self.measured)) for kind in MEASURED}
+        if (predicted := max(rank["predicted_total"] for rank in self.measured)) >= 0:
+            metrics["memory/predicted_peak"] = float(predicted)
+        metrics |= {f"memory/peak/rank_{number}": float(rank["peak"]) for number, rank in enumerate(self.measured)}
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+        rank_zero_info(memory_table(self.measured, step))
+        if self.path is None:
+            log_picture(trainer.loggers, "memory", lambda: draw_rank_memory(self.measured, step), step)
+            return
+        figure = draw_rank_memory(self.measured, step)
+        path = self.path if self.every_n_steps is None else self.path.with_stem(f"{self.path.stem}-{step}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        log_picture(trainer.loggers, "memory", lambda: figure, step)
+
+    # -- errors -------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Explains an out-of-memory error; it goes on afterwards."""
+        if self._meter is not None:
+            self._meter.close()
+        self._forget_step()
+        if not is_out_of_memory(exception):
+            return
+        try:
+            device = trainer.strategy.root_device
+            text = explain_out_of_memory(
+                exception,
+                pl_module,
+                find_holders(pl_module, trainer.optimizers, device),
+                rank=trainer.global_rank,
+                predicted=self.predicted,
+                saved_by_layer=self._saved_by_layer,
+                num_largest=self.num_largest,
+            )
+            add_error_note(exception, text)
+            folder = Path(trainer.default_root_dir) if self.folder is None else self.folder
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"out_of_memory_rank_{trainer.global_rank}.txt"
+            path.write_text(text + "\n", encoding="utf-8")
+            if device.type == "cuda":
+                torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
+        except Exception as further:  # the user must see the first error
+            add_error_note(exception, f"MemoryMonitor could not explain it: {type(further).__name__}: {further}")

@@ -1,0 +1,130 @@
+"""Memory that the tensors of a run take on this rank, by kind and by name, and the peak of a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+
+
+class Holder(NamedTuple):
+    """Tensors of one parameter.
+
+    Attributes:
+        kind: "parameters", "gradients" or "optimizer_states".
+        name: FQN of the parameter.
+        nbytes: On the device; of memory that several share, counted at the first.
+    """
+
+    kind: str
+    name: str
+    nbytes: int
+
+
+def find_holders(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> list[Holder]:
+    """Find what this rank holds on a device.
+
+    Args:
+        module: The user's module; parameters of other ranks are left out.
+        optimizers: With states for its parameters.
+        device: Of the memory to count.
+    """
+    seen: set[int] = set()
+    states = {id(p): values for optimizer in optimizers for p, values in optimizer.state.items()}
+    parameters = [(name, p) for name, p in module.named_parameters() if not is_absent(p)]
+    holders = []
+    for name, parameter in parameters:
+        gradient = parameter.grad
+        tensors: dict[str, list[Any]] = {
+            "parameters": [parameter],
+            "gradients": [] if gradient is None or is_absent(gradient) else [gradient],
+            "optimizer_states": flatten(states.get(id(parameter), {}))[0],
+        }
+        for kind, values in tensors.items():
+            nbytes = sum(_new_bytes(value, device, seen) for value in values)
+            if nbytes:
+                holders.append(Holder(kind, name, nbytes))
+    return holders
+
+
+def bytes_by_kind(holders: Iterable[Holder]) -> dict[str, int]:
+    """Sum the bytes of each kind."""
+    sums = dict.fromkeys(("parameters", "gradients", "optimizer_states"), 0)
+    for holder in holders:
+        sums[holder.kind] += holder.nbytes
+    return sums
+
+
+def _new_bytes(value: Any, device: torch.device, seen: set[int]) -> int:
+    """The bytes of a tensor's memory, if none of the tensors seen so far uses it."""
+    if not isinstance(value, Tensor) or is_absent(value):
+        return 0
+    value = value.to_local() if isinstance(value, DTensor) else value
+    if value.device.type != device.type or value.layout is not torch.strided:
+        return value.nbytes if value.device.type == device.type else 0
+    try:
+        storage = value.untyped_storage()
+        pointer, size = storage.data_ptr(), storage.nbytes()
+    except (RuntimeError, NotImplementedError):  # a subclass without a storage of its own
+        return value.nbytes
+    if pointer in seen:
+        return 0
+    seen.add(pointer)
+    return size
+
+
+class PeakMeter:
+    """Measures the peak of the memory of tensors between two calls.
+
+    On a GPU it is that of torch's allocator, whose peak is reset; elsewhere the allocations are recorded by torch's
+    profiler, so that it is the peak of tensors and not of the process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._profile: Any = None
+
+    @property
+    def can_measure(self) -> bool:
+        """Whether no other profiler records already."""
+        return self._device.type == "cuda" or not torch.autograd._profiler_enabled()
+
+    def start(self) -> None:
+        """Begin to measure."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes a line to stderr whenever it starts
+        self._profile = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True)
+        self._profile.__enter__()
+
+    def stop(self, bytes_at_start: int) -> int:
+        """Return the peak in bytes since the start.
+
+        Args:
+            bytes_at_start: That tensors took at the start; not used on a GPU.
+        """
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        profile = self.close()
+        events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+        used = peak = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            used += event.nbytes()
+            peak = max(peak, used)
+        return bytes_at_start + peak
+
+    def close(self) -> Any:
+        """Stop, if it has been started."""
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            profile.__exit__(None, None, None)
+        return profile
