@@ -1,4 +1,4 @@
-"""Lightning callbacks: activation checkpointing, sparse upcycling, AdaScale, pictures of steps, experts, runs."""
+"""Lightning callbacks: memory of activations, sparse upcycling, AdaScale, pictures of steps, experts, runs."""
 
 from typing import TYPE_CHECKING
 
@@ -6,12 +6,22 @@ from lightning_hybrid.namespaces.detect_lightning_namespace import public_names
 
 if TYPE_CHECKING:
     from lightning_hybrid.callbacks.activation_checkpointing import ActivationCheckpointing
+    from lightning_hybrid.callbacks.activation_offload_and_compression import ActivationCompression, ActivationOffload
     from lightning_hybrid.callbacks.adascale import AdaScale
     from lightning_hybrid.callbacks.expert_load import ExpertLoadMonitor
     from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
     from lightning_hybrid.callbacks.pipeline_timeline import PipelineTimeline
     from lightning_hybrid.callbacks.run_plot import RunPlot
 
-__all__ = ["ActivationCheckpointing", "AdaScale", "ExpertLoadMonitor", "MoEUpcycle", "PipelineTimeline", "RunPlot"]
+__all__ = [
+    "ActivationCheckpointing",
+    "ActivationCompression",
+    "ActivationOffload",
+    "AdaScale",
+    "ExpertLoadMonitor",
+    "MoEUpcycle",
+    "PipelineTimeline",
+    "RunPlot",
+]
 
 __getattr__ = public_names(__name__, *__all__)

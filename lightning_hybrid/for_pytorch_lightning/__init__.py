@@ -11,6 +11,8 @@ from lightning_hybrid.namespaces.load_twins_for_pytorch_lightning import find_tw
 
 # Type checkers see only files; what they say of `lightning_hybrid.for_lightning` holds here too.
 ActivationCheckpointing: Any
+ActivationCompression: Any
+ActivationOffload: Any
 AdaScale: Any
 ExpertLoadMonitor: Any
 Hybrid3DStrategy: Any
@@ -21,6 +23,8 @@ RunPlot: Any
 
 __all__ = [
     "ActivationCheckpointing",
+    "ActivationCompression",
+    "ActivationOffload",
     "AdaScale",
     "ExpertLoadMonitor",
     "Hybrid3DStrategy",

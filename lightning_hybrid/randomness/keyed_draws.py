@@ -67,6 +67,11 @@ class KeyedRandomness:
         """
         return _Microbatch(self, hash((self.seed, step, microbatch)))
 
+    @property
+    def microbatch_key(self) -> int | None:
+        """The key of the running microbatch; None outside of microbatches."""
+        return self._base
+
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
         """Restore all generators afterwards."""
