@@ -37,19 +37,24 @@ class HostMemory:
             host.copy_(tensor, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._out)
-        saved = HostTensor(self, host, event, Unchanged(original))
+        saved = HostTensor(self, host, event, tensor, Unchanged(original))
         self._pending.append(saved)
         self._pending_bytes += tensor.nbytes
-        while self._pending and (self._pending_bytes > _MAX_PENDING_BYTES or self._pending[0].is_copied()):
+        self._free_copied()
+        return saved
+
+    def _free_copied(self) -> None:
+        """Frees the device memory of what has been copied, and of the oldest where too many bytes are pending."""
+        while self._pending and (self._pending_bytes > _MAX_PENDING_BYTES or self._pending[0].copied.query()):
             first = self._pending.popleft()
             # The compute stream waits, not the host: memory that it allocates from now on may be the source's.
             torch.cuda.current_stream(self._device).wait_event(first.copied)
             self._pending_bytes -= first.host.nbytes
-            first.unchanged.seal()
-        return saved
+            first.drop_source()
 
     def take(self, host: Tensor, copied: torch.cuda.Event) -> tuple[Tensor, torch.cuda.Event]:
         """Starts to copy a tensor of shape (n,) to the device; returns it, and the event of its arrival."""
+        self._free_copied()
         with torch.cuda.stream(self._in):
             self._in.wait_event(copied)
             tensor = host.to(self._device, non_blocking=True)
@@ -59,24 +64,32 @@ class HostMemory:
 
 
 class HostTensor:
-    """One tensor in host memory."""
+    """One tensor in host memory, or on its way there."""
 
-    def __init__(self, memory: HostMemory, host: Tensor, copied: torch.cuda.Event, unchanged: Unchanged) -> None:
-        self._memory, self.host, self.copied, self.unchanged = memory, host, copied, unchanged
+    def __init__(
+        self, memory: HostMemory, host: Tensor, copied: torch.cuda.Event, source: Tensor, unchanged: Unchanged
+    ) -> None:
+        self.host, self.copied, self.unchanged = host, copied, unchanged
+        self._memory, self._source = memory, source
         self._fetched: tuple[Tensor, torch.cuda.Event] | None = None
 
-    def is_copied(self) -> bool:
-        """Returns whether the copy to the host has ended."""
-        return self.copied.query()
+    _source: Tensor | None
+
+    def drop_source(self) -> None:
+        """Drops the tensor on the device: its copy is complete for work on the compute stream."""
+        self._source = None
+        self.unchanged.seal()
 
     def prefetch(self) -> None:
-        """Starts to copy it to the device."""
-        if self._fetched is None:
+        """Starts to copy it to the device, if it has left it."""
+        if self._fetched is None and self._source is None:
             self._fetched = self._memory.take(self.host, self.copied)
 
     def get(self) -> Tensor:
         """Returns it on the device, of shape (n,), for work on the current stream."""
         self.unchanged.check()
+        if self._source is not None:
+            return self._source
         self.prefetch()
         assert self._fetched is not None
         tensor, event = self._fetched

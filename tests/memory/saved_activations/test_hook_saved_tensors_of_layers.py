@@ -83,11 +83,14 @@ def test_offloaded_memory_is_free_until_the_backward(file):
 def test_space_in_the_file_is_reused(file):
     module, batch = mlp(), torch.randn(32, 64)
     activations = activations_of({"": module}, file=file)
-    gradients(module, activations, batch)
-    end = file._end
-    for _ in range(3):
+    with activations.running():
+        loss = module(batch).sum()
+    file.drain()
+    end = file._end  # all of one step
+    loss.backward()
+    for _ in range(10):
         gradients(module, activations, batch)
-    assert file._end == end > 0
+    assert 0 < end <= file._end <= 2 * end  # a write may end after its tensor was taken from memory
 
 
 class Shared(nn.Module):
