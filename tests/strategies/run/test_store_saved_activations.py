@@ -11,10 +11,13 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
+from lightning.pytorch.cli import LightningCLI
+from torch.utils.data import DataLoader
 
 from harness.fits import Run, fit, refusal, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import ActivationCompression, ActivationOffload
+from models.cases import Samples
 from models.hand_written import Layers
 from models.hugging_face import GPT2Dropout
 
@@ -236,6 +239,49 @@ def test_yaml_form_and_pickles(taker, given):
     parsed = taker(**parser.parse_string(yaml.safe_dump({"it": given})).it)
     assert parsed.request == taker(**given).request
     assert pickle.loads(pickle.dumps(parsed)).request == parsed.request
+
+
+class Manual(Layers):
+    """Calls backward and the optimizer itself, twice in a step."""
+
+    def __init__(self, manual=True):
+        super().__init__()
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch, batch_idx=0):
+        if self.automatic_optimization:
+            return super().training_step(batch, batch_idx)
+        for _ in range(2):
+            self.optimizers().zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.optimizers().step()
+        return None
+
+
+def fit_by_command_line(manual, callbacks):
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = {"strategy": "hybrid3d", "accelerator": "cpu", "devices": 1, "max_epochs": 1, **quiet}
+    config = {"trainer": {**trainer, "callbacks": callbacks}, "model": {"manual": manual}}
+    cli = LightningCLI(Manual, args=config, run=False, save_config_callback=None)
+    cli.trainer.fit(cli.model, DataLoader(Samples("vectors", 8, torch.float32), 4))
+    return cli.model.state_dict(), {name: float(value) for name, value in cli.trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_callbacks_from_yaml(worlds, manual):
+    """Also with manual optimization."""
+    text = f"""
+    - class_path: lightning_hybrid.callbacks.ActivationOffload
+      init_args: {{min_bytes: 0, fraction: {{"layers.*": 1.0}}, to: "disk:{FOLDER}"}}
+    - class_path: lightning_hybrid.callbacks.ActivationCompression
+      init_args: {{bits: 8, min_bytes: 0, every_n_steps: 1}}
+    """
+    offload, compression = yaml.safe_load(text)
+    [(plain, _)] = worlds.run(1, fit_by_command_line, manual, [])
+    [(moved, _)] = worlds.run(1, fit_by_command_line, manual, [offload])
+    assert plain.keys() == moved.keys() and all(torch.equal(plain[name], moved[name]) for name in plain)
+    [(_, metrics)] = worlds.run(1, fit_by_command_line, manual, [offload, compression])
+    assert metrics["activation_compression_ratio"] > 1 and 0 < metrics["activation_gradient_error"] < 0.05
 
 
 def test_other_strategies_are_refused():
