@@ -60,6 +60,12 @@ class RecomputeError(HybridError, ValueError):
     docs = "reference/exceptions.md#recomputeerror"
 
 
+class ActivationError(HybridError, ValueError):
+    """Saved activations cannot be offloaded or compressed as requested."""
+
+    docs = "reference/exceptions.md#activationerror"
+
+
 class TensorPlanError(HybridError, ValueError):
     """A ``tensor_parallel_plan`` names no module, or requests what cannot be done or is not proved."""
 

@@ -7,6 +7,7 @@ from lightning_hybrid.namespaces.lightning_namespaces import PUBLIC
 
 if TYPE_CHECKING:
     from lightning_hybrid.callbacks.activation_checkpointing import ActivationCheckpointing
+    from lightning_hybrid.callbacks.activation_offload_and_compression import ActivationCompression, ActivationOffload
     from lightning_hybrid.callbacks.adascale import AdaScale
     from lightning_hybrid.callbacks.expert_load import ExpertLoadMonitor
     from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActivationCheckpointing",
+    "ActivationCompression",
+    "ActivationOffload",
     "AdaScale",
     "ExpertLoadMonitor",
     "GradientCompression",

@@ -29,6 +29,7 @@ INTERNAL = {
 }
 # Built-in bases that code written before `HybridError` may catch.
 BASES = {
+    "ActivationError": ValueError,
     "BatchError": ValueError,
     "CannotShard": RuntimeError,
     "CheckpointError": RuntimeError,

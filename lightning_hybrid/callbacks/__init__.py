@@ -1,4 +1,4 @@
-"""Lightning callbacks: activation checkpointing, sparse upcycling, AdaScale, monitors, pictures of steps and runs."""
+"""Lightning callbacks: memory of activations, slow links, experts, AdaScale, monitors, pictures of steps and runs."""
 
 from typing import TYPE_CHECKING
 
@@ -6,6 +6,7 @@ from lightning_hybrid.namespaces.detect_lightning_namespace import public_names
 
 if TYPE_CHECKING:
     from lightning_hybrid.callbacks.activation_checkpointing import ActivationCheckpointing
+    from lightning_hybrid.callbacks.activation_offload_and_compression import ActivationCompression, ActivationOffload
     from lightning_hybrid.callbacks.adascale import AdaScale
     from lightning_hybrid.callbacks.expert_load import ExpertLoadMonitor
     from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActivationCheckpointing",
+    "ActivationCompression",
+    "ActivationOffload",
     "AdaScale",
     "ExpertLoadMonitor",
     "GoodputMonitor",

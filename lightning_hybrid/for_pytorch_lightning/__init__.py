@@ -11,6 +11,8 @@ from lightning_hybrid.namespaces.load_twins_for_pytorch_lightning import find_tw
 
 # Type checkers see only files; what they say of `lightning_hybrid.for_lightning` holds here too.
 ActivationCheckpointing: Any
+ActivationCompression: Any
+ActivationOffload: Any
 AdaScale: Any
 ExpertLoadMonitor: Any
 GradientCompression: Any
@@ -23,6 +25,8 @@ RunPlot: Any
 
 __all__ = [
     "ActivationCheckpointing",
+    "ActivationCompression",
+    "ActivationOffload",
     "AdaScale",
     "ExpertLoadMonitor",
     "GradientCompression",

@@ -14,6 +14,8 @@ PUBLIC = {
     "Hybrid3DStrategy": "strategies.hybrid3d",
     "HybridPrecision": "precision.hybrid",
     "ActivationCheckpointing": "callbacks.activation_checkpointing",
+    "ActivationCompression": "callbacks.activation_offload_and_compression",
+    "ActivationOffload": "callbacks.activation_offload_and_compression",
     "AdaScale": "callbacks.adascale",
     "ExpertLoadMonitor": "callbacks.expert_load",
     "GradientCompression": "callbacks.slow_links.gradient_compression",

@@ -69,6 +69,11 @@ class KeyedRandomness:
         """
         return _Microbatch(self, hash((self.seed, step, microbatch)))
 
+    @property
+    def microbatch_key(self) -> int | None:
+        """The key of the running microbatch; None outside of microbatches."""
+        return self._base
+
     @contextlib.contextmanager
     def rows_of_microbatches(self, step: int, microbatches: Collection[int], sizes: Collection[int]) -> Iterator[None]:
         """Inside of ``microbatch``, let the rows of a full batch draw what they draw in their microbatches.

@@ -61,6 +61,9 @@ class FitRecorder(Callback):
             full_grads = {id(p): p.grad if parts is None else parts.full_state_of(p, p.grad) for p in with_gradient}
             self.fitted.grads.append({names[id(p)]: full_grads[id(p)].detach().clone() for p in with_gradient})
 
+        recorder = getattr(trainer.strategy, "recorder", None)
+        if recorder is not None:
+            recorder.time_readers.add(self)
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(after_step)
         if getattr(getattr(trainer.strategy, "run", None), "shards", None) is not None:

@@ -124,6 +124,8 @@ def describe_techniques(run: Run) -> list[str]:
         lines.append(f"offloaded: {', '.join(stores)}")
     if run.recomputation is not None:
         lines.append(describe_policies(run.recomputation.policies, setting.recompute))
+    if run.setting.saved_activations:
+        lines.append(str(run.setting.saved_activations))
     if run.compiled is not None:
         lines += run.compiled.lines()
     return lines + describe_slow_links(setting.trainer)

@@ -94,6 +94,7 @@ class RunLifecycle:
             precision=precision,
             contexts=StepContexts(trainer, module, world, precision),
             recompute=recompute,
+            saved_activations=strategy.saved_activations,
             shards_manual_steps=is_fitting and can_shard_manual_steps(module, options),
             norms=norms,
             averages=WeightAverages(trainer),

@@ -27,6 +27,7 @@ from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePa
 from lightning_hybrid.strategies.run.profile_batches_for_budget import profile_for_budget
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
+from lightning_hybrid.strategies.run.store_saved_activations import microbatch_key, store_activations
 from lightning_hybrid.strategies.techniques.activation_checkpointing import (
     budgeted_layers,
     gather_in_recomputation,
@@ -100,6 +101,7 @@ def build_run(
             run = _drop_other_stages(partition.decide(arguments, refusal), owner)
         else:
             run = recompute_without_runner(run)
+        run = _store_activations(run, partition, randomness)
         drop_plan = None if owner.state.is_full else run.plan
         is_filled = fills_empty and setting.empty is not None and setting.empty.fill(drop_plan)
         if run.parts is not None:
@@ -124,6 +126,26 @@ def recompute_without_runner(run: Run) -> Run:
     budget = budgeted_layers(setting.recompute, setting.device, setting.world.num_processes)
     recomputation = recompute_plain_layers(setting.module, setting.recompute, compiled=is_compiled, budget=budget)
     return dataclasses.replace(run, recomputation=recomputation)
+
+
+def _store_activations(run: Run, partition: ModulePartition | None, randomness: KeyedRandomness) -> Run:
+    """Choose how the tensors that layers save are stored, if the user wants it."""
+    setting = run.setting
+    if not setting.saved_activations or not setting.is_fitting:
+        return run
+    batch = None if partition is None else partition.batch
+    activations = store_activations(
+        setting.saved_activations,
+        setting.module,
+        setting.device,
+        run.plan if run.is_pipelined else None,
+        schedule=setting.options.schedule,
+        num_microbatches=1 if batch is None else batch.num_microbatches,
+        is_compiled=setting.options.compile is not None,
+        microbatch_key=partial(microbatch_key, setting.trainer, setting.seed, setting.world.data_rank, randomness),
+        until_end=run.until_end,
+    )
+    return dataclasses.replace(run, activations=activations)
 
 
 @contextlib.contextmanager
@@ -294,6 +316,8 @@ def _connect_layers(run: Run, partition: ModulePartition, owner: RunOwner) -> No
         return
     reads: Callable[[], Any] = nullcontext if run.shards is None else run.shards.outside_reads
     runner.shard_units(lambda: running_layers(run, owner), reads)
+    if run.activations is not None:  # inside ZeRO and recomputation, which take their tensors first
+        runner.wrap_layers(run.activations.running)
     if zero is not None:
         runner.wrap_layers(zero.running, zero.settle)
     if run.recomputation is not None:

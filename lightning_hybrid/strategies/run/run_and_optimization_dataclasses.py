@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts
 from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
 from lightning_hybrid.memory.recompute_layers import Recomputation
+from lightning_hybrid.memory.saved_activations.hook_saved_tensors_of_layers import LayerActivations
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
@@ -51,6 +52,7 @@ class Run:
         zero_shardings: How parameters are sharded over replicas.
         zero: Gathers the parameters that are sharded over replicas, under ZeRO.
         recomputation: Activation checkpointing, if there is any.
+        activations: Stores the tensors that layers save for the backward, if they are offloaded or compressed.
         compiled: Layers that run compiled, if any do.
         global_reads: Reads of parameters of other stages in user hooks, if there are stages.
         hook_reads: Reads of full parameters in user hooks, if the module is sharded.
@@ -69,6 +71,7 @@ class Run:
     zero_shardings: tuple[AxisSharding, ...] = ()
     zero: ZeroSharding | None = None
     recomputation: Recomputation | None = None
+    activations: LayerActivations | None = None
     compiled: CompiledUnits | None = None
     global_reads: CrossStageReads | None = None
     hook_reads: HookReads | None = None
@@ -96,9 +99,10 @@ class Run:
 
     def context(self, name: str) -> Any:
         """Return the factory of the context around one run of the step ``name``."""
-        # Where a runner runs the layers, it enters the recomputation itself.
-        again = None if self.runner is not None or self.recomputation is None else self.recomputation.running
-        return self.setting.contexts.of(name, delays_loggers=self.runner is not None, recomputation=again)
+        # Where a runner runs the layers, it enters these itself.
+        techniques = () if self.runner is not None else (self.activations, self.recomputation)
+        around = tuple(technique.running for technique in techniques if technique is not None)
+        return self.setting.contexts.of(name, delays_loggers=self.runner is not None, around_layers=around)
 
     def gathered(self, num_microbatches: int = 1) -> AbstractContextManager[Any]:
         """Gather parameters by ZeRO inside, for a step with that many backwards per stage."""
@@ -132,7 +136,14 @@ class Run:
         """Undo the changes to the user's objects; return the run with the attributes that outlive it."""
         self.until_end.close()
         return dataclasses.replace(
-            self, zero=None, metrics=None, compiled=None, recomputation=None, global_reads=None, hook_reads=None
+            self,
+            zero=None,
+            metrics=None,
+            compiled=None,
+            recomputation=None,
+            activations=None,
+            global_reads=None,
+            hook_reads=None,
         )
 
 

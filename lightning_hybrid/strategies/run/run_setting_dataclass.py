@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.recompute_policies import Recompute
+from lightning_hybrid.memory.saved_activations.requested_techniques import ActivationRequests
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.synced_batch_norm import SyncedBatchNorm
 from lightning_hybrid.strategies.options.strategy_options import Options
@@ -44,6 +45,7 @@ class Setting:
         precision: The plugin of the strategy.
         contexts: Entered around steps of the user.
         recompute: Activation checkpointing, by an option or a callback.
+        saved_activations: Their offload and compression, by callbacks.
         shards_manual_steps: Whether replicas shard the steps of optimizers that the module calls, and nothing else.
         norms: BatchNorm over the replicas, if the Trainer asks for it.
         averages: Copies of the module that callbacks keep.
@@ -58,6 +60,7 @@ class Setting:
     precision: Precision
     contexts: StepContexts
     recompute: Recompute | None
+    saved_activations: ActivationRequests
     shards_manual_steps: bool
     norms: SyncedBatchNorm | None
     averages: WeightAverages

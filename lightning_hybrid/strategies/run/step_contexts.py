@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,17 +27,17 @@ class StepContexts:
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, world: RankWorld, precision: Precision) -> None:
         self._trainer, self._module, self._world, self._precision = trainer, module, world, precision
 
-    def of(self, name: str, *, delays_loggers: bool, recomputation: Context | None = None) -> Context:
+    def of(self, name: str, *, delays_loggers: bool, around_layers: Sequence[Context] = ()) -> Context:
         """Return the factory of the context around one run of the step ``name``.
 
         Args:
             name: Of the step, such as "training_step".
             delays_loggers: Whether calls of loggers wait for the end of the step, which runs several times.
-            recomputation: Entered around a training step, if layers are recomputed.
+            around_layers: Entered around a training step, the innermost first: they replace the forwards of layers.
         """
         short = {"training_step": "train", "validation_step": "val"}.get(name, name.removesuffix("_step"))
         precision: Context = getattr(self._precision, f"{short}_step_context")
-        recompute = nullcontext if recomputation is None or name != "training_step" else recomputation
+        layers = around_layers if name == "training_step" else ()
         loggers: Callable[[Any], AbstractContextManager[Any]] = captured_loggers if delays_loggers else nullcontext
 
         @contextlib.contextmanager
@@ -45,8 +45,11 @@ class StepContexts:
             with self._world.step():
                 try:
                     inner = self._among_replicas(name)
-                    with self.advice(), self._world.as_user(), precision(), loggers(self._module), recompute(), inner:
-                        yield
+                    with self.advice(), self._world.as_user(), precision(), loggers(self._module), ExitStack() as stack:
+                        for around in layers:
+                            stack.enter_context(around())
+                        with inner:
+                            yield
                 except Exception as error:
                     if name == "training_step":
                         add_error_note(error, f"in training_step {self._when()}")

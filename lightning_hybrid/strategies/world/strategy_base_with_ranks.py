@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.recompute_policies import Recompute
+from lightning_hybrid.memory.saved_activations.requested_techniques import ActivationRequests, Compression, Offload
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.strategies.options.strategy_options import Options
@@ -49,12 +50,14 @@ class RankedStrategy(ParallelStrategy):
         self.num_nodes = 1
         self.options = options
         self._recompute = options.recompute
+        self.saved_activations = ActivationRequests()
         self._backend = options.process_group_backend
         self._world: RankWorld | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle no ranks, and the recomputation of the options, not that of a Trainer's callbacks."""
-        return {**super().__getstate__(), "_world": None, "_recompute": self.options.recompute}
+        """Pickle no ranks, and the recomputation of the options; nothing that a Trainer's callbacks request."""
+        requested = {"_recompute": self.options.recompute, "saved_activations": ActivationRequests()}
+        return {**super().__getstate__(), "_world": None, **requested}
 
     @property
     def root_device(self) -> torch.device:
@@ -101,6 +104,10 @@ class RankedStrategy(ParallelStrategy):
                 f"recompute={self._recompute!r} and recompute={recompute!r} are both requested; set one of them"
             )
         self._recompute = recompute
+
+    def request_saved_activations(self, request: Offload | Compression) -> None:
+        """Set how saved activations are offloaded or compressed; a ValueError if there is another request."""
+        self.saved_activations = self.saved_activations.adding(request)
 
     @property
     def process_group_backend(self) -> str | None:

@@ -29,7 +29,13 @@ def replace_step(optimizer: Optimizer, step: Callable[..., Any], *, reason: str)
     old: Any = optimizer.step
     while isinstance(old, Replacement):
         old = old.func
-    return replace(optimizer, "step", MethodType(functools.wraps(old)(step), optimizer), reason=reason)
+
+    @functools.wraps(old)
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._opt_called = True  # as the scheduler's own wrapper notes, which is replaced
+        return step(self, *args, **kwargs)
+
+    return replace(optimizer, "step", MethodType(counted, optimizer), reason=reason)
 
 
 def step_after_closure(

@@ -1,0 +1,280 @@
+"""Saved tensors of layers are encoded, and moved to the host or a file, until the backward needs them.
+
+While a layer runs, hooks on saved tensors replace each tensor that autograd saves by a view of a stored storage:
+
+    tensor ──► hooks around the layer (ZeRO, checkpoints) ──► encoded? ──► moved? ──► SavedView
+               take parameters, and what is recomputed
+
+A storage is stored once, however many views of it autograd saves. Parameters, inputs from outside of the graph and
+values received from other stages stay, since something else keeps them alive. Results of a recomputation stay too.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from lightning_hybrid.memory.saved_activations.encode_exactly_or_quantize import (
+    Encoded,
+    ExponentialWatch,
+    Role,
+    encode,
+    role_of,
+)
+from lightning_hybrid.memory.saved_activations.gradient_error_of_layer import GradientError
+from lightning_hybrid.memory.saved_activations.requested_techniques import Compression
+from lightning_hybrid.memory.saved_activations.stored_storage import (
+    KeptStorage,
+    Place,
+    SavedElsewhere,
+    SavedTensor,
+    SavedView,
+    StoredStorage,
+)
+from lightning_hybrid.patching import replaced_forwards
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
+
+_MIN_MOVED_PART = 4096  # bytes; parts of an encoded tensor below stay on the device
+# Operations whose result is a view or a cast of their input.
+_VIEWS_AND_CASTS = ("ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "Expand")
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+@dataclass
+class Moving:
+    """Where saved tensors are moved to, and which share of them.
+
+    Attributes:
+        place: Where to.
+        min_bytes: Of a storage that is moved.
+        shares: Share of the bytes that is moved, by layer.
+    """
+
+    place: Place
+    min_bytes: int
+    shares: Mapping[str, float]
+
+
+@dataclass
+class SavedBytes:
+    """Bytes of saved storages, each counted once, without parameters and what something else keeps alive.
+
+    Attributes:
+        saved: Of the tensors that autograd has saved.
+        on_device: Of what is on the device in their place.
+    """
+
+    saved: int = 0
+    on_device: int = 0
+
+
+@dataclass
+class _LayerRun:
+    """One run of a layer.
+
+    Attributes:
+        outside: Ids of storages that something else keeps alive.
+        outer: The hooks on saved tensors around the layer's.
+        key: Of its random numbers.
+        num_drawn: Tensors that it has quantized.
+        seen: Bytes of storages that could be moved.
+        moved: Bytes of those that were.
+        measured: Storages to keep exactly too, while the error of a gradient is measured.
+    """
+
+    fqn: str
+    outside: Collection[int]
+    outer: Any
+    key: int = 0
+    num_drawn: int = 0
+    seen: int = 0
+    moved: int = 0
+    measured: list[StoredStorage] | None = field(default=None)
+
+
+class LayerActivations:
+    """Stores the tensors that the layers of one module save on this rank.
+
+    Attributes:
+        bytes: What was saved since the count was set to zero.
+        error: Measures the error of gradients that compression causes.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Module],
+        device: torch.device,
+        *,
+        compression: Compression | None,
+        moving: Moving | None,
+        microbatch_key: Callable[[], int],
+    ) -> None:
+        """Set up for layers.
+
+        Args:
+            layers: Of this rank, by FQN.
+            device: Of the layers.
+            compression: How tensors are encoded, if they are.
+            moving: Where they are moved to, if they are.
+            microbatch_key: Returns a key of the microbatch that runs, which does not depend on the layout.
+        """
+        self._layers, self._compression, self._moving = layers, compression, moving
+        self._microbatch_key, self._calls_of, self._calls = microbatch_key, -1, Counter[str]()
+        self._exponentials = ExponentialWatch() if compression is not None and compression.bits < 8 else None
+        self._generator = torch.Generator(device)
+        self._stored: weakref.WeakValueDictionary[Any, StoredStorage | KeptStorage] = weakref.WeakValueDictionary()
+        self._latest: weakref.ref[StoredStorage] | None = None
+        self._run: _LayerRun | None = None
+        self._pack_hook, self._unpack_hook = self._pack, _unpack  # the same objects always: compiled code guards them
+        self.bytes, self.error = SavedBytes(), GradientError(layers)
+
+    def running(self) -> AbstractContextManager[None]:
+        """Stores the saved tensors of layers that run inside the context."""
+        return replaced_forwards(self._layers, self._storing, reason="stores saved tensors of layers")
+
+    def _storing(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        layer = self._layers[fqn]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            is_recomputation = torch._C._current_graph_task_id() != -1
+            if not torch.is_grad_enabled() or is_recomputation or torch._C._are_functorch_transforms_active():
+                return forward(*args, **kwargs)
+            outer, before = _top_hooks(False), self._run
+            this = _LayerRun(fqn, self._outside_storages(layer, args, kwargs), outer, key=self._key(fqn))
+            if self._compression is not None and self.error.begins(fqn):
+                this.measured = []
+            self._run = this
+            try:
+                with saved_tensors_hooks(self._pack_hook, self._unpack_hook), self._exponentials or nullcontext():
+                    out = forward(*args, **kwargs)
+            finally:
+                self._run = before
+            if this.measured is not None:
+                self.error.measure(fqn, out, this.measured)
+            return out
+
+        return run
+
+    def _outside_storages(self, layer: nn.Module, args: Any, kwargs: Any) -> frozenset[int]:
+        """Returns the storages that something else keeps alive: of parameters, buffers, and inputs without a node."""
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is Tensor and leaf.grad_fn is None]
+        if self._compression is not None:  # a value received from another stage is rounded as in a run without stages
+            inputs = [tensor for tensor in inputs if not tensor.requires_grad]
+        return frozenset(storage_id(tensor) for tensor in (*layer.parameters(), *layer.buffers(), *inputs))
+
+    def _key(self, fqn: str) -> int:
+        """Returns a key of the random numbers of one run of a layer."""
+        microbatch = self._microbatch_key()
+        if microbatch != self._calls_of:
+            self._calls_of, self._calls = microbatch, Counter()
+        self._calls[fqn] += 1
+        return hash((microbatch, zlib.crc32(fqn.encode()), self._calls[fqn]))
+
+    def _keyed_generator(self) -> torch.Generator:
+        assert self._run is not None
+        self._run.num_drawn += 1
+        return self._generator.manual_seed(hash((self._run.key, self._run.num_drawn)) & 0x7FFFFFFFFFFFFFFF)
+
+    def _pack(self, tensor: Tensor) -> SavedView | SavedTensor | SavedElsewhere:
+        """Packs a tensor of any shape for autograd."""
+        run = self._run
+        assert run is not None
+        if run.outer is not None:
+            packed = run.outer[0](tensor)
+            if not isinstance(packed, Tensor):
+                return SavedElsewhere(packed, run.outer[1])
+            tensor = packed
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            stored = None if self._stays(tensor, run) else self._store(tensor, run)
+            if isinstance(stored, StoredStorage):
+                return SavedView(stored, tensor)
+            return SavedTensor(tensor, stored, may_be_written=run.outer is not None)
+
+    def _stays(self, tensor: Tensor, run: _LayerRun) -> bool:
+        """Returns whether something else keeps the tensor, of any shape, alive, or it is no plain memory."""
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+            return True
+        if tensor.is_quantized or tensor.is_nested or not tensor.numel():
+            return True
+        return storage_id(tensor) in run.outside or _is_of_parameter(tensor)
+
+    def _store(self, tensor: Tensor, run: _LayerRun) -> StoredStorage | KeptStorage:
+        """Stores the storage of a tensor of any shape, if it is not stored yet."""
+        role = role_of(tensor)
+        key = storage_id(tensor), tensor._version, tensor.dtype, role == "sign"
+        stored = self._stored.get(key)
+        if stored is None:
+            stored = self._stored[key] = self._new(tensor, role, run)
+        return stored
+
+    def _new(self, tensor: Tensor, role: Role, run: _LayerRun) -> StoredStorage | KeptStorage:
+        storage = tensor.untyped_storage()
+        flat = tensor.new_empty(0).set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
+        encoded = self._encoded(flat, role, tensor.requires_grad, run)
+        is_moved = self._is_moved(storage.nbytes(), run)
+        self.bytes.saved += storage.nbytes()
+        parts: list[Any] = [flat] if encoded is None else list(encoded.parts)
+        for number, part in enumerate(parts):
+            if is_moved and (encoded is None or part.nbytes >= _MIN_MOVED_PART):
+                assert self._moving is not None
+                parts[number] = self._moving.place.put(part, tensor if encoded is None else part)
+            else:
+                self.bytes.on_device += part.nbytes
+        if encoded is None and not is_moved:
+            return KeptStorage(tensor)
+        previous = None if self._latest is None else self._latest()
+        stored = StoredStorage(tensor, tuple(parts), _same if encoded is None else encoded.decode, previous)
+        self._latest = weakref.ref(stored)
+        if run.measured is not None and encoded is not None and role != "sign":
+            stored.exact = flat
+            run.measured.append(stored)
+        return stored
+
+    def _encoded(self, flat: Tensor, role: Role, in_graph: bool, run: _LayerRun) -> Encoded | None:
+        compression = self._compression
+        if compression is None or flat.nbytes < compression.min_bytes:
+            return None
+        bits = None if compression.excludes(run.fqn) else compression.bits
+        if bits is not None and self._exponentials is not None and self._exponentials.is_inside:
+            bits = 8
+        return encode(flat, role, in_graph=in_graph, bits=bits, generator=self._keyed_generator)
+
+    def _is_moved(self, nbytes: int, run: _LayerRun) -> bool:
+        """Returns whether a storage is moved: by the layer's share, spread evenly over what it saves."""
+        if self._moving is None or nbytes < self._moving.min_bytes:
+            return False
+        run.seen += nbytes
+        if run.moved + nbytes > self._moving.shares[run.fqn] * run.seen:
+            return False
+        run.moved += nbytes
+        return True
+
+
+def _unpack(saved: SavedView | SavedTensor | SavedElsewhere) -> Tensor:
+    """Unpacks a tensor, of the shape it was saved with."""
+    return saved.restore()
+
+
+def _same(flat: Tensor) -> Tensor:
+    return flat
+
+
+def _is_of_parameter(tensor: Tensor) -> bool:
+    """Returns whether a tensor of any shape is a view or a cast of a parameter."""
+    node = tensor.grad_fn
+    while node is not None and node.name().rstrip("0").removesuffix("Backward") in _VIEWS_AND_CASTS:
+        node = node.next_functions[0][0]
+        if node is not None and node.name().endswith("AccumulateGrad"):
+            return isinstance(getattr(node, "variable", None), nn.Parameter)
+    base = tensor._base if tensor._is_view() else None
+    return isinstance(base, nn.Parameter)

@@ -1,0 +1,165 @@
+"""A storage that autograd has saved: encoded and moved away, and restored when the backward needs it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_hybrid.memory.saved_activations.detect_inplace_writes import check_version
+
+_AHEAD = 4  # storages that are fetched before the backward needs them
+
+
+class Placed(Protocol):
+    """A tensor that is somewhere else than on its device."""
+
+    def prefetch(self) -> None:
+        """Starts to fetch it."""
+
+    def get(self) -> Tensor:
+        """Returns it on its device, of shape (n,)."""
+
+    def release(self) -> None:
+        """Gives its space back."""
+
+
+class Place(Protocol):
+    """Where tensors are moved to."""
+
+    def put(self, tensor: Tensor, original: Tensor) -> Placed:
+        """Starts to move a tensor of shape (n,), which shares its memory with ``original``."""
+
+
+class StoredStorage:
+    """A storage of a saved tensor; all views of it that autograd saves share it.
+
+    Attributes:
+        exact: The tensor without encoding, of shape (n,), while the error of a gradient is measured.
+        uses_exact: Whether ``flat`` returns that.
+    """
+
+    def __init__(
+        self,
+        original: Tensor,
+        parts: tuple[Tensor | Placed, ...],
+        decode: Callable[..., Tensor],
+        previous: StoredStorage | None,
+    ) -> None:
+        """Set up for a tensor.
+
+        Args:
+            original: Whose storage it is.
+            parts: The encoded content: on the device, or placed elsewhere.
+            decode: Makes the tensor of shape (n,) from the parts on the device.
+            previous: The one saved before, which a backward needs after this one.
+        """
+        # As long as this reference exists, torch uses the address of the storage for no other.
+        self._storage = StorageWeakRef(original.untyped_storage())
+        self._parts, self._decode, self._flat = parts, decode, None
+        self._previous = None if previous is None else weakref.ref(previous)
+        self.exact: Tensor | None = None
+        self.uses_exact = False
+        self.is_moved = any(not isinstance(part, Tensor) for part in parts)
+
+    _flat: Tensor | None
+
+    def flat(self) -> Tensor:
+        """Returns the content, of shape (n,), and starts to fetch those saved before."""
+        if self.uses_exact and self.exact is not None:
+            return self.exact
+        if self._flat is None:
+            with torch.no_grad():
+                self._flat = self._decode(*(part if isinstance(part, Tensor) else part.get() for part in self._parts))
+            self._release()
+        self._fetch_ahead()
+        return self._flat
+
+    def _fetch_ahead(self) -> None:
+        other: StoredStorage | None = self
+        left = _AHEAD
+        while left and other is not None:
+            other = None if other._previous is None else other._previous()
+            if other is not None and other.is_moved:
+                other.prefetch()
+                left -= 1
+
+    def prefetch(self) -> None:
+        """Starts to fetch what is elsewhere."""
+        for part in self._parts:
+            if not isinstance(part, Tensor):
+                part.prefetch()
+
+    def _release(self) -> None:
+        parts, self._parts = self._parts, ()
+        for part in parts:
+            if not isinstance(part, Tensor):
+                part.release()
+
+    def __del__(self) -> None:
+        """Gives the space back once autograd has dropped all views."""
+        self._release()
+
+
+class KeptStorage:
+    """A storage that stays as it is, of which autograd saves views."""
+
+    is_moved = False
+
+    def __init__(self, original: Tensor) -> None:
+        self._storage = StorageWeakRef(original.untyped_storage())
+
+
+class SavedView:
+    """What autograd holds in place of a tensor: a view of a stored storage."""
+
+    __slots__ = ("_offset", "_size", "_stride", "storage")
+
+    def __init__(self, storage: StoredStorage, tensor: Tensor) -> None:
+        self.storage, self._size, self._stride = storage, tensor.size(), tensor.stride()
+        self._offset = int(tensor.storage_offset())
+
+    def restore(self) -> Tensor:
+        """Returns the tensor, of the shape it was saved with."""
+        return self.storage.flat().as_strided(self._size, self._stride, self._offset)
+
+
+class SavedTensor:
+    """What autograd holds where the tensor itself stays."""
+
+    __slots__ = ("_kept", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor, kept: KeptStorage | None, *, may_be_written: bool) -> None:
+        """Keeps a tensor.
+
+        Args:
+            tensor: Of any shape.
+            kept: Stays alive with it.
+            may_be_written: Whether its owner may write to it before the backward, such as ZeRO to a parameter.
+        """
+        # A parameter has no graph; other tensors may be results of the node that holds this.
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        self._kept, self._version = kept, None if may_be_written else tensor._version
+
+    def restore(self) -> Tensor:
+        """Returns the tensor; a RuntimeError if it was written to."""
+        if self._version is not None:
+            check_version(self._tensor._version, self._version)
+        return self._tensor
+
+
+class SavedElsewhere:
+    """What autograd holds where the hooks around the layer's own have taken the tensor."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self._packed, self._unpack = packed, unpack
+
+    def restore(self) -> Tensor:
+        """Returns the tensor, of the shape it was saved with."""
+        return self._unpack(self._packed)

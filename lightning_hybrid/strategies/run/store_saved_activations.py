@@ -1,0 +1,133 @@
+"""Offload and compression of saved activations in a strategy: which layers, what share of each, and where to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hybrid.errors import ActivationError
+from lightning_hybrid.memory.saved_activations.hook_saved_tensors_of_layers import LayerActivations, Moving
+from lightning_hybrid.memory.saved_activations.offload_to_files import ActivationFile
+from lightning_hybrid.memory.saved_activations.offload_to_host_memory import HostMemory
+from lightning_hybrid.memory.saved_activations.requested_techniques import (
+    DISK,
+    ActivationRequests,
+    Compression,
+    Offload,
+)
+from lightning_hybrid.memory.saved_activations.stored_storage import Place
+from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.schedule import make_schedule
+from lightning_hybrid.schedule.microbatches_in_flight import microbatches_in_flight
+from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
+
+
+def store_activations(
+    requests: ActivationRequests,
+    module: nn.Module,
+    device: torch.device,
+    plan: StagePlan | None,
+    *,
+    schedule: str,
+    num_microbatches: int,
+    is_compiled: bool,
+    microbatch_key: Callable[[], int],
+    until_end: contextlib.ExitStack,
+) -> LayerActivations:
+    """Return what stores the tensors that the layers of this rank save.
+
+    Args:
+        requests: Of the user's callbacks.
+        module: The user's.
+        device: Of this rank.
+        plan: The pipeline stages, if there are any.
+        schedule: Name of their schedule.
+        num_microbatches: Of a batch.
+        is_compiled: Whether layers are compiled.
+        microbatch_key: Returns a key of the microbatch that runs.
+        until_end: Closed when the layers run no more.
+
+    Raises:
+        ActivationError: The device is the host, or layers are compiled, or a name matches no layer.
+    """
+    layers, stage_of, in_flight = dict(find_layers(dict(module.named_children()))), dict[str, int](), [1]
+    all_layers = layers
+    if plan is not None:
+        all_layers, stage_of = _layers_of_stages(plan)
+        layers = {fqn: layer for fqn, layer in all_layers.items() if stage_of[fqn] in plan.stages}
+        count = max(num_microbatches, 1)
+        in_flight = microbatches_in_flight(make_schedule(schedule, plan.num_ranks, count, plan.stages_per_rank))
+    if not all_layers:
+        raise ActivationError(
+            f"ActivationOffload and ActivationCompression: {type(module).__name__} has no layers; leave them out",
+            entry="activations-none",
+        )
+    compression, offload = requests.compression, requests.offload
+    if compression is not None:
+        _check_compression(compression, all_layers, is_compiled or bool(compiled_modules(module, layers.values())))
+    moving = None
+    if offload is not None:
+        shares = offload.share_of_layers({fqn: stage_of.get(fqn, 0) for fqn in layers}, list(all_layers), in_flight)
+        moving = Moving(_place(offload, device, until_end), offload.min_bytes, shares)
+    return LayerActivations(layers, device, compression=compression, moving=moving, microbatch_key=microbatch_key)
+
+
+def microbatch_key(trainer: Any, seed: int, replica: int, randomness: KeyedRandomness) -> int:
+    """Return a key of the running microbatch; where random numbers are not keyed, of the batch of this replica."""
+    keyed = randomness.microbatch_key
+    return keyed if keyed is not None else hash((seed, trainer.fit_loop.epoch_loop.total_batch_idx, replica))
+
+
+def _layers_of_stages(plan: StagePlan) -> tuple[dict[str, nn.Module], dict[str, int]]:
+    """Return the layers of all stages, and the stage of each, by FQN."""
+    assert plan.first is not None
+    recording, assignment = plan.first.recording, plan.first.assignment
+    stages: dict[str, int] = {}
+    for node, stage in zip(recording.graph.nodes, assignment.node_stage, strict=True):
+        if node.unit is not None:
+            stages.setdefault(node.unit, stage)
+    found, stage_of = {}, {}
+    for fqn, layer in find_layers(recording.units).items():
+        unit = next((unit for unit in stages if fqn == unit or fqn.startswith(f"{unit}.")), None)
+        if unit is not None:
+            found[fqn], stage_of[fqn] = layer, stages[unit]
+    return found, stage_of
+
+
+def _place(offload: Offload, device: torch.device, until_end: contextlib.ExitStack) -> Place:
+    """Return where tensors are moved to."""
+    host = HostMemory(device) if device.type == "cuda" else None
+    if offload.to.startswith(DISK):
+        file = ActivationFile(offload.to.removeprefix(DISK), host)
+        until_end.callback(file.close)
+        return file
+    if host is None:
+        raise ActivationError(
+            f"ActivationOffload(to='cpu'): the device of this run is {device.type!r}, whose tensors are in host memory"
+            " already; set to='disk:' and a folder, or leave it out",
+            entry="activation-offload-host",
+        )
+    return host
+
+
+def _check_compression(compression: Compression, layers: Sequence[str] | dict[str, nn.Module], compiled: bool) -> None:
+    """Refuse compression that cannot be done as requested."""
+    if compiled:
+        raise ActivationError(
+            f"ActivationCompression(bits={compression.bits}): layers are compiled, and code of torch.compile does not"
+            " show which of its saved tensors may be quantized; leave compile out, or use ActivationOffload",
+            entry="activation-compression-compiled",
+        )
+    for pattern in compression.exclude:
+        if not any(compression.matches(pattern, fqn) for fqn in layers):
+            raise ActivationError(
+                f"ActivationCompression(exclude=...) names {pattern!r}, which matches no layer; the layers are"
+                f" {', '.join(layers)}",
+                entry="activation-offload-name",
+            )
