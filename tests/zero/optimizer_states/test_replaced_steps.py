@@ -1,9 +1,11 @@
 """Steps of optimizers that are replaced while a run lasts."""
 
+import warnings
+
 import torch
 from torch import nn
 
-from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import step_after_closure
+from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import replace_step, step_after_closure
 
 
 def test_a_scheduler_accepts_a_step_that_is_replaced_twice():
@@ -20,3 +22,24 @@ def test_a_scheduler_accepts_a_step_that_is_replaced_twice():
     for undo in reversed(undos):
         undo()
     assert parameter.tolist() == [0.0, 0.0] and optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_scheduler_sees_the_replaced_step():
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    steps = []
+    undo = step_after_closure(optimizer, steps.append, reason="a test")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        scheduler.step()
+    undo()
+    assert steps == [{}] and scheduler.get_last_lr() == [0.5]
+
+
+def test_the_undo_restores_the_step():
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    undo = replace_step(optimizer, lambda self, closure=None: "replaced", reason="a test")
+    assert optimizer.step() == "replaced"
+    undo()
+    assert optimizer.step() is None
