@@ -1,0 +1,65 @@
+"""The models that `gpu.py` trains, and how: its variants, the most important ones first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and its batch."""
+
+    layers: int
+    width: int
+    heads: int
+    batch: int
+    precision: str
+    length: int = 1024
+    vocabulary: int = 50304
+
+
+SIZES = {
+    "125M": Size(layers=12, width=768, heads=12, batch=16, precision="bf16-mixed"),
+    "1.3B": Size(layers=24, width=2048, heads=16, batch=8, precision="bf16-true"),
+}
+TINY = {
+    "125M": Size(layers=4, width=64, heads=2, batch=4, precision="bf16-mixed", length=64, vocabulary=256),
+    "1.3B": Size(layers=6, width=96, heads=2, batch=4, precision="bf16-true", length=64, vocabulary=256),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model and how it is trained; ``options`` are the strategy's, None for a plain Trainer."""
+
+    size: str
+    name: str
+    options: dict[str, Any] | None = field(default_factory=dict)
+    callback: str = ""  # a class of `lightning_hybrid.callbacks`
+
+    @property
+    def title(self) -> str:
+        return f"{self.size} {self.name}"
+
+
+HOST = {"optimizer_states": "cpu"}
+VARIANTS = [
+    Variant("125M", "plain", None),
+    Variant("125M", "none"),
+    Variant("125M", "selective", {"recompute": "selective"}),
+    Variant("125M", "full", {"recompute": "full"}),
+    Variant("125M", "budget", {"recompute": "budget"}),
+    Variant("125M", "compile", {"compile": "units"}),
+    Variant("125M", "compile-selective", {"compile": "units", "recompute": "selective"}),
+    Variant("125M", "in-backward", {"optimizer_in_backward": True}),
+    Variant("125M", "host-states", {"offload": HOST}),
+    Variant("125M", "host-states-in-backward", {"offload": HOST, "optimizer_in_backward": True}),
+    Variant("125M", "host-activations", callback="ActivationOffload"),
+    Variant("1.3B", "none"),
+    Variant("1.3B", "selective", {"recompute": "selective"}),
+    Variant("1.3B", "full", {"recompute": "full"}),
+    Variant("1.3B", "host-states", {"offload": HOST}),
+    Variant("1.3B", "host-activations", callback="ActivationOffload"),
+]
+BY_TITLE = {variant.title: variant for variant in VARIANTS}
