@@ -52,6 +52,23 @@ class Dropping(Tiny):
         return x
 
 
+class Normalised(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.layers[1].append(nn.BatchNorm1d(FEATURES).double())
+
+
+class DroppingNormalised(Normalised):
+    def forward(self, x):
+        return self.layers[-1](nn.functional.dropout(self.layers[:-1](x), 0.2, self.training))
+
+
+class DroppingWithGroupNorm(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.layers[1].extend([nn.GroupNorm(2, FEATURES).double(), nn.Dropout(0.1)])
+
+
 class Contrasts(Tiny):
     def loss(self, batch):
         return self(batch["x"]).std()
@@ -222,6 +239,18 @@ def test_objective_that_mixes_samples_warns_with_both_numbers(worlds):
     assert of_batch != pytest.approx(mean, rel=1e-3) and "2 microbatches" in text
     assert worlds.run(2, fit, Tiny, *PP2)[0][1] == []
     assert worlds.run(2, fit, Dropping, *PP2)[0][1] == []
+
+
+def test_mixing_is_compared_with_dropout_off(worlds):
+    [text] = worlds.run(2, fit, DroppingNormalised, *DP2_IN_PARTS)[0][1]
+    assert "the mean over 2 replicas x 2 microbatches" in text
+    assert "1 BatchNorm layer: fewer microbatches" in text and "sync_batchnorm=True" in text
+    # The numbers are those without dropout, and replicas alone take a mean as DDP does.
+    assert re.findall(r"\d+\.\d+", text) == re.findall(
+        r"\d+\.\d+", worlds.run(2, fit, Normalised, *DP2_IN_PARTS)[0][1][0]
+    )
+    assert worlds.run(2, fit, DroppingNormalised, *DP2)[0][1] == []
+    assert worlds.run(2, fit, DroppingWithGroupNorm, *DP2_IN_PARTS)[0][1] == []
 
 
 def fit_wrongly(module_class, size, pp, options):
