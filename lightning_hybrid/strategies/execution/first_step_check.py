@@ -27,7 +27,7 @@ from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.strategies.logs.announce_long_phases import phase
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.verify.check_available_memory import memory_shortage
-from lightning_hybrid.verify.first_step_comparison import compare_first_step, precision_of
+from lightning_hybrid.verify.first_step_comparison import Verdict, compare_first_step, precision_of
 from lightning_hybrid.verify.one_process.gather_stage_parameters import full_parameters_on_first_rank
 from lightning_hybrid.verify.one_process.one_process_step import (
     OneProcessResult,
@@ -243,11 +243,7 @@ class FirstStepCheck:
                 " layouts with one process; verify_first_step=False trains without this check",
                 entry="first-step-differs",
             )
-        noise = f"; {verdict.num_noise} of them are rounding noise" if verdict.num_noise else ""
-        rank_zero_info(
-            f"first step verified: loss and {verdict.num_gradients} gradients match one process within"
-            f" {verdict.within:.1g}{noise}"
-        )
+        rank_zero_info(describe_verdict(verdict, self._precision))
         if reference is not None:
             self._warn_of_mixing(reference, self._precision)
 
@@ -268,6 +264,19 @@ class FirstStepCheck:
             text = describe_mixing_of_step(module, full, mean, counts)
             code = unwrap(type(module).training_step).__code__  # the warning names the user's step
             warnings.warn_explicit(text, UserWarning, Path(code.co_filename).name, code.co_firstlineno)
+
+
+def describe_verdict(verdict: Verdict, precision: str) -> str:
+    """The line about a first step that matches; ``precision`` is Lightning's name of it."""
+    weak = ""
+    if verdict.num_noise:
+        weak = f"; {verdict.num_noise} of the {verdict.num_gradients} change by more than 1 % through rounding alone,"
+        weak += " so their check is weak"
+        weak += '; use precision="32-true" for a sharp one' * ("16" in precision)
+    return (
+        f"first step verified: loss and {verdict.num_gradients} gradients match one process within"
+        f" {verdict.within:.1g}{weak}"
+    )
 
 
 def describe_mixing_of_step(module: nn.Module, full: float, mean: float, counts: Sequence[int]) -> str:

@@ -14,8 +14,9 @@ from torch import nn
 from harness.trainer_runs import trainer_of, weights_of
 from lightning_hybrid.errors import FirstStepError
 from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
-from lightning_hybrid.strategies.execution.first_step_check import print_once
+from lightning_hybrid.strategies.execution.first_step_check import describe_verdict, print_once
 from lightning_hybrid.verify import check_available_memory as memory
+from lightning_hybrid.verify.first_step_comparison import Verdict
 from models.tiny import FEATURES, Tiny, loader
 
 
@@ -289,6 +290,22 @@ class Manual(Tiny):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("num_noise", "precision", "end"),
+    [
+        (0, "bf16-mixed", "within 2e-08"),
+        (22, "bf16-mixed", 'so their check is weak; use precision="32-true" for a sharp one'),
+        (
+            22,
+            "32-true",
+            "within 2e-08; 22 of the 26 change by more than 1 % through rounding alone, so their check is weak",
+        ),
+    ],
+)
+def test_line_says_how_many_gradients_are_weakly_checked(num_noise, precision, end):
+    assert describe_verdict(Verdict(None, 2e-8, 26, num_noise), precision).endswith(end)
 
 
 @pytest.mark.world(1)
