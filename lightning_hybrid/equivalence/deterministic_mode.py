@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.equivalence.without_dropout_mode import DROPOUT_POSITIONS
 from lightning_hybrid.randomness.random_number_ops import draws
 
 _LOWER = {torch.float32, torch.float16, torch.bfloat16}
 _CASTS = {"float", "half", "bfloat16"}
-# Positions of the dropout probability of attention functions, whose default is 0 or which has none.
-_DROPOUT_POSITIONS = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 
 
 class DeterministicMode(TorchFunctionMode):
@@ -35,7 +34,7 @@ class DeterministicMode(TorchFunctionMode):
             return args[0]
         if name in _CASTS:
             return func(*args, **kwargs) if args[0].is_complex() else args[0].to(self._dtype)
-        position = _DROPOUT_POSITIONS.get(name)
+        position = DROPOUT_POSITIONS.get(name)
         if kwargs.get("enable_gqa") and not (args[1] if len(args) > 1 else kwargs["key"]).shape[-3]:
             # torch 2.11 divides by this number before it checks it, and ends the process.
             raise ValueError(f"{name} got no head of keys")

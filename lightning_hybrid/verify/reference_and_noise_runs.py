@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from lightning_hybrid.equivalence.without_dropout_mode import WithoutDropoutMode
 from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.one_process.data_split_of_layout import DataSplit
 from lightning_hybrid.verify.one_process.one_process_run import EVALUATIONS, OneProcessRun
@@ -91,8 +92,9 @@ def run_reference(experiment: Experiment, data_split: DataSplit) -> Reference:
         result.precision, other = "32-true", OneProcessRun(data_split, keyed=result.draws)
         result.noisy = run_once(experiment, other, perturbation=perturbation(result.precision))
     result.failure = result.observed.failure or result.noisy.failure
-    if result.failure is None and not result.draws:
-        result.mixing = _mixing_note(experiment, data_split, result.observed)
+    if result.failure is None:
+        mixing = _mixing_without_dropout if result.draws else _mixing_note
+        result.mixing = mixing(experiment, data_split, result.observed)
     return result
 
 
@@ -127,6 +129,21 @@ def _mixing_note(experiment: Experiment, data_split: DataSplit, observed: RunRec
     count = data_split.num_microbatches
     of = f"{data_split.replicas * count} microbatches" if count else "its microbatches"
     return f"the objective mixes samples: full batch {unsplit:.6g}, mean of {of} {mean:.6g}"
+
+
+def _mixing_without_dropout(experiment: Experiment, data_split: DataSplit, _: RunRecord) -> str:
+    """The same for a module that draws random numbers: with dropout off, if nothing else draws."""
+    with WithoutDropoutMode():
+        connections = [OneProcessRun(data_split, reseed=seed) for seed in (1, 2)]
+        runs = [run_once(experiment, connection, only_first_step=True) for connection in connections]
+        losses = [run.steps[0].loss if run.failure is None and run.steps else None for run in runs]
+        if losses[0] is None or losses[0] != losses[1] or any(one.moved_generators for one in connections):
+            return (
+                "not compared: whether the objective mixes samples, since the module draws random numbers beside those"
+                " of dropout"
+            )
+        note = _mixing_note(experiment, data_split, runs[0])
+    return f"{note}; with dropout off" if note else ""
 
 
 def are_close(loss: float, other: float, precision: str) -> bool:

@@ -35,7 +35,8 @@ def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
     assert report.steps > 0
-    assert ("draws random numbers" in str(report)) == (module in (Dropping, DroppingNormalised))
+    assert ("the module draws random numbers" in str(report)) == (module in (Dropping, DroppingNormalised))
+    assert ("mixes samples" in str(report)) == (module in (Normalised, DroppingNormalised)), str(report)
 
 
 def test_one_microbatch(worlds):
@@ -118,6 +119,21 @@ def test_objective_that_mixes_samples_is_named_with_both_numbers(worlds):
     report = check(worlds, Contrasts, LAYOUTS[0])
     assert report.outcome == "same", str(report)
     assert any("mixes samples: full batch" in note and "mean of 2 microbatches" in note for note in report.notes)
+
+
+class Noisy(Dropping):
+    def forward(self, x):
+        return super().forward(x + 0.1 * torch.randn_like(x))
+
+
+def test_note_on_mixing_of_modules_that_draw(worlds):
+    notes = check(worlds, DroppingNormalised, LAYOUTS[0]).notes
+    expected = check(worlds, Normalised, LAYOUTS[0]).notes
+    [numbers] = [note for note in expected if "mixes samples" in note]
+    assert f"{numbers}; with dropout off" in notes
+    assert not any("mixes samples" in note for note in check(worlds, Dropping, LAYOUTS[0]).notes)
+    [note] = [note for note in check(worlds, Noisy, LAYOUTS[0]).notes if "mixes samples" in note]
+    assert note.startswith("not compared: ")
 
 
 def of_pytorch_lightning():

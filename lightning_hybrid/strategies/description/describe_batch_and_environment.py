@@ -76,7 +76,10 @@ def describe_batch_norm(setting: Setting, batch: RecordedBatch | None) -> list[s
     if not layers or batch is None or batch.samples is None or batch.num_microbatches == 1:
         return []
     size = math.ceil(batch.samples / batch.num_microbatches)
-    advice = f"num_microbatches={max(1, batch.num_microbatches // 2)} gives more"
+    counts = dict.fromkeys([max(1, batch.num_microbatches // 2), max(1, batch.num_microbatches // 4)])
+    gives = [f"{count} gives {math.ceil(batch.samples / count)}" for count in counts]
+    advice = f"num_microbatches={', '.join(gives)}"
+    advice += " (larger bubble)" * (setting.layout.pipeline_parallel_size > 1)
     if setting.layout.data_parallel_size > 1 and getattr(setting.trainer.strategy, "_layer_sync", None) is None:
         advice += "; Trainer(sync_batchnorm=True) adds those of the other replicas"
     return [

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import unwrap
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hybrid.errors import FirstStepError
 from lightning_hybrid.memory.estimate_rank_memory import value_bytes
@@ -22,7 +27,7 @@ from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.strategies.logs.announce_long_phases import phase
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.verify.check_available_memory import memory_shortage
-from lightning_hybrid.verify.first_step_comparison import compare_first_step, precision_of
+from lightning_hybrid.verify.first_step_comparison import Verdict, compare_first_step, precision_of
 from lightning_hybrid.verify.one_process.gather_stage_parameters import full_parameters_on_first_rank
 from lightning_hybrid.verify.one_process.one_process_step import (
     OneProcessResult,
@@ -238,11 +243,7 @@ class FirstStepCheck:
                 " layouts with one process; verify_first_step=False trains without this check",
                 entry="first-step-differs",
             )
-        noise = f"; {verdict.num_noise} of them are rounding noise" if verdict.num_noise else ""
-        rank_zero_info(
-            f"first step verified: loss and {verdict.num_gradients} gradients match one process within"
-            f" {verdict.within:.1g}{noise}"
-        )
+        rank_zero_info(describe_verdict(verdict, self._precision))
         if reference is not None:
             self._warn_of_mixing(reference, self._precision)
 
@@ -257,10 +258,45 @@ class FirstStepCheck:
             rank_zero_info(f"the full batch was not run unsplit: {reference.not_comparable}")
         if reference.mixes is None:
             return
-        full, mean, count = reference.mixes
+        full, mean, counts = reference.mixes
         if abs(full - mean) > _MIXES.get(precision, 5e-2) * max(abs(full), abs(mean)) + 1e-12:
-            rank_zero_warn(
-                f"the objective mixes samples: the loss of the full batch is {full:.6g}, the mean over its {count}"
-                f" microbatches {mean:.6g}. Training minimises the latter, as gradient accumulation does. For a mean"
-                " over the entries that a mask selects, pass microbatch_weight=function(microbatch) -> count"
-            )
+            module = self._owner.setting.module
+            text = describe_mixing_of_step(module, full, mean, counts)
+            code = unwrap(type(module).training_step).__code__  # the warning names the user's step
+            warnings.warn_explicit(text, UserWarning, Path(code.co_filename).name, code.co_firstlineno)
+
+
+def describe_verdict(verdict: Verdict, precision: str) -> str:
+    """The line about a first step that matches; ``precision`` is Lightning's name of it."""
+    weak = ""
+    if verdict.num_noise:
+        weak = f"; {verdict.num_noise} of the {verdict.num_gradients} change by more than 1 % through rounding alone,"
+        weak += " so their check is weak"
+        weak += '; use precision="32-true" for a sharp one' * ("16" in precision)
+    return (
+        f"first step verified: loss and {verdict.num_gradients} gradients match one process within"
+        f" {verdict.within:.1g}{weak}"
+    )
+
+
+def describe_mixing_of_step(module: nn.Module, full: float, mean: float, counts: Sequence[int]) -> str:
+    """The warning about a full batch whose loss is not the mean over its microbatches.
+
+    Args:
+        module: The user's module.
+        full: The loss of the full batch.
+        mean: The mean of the losses of its microbatches.
+        counts: Number of microbatches of each replica.
+    """
+    over = f"its {sum(counts)} microbatches"
+    if len(counts) > 1 and len(set(counts)) == 1:
+        over = f"{len(counts)} replicas x {counts[0]} microbatches"
+    layers = sum(isinstance(each, _BatchNorm) and each.training for each in module.modules())
+    advice = " For a mean over the entries that a mask selects, pass microbatch_weight=function(microbatch) -> count"
+    if layers:
+        advice = f" It has {layers} BatchNorm layer{'s' * (layers != 1)}: fewer microbatches give them more samples"
+        advice += ", and Trainer(sync_batchnorm=True) adds those of the other replicas" * (len(counts) > 1)
+    return (
+        f"the objective mixes samples: the loss of the full batch is {full:.6g}, the mean over {over} {mean:.6g}."
+        f" Training minimises the latter, as gradient accumulation does.{advice}"
+    )

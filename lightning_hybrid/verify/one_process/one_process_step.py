@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.equivalence.without_dropout_mode import WithoutDropoutMode
 from lightning_hybrid.errors import BatchError
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -78,8 +79,8 @@ class OneProcessResult:
         noisy_losses: The same with perturbed weights.
         gradients: Full gradients averaged over the replicas, by FQN; on the CPU.
         noisy_gradients: The same with perturbed weights.
-        mixes: Loss of the first full batch, mean over its microbatches, and their number; None where the two cannot be
-            compared.
+        mixes: Loss of the first full batch, mean over its microbatches, and their number by replica, of a module that
+            draws with dropout off; None where the two cannot be compared.
         not_comparable: The reason why they cannot be compared.
         unsplit: The same with each replica's batch as one microbatch, if the full loss is or may be no mean over
             microbatches; BatchNorm takes its statistics, and dropout its numbers, per microbatch there too.
@@ -89,7 +90,7 @@ class OneProcessResult:
     noisy_losses: list[list[float]] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     noisy_gradients: dict[str, Tensor] = field(default_factory=dict)
-    mixes: tuple[float, float, int] | None = None
+    mixes: tuple[float, float, tuple[int, ...]] | None = None
     not_comparable: str = ""
     unsplit: OneProcessResult | None = None
 
@@ -203,32 +204,45 @@ class OneProcessStep:
 
     def _compare_with_full_batch(self, call: StepCall, inputs: Sequence[ReplicaInput], losses: Sequence[float]) -> None:
         """Record the loss of the replicas' batches concatenated, beside the mean over the microbatches."""
-        count = sum(replica.count for replica in inputs)
-        if count == 1:
+        counts = [replica.count for replica in inputs]
+        if max(counts) == 1:  # replicas alone take the mean over their losses, as DDP does
             return
         try:
             full_batch = join_batches([replica.batch for replica in inputs])
-            full_losses = []
-            for seed in _SEEDS:
-                with without_side_effects(self._module), self._randomness.isolated(), torch.no_grad():
-                    with self._randomness.microbatch(seed, call.number):
-                        pass
-                    with call.context():
-                        full_losses.append(float(find_loss(call.step(full_batch, *call.rest)).detach()))
+            full, compared = self._loss_without_draws(call, full_batch), losses
+            if full is None:
+                self.result.unsplit = OneProcessResult()
+                with WithoutDropoutMode():
+                    full = self._loss_without_draws(call, full_batch)
+                    compared = losses if full is None else self._run_microbatches(call, inputs, {}) or losses
         except BatchError as error:
             self.result.not_comparable = str(error)
             return
         except Exception as error:  # a step may fail on so large a batch, which is no error here
             self.result.not_comparable = f"it raised {type(error).__name__}: {error}"
             return
-        if full_losses[0] != full_losses[1]:
-            self.result.not_comparable = "the module draws random numbers, which depend on how samples are grouped"
-            self.result.unsplit = OneProcessResult()
+        if full is None:
+            self.result.not_comparable = "beside dropout, the module draws random numbers, which depend on how samples"
+            self.result.not_comparable += " are grouped"
             return
-        mean = sum(losses) / len(losses)
-        self.result.mixes = full_losses[0], mean, count
-        if not math.isclose(full_losses[0], mean, rel_tol=_MIXES):
+        mean = sum(compared) / len(compared)
+        self.result.mixes = full, mean, tuple(counts)
+        if not math.isclose(full, mean, rel_tol=_MIXES):
             self.result.unsplit = OneProcessResult()
+
+    def _loss_without_draws(self, call: StepCall, full_batch: Any) -> float | None:
+        """Return the loss of a batch; None if the step draws random numbers."""
+        losses = []
+        for seed in _SEEDS:
+            with without_side_effects(self._module), self._randomness.isolated(), torch.no_grad():
+                with self._randomness.microbatch(seed, call.number):
+                    pass
+                before = GeneratorStates(self._randomness.device)
+                with call.context():
+                    losses.append(float(find_loss(call.step(full_batch, *call.rest)).detach()))
+                if not before.are_unchanged():
+                    return None
+        return losses[0] if losses[0] == losses[1] else None
 
     @contextlib.contextmanager
     def _random_state(self, number: int, microbatch: int, inputs: ReplicaInput) -> Iterator[None]:

@@ -219,13 +219,14 @@ def test_batch_line_without_a_recorded_step(replicas, accumulated, microbatches,
         (1, 2, None, []),
         (4, 1, None, ["BatchNorm: 1 layer with statistics of 8 samples, a microbatch, where one process takes 32;"]),
         (4, 2, None, ["; Trainer(sync_batchnorm=True) adds those of the other replicas"]),
-        (4, 2, object(), ["num_microbatches=2 gives more"]),
+        (4, 2, object(), ["; num_microbatches=2 gives 16, 1 gives 32 (larger bubble)"]),
+        (2, 1, None, ["; num_microbatches=1 gives 32 (larger bubble)"]),
     ],
 )
 def test_batch_norm_line_has_both_numbers_of_samples(microbatches, replicas, layer_sync, line):
     setting = SimpleNamespace(
         module=torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)),
-        layout=SimpleNamespace(data_parallel_size=replicas),
+        layout=SimpleNamespace(data_parallel_size=replicas, pipeline_parallel_size=2),
         trainer=SimpleNamespace(strategy=SimpleNamespace(_layer_sync=layer_sync)),
     )
     lines = describe_batch_norm(setting, SimpleNamespace(samples=32, num_microbatches=microbatches))

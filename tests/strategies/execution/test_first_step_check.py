@@ -14,8 +14,9 @@ from torch import nn
 from harness.trainer_runs import trainer_of, weights_of
 from lightning_hybrid.errors import FirstStepError
 from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
-from lightning_hybrid.strategies.execution.first_step_check import print_once
+from lightning_hybrid.strategies.execution.first_step_check import describe_verdict, print_once
 from lightning_hybrid.verify import check_available_memory as memory
+from lightning_hybrid.verify.first_step_comparison import Verdict
 from models.tiny import FEATURES, Tiny, loader
 
 
@@ -50,6 +51,23 @@ class Dropping(Tiny):
         for layer in self.layers:
             x = nn.functional.dropout(layer(x), 0.2, self.training)
         return x
+
+
+class Normalised(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.layers[1].append(nn.BatchNorm1d(FEATURES).double())
+
+
+class DroppingNormalised(Normalised):
+    def forward(self, x):
+        return self.layers[-1](nn.functional.dropout(self.layers[:-1](x), 0.2, self.training))
+
+
+class DroppingWithGroupNorm(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.layers[1].extend([nn.GroupNorm(2, FEATURES).double(), nn.Dropout(0.1)])
 
 
 class Contrasts(Tiny):
@@ -224,6 +242,18 @@ def test_objective_that_mixes_samples_warns_with_both_numbers(worlds):
     assert worlds.run(2, fit, Dropping, *PP2)[0][1] == []
 
 
+def test_mixing_is_compared_with_dropout_off(worlds):
+    [text] = worlds.run(2, fit, DroppingNormalised, *DP2_IN_PARTS)[0][1]
+    assert "the mean over 2 replicas x 2 microbatches" in text
+    assert "1 BatchNorm layer: fewer microbatches" in text and "sync_batchnorm=True" in text
+    # The numbers are those without dropout, and replicas alone take a mean as DDP does.
+    assert re.findall(r"\d+\.\d+", text) == re.findall(
+        r"\d+\.\d+", worlds.run(2, fit, Normalised, *DP2_IN_PARTS)[0][1][0]
+    )
+    assert worlds.run(2, fit, DroppingNormalised, *DP2)[0][1] == []
+    assert worlds.run(2, fit, DroppingWithGroupNorm, *DP2_IN_PARTS)[0][1] == []
+
+
 def fit_wrongly(module_class, size, pp, options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TiedParameters, "sum_gradients", lambda self: None)
@@ -260,6 +290,22 @@ class Manual(Tiny):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("num_noise", "precision", "end"),
+    [
+        (0, "bf16-mixed", "within 2e-08"),
+        (22, "bf16-mixed", 'so their check is weak; use precision="32-true" for a sharp one'),
+        (
+            22,
+            "32-true",
+            "within 2e-08; 22 of the 26 change by more than 1 % through rounding alone, so their check is weak",
+        ),
+    ],
+)
+def test_line_says_how_many_gradients_are_weakly_checked(num_noise, precision, end):
+    assert describe_verdict(Verdict(None, 2e-8, 26, num_noise), precision).endswith(end)
 
 
 @pytest.mark.world(1)
