@@ -22,6 +22,9 @@ class Report:
         first: The first value that differs.
         num_differences: Number of values that differ.
         steps: Number of training steps compared; of a failed run, those before the failure.
+        batch: Replicas, microbatches of each, and samples of a microbatch (0 if unknown).
+        num_parameters: Number of parameters whose updates were compared.
+        num_weak: Number of these whose updates rounding alone changes by more than 1 %.
         floor: The largest relative noise floor of a parameter's update.
         largest: Of the values that are the same but for rounding, the relative difference of the one nearest to its
             limit.
@@ -36,6 +39,9 @@ class Report:
     first: Difference | None = None
     num_differences: int = 0
     steps: int = 0
+    batch: tuple[int, int, int] = (0, 0, 0)
+    num_parameters: int = 0
+    num_weak: int = 0
     floor: float = 0.0
     largest: float = 0.0
     limit: float = 0.0
@@ -54,8 +60,10 @@ class Report:
 
 def table(reports: list[Report], *, width: int = 120) -> str:
     """Format all reports as a table of ``width`` characters; with rich if it is installed, as plain text otherwise."""
-    rows = [[r.layout, r.outcome, str(r.steps), _rounding(r), r.message] for r in reports]
-    heads = ["layout", "outcome", "steps", "rounding", "why"]
+    rows = [[r.layout, _outcome(r), _batch(r), str(r.steps), _rounding(r), r.message] for r in reports]
+    heads = ["layout", "outcome", "batch", "steps", "rounding", "why"]
+    if not any(report.message for report in reports):
+        heads, rows = heads[:-1], [row[:-1] for row in rows]
     try:
         from rich.console import Console
         from rich.table import Table
@@ -68,6 +76,17 @@ def table(reports: list[Report], *, width: int = 120) -> str:
     out = io.StringIO()
     Console(file=out, width=width, color_system=None).print(drawn)
     return out.getvalue().rstrip()
+
+
+def _outcome(report: Report) -> str:
+    """The outcome; "same (weak)" if rounding alone changes more than half of the updates by more than 1 %."""
+    is_weak = report.outcome == "same" and 2 * report.num_weak > report.num_parameters
+    return f"{report.outcome}{' (weak)' * is_weak}"
+
+
+def _batch(report: Report) -> str:
+    """Replicas x microbatches x samples."""
+    return " x ".join(str(size or "?") for size in report.batch) if any(report.batch) else ""
 
 
 def _rounding(report: Report) -> str:

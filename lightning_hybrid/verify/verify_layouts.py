@@ -10,11 +10,14 @@ from lightning_hybrid.verify.layout_run import run_layout
 from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.one_process.data_split_of_layout import DataSplit
 from lightning_hybrid.verify.rank_launcher import RanksFailed, run_ranks
-from lightning_hybrid.verify.records.record_comparison import Margin, compare, noise_of, unmoved
+from lightning_hybrid.verify.records.record_comparison import Margin, compare, noise_by_parameter, unmoved
 from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord
 from lightning_hybrid.verify.reference_and_noise_runs import Reference, are_close, data_split_of, run_reference
 from lightning_hybrid.verify.report import Report
 from lightning_hybrid.verify.run_experiment import Experiment
+
+# An update that rounding alone changes by more, relative to its size, is compared weakly.
+_WEAK = 1e-2
 
 
 class RunRanks(Protocol):
@@ -170,14 +173,17 @@ class Verification:
         differences = compare(
             ranks, reference.observed, reference.noisy, precision=reference.precision, margins=margins
         )
-        floor = noise_of(reference.observed, reference.noisy)
+        noise = noise_by_parameter(reference.observed, reference.noisy)
+        floor, num_weak = max(noise.values(), default=0.0), sum(one > _WEAK for one in noise.values())
         if unchanged := unmoved(reference.observed):
             notes.append(
                 f"{len(unchanged)} trainable parameters did not change in the reference, such as {unchanged[0]}"
             )
-        if floor > 1e-2:
+        if num_weak:
+            sharper = "; use --precision 32-true" * ("16" in reference.precision)
             notes.append(
-                f"noise alone changes an update by {floor:.2g} of its size: comparisons of such parameters are weak"
+                f"rounding alone changes the updates of {num_weak} of {len(noise)} parameters by more than 1 % of their"
+                f" size (up to {floor:.2g}): their comparison is weak{sharper}"
             )
         first, message = (differences[0], str(differences[0])) if differences else (None, "")
         if reference.irreproducible is not None:
@@ -192,6 +198,9 @@ class Verification:
             first,
             len(differences),
             len(ranks[0].steps),
+            reference.observed.batch,
+            len(noise),
+            num_weak,
             floor,
             notes=tuple(notes),
         )

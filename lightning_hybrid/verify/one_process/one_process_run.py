@@ -80,6 +80,7 @@ class OneProcessRun:
         self._losses: dict[int, list[float]] = {}
         self._predicted: list[dict[int, list[Any]]] = [{} for _ in range(data_split.replicas)]
         self._evaluated = 0
+        self._batch = (0, 0, 0)
 
     # -- the protocol of `run_once` -----------------------------------------------------------------------------------
 
@@ -105,6 +106,7 @@ class OneProcessRun:
 
     def finish(self, observed: RunRecord) -> None:
         """Add the losses, predictions and buffers of each replica."""
+        observed.batch = self._batch
         observed.replica_losses = list(self._losses.values())
         observed.replica_predictions = [prediction_leaves(list(loaders.values())) for loaders in self._predicted]
         if len(self._replicas.modules) > 1:
@@ -128,6 +130,8 @@ class OneProcessRun:
         if self._unsplit or not module.automatic_optimization:
             return self._plain["training_step"](join_batches(batches), *rest)
         microbatches = self._split_batches("training_step", batches, [1 / len(batches)] * len(batches))
+        samples = max(size or 0 for size in sizes_of([m.batch for m in microbatches]))
+        self._batch = max(self._batch, (len(batches), len(microbatches) // len(batches), samples))
         if len(microbatches) == 1 and not self._keyed:
             with self._random_state(0, microbatches[0]), batch_norm_per_microbatch(module, microbatches[0].sizes):
                 output = self._plain["training_step"](batch, *rest)

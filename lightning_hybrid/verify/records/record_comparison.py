@@ -156,15 +156,16 @@ def compare(
     return sorted(differences, key=lambda d: (d.key, d.rank))
 
 
-def noise_of(reference: RunRecord, noisy: RunRecord) -> float:
-    """The largest noise floor of any parameter's update after the run, relative to that update."""
-    floors = [
-        float((as_float64(_without_initial_noise(noisy.weights[name], name, noisy)) - as_float64(value)).abs().max())
+def noise_by_parameter(reference: RunRecord, noisy: RunRecord) -> dict[str, float]:
+    """The noise floor of the update of each parameter after the run, relative to that update, by FQN."""
+    return {
+        name: float(
+            (as_float64(_without_initial_noise(noisy.weights[name], name, noisy)) - as_float64(value)).abs().max()
+        )
         / update
         for name, value in reference.weights.items()
         if value.numel() and (update := _largest_update(reference, name, value)) > 0
-    ]
-    return max(floors, default=0.0)
+    }
 
 
 def unmoved(observed: RunRecord) -> list[str]:

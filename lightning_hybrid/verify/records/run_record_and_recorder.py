@@ -84,6 +84,8 @@ class RunRecord:
         in_shares: Whether they ran training steps on shares of a batch, except for the first.
         pipelined: The first training batch that ran in stages, and the first after them that did not, if the layout
             has changed.
+        batch: Replicas, microbatches of each, and samples of a microbatch (0 if unknown) of the training batch with the
+            most microbatches; in a reference.
         replica_losses: For each step the loss of each replica; in a reference of several.
         replica_buffers: The buffers of each replica; in a reference of several.
         replica_predictions: The predictions of each replica; in a reference.
@@ -107,6 +109,7 @@ class RunRecord:
     shares: int = 1
     in_shares: bool = False
     pipelined: tuple[int, int | None] = (0, None)
+    batch: tuple[int, int, int] = (0, 0, 0)
     replica_losses: list[list[float]] = field(default_factory=list)
     replica_buffers: list[dict[str, Tensor]] = field(default_factory=list)
     replica_predictions: list[dict[str, Tensor]] = field(default_factory=list)

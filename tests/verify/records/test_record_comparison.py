@@ -1,6 +1,7 @@
 """A planted difference is found, named, and shown with both numbers; noise is not reported."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -291,6 +292,17 @@ def test_table_says_why():
     reports = [Report("pp=2", "same", steps=4, floor=1e-15), Report("dp=2", "different", "step 1: loss is 1")]
     for text in (table(reports), _plain(["layout", "why"], [[r.layout, r.message] for r in reports])):
         assert "pp=2" in text and "step 1: loss is 1" in text
+
+
+def test_table_has_the_batch_and_no_empty_column():
+    same = Report("pp=2", "same", steps=4, batch=(2, 2, 16), num_parameters=26, num_weak=13)
+    weak = replace(same, num_weak=22)
+    text = table([same])
+    assert "batch" in text and "2 x 2 x 16" in text
+    assert "why" not in text and "weak" not in text
+    assert "same (weak)" in table([weak])
+    assert weak.outcome == "same" and weak.passes()
+    assert "2 x 2 x ?" in table([replace(same, batch=(2, 2, 0))])
 
 
 def test_failure_after_some_steps_counts_them():
