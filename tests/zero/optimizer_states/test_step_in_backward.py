@@ -41,6 +41,11 @@ def zero(stage, **options):
     return {"zero_stage": stage, **options}
 
 
+def freeze_biases(module):
+    for p in module.parameters():
+        p.requires_grad_(p.dim() > 1)
+
+
 ACCUMULATED = {"accumulate_grad_batches": 2}
 RUNS = {
     "replicas": Run("GPT2", dp=2, num_batches=3, microbatches=1),
@@ -54,6 +59,8 @@ RUNS = {
     "zero2 by layer": Run("GPT2", dp=2, num_batches=3, strategy=zero(2, reshard_after_forward=True)),
     "zero3": Run("GPT2", dp=2, num_batches=3, strategy=zero(3, reshard_after_forward=False)),
     "tied": Run("Tied", dp=2, num_batches=3, strategy=zero(3, reshard_after_forward=True), validate=True),
+    "recomputed": Run("GPT2", dp=2, strategy=zero(3, reshard_after_forward=True, recompute="full")),
+    "partly frozen": Run("GPT2", dp=2, num_batches=3, microbatches=1, change=freeze_biases),
     "interleaved": Run("GPT2", pp=2, num_batches=3, strategy={"stages_per_rank": 2, "schedule": "interleaved_1f1b"}),
     "zero bubble": Run("GPT2", pp=2, num_batches=3, strategy={"schedule": "zero_bubble"}),
 }
