@@ -122,6 +122,8 @@ def describe_techniques(run: Run) -> list[str]:
     if options.offloaded:
         stores = (f"{what.replace('_', ' ')} {where}" for what, where in options.offloaded.items())
         lines.append(f"offloaded: {', '.join(stores)}")
+    if options.optimizer_in_backward and setting.is_fitting:
+        lines.append("optimizer: each layer is stepped in the backward, and its gradients are freed")
     if run.recomputation is not None:
         lines.append(describe_policies(run.recomputation.policies, setting.recompute))
     if run.setting.saved_activations:

@@ -41,6 +41,11 @@ def zero(stage, **options):
     return {"zero_stage": stage, **options}
 
 
+def freeze_biases(module):
+    for p in module.parameters():
+        p.requires_grad_(p.dim() > 1)
+
+
 ACCUMULATED = {"accumulate_grad_batches": 2}
 RUNS = {
     "replicas": Run("GPT2", dp=2, num_batches=3, microbatches=1),
@@ -54,6 +59,10 @@ RUNS = {
     "zero2 by layer": Run("GPT2", dp=2, num_batches=3, strategy=zero(2, reshard_after_forward=True)),
     "zero3": Run("GPT2", dp=2, num_batches=3, strategy=zero(3, reshard_after_forward=False)),
     "tied": Run("Tied", dp=2, num_batches=3, strategy=zero(3, reshard_after_forward=True), validate=True),
+    "recomputed": Run("GPT2", dp=2, strategy=zero(3, reshard_after_forward=True, recompute="full")),
+    "partly frozen": Run("GPT2", dp=2, num_batches=3, microbatches=1, change=freeze_biases),
+    "replicas of tensor ranks": Run("GPT2", dp=2, tp=2, num_batches=3),
+    "stages and zero": Run("Tied", pp=2, dp=2, num_batches=3, strategy=zero(3, reshard_after_forward=True)),
     "interleaved": Run("GPT2", pp=2, num_batches=3, strategy={"stages_per_rank": 2, "schedule": "interleaved_1f1b"}),
     "zero bubble": Run("GPT2", pp=2, num_batches=3, strategy={"schedule": "zero_bubble"}),
 }
@@ -127,10 +136,11 @@ class GradientBytes(Callback):
 
 
 @pytest.mark.parametrize(("in_backward", "layers"), [(True, 1), (False, 6)])
-def test_gradients_of_one_layer_are_alive(in_backward, layers):
+def test_gradients_of_one_layer_are_alive(caplog, in_backward, layers):
     counted = GradientBytes()
     trainer_of(1, Hybrid3DStrategy(optimizer_in_backward=in_backward), [counted]).fit(blocks(), batches(3))
     assert counted.most == layers * counted.of_layer
+    assert ("each layer is stepped in the backward" in caplog.text) is in_backward
 
 
 class ShardBytes(Callback):
