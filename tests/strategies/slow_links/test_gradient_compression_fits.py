@@ -255,6 +255,7 @@ class Branches(Wide):
         return F.mse_loss(self.layers[1:](h), y)
 
 
+@pytest.mark.extended
 def test_layout_that_changes(worlds):
     """Ranks of a pipeline hold shards from then on: what is compressed then is the all-reduce of a shard."""
     [(exact, _), _] = worlds.run(2, fit, Fit(method=None, steps=5))

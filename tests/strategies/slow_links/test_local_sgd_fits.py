@@ -291,12 +291,14 @@ def test_validation_sees_one_model_and_ends_a_round(worlds):
     assert_state([second], first[0], tolerance=0)
 
 
+@pytest.mark.extended
 def test_outer_state_goes_on_when_the_layout_changes(worlds):
     options = {"pipeline_parallel_size": 2, "num_microbatches": 2}
     run = Fit(every=2, outer="nesterov", steps=8, world_size=4, options=options, module=Branches)
     assert_state(worlds.run(4, fit, run, timeout=300), simulated(Fit(every=2, outer="nesterov", steps=8)))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])
 def test_parameters_that_are_unfrozen_are_averaged_too(worlds, tmp_path, folder):
     options = {"pipeline_parallel_size": 2, "num_microbatches": 2, "save_distributed_checkpoint": folder}
