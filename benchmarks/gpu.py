@@ -151,7 +151,9 @@ def train(variant: Variant, size: Size, args: argparse.Namespace) -> dict[str, A
     times = StepTimes(args.warm_up, args.steps, live)
     callbacks: list[Callback] = [times]
     if variant.callback:
-        callbacks.append(getattr(importlib.import_module("lightning_hybrid.callbacks"), variant.callback)())
+        # On a CPU saved tensors are on the host already: they go to a folder instead.
+        to = {"to": "cpu"} if device.type == "cuda" else {"to": f"disk:{Path(args.result).parent}"}
+        callbacks.append(getattr(importlib.import_module("lightning_hybrid.callbacks"), variant.callback)(**to))
     steps = args.warm_up + args.steps
     trainer = Trainer(
         accelerator=args.accelerator,
