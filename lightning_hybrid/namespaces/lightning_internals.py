@@ -50,7 +50,7 @@ PYTORCH: dict[str, tuple[str, ...]] = {
     "trainer.connectors.signal_connector:_SignalConnector": ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),
     "trainer.trainer:Trainer": (
         *("_accelerator_connector", "_active_loop", "_checkpoint_connector", "_data_connector", "_loggers"),
-        *("_results", "_signal_connector"),
+        *("_logger_connector", "_results", "_signal_connector"),
     ),
     "tuner.lr_finder": ("_LRCallback",),
     "utilities.combined_loader:CombinedLoader": ("_mode", "_spec"),

@@ -20,11 +20,11 @@ from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import St
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 from lightning_hybrid.strategies.logs.announce_long_phases import phase
-from lightning_hybrid.strategies.run.fall_back_to_zero3_shards import Zero3Fallback
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.start.first_recording import record_first_step
 from lightning_hybrid.strategies.start.runner_factory import make_runner
 from lightning_hybrid.strategies.start.warn_of_mixed_samples import warn_of_mixed_samples
+from lightning_hybrid.strategies.state.fall_back_to_zero3_shards import Zero3Fallback
 from lightning_hybrid.strategies.techniques.activation_checkpointing import (
     budgeted_layers,
     recompute_layers,

@@ -23,8 +23,8 @@ from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParame
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner
 from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
 from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
-from lightning_hybrid.strategies.run.fall_back_to_zero3_shards import Zero3Fallback
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
+from lightning_hybrid.strategies.state.fall_back_to_zero3_shards import Zero3Fallback
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
 from lightning_hybrid.strategies.techniques.compile_layers_with_torch import CompiledUnits
 from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads

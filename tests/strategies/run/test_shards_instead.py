@@ -9,8 +9,8 @@ from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, LayoutErro
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.step.standins.absent_arrays_and_lists import content_message
 from lightning_hybrid.step.standins.absent_numbers import branch_message
-from lightning_hybrid.strategies.run.fall_back_to_zero3_shards import Zero3Fallback
 from lightning_hybrid.strategies.run.step_contexts import _advise
+from lightning_hybrid.strategies.state.fall_back_to_zero3_shards import Zero3Fallback
 
 REASONS = {
     branch_message("net.py:3"): ", use torch.where",
