@@ -41,3 +41,5 @@ def test_offload_gives_the_same_bits(tmp_path, to, bits):
         found, after = step(module, batch, moves)
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert after < before
+    if to == "file":
+        place.close()

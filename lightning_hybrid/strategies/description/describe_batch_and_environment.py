@@ -21,8 +21,9 @@ from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.version import __version__
 
 _CUDA = (
-    "CUDA: all tests have run on CPU processes; several GPUs, NCCL and several machines have not been tried. Run"
-    " `python -m pytest -m gpu -n 0 tests/gpu` first; verify_first_step=True compares the first step with one process"
+    "CUDA: the tests of one GPU have passed; several GPUs, NCCL between ranks and several machines have not been"
+    " tried. Run `python -m pytest -m gpu -n 0 tests/gpu` first; verify_first_step=True compares the first step with one"
+    " process"
 )
 
 
