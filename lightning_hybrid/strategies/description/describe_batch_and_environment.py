@@ -22,8 +22,8 @@ from lightning_hybrid.version import __version__
 
 _CUDA = (
     "CUDA: the tests of one GPU have passed; several GPUs, NCCL between ranks and several machines have not been"
-    " tried. Run `python -m pytest -m gpu -n 0 tests/gpu` first; verify_first_step=True compares the first step with one"
-    " process"
+    " tried. Run `python -m pytest -m gpu -n 0 tests/gpu` first; verify_first_step=True compares the first step with"
+    " one process"
 )
 
 
