@@ -36,6 +36,21 @@ class Regression(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class StepsManually:
+    """Makes of a module with a ``training_step`` of a batch one that calls its optimizer itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+        return loss
+
+
 class Manual(Regression):
     """Manual optimization."""
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from lightning_hybrid.callbacks.slow_links.gradient_compression import ConnectedState, Gather
+from lightning_hybrid.callbacks.slow_links.callback_with_state_of_run import SlowLinkCallback
 
 OptimizerCallable = Callable[[Iterable[Any]], Optimizer]  # of Lightning's command line
 
 
-class LocalSGD(Callback):
+class LocalSGD(SlowLinkCallback):
     """Lets replicas step by themselves for ``every`` steps, then averages their parameters (local SGD, DiLoCo).
 
     A replica is what holds one copy of the model: its stages, tensor ranks, context ranks and ZeRO shards work in every
@@ -39,12 +38,15 @@ class LocalSGD(Callback):
         ValueError: A number outside of its range, or an unknown outer optimizer.
     """
 
+    purpose = "LocalSGD averages parameters over replicas"
+
     def __init__(
         self,
         every: int,
         outer_optimizer: Literal["nesterov"] | OptimizerCallable | None = None,
         warmup_steps: int = 0,
     ) -> None:
+        super().__init__()
         if every < 1:
             raise ValueError(f"LocalSGD(every={every}): a round has at least 1 step")
         if warmup_steps < 0:
@@ -55,8 +57,6 @@ class LocalSGD(Callback):
                 " that returns an optimizer, or None"
             )
         self.every, self.outer_optimizer, self.warmup_steps = every, outer_optimizer, warmup_steps
-        self.loaded: dict[str, Any] = {}
-        self._state: ConnectedState | None = None
 
     def make_outer_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
         """Make the outer optimizer; None if parameters are averaged."""
@@ -65,14 +65,6 @@ class LocalSGD(Callback):
         if isinstance(self.outer_optimizer, str):
             return SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
         return self.outer_optimizer(parameters)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle without the run."""
-        return {**self.__dict__, "_state": None}
-
-    def connect(self, state: ConnectedState) -> None:
-        """Save this state in checkpoints from now on; the strategy calls it."""
-        self._state = state
 
     @property
     def description(self) -> str:
@@ -84,24 +76,3 @@ class LocalSGD(Callback):
         how = "parameters averaged" if name is None else f"outer optimizer {name}"
         since = f", after {self.warmup_steps} synchronous steps" if self.warmup_steps else ""
         return f"replicas step by themselves: every {self.every} steps {how}{since}"
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that a strategy runs rounds."""
-        if self._state is None and trainer.world_size > 1:
-            raise ValueError(
-                f"LocalSGD averages parameters over replicas, which {type(trainer.strategy).__qualname__} does not; use"
-                ' strategy="hybrid3d"'
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of the outer optimizer."""
-        return self.loaded if self._state is None else self._state.save()
-
-    def carry(self, gather: Gather, broadcast: Callable[[Any], Any]) -> None:
-        """Keep the state for another layout of the same run; collective."""
-        if self._state is not None:
-            self.loaded = broadcast(self._state.save(gather))
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of a checkpoint, which the next run uses."""
-        self.loaded = state_dict

@@ -8,7 +8,8 @@ from typing import Any
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch.optim import Optimizer
 
-from lightning_hybrid.callbacks.adascale import AdaScale
+from lightning_hybrid.callbacks.adascale import GradientNoise
+from lightning_hybrid.callbacks.slow_links.callback_with_state_of_run import SlowLinkCallback
 from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
 from lightning_hybrid.callbacks.slow_links.local_sgd import LocalSGD
 from lightning_hybrid.errors import LayoutError
@@ -28,7 +29,7 @@ def connect_slow_links(run: Run, optimization: Optimization) -> None:
     callbacks: list[Any] = list(run.setting.trainer.callbacks)  # type: ignore[attr-defined]
     for callback in callbacks:
         convert(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
-    found = [callback for callback in callbacks if isinstance(callback, GradientCompression | LocalSGD)]
+    found = [callback for callback in callbacks if isinstance(callback, SlowLinkCallback)]
     if len(found) > 1:
         names = " and ".join(type(callback).__name__ for callback in found)
         raise LayoutError(
@@ -40,7 +41,7 @@ def connect_slow_links(run: Run, optimization: Optimization) -> None:
         if isinstance(callback, GradientCompression):
             check_gradient_compression(callback, run)
             connect_gradient_compression(callback, run, optimization.reducers)
-        else:
+        elif isinstance(callback, LocalSGD):
             check_local_sgd(callback, run)
             LocalRounds(callback, run, optimization).connect()
 
@@ -53,7 +54,7 @@ def check_gradient_compression(callback: GradientCompression, run: Run) -> None:
     """
     setting = run.setting
     name = f"GradientCompression({callback.method!r})"
-    _refuse_experts_and_adascale(name, run)
+    _refuse_experts_and_gradient_noise(name, run)
     if setting.is_manual and run.zero is not None:
         raise LayoutError(
             f"{name} with zero_stage={run.zero_stage} and manual optimization: replicas have full gradients inside"
@@ -76,7 +77,7 @@ def check_local_sgd(callback: LocalSGD, run: Run) -> None:
     """
     setting = run.setting
     layout, name = setting.layout, f"LocalSGD(every={callback.every})"
-    _refuse_experts_and_adascale(name, run)
+    _refuse_experts_and_gradient_noise(name, run)
     if run.zero is not None and layout.data_parallel_size > 1 and run.mesh.size("dp_replicate") == 1:
         size = layout.data_parallel_size
         raise LayoutError(
@@ -110,7 +111,7 @@ def check_local_sgd(callback: LocalSGD, run: Run) -> None:
             )
 
 
-def _refuse_experts_and_adascale(name: str, run: Run) -> None:
+def _refuse_experts_and_gradient_noise(name: str, run: Run) -> None:
     size = run.setting.layout.expert_parallel_size
     if size > 1:
         raise LayoutError(
@@ -119,9 +120,10 @@ def _refuse_experts_and_adascale(name: str, run: Run) -> None:
             entry="slow-links",
         )
     for other in run.setting.trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(other, AdaScale):
+        if isinstance(other, GradientNoise):
+            observer = type(other).__name__
             raise LayoutError(
-                f"{name} and AdaScale: AdaScale compares gradients before and after an exact average, which is not"
+                f"{name} and {observer}: {observer} compares gradients before and after an exact average, which is not"
                 " made; remove one of the two callbacks",
                 entry="slow-links",
             )
@@ -133,11 +135,11 @@ def carry_slow_links(run: Run, gather: Callable[[Optimizer], dict[str, Any]]) ->
     ``gather`` returns the full state dict of an optimizer on the first rank.
     """
     for callback in run.setting.trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, GradientCompression | LocalSGD):
+        if isinstance(callback, SlowLinkCallback):
             callback.carry(gather, run.setting.world.broadcast)
 
 
 def describe_slow_links(trainer: Any) -> list[str]:
     """Return the lines of the start table for these callbacks."""
-    callbacks = (callback for callback in trainer.callbacks if isinstance(callback, GradientCompression | LocalSGD))
+    callbacks = (callback for callback in trainer.callbacks if isinstance(callback, SlowLinkCallback))
     return [callback.description for callback in callbacks]

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.callbacks import AdaScale, GradientCompression, LocalSGD
-from models.regression import Sequential
+from lightning_hybrid.callbacks import AdaScale, GoodputMonitor, GradientCompression, LocalSGD
+from models.regression import Sequential, StepsManually
 
 WIDTH = 16
 POWERSGD = ("powersgd", 2)
@@ -29,17 +29,8 @@ class Wide(Sequential):
         self.layers = nn.Sequential(*layers, nn.Linear(WIDTH, 1))
 
 
-class Manual(Wide):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch):
-        loss = super().training_step(batch)
-        self.optimizers().zero_grad()
-        self.manual_backward(loss)
-        self.optimizers().step()
-        return loss
+class Manual(StepsManually, Wide):
+    """Manual optimization."""
 
 
 class Log(Callback):
@@ -193,8 +184,15 @@ def test_resumed_in_another_layout_as_if_not_interrupted(worlds, tmp_path, befor
         assert max(float(value.abs().max()) for value in state["feedback"].values()) > 1e-3
 
 
+@pytest.mark.parametrize("options", [{}, {"zero_stage": 3}], ids=["replicas", "ZeRO-3"])
+def test_optimizer_steps_in_the_backward(worlds, options):
+    [(expected, _), _] = worlds.run(2, fit, Fit(options=options))
+    assert_equal(worlds.run(2, fit, Fit(options=options | {"optimizer_in_backward": True})), expected, tolerance=0)
+
+
 REFUSED = {
     "AdaScale": (Fit(callbacks=(AdaScale,)), "AdaScale compares gradients"),
+    "GoodputMonitor": (Fit(callbacks=(GoodputMonitor,)), "GoodputMonitor compares gradients"),
     "LocalSGD": (Fit(callbacks=(partial(LocalSGD, 2),)), "keep one of the two"),
     "first step": (Fit(options={"verify_first_step": True}), "start_step=1"),
     "manual ZeRO": (Fit(module=Manual, options={"zero_stage": 3, "num_microbatches": 1}), "set zero_stage=0"),

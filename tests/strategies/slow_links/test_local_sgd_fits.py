@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.callbacks import AdaScale, LocalSGD
-from models.regression import Sequential
+from lightning_hybrid.callbacks import AdaScale, GoodputMonitor, LocalSGD
+from models.regression import Sequential, StepsManually
 
 WIDTH, BATCH, REPLICAS, NUM_SAMPLES = 8, 4, 2, 64
 
@@ -51,17 +51,8 @@ class Normalized(Small):
         self.layers.insert(1, nn.BatchNorm1d(8))
 
 
-class Manual(Small):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch):
-        loss = super().training_step(batch)
-        self.optimizers().zero_grad()
-        self.manual_backward(loss)
-        self.optimizers().step()
-        return loss
+class Manual(StepsManually, Small):
+    """Manual optimization."""
 
 
 class Branches(Small):
@@ -233,6 +224,15 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("options", [{}, {"zero_stage": 3, "shard_size": 2}], ids=["replicas", "ZeRO-3 inside"])
+def test_optimizer_steps_in_the_backward(worlds, options):
+    """In synchronous steps and in local ones."""
+    run = Fit(outer="nesterov", warmup=2, world_size=4 if options else 2, options=options)
+    expected, *_ = worlds.run(run.world_size, fit, run, timeout=300)[0]
+    in_backward = replace(run, options=options | {"optimizer_in_backward": True})
+    assert_state(worlds.run(run.world_size, fit, in_backward, timeout=300), expected, tolerance=0)
+
+
 @pytest.mark.parametrize("outer", [None, "nesterov"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_inside_a_replica(worlds, layout, outer):
@@ -334,6 +334,7 @@ def test_resumed_in_another_layout_as_if_not_interrupted(worlds, tmp_path, befor
 REFUSED = {
     "ZeRO over all replicas": (Fit(options={"zero_stage": 3}), "set shard_size=1, or zero_stage=0"),
     "AdaScale": (Fit(callbacks=(AdaScale,)), "AdaScale"),
+    "GoodputMonitor": (Fit(callbacks=(GoodputMonitor,)), "GoodputMonitor"),
     "EMA": (Fit(callbacks=(EMAWeightAveraging,)), "EMAWeightAveraging"),
     "weights": (Fit(options={"microbatch_weight": len}), "microbatch_weight"),
     "first step": (Fit(options={"verify_first_step": True}), "warmup_steps=1"),
