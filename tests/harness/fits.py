@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -247,6 +247,17 @@ def assert_parity(ranks: list[Fitted], expected: Fitted, run: Run, *, tolerance:
             error = float((rank.state[name].double() - value.double()).abs().max()) / scale
             assert error <= tolerance * 10, f"{name} after the run: relative error {error:.3g}"
     assert_stages(ranks, run)
+
+
+def assert_bitwise_equal(ranks: Sequence[Fitted], expected: Sequence[Fitted]) -> None:
+    """Asserts that each rank has the losses, gradients and state of another run, to the bit."""
+    for one, other in zip(ranks, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
+        assert one.state.keys() == other.state.keys()
+        for name, value in one.state.items():
+            assert torch.equal(value, other.state[name]), name
+        for a, b in zip(one.grads, other.grads, strict=True):
+            assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def assert_stages(ranks: list[Fitted], run: Run) -> None:

@@ -1,7 +1,7 @@
 """When the actions of a step ran on this rank, and how much memory the rank used between them.
 
 On a CUDA device the times are those of the device: an event is recorded on the current stream at the start and the end
-of each action, and read after the step, when it is placed on the clock of the host; only for steps that somebody reads.
+of each action, and read after the step, when it is placed on the clock of the host; only for steps with a reader.
 Elsewhere they are those of the host.
 """
 

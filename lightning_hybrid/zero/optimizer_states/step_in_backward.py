@@ -5,7 +5,7 @@
                             [layer 2] -> step, free
                                          [layer 1] -> step, free
 
-The gradients of one layer are alive at a time, and a step on the host or in a file overlaps with the backward. Whoever
+The gradients of one layer are alive at a time, and a step on the host or in a file overlaps with the backward. What
 completes gradients calls `StepsInBackward.step`: the hooks of this class in one process, a gradient reducer after the
 average over replicas, a ZeRO group after its reduce-scatter. What is not stepped in the backward is stepped when the
 optimizer's step is called, which also runs its hooks once.

@@ -111,7 +111,7 @@ def test_noise_scale_is_equal_under_layouts(worlds, tmp_path, devices, options, 
 
 def test_a_larger_batch_stops_paying_at_the_noise_scale(tmp_path, caplog):
     assert GoodputRow(1, 8.0, 8, 1.0, 1.0).gain_of_doubling == pytest.approx(4 / 3)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
         rows, _ = fit(1, {}, 4, tmp_path)
     exceeds = [row.step for row in rows if row.batch_size > row.noise_scale]
     found = [record.message for record in caplog.records if "larger batch no longer pays" in record.message]

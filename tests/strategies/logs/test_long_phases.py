@@ -1,4 +1,4 @@
-"""A phase of a start that takes long is announced; a short one, or one that somebody listens to, is not."""
+"""A phase of a start that takes long is announced; a short one, or one with a listener, is not."""
 
 import threading
 

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader
 
-from harness.fits import Run, fit, refusal, trainer_of
+from harness.fits import Run, assert_bitwise_equal, fit, refusal, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import ActivationCompression, ActivationOffload
 from models.cases import Samples
@@ -43,13 +43,7 @@ class Offload(ActivationOffload):
 def assert_same_bits(worlds, run, **arguments):
     plain = worlds.run(run.world_size, fit, run)
     stored = worlds.run(run.world_size, fit, replace(run, callback=partial(Offload, **arguments)))
-    for one, other in zip(plain, stored, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
-        assert one.state.keys() == other.state.keys()
-        for name, value in one.state.items():
-            assert torch.equal(value, other.state[name]), name
-        for a, b in zip(one.grads, other.grads, strict=True):
-            assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    assert_bitwise_equal(stored, plain)
     return [rank.extra for rank in stored]
 
 

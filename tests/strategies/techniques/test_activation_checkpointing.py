@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from harness.fits import Run, fit, refusal, trainer_of
+from harness.fits import Run, assert_bitwise_equal, fit, refusal, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import ActivationCheckpointing
 from lightning_hybrid.strategies.techniques.activation_checkpointing import describe_policies
@@ -24,13 +24,7 @@ def assert_same_bits(worlds, run):
     plain = worlds.run(run.world_size, fit, run)
     for recompute in ("full", "selective"):
         again = worlds.run(run.world_size, fit, replace(run, strategy={**run.strategy, "recompute": recompute}))
-        for one, other in zip(plain, again, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(one.losses, other.losses, strict=True))
-            assert one.state.keys() == other.state.keys()
-            for name, value in one.state.items():
-                assert torch.equal(value, other.state[name]), name
-            for a, b in zip(one.grads, other.grads, strict=True):
-                assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        assert_bitwise_equal(again, plain)
 
 
 class Forces(Layers):
