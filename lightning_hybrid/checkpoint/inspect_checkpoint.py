@@ -34,7 +34,6 @@ def summary(saved: SavedFolder) -> dict[str, Any]:
 def table(saved: SavedFolder) -> str:
     """Format a table: layout, step and versions, and a line for each tensor."""
     content = summary(saved)
-    sizes = _option_sizes(content["layout"])
     versions = {name: version for name, version in content["versions"].items() if version}
     tensors, files = content["tensors"], content["files"]
     rows = [
@@ -44,7 +43,7 @@ def table(saved: SavedFolder) -> str:
     total = sum(tensor["bytes"] for tensor in tensors.values())
     head = [
         f"step {content['step']}, epoch {content['epoch']}",
-        f"saved under {', '.join(f'{option}={size}' for option, size in sizes.items()) or 'one process'}",
+        f"saved under {describe_layout(content['layout'])}",
         f"versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
         f"{len(rows)} tensors of {total:,} bytes in {len(files)} files of {sum(f['bytes'] for f in files.values()):,}",
     ]
@@ -57,9 +56,9 @@ def table(saved: SavedFolder) -> str:
     return "\n".join([*head, "", *lines])
 
 
-def _option_sizes(axes: Mapping[str, int]) -> dict[str, int]:
+def describe_layout(axes: Mapping[str, int]) -> str:
     """The sizes above 1 of the axes of ranks, by the options of the strategy that set them."""
     sizes = {_OPTIONS.get(axis, axis): size for axis, size in axes.items() if axis not in ("dp_replicate", "dp_shard")}
     shards = axes.get("dp_shard", 1)
     sizes |= {"data_parallel_size": axes.get("dp_replicate", 1) * shards, "shard_size": shards}
-    return {option: size for option, size in sizes.items() if size > 1}
+    return ", ".join(f"{option}={size}" for option, size in sizes.items() if size > 1) or "one process"

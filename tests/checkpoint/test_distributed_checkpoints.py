@@ -34,6 +34,7 @@ from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
 from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
 from lightning_hybrid.cli import main as command_line
 from lightning_hybrid.errors import CheckpointError
+from lightning_hybrid.strategies.run import checkpoint_files
 from models.cases import make
 
 ZERO_TP2 = Layout(1, dp=2, tp=2, options=(("zero_stage", 2),))
@@ -130,6 +131,33 @@ def test_resume_under_every_layout(worlds, tmp_path, case, saving, loading):
         for state, reached in worlds.run(layout.world_size, train, case, layout, 2, resumed):
             assert reached == steps == 4, layout
             assert_same_state(state, expected)
+
+
+def lines_of_resume(path):
+    """What a fit in one process prints when it resumes from a path."""
+    lines, module = [], make("Tied")
+    trainer = trainer_of(1, Hybrid3DStrategy(), [])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_files, "rank_zero_info", lines.append)
+        trainer.fit(module, loader_of(module, PP1, trainer), ckpt_path=path)
+    return lines
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_a_resume_under_another_layout_is_printed(worlds, tmp_path, as_folder):
+    def saved(name, layout):
+        path = str(tmp_path / name)
+        worlds.run(layout.world_size, save_halfway, "Tied", folders(layout) if as_folder else layout, path)
+        return path
+
+    path = saved("ranks.ckpt", DP2PP2)
+    [[line]] = worlds.run(1, lines_of_resume, path)
+    assert line.startswith(
+        f"{path} was saved under pipeline_parallel_size=2, data_parallel_size=2 and resumes under one process"
+    )
+    assert ("random generators of 2 replicas are not restored to 1" in line) == as_folder
+    [lines] = worlds.run(1, lines_of_resume, saved("one.ckpt", PP1))
+    assert lines == []
 
 
 class Drawing(LightningModule):

@@ -24,7 +24,7 @@ def run_example(name, *arguments, folder):
         cwd=folder,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    return ran.stdout
+    return ran.stdout + ran.stderr
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def logged(folder):
 def test_a_causal_language_model_is_trained_resumed_and_adapted(tmp_path):
     tuned, adapted = tmp_path / "tuned", tmp_path / "adapted"
     output = output_of("hugging_face.py", *TINY, "--steps", 2, "--out", tuned)
-    assert "pipeline 2" in output and "means weighted by counts" in output, output
+    assert "pipeline 2" in output and "each microbatch is weighted by its number of labels" in output, output
     assert {"val_loss", "docstring/text_summary"} <= logged(tuned / "logs" / "version_0")
     assert (tuned / "checkpoints" / "last.ckpt" / "manifest.json").exists()
 

@@ -13,13 +13,15 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint.background_save import BackgroundSave
+from lightning_hybrid.checkpoint.inspect_checkpoint import describe_layout
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import OwnedShards, unsharded
 from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
 from lightning_hybrid.checkpoint.write_checkpoint_folder import HostBuffers, prepare, write
@@ -141,7 +143,8 @@ class CheckpointFiles:
             return
         layout = self._world.layout
         is_keyed = saves_folder or layout.world_size > 1 or needs_runner(self._options, layout)
-        state = {**checkpoint, **({"hybrid3d": {"seed": self.seed}} if is_keyed else {})}
+        own = {"seed": self.seed, "layout": self._axis_sizes()}
+        state = {**checkpoint, **({"hybrid3d": own} if is_keyed else {})}
         if saves_folder:
             self._save_folder(state, path, storage_options)
         else:
@@ -199,14 +202,17 @@ class CheckpointFiles:
     def _metadata(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         packages = {"lightning_hybrid": "lightning-hybrid", "torch": "torch"}
         versions = {name: _version(package) for name, package in packages.items()}
-        layout = self._world.layout
-        sizes = {**dict(zip(AXES, layout.sizes, strict=True)), "ep": layout.expert_parallel_size}
         return {
-            "layout": {**sizes, "stages_per_rank": self._state.stages_per_rank},
+            "layout": self._axis_sizes(),
             "versions": {**versions, "lightning": checkpoint.get("pytorch-lightning_version")},
             "step": checkpoint.get("global_step"),
             "epoch": checkpoint.get("epoch"),
         }
+
+    def _axis_sizes(self) -> dict[str, int]:
+        layout = self._world.layout
+        sizes = {**dict(zip(AXES, layout.sizes, strict=True)), "ep": layout.expert_parallel_size}
+        return {**sizes, "stages_per_rank": self._state.stages_per_rank}
 
     def wait(self, *, on_error: Callable[[str], None] | None = None) -> None:
         """Wait until the checkpoint being written is complete; an error is raised, or passed to ``on_error``.
@@ -243,8 +249,22 @@ class CheckpointFiles:
             self._generator_states = saved.generators()
         else:
             checkpoint = load_file(path, weights_only=weights_only)
-        self.seed = checkpoint.get("hybrid3d", {}).get("seed", self.seed)
+        saved_by_ranks = checkpoint.get("hybrid3d", {})
+        self.seed = saved_by_ranks.get("seed", self.seed)
+        self._report_layout_change(path, saved_by_ranks.get("layout") or {})
         return checkpoint
+
+    def _report_layout_change(self, path: Any, saved: Mapping[str, int]) -> None:
+        """Print that a run resumes under another layout, and which random numbers then differ."""
+        if not saved or self._module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        own = self._axis_sizes()
+        before, now = (describe_layout({axis: sizes.get(axis, 1) for axis in (*AXES, "ep")}) for sizes in (saved, own))
+        if before != now:
+            counts = len(self._generator_states), self._world.layout.data_parallel_size
+            lost = f"; the random generators of {counts[0]} replicas are not restored to {counts[1]}"
+            has_lost = counts[0] not in (0, counts[1])
+            rank_zero_info(f"{path} was saved under {before} and resumes under {now}{lost * has_lost}")
 
     def _unread_parameters(self) -> list[str]:
         """FQNs of meta parameters: setup broadcasts their values from the first rank, so that others read none."""
