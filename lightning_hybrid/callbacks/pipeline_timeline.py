@@ -144,7 +144,7 @@ class PipelineTimeline(Callback):
         title, caption = f"Step {step}, measured", f"{1000 * timeline.makespan_seconds:.0f} ms"
         if bubbles is not None:
             title = f"Step {step}: bubble {bubbles[0]:.1%} measured, {bubbles[1]:.1%} by the schedule"
-            caption = "bubble: before reduce and optimizer"
+            caption = "bubble: idle share before reduce and optimizer"
         svg = to_svg(timeline, title=title, caption=caption, **shared)
         written = [self._numbered(path, step) for path in self.paths]
         for path in written:
