@@ -13,6 +13,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from lightning_hybrid.errors import OffloadError
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _POPULATE_WRITE = 23  # Linux 5.14: one call faults all pages in, which is faster than one by one
 
+_FILES: weakref.WeakSet[StateFile] = weakref.WeakSet()
+
 
 class StateFile:
     """One file of several regions, each with a mapping of its own.
@@ -32,6 +35,7 @@ class StateFile:
         folder: The folder whose disk it uses.
         nbytes: Its length.
         maps: The mapping of each region.
+        addresses: Of each mapping, in this process.
     """
 
     def __init__(self, folder: str, sizes: Iterable[int], *, content: str = "the optimizer's states") -> None:
@@ -48,6 +52,8 @@ class StateFile:
         self.folder, self._content = folder, content
         self.nbytes = 0
         self.maps: list[mmap.mmap] = []
+        self.addresses: list[range] = []
+        _FILES.add(self)
         try:
             os.makedirs(folder, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed in `close`)
@@ -82,7 +88,10 @@ class StateFile:
             ) from error
         self.nbytes = end
         for length in lengths:
-            self.maps.append(mmap.mmap(self._file.fileno(), length, offset=start))
+            mapped = mmap.mmap(self._file.fileno(), length, offset=start)
+            begin = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+            self.maps.append(mapped)
+            self.addresses.append(range(begin, begin + length))
             start += length
 
     def check(self) -> None:
@@ -115,6 +124,11 @@ class StateFile:
         """Close the file; tensors in it stay readable as long as they live."""
         self.maps = []
         self._file.close()
+
+
+def is_in_state_file(address: int) -> bool:
+    """Whether the memory at an address of this process is that of a state file."""
+    return any(address in addresses for file in _FILES for addresses in file.addresses)
 
 
 class Region(NamedTuple):

@@ -18,6 +18,7 @@ from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter, byt
 from lightning_hybrid.callbacks.write_and_log_pictures import log_picture
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 MEASURED = ("parameters", "gradients", "optimizer_states", "rest", "peak")
@@ -105,7 +106,8 @@ class MemoryMonitor(Callback):
             return
         self._at_start = sum(bytes_by_kind(find_holders(pl_module, trainer.optimizers, device)).values())
         self._meter = meter
-        meter.start()
+        gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
+        meter.start(gradient for gradient in gradients if not is_absent(gradient))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measures parameters and gradients."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
+import weakref
 from collections.abc import Iterable
+from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.zero.memory_mapped_states import is_in_state_file
 
 
 class Holder(NamedTuple):
@@ -64,7 +69,7 @@ def bytes_by_kind(holders: Iterable[Holder]) -> dict[str, int]:
 
 
 def _new_bytes(value: Any, device: torch.device, seen: set[int]) -> int:
-    """The bytes of a tensor's memory, if none of the tensors seen so far uses it."""
+    """The bytes of a tensor's memory, if none of the tensors seen so far uses it and it is not in a file."""
     if not isinstance(value, Tensor) or is_absent(value):
         return 0
     value = value.to_local() if isinstance(value, DTensor) else value
@@ -75,7 +80,7 @@ def _new_bytes(value: Any, device: torch.device, seen: set[int]) -> int:
         pointer, size = storage.data_ptr(), storage.nbytes()
     except (RuntimeError, NotImplementedError):  # a subclass without a storage of its own
         return value.nbytes
-    if pointer in seen:
+    if pointer in seen or is_in_state_file(pointer):
         return 0
     seen.add(pointer)
     return size
@@ -91,17 +96,26 @@ class PeakMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._profile: Any = None
+        self._watched: list[weakref.ref[torch.UntypedStorage]] = []
+        self._released: list[tuple[int, int]] = []  # when, and how many bytes
 
     @property
     def can_measure(self) -> bool:
         """Whether no other profiler records already."""
         return self._device.type == "cuda" or not torch.autograd._profiler_enabled()
 
-    def start(self) -> None:
-        """Begin to measure."""
+    def start(self, tensors: Iterable[Tensor] = ()) -> None:
+        """Begin to measure.
+
+        Args:
+            tensors: That exist already and may be released before `stop`: the profiler does not see the release of what
+                was allocated before. Other tensors that exist are taken to stay.
+        """
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return
+        for storage in {tensor.data_ptr(): tensor.untyped_storage() for tensor in tensors}.values():
+            self._watched.append(weakref.ref(storage, partial(self._note_release, storage.nbytes())))
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes a line to stderr whenever it starts
         self._profile = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True)
         self._profile.__enter__()
@@ -116,15 +130,20 @@ class PeakMeter:
             return torch.cuda.max_memory_allocated(self._device)
         profile = self.close()
         events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+        changes = [(event.start_ns(), event.nbytes()) for event in events] + self._released
         used = peak = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            used += event.nbytes()
+        for _, nbytes in sorted(changes, key=itemgetter(0)):
+            used += nbytes
             peak = max(peak, used)
         return bytes_at_start + peak
+
+    def _note_release(self, nbytes: int, _: object) -> None:
+        self._released.append((time.time_ns(), -nbytes))
 
     def close(self) -> Any:
         """Stop, if it has been started."""
         profile, self._profile = self._profile, None
+        self._watched = []
         if profile is not None:
             profile.__exit__(None, None, None)
         return profile

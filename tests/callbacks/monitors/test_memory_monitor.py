@@ -146,3 +146,27 @@ def test_it_is_pickled_after_a_run(tmp_path):
 def test_refused_values(options, error):
     with pytest.raises(error, match=next(iter(options))):
         MemoryMonitor(**options)
+
+
+def test_released_gradients_do_not_count_in_the_backward(tmp_path):
+    """Those of the step before are there until the backward, and the profiler does not see their release."""
+
+    class Wide(Layers):
+        def __init__(self):
+            super().__init__()
+            self.wide = torch.nn.Linear(1000, 1000)
+
+        def training_step(self, batch, batch_idx=0):
+            return self.wide(torch.ones_like(self.wide.bias)).mean() + 0 * super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1, foreach=False)
+
+    [rank], _ = fit(1, {}, MemoryMonitor(), tmp_path, module=make(Wide))
+    assert rank["parameters"] == rank["gradients"] > 4_000_000
+    assert rank["peak"] < 2.5 * rank["parameters"]
+
+
+def test_states_in_a_file_do_not_count(tmp_path):
+    [rank], _ = fit(1, {"offload": {"optimizer_states": f"disk:{tmp_path}"}}, MemoryMonitor(), tmp_path)
+    assert rank["optimizer_states"] < parameter_bytes() / 10
