@@ -57,7 +57,7 @@ def describe_sharing(devices: Sequence[torch.device], device: torch.device, back
         backend: Of the process groups.
     """
     count = devices.count(device)
-    if device.type != "cuda" or (count == 1 and backend != BACKEND):
+    if device.type != "cuda" or (count <= 1 and backend != BACKEND):
         return []
     why = f"{count} ranks share {device}" if count > 1 else "process_group_backend='gloo'"
     return [f"{why}; communication goes over the host (gloo), which is for tests: it is much slower than NCCL"]
