@@ -116,5 +116,5 @@ def run_on_one_gpu():
     return dist.get_backend(), torch.cuda.get_per_process_memory_fraction(0), torch.cuda.current_device()
 
 
-def test_trainer_chooses_the_backend(worlds, capfd):
+def test_trainer_chooses_the_backend(worlds):
     assert worlds.run(2, run_on_one_gpu, timeout=120) == [(BACKEND, 0.5, 0)] * 2
