@@ -96,7 +96,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             parameter changes if a loss or gradient differs.
         strict_layout: A step that cannot be run in stages is an error; otherwise the ranks of a pipeline then hold
             shards of all parameters, gradients and optimizer states, and each runs the step on a share of the batch.
-        process_group_backend: "nccl" or "gloo"; by device if None.
+        process_group_backend: "nccl" or "gloo"; by device if None. On GPUs "gloo" communicates over the host.
+        ranks_per_device: Ranks that share each device; on a GPU they communicate over the host, for tests of layouts.
         timeout: Of collective operations.
         start_method: "popen" runs the script once per device; "fork" serves notebooks.
         accelerator: As in Lightning's own strategies; the Trainer sets it.
@@ -145,6 +146,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         async_checkpoint: bool = False,
         verify_first_step: bool = False,
         strict_layout: bool = False,
+        ranks_per_device: int = 1,
         start_method: Literal["popen", "fork"] = "popen",
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,

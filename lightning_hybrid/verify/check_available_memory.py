@@ -51,8 +51,9 @@ def free_bytes(device: torch.device) -> float:
     """Bytes that this process can still allocate for tensors on a device."""
     if device.type != "cuda":
         return free_on_host() if device.type == "cpu" else math.inf
-    free, _ = torch.cuda.mem_get_info(device)
-    return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    free, total = torch.cuda.mem_get_info(device)
+    share = total * torch.cuda.get_per_process_memory_fraction(device)
+    return float(min(free + torch.cuda.memory_reserved(device), share) - torch.cuda.memory_allocated(device))
 
 
 def free_on_host() -> float:

@@ -16,7 +16,7 @@ FLOORS = [
     {"errors"},
     {"layout", "version"},
     {"schedule", "graph"},
-    {"shared_memory", "patching", "optim"},
+    {"shared_memory", "patching", "optim", "gloo_via_host"},
     {"mesh", "step", "step/objects"},
     {"randomness", "step/standins"},
     {"collectives", "equivalence", "gradient_compression", "step/deferred_init", "step/module_state"},

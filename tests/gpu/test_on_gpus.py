@@ -1,6 +1,7 @@
 """The first tests to run on GPUs: `python -m pytest -m gpu tests/gpu`. Docs: docs/gpus.md.
 
-Fits on CUDA devices against plain Lightning on one of them. With one device only the first half runs.
+Fits on CUDA devices against plain Lightning on one of them. What needs two ranks runs over NCCL where there are two
+devices, and on one device that both ranks share.
 """
 
 import dataclasses
@@ -29,6 +30,23 @@ BY_LAYER = {"zero_stage": 3, "reshard_after_forward": True}
 def needs(count):
     few = f"needs {count} CUDA device(s)"
     return [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < count, reason=few)]
+
+
+# How two ranks get devices.
+EACH_ITS_OWN, ONE_FOR_BOTH = "a device each", "one device"
+BOTH_WAYS = [pytest.param(EACH_ITS_OWN, marks=needs(2)), pytest.param(ONE_FOR_BOTH, marks=needs(1))]
+
+
+def on_one_device(size):
+    """The options of the strategy and of the Trainer for ranks that share a device."""
+    return {"ranks_per_device": size}, {"devices": 1}
+
+
+def placed(run, devices):
+    if devices == EACH_ITS_OWN:
+        return run
+    strategy, trainer = on_one_device(run.world_size)
+    return dataclasses.replace(run, strategy={**run.strategy, **strategy}, trainer={**run.trainer, **trainer})
 
 
 class Measured(Layers):
@@ -81,11 +99,12 @@ def leave_gloo():
 
 
 def on_gpu(how, run):
-    """On a rank: the Trainer makes the process group itself, over NCCL."""
+    """On a rank: the Trainer makes the process group itself, over NCCL unless ranks share a device."""
     leave_gloo()
     fitted = on_host(how(run))
     if dist.is_initialized():
-        assert ACCELERATOR == "cpu" or dist.get_backend() == "nccl"
+        shares = run.strategy.get("ranks_per_device", 1) > 1 and dist.get_world_size() > 1
+        assert ACCELERATOR == "cpu" or dist.get_backend() == ("gloo_via_host" if shares else "nccl")
     return fitted
 
 
@@ -160,25 +179,27 @@ def test_mixed_precision(worlds, precision):
         check(worlds, case, tolerance=2e-2)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(2)) for name in TWO])
-def test_two_devices(worlds, name):
-    check(worlds, TWO[name])
+@pytest.mark.parametrize("devices", BOTH_WAYS)
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks(worlds, name, devices):
+    check(worlds, placed(TWO[name], devices))
 
 
-@pytest.mark.parametrize("pp", [pytest.param(2, marks=needs(2))])
-def test_mixed_precision_over_stages(worlds, pp):
-    run = Run("GPT2", pp=pp, dtype=torch.float32, microbatches=2, trainer={**ON, "precision": "16-mixed"})
-    check(worlds, run, reference=fit_joined_batches, tolerance=2e-2)
+@pytest.mark.parametrize("devices", BOTH_WAYS)
+def test_mixed_precision_over_stages(worlds, devices):
+    run = Run("GPT2", pp=2, dtype=torch.float32, microbatches=2, trainer={**ON, "precision": "16-mixed"})
+    check(worlds, placed(run, devices), reference=fit_joined_batches, tolerance=2e-2)
 
 
-def fit_twice(folder, strategy):
+def fit_twice(folder, strategy, trainer_options):
     """On a rank: two epochs at once, and one after the other through a checkpoint; the parameters after each."""
     leave_gloo()
     found = []
     for epochs, source in ((2, None), (1, None), (2, f"{folder}/half.ckpt")):
         module = make("GPT2")
         size = strategy.get("pipeline_parallel_size", 1) * strategy.get("data_parallel_size", 1)
-        trainer = trainer_of(size, Hybrid3DStrategy(**strategy), [], max_epochs=epochs, accelerator=ACCELERATOR)
+        options = {"max_epochs": epochs, "accelerator": ACCELERATOR, **trainer_options}
+        trainer = trainer_of(size, Hybrid3DStrategy(**strategy), [], **options)
         trainer.fit(module, DataLoader(Samples(module.kind, 8), batch_size=4), ckpt_path=source)
         if epochs == 1:
             trainer.save_checkpoint(f"{folder}/half.ckpt")
@@ -186,15 +207,24 @@ def fit_twice(folder, strategy):
     return found
 
 
+STAGES = {"pipeline_parallel_size": 2}
+SHARDS = {"data_parallel_size": 2, "zero_stage": 3, "offload": "cpu"}
+
+
 @pytest.mark.parametrize(
-    ("size", "strategy"),
+    ("size", "strategy", "devices"),
     [
-        pytest.param(1, {"offload": "cpu"}, marks=needs(1), id="offload"),
-        pytest.param(2, {"pipeline_parallel_size": 2}, marks=needs(2), id="pp2"),
-        pytest.param(2, {"data_parallel_size": 2, "zero_stage": 3, "offload": "cpu"}, marks=needs(2), id="zero3"),
+        pytest.param(1, {"offload": "cpu"}, EACH_ITS_OWN, marks=needs(1), id="offload"),
+        pytest.param(2, STAGES, EACH_ITS_OWN, marks=needs(2), id="pp2"),
+        pytest.param(2, STAGES, ONE_FOR_BOTH, marks=needs(1), id="pp2 on one device"),
+        pytest.param(2, SHARDS, EACH_ITS_OWN, marks=needs(2), id="zero3"),
+        pytest.param(2, SHARDS, ONE_FOR_BOTH, marks=needs(1), id="zero3 on one device"),
     ],
 )
-def test_resume_from_checkpoint(worlds, tmp_path, size, strategy):
-    for uninterrupted, _, resumed in worlds.run(size, fit_twice, str(tmp_path), strategy, timeout=300):
+def test_resume_from_checkpoint(worlds, tmp_path, size, strategy, devices):
+    shared, options = on_one_device(size) if devices == ONE_FOR_BOTH else ({}, {})
+    for uninterrupted, _, resumed in worlds.run(
+        size, fit_twice, str(tmp_path), {**strategy, **shared}, options, timeout=300
+    ):
         for name, value in uninterrupted.items():
             torch.testing.assert_close(resumed[name], value, rtol=1e-8, atol=1e-10)

@@ -58,6 +58,7 @@ def fit_wide(options, path):
         Hybrid3DStrategy(**options),
         [measured, PipelineTimeline(path, step=3)],
         accelerator="gpu",
+        devices=world_size // options.get("ranks_per_device", 1),
         max_steps=3,
     )
     trainer.fit(Wide(), DataLoader(TensorDataset(torch.randn(3 * 8192, WIDTH)), 8192))
@@ -72,15 +73,16 @@ def fit_wide(options, path):
             options,
             marks=[
                 pytest.mark.gpu,
-                pytest.mark.skipif(torch.cuda.device_count() < size, reason=FEW.format(size)),
+                pytest.mark.skipif(torch.cuda.device_count() < devices, reason=FEW.format(devices)),
             ],
             id=name,
         )
-        for name, size, options in (
-            ("plain", 1, {}),
-            ("microbatches", 1, {"num_microbatches": 4}),
-            ("two stages on one rank", 1, {"stages_per_rank": 2, "num_microbatches": 4}),
-            ("two ranks", 2, {"pipeline_parallel_size": 2, "num_microbatches": 4}),
+        for name, size, devices, options in (
+            ("plain", 1, 1, {}),
+            ("microbatches", 1, 1, {"num_microbatches": 4}),
+            ("two stages on one rank", 1, 1, {"stages_per_rank": 2, "num_microbatches": 4}),
+            ("two ranks", 2, 2, {"pipeline_parallel_size": 2, "num_microbatches": 4}),
+            ("two ranks on one", 2, 1, {"pipeline_parallel_size": 2, "num_microbatches": 4, "ranks_per_device": 2}),
         )
     ],
 )

@@ -60,6 +60,7 @@ class Options:
     verify_first_step: bool = False
     strict_layout: bool = False
     process_group_backend: str | None = None
+    ranks_per_device: int = 1
     timeout: timedelta | None = None
     start_method: Literal["popen", "fork"] = "popen"
 
@@ -109,6 +110,8 @@ class Options:
         compile_options(self.compile)
         if not isinstance(self.optimizer_in_backward, bool):
             raise TypeError(f"optimizer_in_backward={self.optimizer_in_backward!r}; use True or False")
+        if not _is_count(self.ranks_per_device):
+            raise ValueError(f"ranks_per_device={self.ranks_per_device!r}; use a whole number of 1 or more")
         if not _is_count(self.expert_chunks):
             raise ValueError(f"expert_chunks={self.expert_chunks!r}; use a whole number of 1 or more")
         if self.async_checkpoint and not self.save_distributed_checkpoint:

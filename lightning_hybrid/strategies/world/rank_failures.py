@@ -16,10 +16,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_hybrid.gloo_via_host.close_connections import close_connections
 from lightning_hybrid.mesh import Mesh, is_lost_connection
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, error_notes_of
 from lightning_hybrid.shared_memory.peer_sockets import close_peer_sockets
@@ -32,7 +32,6 @@ from lightning_hybrid.strategies.world.slurm_requeue import SlurmRequeue
 _SECONDS_FOR_PEERS = 1.0
 # Time that the rank which may host the store stays, for the others to read why it failed.
 _SECONDS_FOR_READERS = 2.0
-_NEVER_SENT = 0x7FFFFFFE
 _SHOWN_CHARS = 500
 # Why the connections of a world were closed; one that is made anew is another.
 _closed: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
@@ -167,19 +166,11 @@ def warn_of_missing_checkpoint(path: Any) -> None:
 
 def _close_group(group: dist.ProcessGroup) -> None:
     close_peer_sockets(group)
-    if dist.get_backend(group) != "gloo":
-        with contextlib.suppress(RuntimeError):
-            group.abort()
+    if dist.get_backend(group) == "gloo":
+        close_connections(group)
         return
-    # [Note: closing gloo] Neither abort nor destroy_process_group closes sockets of gloo while anything still refers to
-    # the group. A receive that runs out of time does: gloo then closes all connections of the group.
-    # From a peer that is gone it fails at once and closes nothing, so every peer is tried.
-    for peer in range(group.size()):
-        if peer != group.rank():
-            with contextlib.suppress(RuntimeError):
-                work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
-                assert work is not None
-                work.wait(timedelta(milliseconds=1))
+    with contextlib.suppress(RuntimeError):
+        group.abort()
 
 
 def _hook_of(error: BaseException) -> str:

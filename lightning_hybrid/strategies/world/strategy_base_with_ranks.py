@@ -26,6 +26,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_hybrid.gloo_via_host.choose_backend import choose_backend, limit_memory
+from lightning_hybrid.gloo_via_host.process_group import BACKEND
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.memory.saved_activations.requested_techniques import ActivationRequests, Compression, Offload
@@ -46,9 +48,9 @@ class RankedStrategy(ParallelStrategy):
     """
 
     def __init__(self, options: Options, **lightning: Any) -> None:
+        self.options = options
         super().__init__(**lightning)
         self.num_nodes = 1
-        self.options = options
         self._recompute = options.recompute
         self.saved_activations = ActivationRequests()
         self._backend = options.process_group_backend
@@ -58,6 +60,16 @@ class RankedStrategy(ParallelStrategy):
         """Pickle no ranks, and the recomputation of the options; nothing that a Trainer's callbacks request."""
         requested = {"_recompute": self.options.recompute, "saved_activations": ActivationRequests()}
         return {**super().__getstate__(), "_world": None, **requested}
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """One device for each rank of this node; set to the devices, which ``ranks_per_device`` ranks share."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        count = self.options.ranks_per_device
+        self._parallel_devices = devices and [device for device in devices for _ in range(count)]
 
     @property
     def root_device(self) -> torch.device:
@@ -245,11 +257,15 @@ class RankedStrategy(ParallelStrategy):
             _set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
         layout, timeout = self._resolve_layout(), self.options.timeout
-        backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
+        sharing = (self.parallel_devices or []).count(self.root_device)
+        chosen = choose_backend(self.options.process_group_backend, self.root_device, sharing)
+        backend = chosen or _get_default_process_group_backend_for_device(self.root_device)
         self._backend = backend
+        limit_memory(self.root_device, sharing)
         # See [Note: groups bound to a device].
         in_stages = layout.pipeline_parallel_size > 1
-        device_id = None if in_stages or self.root_device.type == "cpu" else self.root_device
+        is_bound = not in_stages and self.root_device.type != "cpu" and backend != BACKEND
+        device_id = self.root_device if is_bound else None
         if self._is_one_process and not _distributed_is_initialized():
             store = dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)

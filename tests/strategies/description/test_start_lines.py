@@ -260,8 +260,12 @@ def test_lines_of_installed_packages_are_named_with_the_package():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_cuda_line_says_what_was_not_tried(device):
     world = SimpleNamespace(num_nodes=2, num_processes=8)
+    strategy = SimpleNamespace(parallel_devices=[torch.device(device)])
     setting = SimpleNamespace(
-        world=world, precision=SimpleNamespace(precision="bf16-mixed"), device=torch.device(device)
+        world=world,
+        trainer=SimpleNamespace(strategy=strategy),
+        precision=SimpleNamespace(precision="bf16-mixed"),
+        device=torch.device(device),
     )
     environment, *cuda = describe_environment(setting)
     assert environment.startswith("environment: 8 ranks on each of 2 nodes, precision bf16-mixed, ")
