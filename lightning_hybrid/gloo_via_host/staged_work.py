@@ -115,10 +115,6 @@ class StagedWork(dist.Work):
         assert self._arrived is not None
         return self._arrived.query()
 
-    def is_success(self) -> bool:
-        """Return whether the operation is complete and has not failed."""
-        return self.is_completed() and self._error is None
-
     def exception(self) -> BaseException | None:
         """Return the error of the operation; None if there is none so far."""
         return self._error

@@ -150,7 +150,6 @@ def _several_at_once(group: dist.ProcessGroup, device: torch.device) -> list[Ten
     for work in reversed(works):
         assert work is not None
         work.wait()
-        assert work.is_success()
     return tensors
 
 
