@@ -77,8 +77,8 @@ LAYOUTS = {
     "zero1": {"zero_stage": 1},
     "zero2": {"zero_stage": 2},
     "zero3": {"zero_stage": 3, "reshard_after_forward": True},
-    "zero3 in the backward": {"zero_stage": 3, "optimizer_in_backward": True},
-    "zero2 in the backward": {"zero_stage": 2, "optimizer_in_backward": True},
+    "zero3, gathered once": {"zero_stage": 3, "reshard_after_forward": False},
+    "zero2, layer by layer": {"zero_stage": 2, "reshard_after_forward": True},
 }
 layouts = pytest.mark.parametrize(
     "layout", [n if n in ("replicas", "zero2", "zero3") else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS]
@@ -160,6 +160,16 @@ def test_gathers_show_rounded_weights_and_shards_stay_exact(worlds, layout):
     assert_parity(ranks, reference_of(worlds, by_hand), run, tolerance=2e-6)
     for value in ranks[0].state.values():
         assert not torch.equal(value, value.bfloat16().float())
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_steps_in_the_backward_change_nothing(worlds, stage):
+    run = with_dtypes(replace(run_of("zero3"), microbatches=1), gather_dtype="bfloat16", reduce_dtype="bfloat16")
+    strategy = {"zero_stage": stage, "reshard_after_forward": True}
+    after = worlds.run(2, fit, replace(run, strategy=strategy))
+    within = worlds.run(2, fit, replace(run, strategy={**strategy, "optimizer_in_backward": True}))
+    for one, other in zip(after, within, strict=True):
+        assert all(torch.equal(other.state[name], value) for name, value in one.state.items())
 
 
 def sent_bytes(run):
