@@ -85,7 +85,8 @@ class Float32Step:
                 entry="precision-optimizer",
             )
         self._optimizer, self._keeps_masters, self._rounding = optimizer, keeps_masters, rounding
-        self._skips_missing = skips_missing_gradients(optimizer)
+        # A copy of an optimizer that steps on the host is given the parameters of one layer at a time, later.
+        self._skips_missing = bool(optimizer.param_groups) and skips_missing_gradients(optimizer)
         self._is_divisible = self._skips_missing and steps_independently(optimizer)
         self._original, self._load_original = optimizer.step, optimizer.load_state_dict
         reason = "steps in float32"

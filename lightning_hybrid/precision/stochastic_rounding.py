@@ -24,7 +24,8 @@ from lightning_hybrid.parts.shard_boxes import ShardBox, shard_of
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 
 _LOWER_HALF = 0xFFFF
-_BLOCK = 2**22  # elements that are rounded at a time, which bounds the temporary memory
+# Elements that are rounded at a time: on the host they stay in the cache of a core, elsewhere this bounds the memory.
+_HOST_BLOCK, _DEVICE_BLOCK = 2**17, 2**24
 
 
 def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:
     Returns:
         A bfloat16 tensor of that shape.
     """
-    upper = (value.view(torch.int32) + (bits & _LOWER_HALF)) & ~_LOWER_HALF
+    upper = (bits & _LOWER_HALF).add_(value.view(torch.int32)).bitwise_and_(~_LOWER_HALF)
     return torch.where(value.isfinite(), upper.view(torch.float32), value).to(torch.bfloat16)
 
 
@@ -46,22 +47,22 @@ def keyed_bits(key: bytes, indices: Tensor) -> Tensor:
 
     Args:
         key: Eight bytes.
-        indices: int64, of any shape; indices that differ in their lower 32 bits get independent bits.
+        indices: int32, of any shape.
 
     Returns:
-        An int32 tensor of that shape.
+        An int32 tensor of that shape; its lower 16 bits are random.
     """
     first, second = (int.from_bytes(word, "little", signed=True) for word in (key[:4], key[4:8]))
-    x = indices.to(torch.int32).bitwise_xor_(first)  # the lower 32 bits
-    x = (x ^ _shifted(x, 16)).mul_(-2048144789)  # 0x85EBCA6B
-    x = (x ^ _shifted(x, 13)).add_(second).mul_(-1028477387)  # 0xC2B2AE35
-    x = (x ^ _shifted(x, 16)).mul_(0x7FEB352D)
-    return x ^ _shifted(x, 15)
+    x = indices.bitwise_xor(first)
+    x = _xor_shifted(x, 16).mul_(-2048144789)  # 0x85EBCA6B
+    x = _xor_shifted(x, 13).add_(second).mul_(-1028477387)  # 0xC2B2AE35
+    x = _xor_shifted(x, 16).mul_(0x7FEB352D)
+    return _xor_shifted(x, 15)
 
 
-def _shifted(x: Tensor, count: int) -> Tensor:
-    """Shift int32 numbers to the right, with zeros from the left."""
-    return (x >> count) & ((1 << (32 - count)) - 1)
+def _xor_shifted(x: Tensor, count: int) -> Tensor:
+    """Combine int32 numbers, in place, with themselves shifted to the right, with zeros from the left."""
+    return x.bitwise_xor_((x >> count).bitwise_and_((1 << (32 - count)) - 1))
 
 
 class KeyedRounding:
@@ -106,21 +107,22 @@ class KeyedRounding:
 
 def _round_box(key: bytes, shape: Sequence[int], span: ShardBox, target: Tensor, value: Tensor) -> None:
     if not shape:
-        target.copy_(round_stochastically(value, keyed_bits(key, torch.zeros_like(value, dtype=torch.int64))))
+        target.copy_(round_stochastically(value, keyed_bits(key, torch.zeros_like(value, dtype=torch.int32))))
         return
-    rows = max(1, _BLOCK // max(1, prod(span.sizes[1:])))
+    block = _HOST_BLOCK if value.device.type == "cpu" else _DEVICE_BLOCK
+    rows = max(1, block // max(1, prod(span.sizes[1:])))
     for start in range(0, span.sizes[0], rows):
         count = min(rows, span.sizes[0] - start)
         offsets, sizes = (span.offsets[0] + start, *span.offsets[1:]), (count, *span.sizes[1:])
         bits = keyed_bits(key, _indices(shape, offsets, sizes, value.device))
-        block = value.narrow(0, start, count).contiguous()
-        target.narrow(0, start, count).copy_(round_stochastically(block, bits))
+        exact = value.narrow(0, start, count).contiguous()
+        target.narrow(0, start, count).copy_(round_stochastically(exact, bits))
 
 
 def _indices(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], device: torch.device) -> Tensor:
-    """The index of each element of a box in the flat full tensor, int64 of shape ``sizes``."""
-    indices = torch.zeros((), dtype=torch.int64, device=device)
-    for length, offset, size in zip(shape, offsets, sizes, strict=True):
-        along = torch.arange(offset, offset + size, device=device)
-        indices = indices.unsqueeze(-1) * length + along
+    """The index of each element of a box in the flat full tensor, its lower 32 bits, int32 of shape ``sizes``."""
+    indices = torch.zeros((), dtype=torch.int32, device=device)
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        along = torch.arange(offset, offset + size, device=device) * prod(shape[dim + 1 :])
+        indices = indices.unsqueeze(-1) + along.to(torch.int32)
     return indices

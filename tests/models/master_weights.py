@@ -45,3 +45,17 @@ class ExactSums(LightningModule):
 
     def configure_optimizers(self):
         return self.optimizer(self.parameters(), **self.options)
+
+
+class ManualExactSums(ExactSums):
+    """Calls its optimizer itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch))
+        optimizer.step()

@@ -10,6 +10,8 @@ from lightning_hybrid.errors import PrecisionError
 from lightning_hybrid.precision import HybridPrecision, float32_step
 from lightning_hybrid.precision.float32_step import MASTER_WEIGHT, Float32Step, drop_unused_masters
 from lightning_hybrid.precision.stochastic_rounding import KeyedRounding
+from lightning_hybrid.zero.optimizer_states.host_step_pipeline import HostStepPipeline
+from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
 
 SHAPES = [(5, 3), (7,), (2, 3, 4), (1,)]
 OPTIMIZERS = {
@@ -221,3 +223,34 @@ def test_refused_options(options, words):
 def test_lbfgs_is_refused():
     with pytest.raises(PrecisionError, match="LBFGS runs the training step inside"):
         Float32Step(torch.optim.LBFGS(parameters()), keeps_masters=True)
+
+
+class HostCopies:
+    """Copies within the host, in place of a GPU's."""
+
+    def to_host(self, tensors):
+        return [tensor.clone() for tensor in tensors], lambda: None
+
+    def to_device(self, pairs):
+        for target, source in pairs:
+            target.copy_(source)
+
+    def wait(self):
+        pass
+
+
+def test_master_weights_of_states_offloaded_from_a_gpu(monkeypatch, in_float32):
+    """The optimizer's copy on the host steps copies of parameters; states, master weights among them, are shared."""
+    pipeline = HostStepPipeline
+    monkeypatch.setattr(LayerwiseStep, "_pipeline_to_host", lambda self: pipeline(self._optimizer, HostCopies()))
+    mine = parameters()
+    optimizer = in_float32(torch.optim.AdamW(mine, lr=1e-3))
+    offloaded = LayerwiseStep(optimizer, [mine[:2], mine[2:]], None)
+    in_float32(offloaded.host_optimizer)
+    for step in range(6):
+        set_gradients(mine, step)
+        optimizer.step()
+    offloaded.close()
+    masters, _ = reference(OPTIMIZERS["AdamW"])
+    for p, master in zip(mine, masters, strict=True):
+        assert torch.equal(p, master.bfloat16()) and torch.equal(optimizer.state[p][MASTER_WEIGHT], master)

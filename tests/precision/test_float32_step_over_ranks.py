@@ -18,7 +18,7 @@ from lightning_hybrid.strategies.optimizer_steps.limits_of_float32_steps import 
 from models.cases import Samples
 from models.full_parameter_optimizers import ManuallyByMuon
 from models.hand_written import Layers
-from models.master_weights import ExactSums, HandWrittenMasters
+from models.master_weights import ExactSums, HandWrittenMasters, ManualExactSums
 
 LAYOUTS = {
     "one process": {},
@@ -115,11 +115,11 @@ def test_master_weights_match_the_reference(worlds, layout):
             assert torch.equal(rank.state[name], first.state[name])
 
 
-def fit_exact(options, layout, epochs=1, resume=None, save=None, precision=None):
+def fit_exact(options, layout, epochs=1, resume=None, save=None, precision=None, kind=ExactSums):
     """On a rank: fit the module whose gradients are exact; the state, and master weights on the first rank."""
     replicas = layout.get("dp", 1)
     dtype = torch.bfloat16 if precision is None else torch.float32
-    module = ExactSums().to(dtype)
+    module = kind().to(dtype)
     keeps = KeepsMasters()
     how = plugin(**options) if precision is None else {"precision": precision}
     strategy = Hybrid3DStrategy(**layout.get("strategy", {}))
@@ -154,6 +154,20 @@ def test_layouts_agree_bitwise_where_gradients_are_exact(worlds, layout, options
         assert all(torch.equal(state[name], value) for name, value in expected.items())
     assert ranks[0][1]["end"].keys() == masters["end"].keys()
     assert all(torch.equal(ranks[0][1]["end"][name], master) for name, master in masters["end"].items())
+
+
+@pytest.mark.parametrize("layout", ["replicas", "zero2", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_manual_optimization_steps_master_weights(worlds, layout):
+    options = {"master_weights": True}
+    [(expected, masters)] = worlds.run(1, fit_exact, options, {}, 2)
+    ranks = worlds.run(2, fit_manually, options, EXACT[layout])
+    for state, _ in ranks:
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+    assert all(torch.equal(ranks[0][1]["end"][name], master) for name, master in masters["end"].items())
+
+
+def fit_manually(options, layout):
+    return fit_exact(options, layout, 2, kind=ManualExactSums)
 
 
 @pytest.mark.parametrize("saves_folder", [False, True], ids=["file", "folder"])

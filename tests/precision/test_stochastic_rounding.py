@@ -14,7 +14,7 @@ COUNT = 2**18
 
 
 def bits_of(key, count=COUNT):
-    return keyed_bits(key.ljust(8, b"0"), torch.arange(count)) & 0xFFFF
+    return keyed_bits(key.ljust(8, b"0"), torch.arange(count, dtype=torch.int32)) & 0xFFFF
 
 
 @pytest.mark.parametrize("value", [1.001, -3.14159, 1e-3, 123.456, 1e-40, -7.3e37])
