@@ -244,6 +244,12 @@ class BackwardStepError(HybridError, ValueError):
     docs = "reference/exceptions.md#backwardsteperror"
 
 
+class PrecisionError(HybridError, ValueError):
+    """The device has no arithmetic of a precision, or an option of a precision does not fit the run."""
+
+    docs = "reference/exceptions.md#precisionerror"
+
+
 class CheckpointError(HybridError, RuntimeError):
     """A checkpoint cannot be written, is not valid, or does not fit the module or optimizer."""
 

@@ -44,6 +44,7 @@ BASES = {
     "NotOnThisRank": pickle.PicklingError,
     "OffloadError": OSError,
     "BackwardStepError": ValueError,
+    "PrecisionError": ValueError,
     "PartitionError": ValueError,
     "RanksDiffer": RuntimeError,
     "RanksDisagree": RuntimeError,

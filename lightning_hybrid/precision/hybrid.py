@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,8 +15,12 @@ from torch.optim import Optimizer
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.namespaces.converted_objects import convert
 from lightning_hybrid.namespaces.lightning_namespaces import namespace_of
+from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
+from lightning_hybrid.precision.float32_step import Float32Step, Rounding, check_float32_options, round_to_nearest
+from lightning_hybrid.precision.message_dtypes import MessageDtype, parse_message_dtype
 from lightning_hybrid.precision.norm import MeshNorm
 from lightning_hybrid.precision.scaler import MeshGradScaler
+from lightning_hybrid.precision.stochastic_rounding import KeyedRounding
 
 PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true"]
 
@@ -33,6 +37,15 @@ class HybridPrecision(MixedPrecision):
         precision: the number format, as Lightning spells it.
         device: where `torch.autocast` applies; by default where the model is.
         scaler: the settings of the loss scale, for "16-mixed" only.
+        master_weights: the optimizer steps float32 copies of parameters and gradients, and the parameters are those
+            copies, rounded; for "bf16-true" only. The copies are states of the optimizer.
+        stochastic_rounding: the optimizer steps in float32, and new parameters are rounded to one of both neighbours
+            in bfloat16, with probabilities of which the expectation is the float32 value; for "bf16-true" only. Its
+            states are float32, and no float32 copies of parameters are kept.
+        reduce_dtype: dtype in which gradients are sent and summed over replicas, with and without ZeRO, as in FSDP2's
+            `MixedPrecisionPolicy`; that of the parameters if None. "float32", or `torch.float32`.
+        gather_dtype: dtype in which ZeRO sends parameters (of FSDP2's `param_dtype`, the part that is sent); shards
+            keep the parameters' dtype, which gathered values have too. That of the parameters if None.
 
     Attributes:
         mesh: the mesh of `connect_mesh`.
@@ -40,6 +53,8 @@ class HybridPrecision(MixedPrecision):
 
     Raises:
         ValueError: the precision is unknown, or has no scaler but one was passed.
+        PrecisionError: `master_weights` or `stochastic_rounding` with another precision, or both; a
+            dtype of messages that is none of floating point.
         TypeError: the scaler is no plain `GradScaler`.
     """
 
@@ -48,6 +63,11 @@ class HybridPrecision(MixedPrecision):
         precision: PrecisionName = "32-true",
         device: str | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        *,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        reduce_dtype: MessageDtype | torch.dtype | None = None,
+        gather_dtype: MessageDtype | torch.dtype | None = None,
     ) -> None:
         # MixedPrecision's own __init__ is for two of the six precisions; its methods are right for the others too.
         if precision not in get_args(PrecisionName):
@@ -56,6 +76,11 @@ class HybridPrecision(MixedPrecision):
             raise ValueError(
                 f"precision={precision!r} takes no scaler but got {scaler}; leave it out, or set precision='16-mixed'"
             )
+        check_float32_options(precision, master_weights=master_weights, stochastic_rounding=stochastic_rounding)
+        self.master_weights, self.stochastic_rounding = master_weights, stochastic_rounding
+        self.reduce_dtype = parse_message_dtype("reduce_dtype", reduce_dtype)
+        self.gather_dtype = parse_message_dtype("gather_dtype", gather_dtype)
+        self._float32_steps: ExitStack | None = None  # while optimizers step in float32
         self.precision = precision
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._follows_model = device is None
@@ -120,6 +145,43 @@ class HybridPrecision(MixedPrecision):
             self.scaler.mesh = mesh
 
     @property
+    def steps_in_float32(self) -> bool:
+        """Whether optimizers step float32 copies of bfloat16 parameters."""
+        return self.master_weights or self.stochastic_rounding
+
+    def step_in_float32(
+        self,
+        optimizers: Sequence[Optimizer],
+        names: Mapping[int, str],
+        *,
+        seed: int = 0,
+        step: Callable[[], int],
+        shardings: Sequence[AxisSharding] = (),
+    ) -> Callable[[], None]:
+        """Lets optimizers step in float32; returns the undo.
+
+        Args:
+            optimizers: built.
+            names: FQNs of the module's parameters by their ids.
+            seed: of stochastic rounding; the same on all ranks.
+            step: returns the number of optimizer steps so far.
+            shardings: the axes that shard parameters, from the full tensor to the local shard.
+
+        Raises:
+            PrecisionError: an optimizer needs a closure.
+        """
+        rounding: Rounding = round_to_nearest
+        if self.stochastic_rounding:
+            rounding = KeyedRounding(names, seed=seed, step=step, shardings=shardings)
+        if self._float32_steps is None:
+            self._float32_steps = ExitStack()
+        steps = self._float32_steps.enter_context(ExitStack())
+        for optimizer in optimizers:
+            made = Float32Step(optimizer, keeps_masters=self.master_weights, rounding=rounding)
+            steps.callback(made.close)
+        return steps.close
+
+    @property
     def loss_scale(self) -> float:
         """Current factor of the loss; 1.0 without a scaler."""
         return 1.0 if self.scaler is None else self.scaler.get_scale()
@@ -142,6 +204,10 @@ class HybridPrecision(MixedPrecision):
             self.device = next((device for device in devices if device != "meta"), self.device)
             if self.scaler is not None:
                 self.scaler.use_device(self.device)
+        if self.steps_in_float32 and self._float32_steps is None:  # a strategy of Lightning's
+            module: Any = getattr(model, "module", model)  # which it may have wrapped
+            names = {id(parameter): name for name, parameter in module.named_parameters()}
+            self.step_in_float32(optimizers, names, step=lambda: module.trainer.global_step)
         return super().connect(model, optimizers, lr_schedulers)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -206,14 +272,16 @@ class HybridPrecision(MixedPrecision):
     def teardown(self) -> None:
         """Disconnects the mesh, whose process groups end with the run."""
         super().teardown()
-        self.mesh = self._norm = None
+        if self._float32_steps is not None:
+            self._float32_steps.close()
+        self.mesh = self._norm = self._float32_steps = None
         self.around_clipping = nullcontext
         if self.scaler is not None:
             self.scaler.mesh = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the number format and the loss scale, without process groups."""
-        return {**vars(self), "mesh": None, "_norm": None}
+        return {**vars(self), "mesh": None, "_norm": None, "_float32_steps": None}
 
     @property
     def _is_mixed(self) -> bool:

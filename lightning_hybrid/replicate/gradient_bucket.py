@@ -23,14 +23,22 @@ class GradientBucket:
         is_complete: this rank had a dense gradient for every parameter.
         work: the all-reduce in flight, or another average.
         received: what `GradientReducer` reads for it, if it has arrived before `finish`.
+        is_cast: the message has another dtype than the gradients, which are copied from it when it has arrived.
     """
 
-    def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter], example: Tensor) -> None:
+    def __init__(
+        self,
+        indices: Sequence[int],
+        parameters: Sequence[nn.Parameter],
+        example: Tensor,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         first = parameters[0] if parameters else example
         numel = sum(parameter.numel() for parameter in parameters)
         self.indices = indices
         self.parameters = parameters
-        self.flat = torch.zeros(numel + len(parameters) + 1, dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(numel + len(parameters) + 1, dtype=dtype or first.dtype, device=first.device)
+        self.is_cast = self.flat.dtype != first.dtype
         self.views: list[Tensor] = []
         self._layouts: list[tuple[tuple[int, ...], int]] = []
         offset = 0
@@ -50,6 +58,15 @@ class GradientBucket:
     def free(self) -> None:
         """Frees the memory of the message until it is filled again."""
         self.flat.untyped_storage().resize_(0)
+
+    def set_average(self, parameter: nn.Parameter, view: Tensor) -> None:
+        """Sets an average that has arrived as a parameter's `grad`; `view` has the parameter's shape."""
+        if not self.is_cast:
+            parameter.grad = view
+        elif parameter.grad is None or parameter.grad.is_sparse:
+            parameter.grad = view.to(parameter.dtype)
+        else:
+            parameter.grad.copy_(view)
 
     def fill(self, size: int, divisor: int, has_unbucketed: bool) -> None:
         """Copies the divided gradients of this rank into the bucket; `grad` becomes the view at once.
@@ -73,8 +90,9 @@ class GradientBucket:
                 continue
             flags.append(1.0)
             # With `zero_grad(set_to_none=False)` the backward has accumulated into the view itself.
-            torch.div(gradient, divisor, out=view)
-            if gradient is not view:
+            # Divided in the wider of both dtypes, and rounded once.
+            torch.div(gradient.to(torch.promote_types(gradient.dtype, view.dtype)), divisor, out=view)
+            if gradient is not view and not self.is_cast:
                 parameter.grad = view
         if self.is_complete:
             self.flags.fill_(1.0)  # no copy from the host, for which a GPU would stop

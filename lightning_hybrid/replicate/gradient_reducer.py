@@ -70,6 +70,7 @@ class GradientReducer:
         observer: receives the gradients before and after they are averaged.
         divisor: divisor of the sums, where gradients are sums over more ranks than those of the group; the number
             of ranks of the group if None.
+        dtype: of the messages, in which gradients are summed; that of the parameters if None.
 
     Attributes:
         compression: how a bucket is averaged; all-reduced as it is if None.
@@ -85,6 +86,7 @@ class GradientReducer:
         first_bucket_bytes: int = 2**20,
         observer: GradientObserver | None = None,
         divisor: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         unique: dict[int, tuple[str, nn.Parameter]] = {}
         for name, parameter in parameters:
@@ -95,6 +97,7 @@ class GradientReducer:
         self._group = group
         self._size = group.size()
         self._divisor = divisor or self._size
+        self._dtype = dtype
         self._bucket_bytes = bucket_bytes
         self._first_bucket_bytes = first_bucket_bytes
         self.observer = observer
@@ -269,14 +272,14 @@ class GradientReducer:
         bucket.work = None
         sparse = {}
         *flags, has_unbucketed = bucket.flags.tolist()
-        if not bucket.is_complete or max(flags, default=0) > self._size:
+        if bucket.is_cast or not bucket.is_complete or max(flags, default=0) > self._size:
             for index, parameter, view, flag in zip(
                 bucket.indices, bucket.parameters, bucket.views, flags, strict=True
             ):
                 if flag > 1.5 * self._size:
                     sparse[index] = view
                 elif flag > 0:
-                    parameter.grad = view
+                    bucket.set_average(parameter, view)
         bucket.received = has_unbucketed > 0, sparse
         if self.on_averages is not None:
             self.on_averages([self._parameters[i] for i in bucket.indices if i not in sparse])
@@ -289,11 +292,13 @@ class GradientReducer:
             if self.observer is not None and dense is None:
                 self.observer.before_average([parameter])
             # In the step in which it is found, a dense gradient of this rank is in the bucket's average already.
-            gradient = None if dense is not None and parameter.grad is dense else parameter.grad
+            gradient = parameter.grad
+            if dense is not None and gradient is not None and not gradient.is_sparse:
+                gradient = None
             average = average_sparse(gradient, parameter, self._group)
             if dense is not None:
                 assert average is not None
-                average = (average + dense.to_sparse(1)).coalesce()
+                average = (average + dense.to(parameter.dtype).to_sparse(1)).coalesce()
             parameter.grad = average
             if self.observer is not None:
                 self.observer.after_average([parameter])
@@ -335,7 +340,8 @@ class GradientReducer:
         if not groups and not self._buckets:
             groups.append([])  # no parameter is trained yet; the flag for unbucketed gradients needs a bucket anyway
         for group in groups:
-            bucket = GradientBucket(group, [self._parameters[index] for index in group], self._parameters[0])
+            members = [self._parameters[index] for index in group]
+            bucket = GradientBucket(group, members, self._parameters[0], self._dtype)
             self._buckets.append(bucket)
             for index in group:
                 self._bucket_of[index] = bucket

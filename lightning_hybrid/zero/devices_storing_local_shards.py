@@ -127,9 +127,16 @@ class StoredShards:
             self.evict_from_memory()
         return names
 
-    def write(self, name: str, content: Tensor) -> None:
-        """Copy content of the shard's shape from the compute device into it."""
+    def write(self, name: str, content: Tensor, *, read_as: torch.dtype | None = None) -> None:
+        """Copy content of the shard's shape from the compute device into it.
+
+        ``read_as`` is the dtype to which the shard was rounded when it was read: elements that still have the rounded
+        value were not written, and stay.
+        """
         shard = self._shards[name]
+        if read_as not in (None, shard.dtype):
+            exact = shard.to(content.device)
+            content = torch.where(content == exact.to(read_as).to(shard.dtype), exact, content)
         # A write to a file makes the system write it to disk, which takes longer than comparing first.
         if self.region is None or not torch.equal(shard, content.to(shard.device)):
             shard.copy_(content)

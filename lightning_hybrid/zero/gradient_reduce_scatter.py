@@ -65,7 +65,7 @@ class GradientMessages:
         self._message: Tensor | None = None
         self._work: dist.Work | None = None
         self._total: Tensor | None = None  # this rank's row, summed over the shard's ranks
-        self._device_type = ""
+        self._device_type, self._dtype = "", torch.float32
         self.is_launched = self.is_local = False
 
     @property
@@ -82,8 +82,9 @@ class GradientMessages:
                 placement = self._row_placements[name]
                 rows[_rows(name)] = self._shapes[name][0] if placement is None else placement.local_length
         self._offsets, length = offsets_of({name: self._sizes[name] for name in names} | rows)
-        self._device_type = empty.device.type
-        self._message = empty.new_zeros(self._size, length + len(names))
+        self._device_type, self._dtype = empty.device.type, empty.dtype
+        dtype = self._ranks.reduce_dtype or empty.dtype
+        self._message = empty.new_zeros(self._size, length + len(names), dtype=dtype)
 
     def write(self, name: str, gradient: Tensor) -> None:
         """Write a gradient of the full shape, dense or sparse, into the message."""
@@ -103,7 +104,9 @@ class GradientMessages:
             shard = self._placements[name].view(gradient, rank, self._size) if name in self._placements else gradient
             row = message[rank, offsets[name] : offsets[name] + shard.numel()]
             divisor = self._ranks.num_replicas // (self._ranks.replicate.size() if self.is_local else 1)
-            torch.mul(shard, 1.0 / divisor, out=row.view(shard.shape))
+            # Scaled in the wider of both dtypes, and rounded once.
+            wide = shard.to(torch.promote_types(shard.dtype, row.dtype))
+            torch.mul(wide, 1.0 / divisor, out=row.view(shard.shape))
 
     def launch(self) -> None:
         """Start to send the message; does not wait."""
@@ -166,7 +169,7 @@ class GradientMessages:
 
     def _read(self, name: str, total: Tensor) -> Tensor:
         shape = self._shapes[name]
-        shard = total[self._offsets[name] :][: shape.numel()].view(shape)
+        shard = total[self._offsets[name] :][: shape.numel()].view(shape).to(self._dtype)
         if name not in self._row_placements:
             return shard
         has_row = total[self._offsets[_rows(name)] :][: shape[0]] > 0

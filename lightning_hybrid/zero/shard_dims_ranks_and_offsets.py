@@ -16,18 +16,22 @@ from lightning_hybrid.zero.memory_mapped_states import aligned
 
 @dataclass(frozen=True)
 class ShardRanks:
-    """The ranks over which parameters are sharded.
+    """The ranks over which parameters are sharded, and the dtypes of their messages.
 
     Attributes:
         shard: The ranks that together hold one copy.
         replicate: The ranks that hold the same shard of other copies.
         num_replicas: Replicas whose gradients are averaged: more than these ranks, if gradients on a rank already come
             from the data of several replicas.
+        reduce_dtype: Of messages of gradients; that of the parameters if None.
+        gather_dtype: Of messages of parameters; their own if None.
     """
 
     shard: dist.ProcessGroup
     replicate: dist.ProcessGroup
     num_replicas: int
+    reduce_dtype: torch.dtype | None = None
+    gather_dtype: torch.dtype | None = None
 
 
 def bytes_of_shards(parameters: Mapping[str, nn.Parameter], placements: Mapping[str, Shard]) -> int:

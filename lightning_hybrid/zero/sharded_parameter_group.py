@@ -73,6 +73,7 @@ class ParameterGroup:
         self._placements = {name: placements[name] for name in parameters if name in placements}
         self.region = region
         self._empty = next(iter(parameters.values())).data.new_empty(0)  # on the compute device
+        self._sent_dtype = ranks.gather_dtype or self._empty.dtype
         shards = {name: parameters[name].data for name in self._placements}
         self._shards = StoredShards(shards, devices or StorageDevices.of((), self._empty.device), region)
         for name in self._placements:
@@ -108,17 +109,22 @@ class ParameterGroup:
         self._gathering = self._send()
 
     @property
+    def has_own_shards(self) -> bool:
+        """Whether shards have other memory than full parameters, which are rounded, or freed between steps."""
+        return not self.keeps_full or self._sent_dtype != self._empty.dtype
+
+    @property
     def is_full_or_gathering(self) -> bool:
         """Whether the parameters are full, or being gathered."""
         return self.is_full or self._gathering is not None or not self._placements
 
     def _send(self) -> tuple[dist.Work, Tensor]:
-        message = self._empty.new_zeros(self._shard_numel)
+        message = self._empty.new_zeros(self._shard_numel, dtype=self._sent_dtype)
         for name, offset in self._offsets.items():
             shard = self._shards[name]
             message[offset : offset + shard.numel()].view(shard.shape).copy_(shard)
         self._shards.evict_from_memory()
-        received = self._empty.new_empty(self._size * message.numel())
+        received = message.new_empty(self._size * message.numel())
         return all_gather_single(received, message, group=self.gather_group, async_op=True), received
 
     @torch.no_grad()
@@ -172,7 +178,7 @@ class ParameterGroup:
             target = self._shard_of(name, full, rank)
             start = rank * stride + offset
             target.copy_(received[start : start + target.numel()].view(target.shape))
-        if self.keeps_full:
+        if not self.has_own_shards:
             self._shards.move(name, self._shard_of(name, full, self._rank))
 
     @below_read_guards
@@ -209,7 +215,7 @@ class ParameterGroup:
             self._gathering = None
         if self.is_full:
             self._copy_rebound()
-        if self.is_full and not self.keeps_full and not self._is_pinned:
+        if self.is_full and self.has_own_shards and not self._is_pinned:
             self._write_back()
         for name in self._gradients:  # of parameters that were gathered; others show their shards already
             self.parameters[name].grad = None
@@ -236,7 +242,7 @@ class ParameterGroup:
     def _write_back(self) -> None:
         """Copy what a step may have written to full parameters into the local shards."""
         for name in self._placements:
-            self._shards.write(name, self._shard_of(name, self._full[name], self._rank))
+            self._shards.write(name, self._shard_of(name, self._full[name], self._rank), read_as=self._sent_dtype)
         self._shards.evict_from_memory()
 
     @below_read_guards

@@ -33,7 +33,7 @@ def reduced_shards(group: ParameterGroup) -> Iterator[list[nn.Parameter]]:
                 group._gradients[name] = None
             parameter.grad = None
             shard, parameter.data = parameter.data, data
-            if name in group._placements and group.is_full and not group.keeps_full:
+            if name in group._placements and group.is_full and group.has_own_shards:
                 # What `reshard` writes back to the shard.
                 group._shard_of(name, group._full[name], group._rank).copy_(shard)
         group.gather_on_read()
@@ -41,7 +41,7 @@ def reduced_shards(group: ParameterGroup) -> Iterator[list[nn.Parameter]]:
 
 @below_read_guards
 def _show(group: ParameterGroup, names: list[str]) -> None:
-    if group.is_full and not group.keeps_full:  # with what the step has written
+    if group.is_full and group.has_own_shards:  # with what the step has written
         group._copy_rebound()
         group._write_back()
     for name in names:

@@ -41,7 +41,7 @@ def memory_of_stages(run: Run, optimizers: Sequence[Optimizer], num_microbatches
         num_microbatches: Of a batch of one replica.
     """
     setting, stages = run.setting, _Stages(run)
-    sizes = [StateSizes(optimizer) for optimizer in optimizers]
+    sizes = [StateSizes(optimizer, **setting.sizes_of_states) for optimizer in optimizers]
     members: list[list[ParameterOnRank]] = [[] for _ in range(stages.count)]
     parameters = dict(setting.module.named_parameters())
     layers = stages.layer_of(parameters)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.memory.recompute_policies import Recompute
+from lightning_hybrid.precision.message_dtypes import check_gather_dtype
 from lightning_hybrid.strategies.description.connect_monitors import connect_monitors
 from lightning_hybrid.strategies.description.print_run_start_lines import announce_run
 from lightning_hybrid.strategies.execution.change_layout_during_run import LayoutChooser
@@ -81,6 +82,8 @@ class RunLifecycle:
         norms = None
         if is_fitting:
             check_zero_replicas(options.zero_stage, world.mesh)
+            is_manual = not module.automatic_optimization
+            check_gather_dtype(precision, zero_stage=options.zero_stage, is_manual=is_manual)
             norms = synced_norms(strategy._layer_sync, world.mesh, options.verify_first_step)
         self.state, self._files = state, files
         self._partition: ModulePartition | None = None  # of a layout that is not announced yet
@@ -204,7 +207,8 @@ class RunLifecycle:
             and setting.shards_module
             and not setting.options.save_distributed_checkpoint
         ):
-            warn_of_large_single_file(setting.trainer, setting.module, setting.trainer.optimizers)
+            optimizers = setting.trainer.optimizers
+            warn_of_large_single_file(setting.trainer, setting.module, optimizers, **setting.sizes_of_states)
         self._is_announced, self._partition = True, None
 
     # -- steps --------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from lightning_hybrid.full_params.skip_absent_parameters_in_conversions import s
 from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_owners, drop_remote_parameters
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.strategies.options.strategy_options import compile_options
@@ -255,6 +256,7 @@ def _shard_over_replicas(run: Run, partition: ModulePartition | None) -> Run:
         offload=setting.options.offloaded,
         agree=lambda needed: setting.world.decide(needed, all_ranks=False),
         guards=run.guards,
+        dtypes=message_dtypes(setting.precision),
     )
     undo.callback(zero.close)
     if run.recomputation is not None:

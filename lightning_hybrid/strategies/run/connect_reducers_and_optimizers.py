@@ -11,11 +11,13 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.precision.hybrid import HybridPrecision
+from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
 from lightning_hybrid.strategies.optimizer_steps.connect_full_parameter_steps import (
     connect_full_parameter_steps,
     refuse_full_parameter_steps,
 )
+from lightning_hybrid.strategies.optimizer_steps.limits_of_float32_steps import check_full_reads, check_random_rounding
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.connect_steps_in_backward import connect_steps_in_backward
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
@@ -37,6 +39,7 @@ from lightning_hybrid.strategies.user_code.custom_optimizers_read_full_parameter
     watch_step,
 )
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import around_validation
+from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
 
 
@@ -50,6 +53,7 @@ def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer
         run.mesh,
         averages=run.zero is None or setting.is_manual,
         experts=frozenset() if run.experts is None else run.experts.sharding.placements.keys(),
+        reduce_dtype=message_dtypes(setting.precision)["reduce_dtype"],
     )
     for reducer in reducers.values():
         undo.callback(reducer.close)
@@ -57,6 +61,7 @@ def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer
     if run.parts is not None:
         counted = {id(p) for p in counted_parameters if run.parts.is_first_owner(p)}
     _connect_precision(run, counted)
+    _step_in_float32(run, optimizers)
     full = _step_full_parameters(run, owner, optimizers)
     watched = _watch_steps(run, owner, [optimizer for optimizer in optimizers if optimizer not in full])
     offloaded = _offload(run, optimizers, [*watched, *full])
@@ -89,6 +94,24 @@ def _connect_precision(run: Run, counted: set[int]) -> None:
         precision.connect_mesh(run.mesh, lambda: counted, axes=axes, parts=slices, around_clipping=clipping)
 
 
+def _step_in_float32(run: Run, optimizers: Sequence[Optimizer]) -> None:
+    """Let optimizers step float32 copies of bfloat16 parameters, below all that shards or offloads their steps."""
+    setting, precision = run.setting, run.setting.precision
+    if not isinstance(precision, HybridPrecision) or not precision.steps_in_float32:
+        return
+    fuse_steps(optimizers, run.until_end)
+    sharded = setting.is_manual and (setting.shards_manual_steps or run.zero is not None)
+    check_random_rounding(precision, setting.device, setting.options.offloaded, shards_manual_steps=sharded)
+    undo = precision.step_in_float32(
+        optimizers,
+        {id(p): name for name, p in setting.module.named_parameters()},
+        seed=setting.seed,
+        step=lambda: setting.trainer.global_step,
+        shardings=() if run.parts is None else run.parts.shardings,
+    )
+    run.until_end.callback(undo)
+
+
 def _step_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     """Let optimizers that need all elements of a parameter have them; return those."""
     if run.setting.is_manual and run.zero is not None and run.parts is not None:
@@ -106,6 +129,7 @@ def _watch_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> 
     """Let optimizers that need full parameters step those; fuse the steps of the others; return the former."""
     setting, undo = run.setting, run.until_end
     watched = {} if run.hook_reads is None or setting.is_manual else run.hook_reads.of_optimizers(optimizers)
+    check_full_reads(setting.precision, list(watched))
     fuse_steps([optimizer for optimizer in optimizers if optimizer not in watched], undo)
     for optimizer, reads in watched.items():
         undo.callback(watch_step(optimizer, reads, lambda: not owner.state.is_full))
@@ -123,7 +147,14 @@ def _offload(run: Run, optimizers: Sequence[Optimizer], watched: Sequence[Optimi
     layers = parameters_by_layer(setting.module, run.plan)
     shared = run.mesh.group("dp_shard") if setting.shards_manual_steps else None
     offload, device = setting.options.offloaded, setting.device
-    return offload_states(optimizers, layers, offload, device, watched, run.until_end, run.zero, shared)
+    float32 = isinstance(setting.precision, HybridPrecision) and setting.precision.steps_in_float32
+    made = offload_states(
+        optimizers, layers, offload, device, watched, run.until_end, run.zero, shared, in_float32=float32
+    )
+    on_host = [each.host_optimizer for each in made if isinstance(each, LayerwiseStep) and each.host_optimizer]
+    if float32 and on_host:  # copies of the optimizers step copies of the parameters
+        run.until_end.callback(setting.mesh_precision.step_in_float32(on_host, {}, step=lambda: 0))
+    return made
 
 
 def _shard_manual_steps(run: Run, optimizers: Sequence[Optimizer]) -> list[Optimizer]:

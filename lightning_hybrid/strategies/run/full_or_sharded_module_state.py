@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -32,6 +33,8 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.patching import Replacement, temporary_hook
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import unshard_parameters
+from lightning_hybrid.precision.float32_step import drop_unused_masters
+from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
@@ -234,12 +237,24 @@ class FullOrShardedState:
             else:
                 parts = None if run is None else run.parts
                 optimizer.load_state_dict(local_optimizer_state(optimizer, state, parts))
+            self._check_masters(optimizer)
             if not made.offloaded:
                 _optimizer_to_device(optimizer, self._world.device)
         for stepped in made.sharded_steps:
             stepped.shard_states()
         for offloaded in made.offloaded:
             offloaded.adopt()
+
+    def _check_masters(self, optimizer: Optimizer) -> None:
+        """Take loaded master weights out of the states of an optimizer that steps without them."""
+        precision = None if self._run is None else self._run.setting.precision
+        if isinstance(precision, HybridPrecision) and precision.master_weights:
+            return
+        if done := drop_unused_masters(optimizer):
+            rank_zero_warn(
+                f"the checkpoint has float32 master weights, which this run does not keep: {done}; set"
+                " HybridPrecision('bf16-true', master_weights=True) to go on with them"
+            )
 
     def pickle_in_full(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers be copied and pickled with full states, in hooks and after the run; collective."""

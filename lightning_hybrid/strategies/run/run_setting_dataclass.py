@@ -104,6 +104,14 @@ class Setting:
         return plugin if isinstance(plugin, HybridPrecision) else HybridPrecision.of(plugin)
 
     @property
+    def sizes_of_states(self) -> dict[str, bool]:
+        """The arguments of `StateSizes`: whether optimizers step in float32, and keep the copies that they step."""
+        plugin = self.precision
+        if not isinstance(plugin, HybridPrecision):
+            return {}
+        return {"in_float32": plugin.steps_in_float32, "copies": plugin.master_weights}
+
+    @property
     def checks_objective(self) -> bool:
         """Whether to compare the first batch with its microbatches: unless weights or another check make that vain."""
         options = self.options

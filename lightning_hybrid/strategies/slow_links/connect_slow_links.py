@@ -15,6 +15,7 @@ from lightning_hybrid.callbacks.slow_links.local_sgd import LocalSGD
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.namespaces.converted_objects import convert
 from lightning_hybrid.namespaces.lightning_namespaces import namespace_of
+from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.slow_links.connect_gradient_compression import connect_gradient_compression
 from lightning_hybrid.strategies.slow_links.local_rounds import LocalRounds
@@ -55,6 +56,11 @@ def check_gradient_compression(callback: GradientCompression, run: Run) -> None:
     setting = run.setting
     name = f"GradientCompression({callback.method!r})"
     _refuse_experts_and_gradient_noise(name, run)
+    if (dtype := message_dtypes(setting.precision)["reduce_dtype"]) is not None:
+        raise LayoutError(
+            f"{name} decides in which form gradients are sent, and so does reduce_dtype={dtype}; leave out one of them",
+            entry="slow-links",
+        )
     if setting.is_manual and run.zero is not None:
         raise LayoutError(
             f"{name} with zero_stage={run.zero_stage} and manual optimization: replicas have full gradients inside"
@@ -89,6 +95,12 @@ def check_local_sgd(callback: LocalSGD, run: Run) -> None:
         raise LayoutError(
             f"{name} with zero_stage={run.zero_stage} and manual optimization: gradients are averaged over shards and"
             " copies at once; set zero_stage=0, or automatic_optimization=True in the module",
+            entry="slow-links",
+        )
+    if setting.sizes_of_states.get("copies"):
+        raise LayoutError(
+            f"{name} averages parameters, and master_weights=True keeps float32 copies of them that would differ"
+            " between replicas; leave master_weights out, or use stochastic_rounding=True",
             entry="slow-links",
         )
     together = {

@@ -18,13 +18,14 @@ from lightning_hybrid.zero.optimizer_states.try_optimizer_step import StateSizes
 _SHARE = 0.2  # of the host's memory
 
 
-def warn_of_large_single_file(trainer: Any, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+def warn_of_large_single_file(trainer: Any, module: nn.Module, optimizers: Sequence[Optimizer], **sizes: bool) -> None:
     """Warn if a checkpoint of full parameters and states exceeds a fifth of the host's memory; on the first rank.
 
     Args:
         trainer: Its ModelCheckpoint callbacks save single files.
         module: Of which each rank holds a shard.
         optimizers: Of the trainer.
+        sizes: Arguments of `StateSizes`.
     """
     saving = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     if not saving:
@@ -32,7 +33,7 @@ def warn_of_large_single_file(trainer: Any, module: nn.Module, optimizers: Seque
     needed = sum(math.prod(full_shape(t)) * t.element_size() for t in (*module.parameters(), *module.buffers()))
     what = "parameters"
     if not all(callback.save_weights_only for callback in saving):
-        needed += _state_bytes(module, optimizers)
+        needed += _state_bytes(module, [StateSizes(optimizer, **sizes) for optimizer in optimizers])
         what = "parameters and optimizer states"
     memory = host_memory()
     if needed > _SHARE * memory:
@@ -43,10 +44,10 @@ def warn_of_large_single_file(trainer: Any, module: nn.Module, optimizers: Seque
         )
 
 
-def _state_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int:
+def _state_bytes(module: nn.Module, optimizers: Sequence[StateSizes]) -> int:
     """Return the bytes of all optimizer states of full parameters, as far as they are known."""
     total = 0
-    for sizes in map(StateSizes, optimizers):
+    for sizes in optimizers:
         trained = [p for p in module.parameters() if p.requires_grad and sizes.steps(p)]
         total += sum(sizes.nbytes(p, full_shape(p)) or 0 for p in trained)
     return total

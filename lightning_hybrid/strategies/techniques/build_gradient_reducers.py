@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 from torch import nn
 
 from lightning_hybrid.mesh import Mesh
@@ -28,6 +29,7 @@ def connect_gradients(
     *,
     averages: bool = True,
     experts: Collection[str] = (),
+    reduce_dtype: torch.dtype | None = None,
 ) -> tuple[Reducers, TiedParameters | None, set[int]]:
     """Build the gradient reducers of one rank.
 
@@ -37,6 +39,7 @@ def connect_gradients(
         mesh: The ranks.
         averages: Whether to build reducers; ZeRO averages over replicas otherwise.
         experts: FQNs of parameters of which other replicas hold other shards.
+        reduce_dtype: Of averages over replicas; that of each parameter if None.
 
     Returns:
         A bucketed reducer by stage (None: of gradients that are complete only after all stages), the parameters that
@@ -46,7 +49,7 @@ def connect_gradients(
     data = mesh.group("data")
     if plan is None or not plan.is_partitioned:
         everything = {id(parameter) for parameter in parameters.values()}
-        return {None: GradientReducer(list(parameters.items()), data)}, None, everything
+        return {None: GradientReducer(list(parameters.items()), data, dtype=reduce_dtype)}, None, everything
     holders = {name: plan.ranks_of(name) for name in parameters}
     counted = {id(parameters[name]) for name, ranks in holders.items() if ranks[0] == plan.rank}
     by_stage: dict[int | None, list[tuple[str, nn.Parameter]]] = {None: []}
@@ -55,10 +58,10 @@ def connect_gradients(
             by_stage.setdefault(stage_of_gradient(plan, name), []).append((name, parameters[name]))
     reducers: Reducers = {}
     for key, members in by_stage.items() if averages else ():
-        dense = GradientReducer([(name, p) for name, p in members if name not in experts], data)
+        dense = GradientReducer([(name, p) for name, p in members if name not in experts], data, dtype=reduce_dtype)
         reducers[key] = dense
         if experts:
             shared = [(name, p) for name, p in members if name in experts]
-            of_experts = GradientReducer(shared, mesh.group("ep_replicate"), divisor=data.size())
+            of_experts = GradientReducer(shared, mesh.group("ep_replicate"), divisor=data.size(), dtype=reduce_dtype)
             reducers[key] = JointReducer([dense, of_experts])
     return reducers, TiedParameters(holders, parameters, mesh.group("pp")), counted

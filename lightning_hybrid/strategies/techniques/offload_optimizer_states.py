@@ -48,11 +48,14 @@ def offload_states(
     until: contextlib.ExitStack,
     zero: ZeroSharding | None,
     shared_by: dist.ProcessGroup | None = None,
+    *,
+    in_float32: bool = False,
 ) -> list[OffloadedStates]:
     """Step layer by layer, if states are offloaded to the host or a file.
 
     ``watched`` are optimizers that may combine all parameters in their step; ``zero`` may have parameters in files too;
-    ``shared_by`` are ranks that shard the steps of parameters which each of them holds in full.
+    ``shared_by`` are ranks that shard the steps of parameters which each of them holds in full; ``in_float32`` tells
+    that bfloat16 parameters are stepped in float32, so that their states have another dtype than they.
     """
     devices, where = StorageDevices.of(offload, device), offload.get("optimizer_states")
     regions = {} if zero is None else zero.regions
@@ -63,6 +66,8 @@ def offload_states(
     for optimizer in optimizers:
         sees_all = any(other is optimizer for other in watched)
         why = "may read all of the model" if sees_all else why_not_layerwise(optimizer, in_file=folder is not None)
+        if in_float32 and folder is not None:  # a file has room for states of the parameters' dtype
+            why = why or "steps bfloat16 parameters in float32"
         if not why:
             numel = Tensor.numel if shared_by is None else partial(numel_of_shard, ranks=shared_by)
             step = LayerwiseStep(optimizer, layers, folder, regions, states_on=devices.states, numel=numel)

@@ -99,18 +99,20 @@ def shard_over_replicas(
     offload: Mapping[str, str],
     agree: Callable[[bool], bool],
     guards: ReadGuards | None,
+    dtypes: Mapping[str, torch.dtype | None],
 ) -> ZeroSharding:
     """Group the local shards of parameters, which are sharded already, by layer and stage.
 
     ``reads``: reads of layers' parameters by other code; ``shardings``: of the parameters, over all axes;
     ``reshard_after_forward``: whether layers are gathered one by one, "auto" by the memory that is free; ``offload``:
     storage of offloaded state while no step needs it; ``agree``: returns whether the argument is true on any rank
-    (collective); ``guards``: of a run whose steps were not recorded, None where a recording shows what they read.
+    (collective); ``guards``: of a run whose steps were not recorded, None where a recording shows what they read;
+    ``dtypes``: of messages, as fields of `ShardRanks`.
     """
-    ranks = ShardRanks(mesh.group("dp_shard"), mesh.group("dp_replicate"), mesh.size("data"))
+    ranks = ShardRanks(mesh.group("dp_shard"), mesh.group("dp_replicate"), mesh.size("data"), **dtypes)
     expert_ranks = ranks
     if experts is not None:
-        expert_ranks = ShardRanks(mesh.group("ep_shard"), mesh.group("ep_outer"), mesh.size("data"))
+        expert_ranks = ShardRanks(mesh.group("ep_shard"), mesh.group("ep_outer"), mesh.size("data"), **dtypes)
     placements = {name: placement for sharding in shardings for name, placement in sharding.placements.items()}
     members = _members_of_groups(module, plan, reads.names, experts)
     names = {id(parameter): name for name, parameter in module.named_parameters()}

@@ -32,6 +32,7 @@ from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.memory.saved_activations.requested_techniques import ActivationRequests, Compression, Offload
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.precision.check_device_capability import check_device_precision
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.world.correct_user_samplers import split_sampler_over_replicas
@@ -250,6 +251,7 @@ class RankedStrategy(ParallelStrategy):
         # Lightning tests tree specs as torch has deprecated; it would be said by each rank.
         warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\). is deprecated", FutureWarning)
         check_connections()
+        check_device_precision(getattr(self.precision_plugin, "precision", ""), self.root_device)
         super().setup_environment()
         assert self.cluster_environment is not None
         if isinstance(self.cluster_environment, LightningEnvironment) and not self._is_one_process:

@@ -189,8 +189,16 @@ def steps_full_parameters(optimizer: Optimizer) -> bool:
 class StateSizes:
     """Sizes of an optimizer's states, found by steps on small parameters of each kind; no class is known by name."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, *, in_float32: bool = False, copies: bool = False) -> None:
+        """Prepare.
+
+        Args:
+            optimizer: Built.
+            in_float32: Whether bfloat16 parameters are stepped in float32, by copies.
+            copies: Whether these copies are kept, and count as states.
+        """
+        self._optimizer, self._in_float32 = optimizer, in_float32
+        self._copy_bytes = 4 if copies else 0
         self._groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._tried: dict[Any, list[tuple[list[int], int, int]] | None] = {}
 
@@ -205,13 +213,15 @@ class StateSizes:
             parameter: Of the optimizer; absent or not.
             shape: Of the shard that is stepped.
         """
-        key = self._groups[id(parameter)], len(shape), parameter.dtype
+        widens = self._in_float32 and parameter.dtype is torch.bfloat16
+        key = self._groups[id(parameter)], len(shape), torch.float32 if widens else parameter.dtype
         if key not in self._tried:
             self._tried[key] = self._try(*key)
         tried = self._tried[key]
         if tried is None:
             return None
-        return sum(math.prod(shape[dim] for dim in dims) * other * itemsize for dims, other, itemsize in tried)
+        copies = self._copy_bytes * math.prod(shape) if widens else 0
+        return copies + sum(math.prod(shape[dim] for dim in dims) * other * itemsize for dims, other, itemsize in tried)
 
     def _try(self, group: int, ndim: int, dtype: torch.dtype) -> list[tuple[list[int], int, int]] | None:
         """For each state tensor, the dims of the parameter that it has, its other elements, and their size."""

@@ -1,0 +1,329 @@
+"""Optimizer steps in float32 under every layout: parity with a hand-written reference, checkpoints, and memory."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.cli import LightningCLI
+from torch.utils.data import DataLoader
+
+from harness.fits import Run, fit, fit_reference, refusal, trainer_of
+from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
+from lightning_hybrid.callbacks import LocalSGD
+from lightning_hybrid.errors import PrecisionError
+from lightning_hybrid.precision.float32_step import MASTER_WEIGHT
+from lightning_hybrid.strategies.optimizer_steps.limits_of_float32_steps import check_random_rounding
+from models.cases import Samples
+from models.full_parameter_optimizers import ManuallyByMuon
+from models.hand_written import Layers
+from models.master_weights import ExactSums, HandWrittenMasters, ManualExactSums
+
+LAYOUTS = {
+    "one process": {},
+    "tp2": {"tp": 2},
+    "zero1": {"dp": 2, "strategy": {"zero_stage": 1}},
+    "zero2": {"dp": 2, "strategy": {"zero_stage": 2}},
+    "zero3": {"dp": 2, "strategy": {"zero_stage": 3}},
+    "pp2": {"pp": 2},
+    "offloaded zero3": {"dp": 2, "strategy": {"zero_stage": 3, "offload": "cpu"}},
+    "zero2 in the backward": {"dp": 2, "strategy": {"zero_stage": 2, "optimizer_in_backward": True}},
+    "tp2 x pp2 x zero3": {"tp": 2, "pp": 2, "dp": 2, "strategy": {"zero_stage": 3}},
+}
+FAST = {"one process", "tp2", "zero3", "pp2"}
+layouts = pytest.mark.parametrize(
+    "layout", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
+
+
+class KeepsMasters(Callback):
+    """The master weights of full parameters by FQN, on the first rank, before the first step and after the last."""
+
+    def __init__(self):
+        self.recorded = {}
+
+    def on_train_start(self, trainer, pl_module):
+        self.names = [name for name, _ in pl_module.named_parameters()]
+        self.recorded["start"] = self.masters(trainer)
+
+    def on_train_end(self, trainer, pl_module):
+        self.recorded["end"] = self.masters(trainer)
+
+    def masters(self, trainer):
+        state = trainer.strategy._state.optimizer_state(trainer.optimizers[0])  # in full, whatever is saved
+        entries = state.get("state", {}).items()
+        return {self.names[key]: v[MASTER_WEIGHT].clone() for key, v in entries if MASTER_WEIGHT in v}
+
+
+def by_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=2e-3, momentum=0.9)
+
+
+def with_sgd(module):
+    module.configure_optimizers = lambda: by_sgd(module.parameters())
+
+
+def with_masters_by_hand(module):
+    module.optimizer_by_hand = HandWrittenMasters(module.parameters(), by_sgd)
+    module.configure_optimizers = lambda: module.optimizer_by_hand
+
+
+def masters_by_hand(run):
+    """In one process: the float32 masters at the start and at the end, by FQN."""
+
+    class Masters(Callback):
+        def __init__(self):
+            self.recorded = {}
+
+        def on_train_start(self, trainer, pl_module):
+            self.recorded["start"] = self.read(pl_module)
+
+        def on_train_end(self, trainer, pl_module):
+            self.recorded["end"] = self.read(pl_module)
+
+        def read(self, module):
+            names = [name for name, _ in module.named_parameters()]
+            masters = [master.detach().clone() for master in module.optimizer_by_hand.masters]
+            return dict(zip(names, masters, strict=True))
+
+    return fit_reference(
+        replace(run, callback=Masters, change=with_masters_by_hand, precision="bf16-true", strategy={})
+    )
+
+
+def plugin(**options):
+    return {"plugins": [HybridPrecision("bf16-true", **options)]}
+
+
+@layouts
+def test_master_weights_match_the_reference(worlds, layout):
+    batches = {"num_batches": 6, "dtype": torch.bfloat16}
+    run = Run("Layers", change=with_sgd, callback=KeepsMasters, trainer=plugin(master_weights=True), **batches)
+    run = replace(run, **LAYOUTS[layout])
+    [expected] = worlds.run(1, masters_by_hand, Run("Layers", dp=run.dp, **batches))
+    first, *others = worlds.run(run.world_size, fit, run, timeout=300)
+    assert first.extra["end"].keys() == expected.extra["end"].keys()
+    for name, master in expected.extra["end"].items():
+        here = first.extra["end"][name]
+        assert here.dtype is torch.float32
+        update = master - expected.extra["start"][name]
+        # Gradients are sums of bfloat16 numbers, which differ in their order.
+        assert float((here - master).norm()) < 0.03 * float(update.norm()), name
+        assert torch.equal(first.state[name], here.bfloat16()), f"{name} is not its rounded master weight"
+        for rank in others:
+            assert torch.equal(rank.state[name], first.state[name])
+
+
+def fit_exact(options, layout, epochs=1, resume=None, save=None, precision=None, kind=ExactSums):
+    """On a rank: fit the module whose gradients are exact; the state, and master weights on the first rank."""
+    replicas = layout.get("dp", 1)
+    dtype = torch.bfloat16 if precision is None else torch.float32
+    module = kind().to(dtype)
+    keeps = KeepsMasters()
+    how = plugin(**options) if precision is None else {"precision": precision}
+    strategy = Hybrid3DStrategy(**layout.get("strategy", {}))
+    own = {"max_epochs": epochs, "use_distributed_sampler": False, **how}
+    trainer = trainer_of(replicas, strategy, [keeps], **own)
+    replica = trainer.strategy.cluster_environment.global_rank() % replicas
+    data = [{"x": torch.full((1, 1), float(i % 5 - 1), dtype=dtype)} for i in range(8)]
+    trainer.fit(module, DataLoader(data[replica::replicas], batch_size=4 // replicas), ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return {name: value.clone() for name, value in module.state_dict().items()}, keeps.recorded
+
+
+EXACT = {
+    "replicas": {"dp": 2},
+    "zero1": {"dp": 2, "strategy": {"zero_stage": 1}},
+    "zero2": {"dp": 2, "strategy": {"zero_stage": 2}},
+    "zero3": {"dp": 2, "strategy": {"zero_stage": 3}},
+    "zero3, offloaded": {"dp": 2, "strategy": {"zero_stage": 3, "offload": "cpu"}},
+    "zero2, in the backward": {"dp": 2, "strategy": {"zero_stage": 2, "optimizer_in_backward": True}},
+}
+
+
+@pytest.mark.parametrize("options", [{"master_weights": True}, {"stochastic_rounding": True}], ids=str)
+@pytest.mark.parametrize("layout", [n if n == "zero3" else pytest.param(n, marks=pytest.mark.slow) for n in EXACT])
+def test_layouts_agree_bitwise_where_gradients_are_exact(worlds, layout, options):
+    [(expected, masters)] = worlds.run(1, fit_exact, options, {}, 2)
+    [(nearest, _)] = worlds.run(1, fit_exact, {}, {}, 2)
+    assert any(not torch.equal(nearest[name], value) for name, value in expected.items())
+    ranks = worlds.run(2, fit_exact, options, EXACT[layout], 2)
+    for state, _ in ranks:
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+    assert ranks[0][1]["end"].keys() == masters["end"].keys()
+    assert all(torch.equal(ranks[0][1]["end"][name], master) for name, master in masters["end"].items())
+
+
+@pytest.mark.parametrize("layout", ["replicas", "zero2", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_manual_optimization_steps_master_weights(worlds, layout):
+    options = {"master_weights": True}
+    [(expected, masters)] = worlds.run(1, fit_exact, options, {}, 2)
+    ranks = worlds.run(2, fit_manually, options, EXACT[layout])
+    for state, _ in ranks:
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+    assert all(torch.equal(ranks[0][1]["end"][name], master) for name, master in masters["end"].items())
+
+
+def fit_manually(options, layout):
+    return fit_exact(options, layout, 2, kind=ManualExactSums)
+
+
+@pytest.mark.parametrize("saves_folder", [False, True], ids=["file", "folder"])
+def test_checkpoints_have_master_weights_for_any_layout(worlds, tmp_path, saves_folder):
+    path, options = str(tmp_path / "saved.ckpt"), {"master_weights": True}
+    saving = {"dp": 2, "strategy": {"zero_stage": 3, "save_distributed_checkpoint": saves_folder}}
+    straight, _ = worlds.run(2, fit_exact, options, saving, 2)[0]
+    _, saved = worlds.run(2, fit_exact, options, saving, 1, None, path)[0]
+    assert saved["end"]
+    for layout, size in (({}, 1), ({"dp": 2, "strategy": {"zero_stage": 1}}, 2)):
+        state, masters = worlds.run(size, fit_exact, options, layout, 2, path)[0]
+        assert all(torch.equal(masters["start"][name], master) for name, master in saved["end"].items())
+        assert all(torch.equal(state[name], value) for name, value in straight.items())
+
+
+def resumed_with_warnings(options, layout, path, precision=None):
+    with pytest.warns(UserWarning, match="the checkpoint has float32 master weights"):
+        return fit_exact(options, layout, 1, path, None, precision)
+
+
+def test_resumed_without_master_weights_and_with_them_again(worlds, tmp_path):
+    zero3, options = {"dp": 2, "strategy": {"zero_stage": 3}}, {"master_weights": True}
+    path, without = str(tmp_path / "masters.ckpt"), str(tmp_path / "without.ckpt")
+    saved, masters = worlds.run(2, fit_exact, options, zero3, 1, None, path)[0]
+    [(state, recorded)] = worlds.run(1, resumed_with_warnings, {}, {}, path)
+    assert not recorded and all(torch.equal(state[name], value) for name, value in saved.items())
+    [(state, _)] = worlds.run(1, resumed_with_warnings, {}, {}, path, "32-true")
+    assert all(torch.equal(state[name], master) for name, master in masters["end"].items())
+    # One more epoch without, then with them: they start at the parameters.
+    [(other, _)] = worlds.run(1, fit_exact, {}, {}, 1, None, without)
+    _, recorded = worlds.run(2, fit_exact, options, zero3, 2, without)[0]
+    assert recorded["end"].keys() == other.keys()
+
+
+def lines_and_bytes(options):
+    """On a rank: the estimated bytes of states of the first rank, and those that there are."""
+    from lightning_hybrid.strategies.description.memory_of_stages import memory_of_stages
+
+    module = ExactSums().bfloat16()
+    trainer = trainer_of(2, Hybrid3DStrategy(zero_stage=3), [], **plugin(**options))
+    found = {}
+
+    class Measure(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            run, optimizers = trainer.strategy.run, trainer.optimizers
+            [memory] = memory_of_stages(run, optimizers, 1)
+            tensors = [v for entry in optimizers[0].state.values() for v in entry.values() if v.dim()]
+            found.update(estimated=memory.optimizer_states, present=sum(t.nbytes for t in tensors))
+
+    trainer.callbacks.append(Measure())
+    data = [{"x": torch.ones(1, 1, dtype=torch.bfloat16)} for _ in range(4)]
+    trainer.fit(module, DataLoader(data, batch_size=2))
+    return found
+
+
+@pytest.mark.parametrize("options", [{"master_weights": True}, {"stochastic_rounding": True}, {}], ids=str)
+def test_states_are_estimated_with_master_weights(worlds, options):
+    first = worlds.run(2, lines_and_bytes, options)[0]
+    elements = (3 * 4 + 4 + 17 * 2) * {"master_weights": 12, "stochastic_rounding": 8}.get(next(iter(options), ""), 4)
+    assert first["present"] == elements
+    assert abs(first["estimated"] - elements) <= 4 * 3 * 3  # counts of steps
+
+
+class CombinesParameters(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def with_own_class(module):
+    module.configure_optimizers = lambda: CombinesParameters(module.parameters(), lr=1e-3)
+
+
+def local_sgd():
+    return LocalSGD(every=2)
+
+
+REFUSED = {
+    "averages parameters, and master_weights=True keeps": Run(
+        "Layers", dp=2, change=with_sgd, callback=local_sgd, trainer=plugin(master_weights=True)
+    ),
+    "stochastic_rounding=True: zero_stage with manual optimization": Run(
+        ManuallyByMuon, dp=2, strategy={"zero_stage": 1}, trainer=plugin(stochastic_rounding=True)
+    ),
+    "CombinesParameters may combine several parameters": Run(
+        "Layers", dp=2, change=with_own_class, strategy={"zero_stage": 3}, trainer=plugin(master_weights=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(worlds, words):
+    run = replace(copy.copy(REFUSED[words]), dtype=torch.bfloat16)
+    for text in worlds.run(2, refusal, fit, run):
+        assert text.startswith(("PrecisionError", "LayoutError")) and words in text
+
+
+def test_random_rounding_needs_the_places_of_elements():
+    random, kept = (HybridPrecision("bf16-true", **{name: True}) for name in ("stochastic_rounding", "master_weights"))
+    cuda, states = torch.device("cuda", 0), {"optimizer_states"}
+    check_random_rounding(random, torch.device("cpu"), states, shards_manual_steps=False)
+    check_random_rounding(kept, cuda, states, shards_manual_steps=True)
+    with pytest.raises(PrecisionError, match="offload of optimizer states from cuda:0 steps copies"):
+        check_random_rounding(random, cuda, states, shards_manual_steps=False)
+
+
+def fit_by_lightning():
+    """On a rank: the hand-written reference and master weights, both under Lightning's own strategy."""
+    states = []
+    for change, plugins in ((with_masters_by_hand, plugin()), (with_sgd, plugin(master_weights=True))):
+        run = Run("Layers", dtype=torch.bfloat16, change=change, num_batches=4)
+        states.append(fit_reference(replace(run, trainer=plugins)).state)
+    return states
+
+
+def test_a_strategy_of_lightning_steps_master_weights(worlds):
+    [(expected, state)] = worlds.run(1, fit_by_lightning)
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+YAML = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  strategy:
+    class_path: lightning_hybrid.Hybrid3DStrategy
+    init_args: {zero_stage: 2}
+  plugins:
+    - class_path: lightning_hybrid.HybridPrecision
+      init_args: {precision: bf16-true, master_weights: true, reduce_dtype: float32, gather_dtype: bfloat16}
+"""
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(Samples("vectors", 12, torch.float32), batch_size=2)
+
+
+class ByAdamW(Layers):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def fit_by_yaml(path):
+    cli = LightningCLI(ByAdamW, Data, args=["fit", "--config", path], save_config_callback=None)
+    precision = cli.trainer.precision_plugin
+    has_masters = all(MASTER_WEIGHT in entry for entry in cli.trainer.optimizers[0].state.values())
+    dtypes = {p.dtype for p in cli.model.parameters()}
+    return precision.master_weights, precision.reduce_dtype, precision.gather_dtype, has_masters, dtypes
+
+
+def test_options_in_yaml(worlds, tmp_path):
+    (tmp_path / "config.yaml").write_text(YAML)
+    for found in worlds.run(2, fit_by_yaml, str(tmp_path / "config.yaml"), timeout=120):
+        assert found == (True, torch.float32, torch.bfloat16, True, {torch.bfloat16})
