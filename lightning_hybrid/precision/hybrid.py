@@ -9,12 +9,14 @@ from typing import Any, Literal, get_args
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.namespaces.converted_objects import convert
 from lightning_hybrid.namespaces.lightning_namespaces import namespace_of
+from lightning_hybrid.precision.float8 import Float8, Float8Layers
 from lightning_hybrid.precision.norm import MeshNorm
 from lightning_hybrid.precision.scaler import MeshGradScaler
 
@@ -33,6 +35,7 @@ class HybridPrecision(MixedPrecision):
         precision: the number format, as Lightning spells it.
         device: where `torch.autocast` applies; by default where the model is.
         scaler: the settings of the loss scale, for "16-mixed" only.
+        float8: multiply in the linear layers in float8; everything else stays in the precision above.
 
     Attributes:
         mesh: the mesh of `connect_mesh`.
@@ -48,6 +51,7 @@ class HybridPrecision(MixedPrecision):
         precision: PrecisionName = "32-true",
         device: str | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        float8: Float8 | None = None,
     ) -> None:
         # MixedPrecision's own __init__ is for two of the six precisions; its methods are right for the others too.
         if precision not in get_args(PrecisionName):
@@ -56,6 +60,8 @@ class HybridPrecision(MixedPrecision):
             raise ValueError(
                 f"precision={precision!r} takes no scaler but got {scaler}; leave it out, or set precision='16-mixed'"
             )
+        self.float8 = float8
+        self._float8_layers: Float8Layers | None = None
         self.precision = precision
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._follows_model = device is None
@@ -145,8 +151,18 @@ class HybridPrecision(MixedPrecision):
         return super().connect(model, optimizers, lr_schedulers)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Converts parameters and buffers to the dtype of a "-true" precision."""
-        return self._format.convert_module(module)
+        """Converts parameters and buffers to the dtype of a "-true" precision, and linear layers to float8."""
+        module = self._format.convert_module(module)
+        if self.float8 is not None:
+            self._restore_linears()
+            self._float8_layers = self.float8.convert(module)
+            rank_zero_info(str(self._float8_layers))
+        return module
+
+    def _restore_linears(self) -> None:
+        if self._float8_layers is not None:
+            self._float8_layers.restore()
+            self._float8_layers = None
 
     def convert_input(self, data: Any) -> Any:
         """Converts a batch to the dtype of a "-true" precision."""
@@ -206,6 +222,7 @@ class HybridPrecision(MixedPrecision):
     def teardown(self) -> None:
         """Disconnects the mesh, whose process groups end with the run."""
         super().teardown()
+        self._restore_linears()
         self.mesh = self._norm = None
         self.around_clipping = nullcontext
         if self.scaler is not None:
@@ -213,7 +230,7 @@ class HybridPrecision(MixedPrecision):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the number format and the loss scale, without process groups."""
-        return {**vars(self), "mesh": None, "_norm": None}
+        return {**vars(self), "mesh": None, "_norm": None, "_float8_layers": None}
 
     @property
     def _is_mixed(self) -> bool:
