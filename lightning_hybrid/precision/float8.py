@@ -190,6 +190,7 @@ def _config(recipe: str, emulate: bool) -> Any:
     # Attributes of a frozen dataclass whose __post_init__ has filled in others.
     object.__setattr__(config, "emulate", emulate)
     object.__setattr__(config, "round_scales_to_power_of_2", True)
+    object.__setattr__(config, "pad_inner_dim", True)  # batches of any number of rows
     return config
 
 

@@ -22,6 +22,7 @@ from harness.fits import trainer_of
 from lightning_hybrid.checkpoint.convert_between_folder_and_file import to_file, to_folder
 from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
 from lightning_hybrid.errors import CheckpointError
+from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import (
     dicts_as_subclasses,
     inner_tensors,
@@ -57,11 +58,15 @@ def assert_same_states(states, expected):
     assert states.keys() == expected.keys()
     for number, entry in expected.items():
         assert entry.keys() == states[number].keys()
-        for key, value in entry.items():
-            other = states[number][key]
-            assert type(other) is type(value) and other.shape == value.shape
+        pairs = zip(flatten(states[number])[0], flatten(entry)[0], strict=True)
+        for other, value in pairs:
+            assert type(other) is type(value)
+            if not torch.is_tensor(value):
+                assert other == value
+                continue
+            assert other.shape == value.shape
             for a, b in zip(inner_tensors(other), inner_tensors(value), strict=True):
-                assert a.dtype == b.dtype and torch.equal(a.float(), b.float()), f"{number}.{key}"
+                assert a.dtype == b.dtype and torch.equal(a.float(), b.float()), number
 
 
 def slow(*values):

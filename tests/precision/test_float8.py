@@ -1,15 +1,18 @@
 """Linear layers in float8: the layers of torchao, equal in all layouts that keep the tensors of a layer together."""
 
 import copy
+import importlib
 import importlib.util
 import sys
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from harness.fits import Run, check, fit, refusal, trainer_of
+from harness.fits import Run, check, fit, fit_joined_batches, reference_of, refusal, trainer_of
 from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
 from lightning_hybrid.errors import Float8Error
 from lightning_hybrid.layout import ParallelLayout
@@ -119,6 +122,58 @@ def test_recipes(recipe):
     assert 1e-4 < error < 0.1
 
 
+class Saving(Recorded):
+    """Saves while its layers are converted."""
+
+    def on_train_batch_end(self, *_):
+        self.keys = set(self.trainer._checkpoint_connector.dump_checkpoint()["state_dict"])
+
+
+def test_checkpoints_have_the_keys_of_plain_layers():
+    module = make(Saving, torch.float32)
+    trainer_of(1, Hybrid3DStrategy(), [], **plugins()).fit(module, DataLoader(Samples(module.kind, 4, torch.float32)))
+    assert module.keys == set(Layers().state_dict())
+
+
+def test_a_module_without_storage():
+    trainer = trainer_of(1, Hybrid3DStrategy(num_microbatches=2), [], **plugins())
+    torch.manual_seed(0)
+    with trainer.init_module(empty_init=True):
+        module = Recorded()
+    loader = DataLoader(Samples(module.kind, 8, torch.float32), batch_size=4)
+    trainer.fit(module, loader)
+    torch.manual_seed(0)
+    plain = Recorded()
+    trainer_of(1, Hybrid3DStrategy(num_microbatches=2), [], **plugins()).fit(plain, loader)
+    assert "Float8Linear" in module.kinds
+    torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+YAML = """
+seed_everything: 7
+trainer:
+  accelerator: cpu
+  logger: false
+  plugins:
+    - class_path: lightning_hybrid.HybridPrecision
+      init_args:
+        precision: bf16-mixed
+        float8: {exclude: [head, "layers.0.*"], recipe: rowwise, emulate: true}
+"""
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_from_yaml(tmp_path, package):
+    path = tmp_path / "float8.yaml"
+    path.write_text(YAML)
+    cli = importlib.import_module(f"{package}.cli").LightningCLI
+    module = importlib.import_module(package).LightningModule
+    with mock.patch.object(sys, "argv", ["fit.py", "--config", str(path)]):
+        plugin = cli(module, run=False, save_config_callback=None).trainer.precision_plugin
+    assert plugin.precision == "bf16-mixed"
+    assert plugin.float8 == Float8(exclude=["head", "layers.0.*"], recipe="rowwise", emulate=True)
+
+
 # --- layouts ---------------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
@@ -139,14 +194,17 @@ LAYOUTS = {
 )
 def test_parity(worlds, layout):
     run = Run("Layers", num_batches=3, dtype=torch.float32, trainer=plugins(), **LAYOUTS[layout])
-    check(worlds, run, tolerance=1e-5, timeout=300)
+    _, expected = check(worlds, run, tolerance=1e-5, timeout=300)
+    plain = reference_of(worlds, replace(run, trainer={}))
+    difference = max(float(abs(a / b - 1)) for a, b in zip(expected.losses, plain.losses, strict=True))
+    assert difference > 1e-4, "the products are in float8"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_bfloat16_over_stages(worlds, precision):
     run = Run("Layers", pp=2, dtype=torch.float32, trainer=plugins(precision))
-    check(worlds, run, tolerance=2e-2, timeout=300)
+    check(worlds, run, fit_joined_batches, tolerance=2e-2, timeout=300)
 
 
 @pytest.mark.slow

@@ -113,9 +113,15 @@ FAST = {("8bit", "zero3"), ("bitsandbytes", "tp2")}
 )
 def test_parity(worlds, name, layout):
     """Blocks are those of one process, since owners have full states."""
-    dtype = torch.float32 if name == "bitsandbytes" else torch.float64
-    run = Run(MODULES[name], num_batches=4, dtype=dtype, callback=Uncompiled, **LAYOUTS[layout])
-    check(worlds, run, timeout=300, tolerance=1e-4 if name == "bitsandbytes" else 1e-10)
+    check(worlds, Run(MODULES[name], num_batches=4, callback=Uncompiled, **LAYOUTS[layout]), timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_parity_in_32_bits(worlds, name):
+    """Gradients differ by their last bits, and so a few states by one code."""
+    run = Run(MODULES[name], num_batches=4, dtype=torch.float32, callback=Uncompiled, **LAYOUTS["tp2 x pp2 x zero3"])
+    check(worlds, run, timeout=300, tolerance=1e-3)
 
 
 def compiled(run):
@@ -144,7 +150,7 @@ def override(module):
 REFUSED = {
     "offload": (Run(By8bit, strategy={"offload": "cpu"}), "offload='cpu' moves the states of AdamW8bit"),
     "overrides": (
-        Run(ByBitsandbytes, dp=2, strategy={"zero_stage": 3}, change=override, dtype=torch.float32),
+        Run(ByBitsandbytes, dp=2, strategy={"zero_stage": 3}, change=override),
         "overrides options of 1 parameters of AdamW8bit",
     ),
 }
