@@ -66,6 +66,18 @@ class ActivationError(HybridError, ValueError):
     docs = "reference/exceptions.md#activationerror"
 
 
+class Float8Error(HybridError, ValueError):
+    """Linear layers cannot multiply in float8 as requested."""
+
+    docs = "reference/exceptions.md#float8error"
+
+
+class QuantizedStatesError(HybridError, ValueError):
+    """An optimizer with quantized states cannot be used with these options."""
+
+    docs = "reference/exceptions.md#quantizedstateserror"
+
+
 class TensorPlanError(HybridError, ValueError):
     """A ``tensor_parallel_plan`` names no module, or requests what cannot be done or is not proved."""
 

@@ -16,6 +16,7 @@ from lightning_hybrid.checkpoint.flat_state import OPTIMIZERS, named_state, put_
 from lightning_hybrid.checkpoint.read_checkpoint_folder import ReadRequest, SavedFolder
 from lightning_hybrid.checkpoint.write_checkpoint_folder import prepare, write
 from lightning_hybrid.errors import CheckpointError
+from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import subclasses_as_dicts
 
 _LARGE_BYTES = 1 << 20
 
@@ -52,7 +53,10 @@ def to_file(source: Path, target: Path, *, weights_only: bool = True, tell: Tell
 
         complete = Path(scratch) / "complete"
         with complete.open("wb") as file:
-            torch.save(put_tensors(rest, tensor), file)
+            filled = put_tensors(rest, tensor)
+            if OPTIMIZERS in filled:
+                filled[OPTIMIZERS] = saved.with_subclasses(filled[OPTIMIZERS])
+            torch.save(filled, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(complete, target)
@@ -95,7 +99,7 @@ def to_folder(source: Path, target: Path, *, weights_only: bool = True, tell: Te
         raise CheckpointError(f"{source} is no checkpoint of Lightning: it has no 'state_dict'", entry="other-kind")
     state: dict[str, Any] = dict(checkpoint)
     if OPTIMIZERS in state:
-        state[OPTIMIZERS] = [named_state(one) for one in state[OPTIMIZERS]]
+        state[OPTIMIZERS] = [named_state(subclasses_as_dicts(one)) for one in state[OPTIMIZERS]]
     about = {
         "layout": {},
         "versions": {"torch": torch.__version__, "lightning": state.get("pytorch-lightning_version")},

@@ -22,6 +22,7 @@ from lightning_hybrid.parts.shard_boxes import Shape, ShardBoxes, shard_of
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_ranks
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import subclasses_as_dicts
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, full_shape, is_absent
 
 # The ranks with the same boxes as this one, of which one writes: those of all replicas, or only of the first, where
@@ -230,6 +231,7 @@ class LocalState:
         for key, entry in state["state"].items():
             if any(is_absent(leaf) for leaf in flatten(entry)[0]):  # stand-ins, for a parameter of another rank
                 continue
+            entry = subclasses_as_dicts(entry)
             if isinstance(key, int):
                 name, parameter = names[key], parameters[key]
                 entries[name] = map_leaves(partial(self._leaf, name, parameter), entry)

@@ -35,6 +35,7 @@ from lightning_hybrid.checkpoint.owned_shards_and_local_states import LocalState
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.parts.shard_boxes import ShardBoxes
 from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import dicts_as_subclasses
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 
 _OTHER_MODEL = "load it into the model that it was made from"
@@ -170,6 +171,10 @@ class SavedFolder:
         self.read([each for key, each in requests.items() if key not in skipped])
         return tree
 
+    def with_subclasses(self, states: Any) -> Any:
+        """States of an optimizer with the tensors of their own classes that were saved as dicts."""
+        return dicts_as_subclasses(states, trusts=not self._weights_only)
+
 
 class SavedOptimizer(Mapping[str, Any]):
     """The state of an optimizer in torch's form; its tensors are read when ``state`` is accessed."""
@@ -179,7 +184,9 @@ class SavedOptimizer(Mapping[str, Any]):
         self._named = state
 
     def __getitem__(self, key: str) -> Any:
-        return torch_state(self._saved.filled(dict(self._named)))["state"] if key == "state" else self._torch_state[key]
+        if key != "state":
+            return self._torch_state[key]
+        return self._saved.with_subclasses(torch_state(self._saved.filled(dict(self._named)))["state"])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._torch_state)
@@ -189,7 +196,8 @@ class SavedOptimizer(Mapping[str, Any]):
 
     @property
     def _torch_state(self) -> dict[str, Any]:
-        return torch_state(self._named)
+        groups = self._saved.filled(self._named["param_groups"])  # a learning rate may be a tensor
+        return torch_state({**self._named, "param_groups": groups})
 
     def local_state(self, optimizer: Optimizer, local: LocalState) -> dict[str, Any]:
         """Read the state of this rank's parameters of an optimizer, or shards of them, by number.
@@ -217,11 +225,11 @@ class SavedOptimizer(Mapping[str, Any]):
         self._saved.read(requests)
         known = set(saved_names)
         others = {key: self._saved.filled(entry) for key, entry in self._named["state"].items() if key not in known}
-        groups = [dict(group) for group in self._named["param_groups"]]
+        groups = [dict(group) for group in self._torch_state["param_groups"]]
         if by_name and names != saved_names:
             numbered = optimizer.state_dict()["param_groups"]
             groups = [{**saved, "params": group["params"]} for saved, group in zip(groups, numbered, strict=True)]
-        return {"state": {**states, **others}, "param_groups": groups}
+        return {"state": self._saved.with_subclasses({**states, **others}), "param_groups": groups}
 
     def _request_tensor(
         self, requests: list[ReadRequest], local: LocalState, name: str, parameter: Tensor, key: str

@@ -3,12 +3,13 @@
 from typing import TYPE_CHECKING
 
 from lightning_hybrid.namespaces.detect_lightning_namespace import public_names
+from lightning_hybrid.precision.float8 import Float8
 from lightning_hybrid.precision.norm import MeshNorm
 from lightning_hybrid.precision.scaler import MeshGradScaler
 
 if TYPE_CHECKING:
     from lightning_hybrid.precision.hybrid import HybridPrecision
 
-__all__ = ["HybridPrecision", "MeshGradScaler", "MeshNorm"]
+__all__ = ["Float8", "HybridPrecision", "MeshGradScaler", "MeshNorm"]
 
 __getattr__ = public_names(__name__, "HybridPrecision")

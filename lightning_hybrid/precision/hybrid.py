@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,6 +17,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.namespaces.converted_objects import convert
 from lightning_hybrid.namespaces.lightning_namespaces import namespace_of
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
+from lightning_hybrid.precision.float8 import Float8, Float8Layers
 from lightning_hybrid.precision.float32_step import Float32Step, Rounding, check_float32_options, round_to_nearest
 from lightning_hybrid.precision.message_dtypes import MessageDtype, parse_message_dtype
 from lightning_hybrid.precision.norm import MeshNorm
@@ -46,6 +48,7 @@ class HybridPrecision(MixedPrecision):
             `MixedPrecisionPolicy`; that of the parameters if None. "float32", or `torch.float32`.
         gather_dtype: dtype in which ZeRO sends parameters (of FSDP2's `param_dtype`, the part that is sent); shards
             keep the parameters' dtype, which gathered values have too. That of the parameters if None.
+        float8: multiply in the linear layers in float8; everything else stays in the precision above.
 
     Attributes:
         mesh: the mesh of `connect_mesh`.
@@ -68,6 +71,7 @@ class HybridPrecision(MixedPrecision):
         stochastic_rounding: bool = False,
         reduce_dtype: MessageDtype | torch.dtype | None = None,
         gather_dtype: MessageDtype | torch.dtype | None = None,
+        float8: Float8 | None = None,
     ) -> None:
         # MixedPrecision's own __init__ is for two of the six precisions; its methods are right for the others too.
         if precision not in get_args(PrecisionName):
@@ -81,6 +85,8 @@ class HybridPrecision(MixedPrecision):
         self.reduce_dtype = parse_message_dtype("reduce_dtype", reduce_dtype)
         self.gather_dtype = parse_message_dtype("gather_dtype", gather_dtype)
         self._float32_steps: ExitStack | None = None  # while optimizers step in float32
+        self.float8 = float8
+        self._float8_layers: Float8Layers | None = None
         self.precision = precision
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._follows_model = device is None
@@ -211,8 +217,18 @@ class HybridPrecision(MixedPrecision):
         return super().connect(model, optimizers, lr_schedulers)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Converts parameters and buffers to the dtype of a "-true" precision."""
-        return self._format.convert_module(module)
+        """Converts parameters and buffers to the dtype of a "-true" precision, and linear layers to float8."""
+        module = self._format.convert_module(module)
+        if self.float8 is not None:
+            self._restore_linears()
+            self._float8_layers = self.float8.convert(module)
+            rank_zero_info(str(self._float8_layers))
+        return module
+
+    def _restore_linears(self) -> None:
+        if self._float8_layers is not None:
+            self._float8_layers.restore()
+            self._float8_layers = None
 
     def convert_input(self, data: Any) -> Any:
         """Converts a batch to the dtype of a "-true" precision."""
@@ -274,6 +290,7 @@ class HybridPrecision(MixedPrecision):
         super().teardown()
         if self._float32_steps is not None:
             self._float32_steps.close()
+        self._restore_linears()
         self.mesh = self._norm = self._float32_steps = None
         self.around_clipping = nullcontext
         if self.scaler is not None:
@@ -281,7 +298,7 @@ class HybridPrecision(MixedPrecision):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the number format and the loss scale, without process groups."""
-        return {**vars(self), "mesh": None, "_norm": None, "_float32_steps": None}
+        return {**vars(self), "mesh": None, "_norm": None, "_float32_steps": None, "_float8_layers": None}
 
     @property
     def _is_mixed(self) -> bool:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import holds_tensors, inner_tensors
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.memory_mapped_states import is_in_state_file
 
@@ -73,6 +74,8 @@ def _new_bytes(value: Any, device: torch.device, seen: set[int]) -> int:
     if not isinstance(value, Tensor) or is_absent(value):
         return 0
     value = value.to_local() if isinstance(value, DTensor) else value
+    if holds_tensors(value):  # a quantized state
+        return sum(_new_bytes(inner, device, seen) for inner in inner_tensors(value))
     if value.device.type != device.type or value.layout is not torch.strided:
         return value.nbytes if value.device.type == device.type else 0
     try:

@@ -77,6 +77,8 @@ class RunLifecycle:
         silence_sync_dist_advice()
         is_fitting = trainer.state.fn == "fit"
         world, options, precision = strategy.world, strategy.options, strategy.precision_plugin
+        if (float8 := getattr(precision, "float8", None)) is not None:
+            float8.check_layout(world.layout)
         if recompute is not None:
             check_scripted(module)
         norms = None

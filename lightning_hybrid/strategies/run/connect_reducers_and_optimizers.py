@@ -18,6 +18,7 @@ from lightning_hybrid.strategies.optimizer_steps.connect_full_parameter_steps im
     refuse_full_parameter_steps,
 )
 from lightning_hybrid.strategies.optimizer_steps.limits_of_float32_steps import check_full_reads, check_random_rounding
+from lightning_hybrid.strategies.optimizer_steps.refuse_quantized_states import check_quantized_states
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.connect_steps_in_backward import connect_steps_in_backward
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
@@ -47,6 +48,7 @@ def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer
     """Let optimizers, which hold the user's own Parameter objects, step local shards with reduced gradients."""
     setting, undo = run.setting, run.until_end
     _check_optimizers(optimizers, run.plan)
+    check_quantized_states(optimizers, setting.options, is_sharded=run.parts is not None)
     reducers, tied, counted = connect_gradients(
         setting.module,
         run.plan,

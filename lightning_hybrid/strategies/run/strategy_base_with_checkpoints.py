@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
@@ -85,7 +86,13 @@ class CheckpointedStrategy(RankedStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a folder or a file on every rank."""
-        return self._files.load(checkpoint_path, weights_only, super().load_checkpoint)
+        return self._files.load(checkpoint_path, weights_only, self._load_file)
+
+    def _load_file(self, path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if type(self.checkpoint_io) is not TorchCheckpointIO:
+            return super().load_checkpoint(path, weights_only=weights_only)
+        # Lightning passes a function that leaves storages on the host; torch loads no quantized states by a function.
+        return self.checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=weights_only)  # type: ignore[arg-type]
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, after the one being written is complete."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections import OrderedDict, defaultdict
@@ -14,7 +15,8 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_hybrid.optim.trust_ratio import SHARD_METHODS, TrustRatioOptimizer
 from lightning_hybrid.step.objects.pytree import flatten
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import holds_tensors, inner_tensors
+from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 from lightning_hybrid.zero.memory_mapped_states import state_tensors
 from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import STEP_HOOKS
 
@@ -51,14 +53,14 @@ def steps_independently(optimizer: Optimizer, *, restores_options: bool = False)
             for group in (first, second):
                 for number, p in enumerate(group["params"]):
                     p.grad = torch.cos(p.detach() * (number + 2) + round_)
-            type(optimizer).step(together)
+            _step(together)
             both, options = second["params"], dict(second)
             for p in both:
                 if restores_options:
                     second.clear()
                     second.update(options)
                 second["params"] = [p]
-                type(optimizer).step(one_by_one)
+                _step(one_by_one)
             second["params"] = both
     except Exception:
         return False
@@ -75,7 +77,7 @@ def skips_missing_gradients(optimizer: Optimizer) -> bool:
     before, states = second.detach().clone(), repr(twin.state.get(second))
     first.grad = torch.ones_like(first)
     try:
-        type(optimizer).step(twin)
+        _step(twin)
     except Exception:
         return False
     return torch.equal(second, before) and repr(twin.state.get(second)) == states
@@ -91,7 +93,7 @@ def state_element_sizes(optimizer: Optimizer) -> list[int | None] | None:
     twin = _small_twin(optimizer)
     for p in twin.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
-    type(optimizer).step(twin)
+    _step(twin)
     p = twin.param_groups[0]["params"][0]
     found: list[int | None] = []
     for value in state_tensors(twin.state.get(p)).values():
@@ -99,6 +101,21 @@ def state_element_sizes(optimizer: Optimizer) -> list[int | None] | None:
             return None
         found.append(None if value.dtype == p.dtype else value.element_size())
     return found
+
+
+def has_low_bit_states(optimizer: Optimizer) -> bool:
+    """Whether states of large parameters are quantized: in tensors of a class of their own, or of one byte each."""
+    sizes = StateSizes(optimizer)
+    return any(sizes.are_quantized(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def _step(twin: Any) -> None:
+    """The step of a copy's class, without those that replace it; what it compiles runs uncompiled."""
+    step = type(twin).step
+    # The compiler takes seconds to import, and minutes for the shapes of all trials.
+    is_compiled = step.__module__.startswith(_COMPILED)
+    with torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext():
+        step(twin)
 
 
 def _small_twin(optimizer: Optimizer) -> Any:
@@ -109,11 +126,17 @@ def _small_twin(optimizer: Optimizer) -> Any:
 def _twin(optimizer: Optimizer, parameters: list[nn.Parameter], group: int = 0) -> Any:
     """Copy an optimizer's class, and the options of one of its groups, for other parameters in one group."""
     twin: Any = copy.copy(optimizer)
-    options = {name: value for name, value in optimizer.param_groups[group].items() if name != "params"}
+    options = {name: copy.copy(value) for name, value in optimizer.param_groups[group].items() if name != "params"}
+    if (lr := options.get("lr")) is not None:  # a warmup begins at 0, where all optimizers do the same: nothing
+        options["lr"] = torch.full_like(lr, _LR) if isinstance(lr, Tensor) else _LR
     twin.param_groups, twin.state = [{**options, "params": parameters}], defaultdict(dict)
     if getattr(type(optimizer), INDEPENDENT, False):  # torch copies no attributes of a class of a third party
         plain = {name: value for name, value in vars(optimizer).items() if isinstance(value, bool | int | float | str)}
         twin.__dict__.update(plain | {name: None for name, value in vars(optimizer).items() if value is None})
+    elif type(optimizer).step.__module__.startswith(_WITH_ATTRIBUTES):
+        inherited = vars(Optimizer([nn.Parameter(torch.zeros(()))], {})).keys() | {"step"}
+        own = {name: value for name, value in vars(optimizer).items() if name not in inherited}
+        twin.__dict__.update((name, copy.copy(value)) for name, value in own.items())
     made = _states_before_first_step(optimizer)
     for p in parameters:
         twin.state[p].update((name, _state_like(value, p)) for name, value in made.items())
@@ -140,10 +163,17 @@ def _state_like(value: Any, p: Tensor) -> Any:
 
 
 def can_step_shards(optimizer: Optimizer) -> bool:
-    """Whether an optimizer steps shards of a parameter as it steps the full one; tried on a small one."""
+    """Whether an optimizer steps shards of a parameter as it steps the full one; tried on a small and a larger one.
+
+    States of the larger one are quantized by the optimizers that do so, in blocks that the shards do not respect.
+    """
+    return all(_steps_shards_of(optimizer, shape) for shape in (_SMALL, _IN_BLOCKS))
+
+
+def _steps_shards_of(optimizer: Optimizer, shape: tuple[int, int]) -> bool:
     generator = torch.Generator().manual_seed(0)
-    full_tensor = torch.rand(4, 6, dtype=torch.float64, generator=generator) + 0.1
-    gradients = [torch.rand(4, 6, dtype=torch.float64, generator=generator) - 0.4 for _ in range(2)]
+    full_tensor = torch.rand(shape, dtype=torch.float64, generator=generator) + 0.1
+    gradients = [torch.rand(shape, dtype=torch.float64, generator=generator) - 0.4 for _ in range(2)]
     try:
         expected = _stepped(optimizer, [full_tensor], [[gradient] for gradient in gradients])[0]
         for dim in (0, 1):
@@ -162,12 +192,14 @@ def _stepped(optimizer: Optimizer, starts: list[Tensor], gradients: list[list[Te
     for given in gradients:
         for parameter, gradient in zip(parameters, given, strict=True):
             parameter.grad = gradient.clone()
-        type(optimizer).step(twin)
+        _step(twin)
     return [parameter.detach() for parameter in parameters]
 
 
 # Their steps look at one parameter at a time; following them would only cost time.
-_PER_PARAMETER = ("torch.", "transformers.", "bitsandbytes.", "lightning_hybrid.optim.")
+_PER_PARAMETER = ("torch.", "torchao.", "transformers.", "bitsandbytes.", "lightning_hybrid.optim.")
+_COMPILED = ("torchao.",)  # compile their steps
+_WITH_ATTRIBUTES = ("torchao.", "bitsandbytes.")  # have options beside those of their groups
 
 
 def combines_parameters(optimizer: Optimizer) -> bool:
@@ -201,6 +233,7 @@ class StateSizes:
         self._copy_bytes = 4 if copies else 0
         self._groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._tried: dict[Any, list[tuple[list[int], int, int]] | None] = {}
+        self._quantized: dict[Any, bool] = {}
 
     def steps(self, parameter: Tensor) -> bool:
         """Whether the optimizer steps this parameter."""
@@ -209,31 +242,63 @@ class StateSizes:
     def nbytes(self, parameter: Tensor, shape: Sequence[int]) -> int | None:
         """The bytes of the states of a parameter after its first step; None if a step on a small one fails.
 
+        Those that are quantized belong to one owner of a sharded parameter; of these, its share of the elements counts.
+
         Args:
             parameter: Of the optimizer; absent or not.
             shape: Of the shard that is stepped.
         """
         widens = self._in_float32 and parameter.dtype is torch.bfloat16
+        copies = self._copy_bytes * math.prod(shape) if widens else 0
+        if self.are_quantized(parameter):
+            full = max(1, math.prod(full_shape(parameter)))
+            return copies + self._bytes_in_blocks(parameter, full) * math.prod(shape) // full
         key = self._groups[id(parameter)], len(shape), torch.float32 if widens else parameter.dtype
         if key not in self._tried:
             self._tried[key] = self._try(*key)
         tried = self._tried[key]
         if tried is None:
             return None
-        copies = self._copy_bytes * math.prod(shape) if widens else 0
         return copies + sum(math.prod(shape[dim] for dim in dims) * other * itemsize for dims, other, itemsize in tried)
 
-    def _try(self, group: int, ndim: int, dtype: torch.dtype) -> list[tuple[list[int], int, int]] | None:
-        """For each state tensor, the dims of the parameter that it has, its other elements, and their size."""
-        sizes = _DISTINCT_SIZES[:ndim]
+    def are_quantized(self, parameter: Tensor) -> bool:
+        """Whether the states of a parameter of this dtype and group are quantized if it is large."""
+        key = self._groups[id(parameter)], parameter.dtype
+        if key not in self._quantized:
+            states = self._states_of(*key, _IN_BLOCKS) or []
+            is_one_byte = [state.element_size() == 1 and state.numel() > 1 for state in states]
+            self._quantized[key] = any(is_one_byte) or any(map(holds_tensors, states))
+        return self._quantized[key]
+
+    def _bytes_in_blocks(self, parameter: Tensor, numel: int) -> int:
+        """Bytes of quantized states, which grow by the same number with each _PERIOD of elements.
+
+        Below twice that number, states of the very size are made.
+        """
+        key = self._groups[id(parameter)], parameter.dtype
+        first = numel if numel < 2 * _PERIOD else numel % _PERIOD + _PERIOD
+        periods = (numel - first) // _PERIOD
+        sizes = [self._states_of(*key, (count,)) or [] for count in (first, first + _PERIOD)[: 2 if periods else 1]]
+        nbytes = [sum(inner.nbytes for state in states for inner in inner_tensors(state)) for states in sizes]
+        return nbytes[0] + periods * (nbytes[-1] - nbytes[0])
+
+    def _states_of(self, group: int, dtype: torch.dtype, sizes: Sequence[int]) -> list[Tensor] | None:
+        """The state tensors of a parameter of these sizes after a step; None if the step fails."""
         p = nn.Parameter(torch.ones(sizes, dtype=dtype))
         p.grad = torch.ones_like(p)
         twin = _twin(self._optimizer, [p], group)
         try:
-            type(self._optimizer).step(twin)
+            _step(twin)
         except Exception:  # it needs a closure, several parameters, or another device
             return None
-        states = [value for value in flatten(twin.state.get(p, {}))[0] if isinstance(value, Tensor)]
+        return [value for value in flatten(twin.state.get(p, {}))[0] if isinstance(value, Tensor)]
+
+    def _try(self, group: int, ndim: int, dtype: torch.dtype) -> list[tuple[list[int], int, int]] | None:
+        """For each state tensor, the dims of the parameter that it has, its other elements, and their size."""
+        sizes = _DISTINCT_SIZES[:ndim]
+        states = self._states_of(group, dtype, sizes)
+        if states is None:
+            return None
         found = []
         for state in states:
             dims = [sizes.index(size) for size in state.shape if size in sizes]
@@ -243,3 +308,6 @@ class StateSizes:
 
 
 _DISTINCT_SIZES = (5, 7, 3, 2, 11, 13)
+_SMALL, _IN_BLOCKS = (4, 6), (64, 128)  # blocks of quantized states have up to some 2,048 elements, tensors 4,096
+_PERIOD = 2**15
+_LR = 0.1

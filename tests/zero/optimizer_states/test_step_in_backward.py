@@ -9,12 +9,13 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
 
-from harness.fits import Run, fit, trainer_of
+from harness.fits import Run, fit, refusal, trainer_of
 from harness.zero_runs import assert_bits
 from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
 from lightning_hybrid.errors import BackwardStepError
 from lightning_hybrid.zero.optimizer_states.step_in_backward import InPlaceSubsetStep, StepsInBackward
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import skips_missing_gradients
+from models.full_parameter_optimizers import ByMuon
 
 
 class Stepped(Callback):
@@ -273,6 +274,19 @@ def test_what_is_refused(module, options, strategy, message):
     )
     with pytest.raises(BackwardStepError, match=f"^optimizer_in_backward=True: .*{re.escape(message)}.*=False"):
         trainer.fit(module(), batches(1))
+
+
+OWNED = Run(ByMuon, dp=2, strategy=zero(3, optimizer_in_backward=True))
+
+
+@pytest.mark.parametrize(
+    "run", [OWNED, Run(ByMuon, tp=2, strategy={"optimizer_in_backward": True})], ids=["zero", "tp"]
+)
+def test_steps_at_owners_are_refused(worlds, run):
+    for text in worlds.run(2, refusal, fit, run):
+        assert re.search(
+            "BackwardStepError: optimizer_in_backward=True: Muon steps full parameters, whose shards", text
+        )
 
 
 class DecaysAll(torch.optim.SGD):

@@ -1,0 +1,164 @@
+"""Optimizers with quantized states: found by a trial, parity with one process, bytes, and what is refused."""
+
+import importlib.util
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from harness.fits import Run, check, fit, refusal
+from lightning_hybrid.callbacks.monitors.memory_of_tensors import bytes_by_kind, find_holders
+from lightning_hybrid.zero.optimizer_states.try_optimizer_step import (
+    StateSizes,
+    can_step_shards,
+    has_low_bit_states,
+    steps_full_parameters,
+)
+from models.quantized_optimizers import MODULES, By8bit, ByBitsandbytes, Uncompiled
+
+NAMES = list(MODULES)
+
+
+@pytest.fixture(autouse=True)
+def _installed(request):
+    name = getattr(request.node, "callspec", None) and request.node.callspec.params.get("name", "8bit")
+    package = "bitsandbytes" if name == "bitsandbytes" else "torchao"
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+
+
+def optimizer_of(name, parameters=None, **options):
+    if parameters is None:
+        parameters = [nn.Parameter(torch.ones(4, 4))]
+    if name == "bitsandbytes":
+        import bitsandbytes
+
+        return bitsandbytes.optim.AdamW8bit(parameters, **options)
+    import torchao.optim
+
+    return getattr(torchao.optim, {"8bit": "AdamW8bit", "4bit": "AdamW4bit", "fp8": "AdamWFp8"}[name])(
+        parameters, **options
+    )
+
+
+# --- the trial -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_need_the_full_parameter(name):
+    optimizer = optimizer_of(name)
+    assert has_low_bit_states(optimizer)
+    assert steps_full_parameters(optimizer)
+    assert not optimizer.state, "the trial steps copies"
+
+
+def test_the_same_step_without_quantization_is_elementwise():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    for optimizer in (
+        torch.optim.AdamW([nn.Parameter(torch.ones(2))]),
+        bitsandbytes.optim.AdamW32bit([nn.Parameter(torch.ones(2))]),
+    ):
+        assert can_step_shards(optimizer) and not has_low_bit_states(optimizer)
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.Muon, torch.optim.Adafactor, lambda p, lr: optimizer_of("8bit", p, lr=lr)]
+)
+def test_a_learning_rate_of_zero_hides_nothing(make):
+    """A warmup begins there."""
+    optimizer = make([nn.Parameter(torch.ones(4, 4))], lr=0.0)
+    assert steps_full_parameters(optimizer)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(5,), (64, 63), (64, 64), (65, 64), (300, 400), (1000, 1003), (1024, 513)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_estimated_bytes_of_states_are_those_of_a_step(name, shape, dtype):
+    module = nn.Module()
+    module.p = nn.Parameter(torch.ones(shape, dtype=dtype))
+    optimizer = optimizer_of(name, [module.p])
+    expected = StateSizes(optimizer).nbytes(module.p, shape)
+    module.p.grad = torch.ones_like(module.p)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    holders = find_holders(module, [optimizer], torch.device("cpu"))
+    assert bytes_by_kind(holders)["optimizer_states"] == expected
+    if module.p.numel() >= 10**5 and module.p.numel() % 256 == 0:
+        assert expected < {"4bit": 1.2}.get(name, 2.2) * module.p.numel()
+
+
+# --- parity ----------------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "tp2": {"tp": 2},
+    "zero3": {"dp": 2, "strategy": {"zero_stage": 3}},
+    "pp2": {"pp": 2},
+    "zero1": {"dp": 2, "strategy": {"zero_stage": 1}},
+    "zero2": {"dp": 2, "strategy": {"zero_stage": 2}},
+    "tp2 x pp2 x dp2": {"tp": 2, "pp": 2, "dp": 2},
+    "tp2 x pp2 x zero3": {"tp": 2, "pp": 2, "dp": 2, "strategy": {"zero_stage": 3}},
+}
+FAST = {("8bit", "zero3"), ("bitsandbytes", "tp2")}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=() if (name, layout) in FAST else pytest.mark.slow)
+        for name in NAMES
+        for layout in LAYOUTS
+    ],
+)
+def test_parity(worlds, name, layout):
+    """Blocks are those of one process, since owners have full states."""
+    check(worlds, Run(MODULES[name], num_batches=4, callback=Uncompiled, **LAYOUTS[layout]), timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_parity_in_32_bits(worlds, name):
+    """Gradients differ by their last bits, and so a few states by one code."""
+    run = Run(MODULES[name], num_batches=4, dtype=torch.float32, callback=Uncompiled, **LAYOUTS["tp2 x pp2 x zero3"])
+    check(worlds, run, timeout=300, tolerance=1e-3)
+
+
+def compiled(run):
+    return fit(replace(run, callback=None))
+
+
+@pytest.mark.slow
+def test_parity_of_compiled_steps(worlds):
+    run = Run(By8bit, num_batches=2, dp=2, strategy={"zero_stage": 3}, callback=Uncompiled)
+    check(worlds, run, how=compiled, timeout=600, tolerance=1e-6)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def override(module):
+    import bitsandbytes
+
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager.initialize()
+    manager.register_parameters(module.parameters())
+    manager.override_config(module.head.weight, "optim_bits", 32)
+    manager.register_parameters(module.parameters())
+
+
+REFUSED = {
+    "offload": (Run(By8bit, strategy={"offload": "cpu"}), "offload='cpu' moves the states of AdamW8bit"),
+    "overrides": (
+        Run(ByBitsandbytes, dp=2, strategy={"zero_stage": 3}, change=override),
+        "overrides options of 1 parameters of AdamW8bit",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refusals(worlds, what):
+    run, message = REFUSED[what]
+    pytest.importorskip("bitsandbytes")
+    for text in worlds.run(run.world_size, refusal, fit, run, timeout=300):
+        assert re.search(f"QuantizedStatesError: .*{message}", text), text
