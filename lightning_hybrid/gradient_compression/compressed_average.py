@@ -38,6 +38,7 @@ class CompressedAverage:
         is_compressing: Callable[[], bool] = lambda: True,
         loss_scale: Callable[[], float] = lambda: 1.0,
         uncompressed: Collection[str] = (),
+        step: Callable[[], int] | None = None,
     ) -> None:
         """Prepare.
 
@@ -47,11 +48,26 @@ class CompressedAverage:
             is_compressing: Whether this step is compressed; the same on all ranks.
             loss_scale: As the attribute.
             uncompressed: FQNs of parameters that are sent as they are.
+            step: Returns the number of the optimizer step, where one whose gradients are not finite is skipped, after
+                which the loss scale is smaller; None where no step is skipped.
         """
         self.method, self.group = method, group
         self._is_compressing, self.loss_scale = is_compressing, loss_scale
         self._uncompressed = frozenset(uncompressed)
         self.errors: dict[str, Tensor] = {}
+        self._step = step
+        self._begun: tuple[int, float, dict[str, Tensor]] | None = None  # the latest step, its scale, feedback before
+
+    def settle(self) -> None:
+        """Restore the feedback before the latest optimizer step if that was skipped; called before a message too."""
+        if self._step is None:
+            return
+        step, scale = self._step(), self.loss_scale()
+        if self._begun is not None and self._begun[0] == step:
+            return
+        if self._begun is not None and scale < self._begun[1]:  # the results of no message of it were used
+            self.errors = dict(self._begun[2])
+        self._begun = step, scale, dict(self.errors)
 
     def selects(self, name: str, gradient: Tensor) -> bool:
         """Whether the gradient of a parameter, ``[rows, ...]``, is compressed in this step."""
@@ -100,6 +116,7 @@ class PendingSum:
         columns: Sequence[int] | None,
     ) -> None:
         self._average, self._names, self._gradients = average, names, gradients
+        average.settle()
         method, self._scale = average.method, average.loss_scale()
         # Rows of ranks one after the other, for methods that send each rank its row.
         self._in_rows = columns is not None and not method.needs_matrices
@@ -161,6 +178,7 @@ class PendingAverage:
     def __init__(
         self, average: CompressedAverage, names: Sequence[str], gradients: Sequence[Tensor], flags: Tensor
     ) -> None:
+        average.settle()
         traffic, group = average.method.traffic, average.group
         self._flags, self._plain, chosen = flags, [], []
         for index, (name, gradient) in enumerate(zip(names, gradients, strict=True)):

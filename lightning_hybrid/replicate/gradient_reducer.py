@@ -18,7 +18,7 @@ from them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -87,6 +87,7 @@ class GradientReducer:
         observer: GradientObserver | None = None,
         divisor: int | None = None,
         dtype: torch.dtype | None = None,
+        copies: Mapping[str, Hashable] | None = None,
     ) -> None:
         unique: dict[int, tuple[str, nn.Parameter]] = {}
         for name, parameter in parameters:
@@ -98,6 +99,7 @@ class GradientReducer:
         self._size = group.size()
         self._divisor = divisor or self._size
         self._dtype = dtype
+        self._copies = dict(copies or {})
         self._bucket_bytes = bucket_bytes
         self._first_bucket_bytes = first_bucket_bytes
         self.observer = observer
@@ -324,16 +326,18 @@ class GradientReducer:
         self._add_buckets(indices)
 
     def _add_buckets(self, indices: Sequence[int]) -> None:
-        """Appends buckets with these parameters; one dtype and device per bucket."""
-        open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        num_bytes: Counter[tuple[torch.dtype, torch.device]] = Counter()
+        """Appends buckets with these parameters; one dtype, device and key of copies per bucket."""
+        open_buckets: dict[Hashable, list[int]] = {}
+        num_bytes: Counter[Hashable] = Counter()
         groups: list[list[int]] = []
         for index in indices:
             parameter = self._parameters[index]
-            key = (parameter.dtype, parameter.device)
+            copies = self._copies.get(self._names[index])
+            key = (parameter.dtype, parameter.device, copies)
             open_buckets.setdefault(key, []).append(index)
             num_bytes[key] += parameter.numel() * parameter.element_size()
-            if num_bytes[key] >= (self._bucket_bytes if self._buckets or groups else self._first_bucket_bytes):
+            is_first = not self._buckets and not groups and copies is None
+            if num_bytes[key] >= (self._first_bucket_bytes if is_first else self._bucket_bytes):
                 groups.append(open_buckets.pop(key))
                 del num_bytes[key]
         groups.extend(open_buckets.values())

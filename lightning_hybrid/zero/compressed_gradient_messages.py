@@ -22,6 +22,9 @@ class CompressedGradientMessages(GradientMessages):
     """The messages of one group of parameters, of which none has sparse gradients.
 
     The columns of the parameters that are compressed come first in a message, then the others and the flags.
+
+    Attributes:
+        average: Over the ranks of the shard, or over those that hold copies of it if there are any.
     """
 
     def __init__(self, *args: Any, average: CompressedAverage) -> None:
@@ -32,7 +35,7 @@ class CompressedGradientMessages(GradientMessages):
             average: Over the ranks of the shard, or over those that hold copies of it if there are any.
         """
         super().__init__(*args)
-        self._average = average
+        self.average = average
         self._over_copies = self._ranks.replicate.size() > 1
         self._compressed: list[str] = []
         self._values: Tensor | None = None  # [ranks, numel of the compressed columns]
@@ -50,7 +53,7 @@ class CompressedGradientMessages(GradientMessages):
         self._compressed = []
         if not self._over_copies and empty.is_floating_point():
             shards = {name: self._shard_of_rank(name, empty) for name in names}
-            self._compressed = [name for name, shard in shards.items() if self._average.selects(name, shard)]
+            self._compressed = [name for name, shard in shards.items() if self.average.selects(name, shard)]
         rest = [name for name in names if name not in self._compressed]
         super().begin([*self._compressed, *rest], empty)
 
@@ -69,18 +72,19 @@ class CompressedGradientMessages(GradientMessages):
         """Start to send the message; does not wait."""
         message = self._message
         assert message is not None
-        traffic, names = self._average.method.traffic, self._compressed
+        self.average.settle()
+        traffic, names = self.average.method.traffic, self._compressed
         numel = sum(self._sizes[name] for name in names)
         if not self._over_copies:
             traffic.instead_of(message[:, : len(message[0]) - len(self._names)].nbytes, self._ranks.shard, scatter=True)
             traffic.all_to_all(message[:, numel:], self._ranks.shard)
         for name in self._names[len(names) :] if not self._over_copies else ():
-            self._average.add_error(name, message[:, self._offsets[name] :][:, : self._sizes[name]])
+            self.average.add_error(name, message[:, self._offsets[name] :][:, : self._sizes[name]])
         if names:
             self._values = message[:, :numel].contiguous()
             self._message = message[:, numel:].contiguous()
             columns = [self._columns(name) for name in names]
-            self._sum = self._average.start(names, self._columns_of(names), columns)
+            self._sum = self.average.start(names, self._columns_of(names), columns)
         super().launch()
 
     def _columns_of(self, names: Sequence[str]) -> list[Tensor]:
@@ -91,7 +95,7 @@ class CompressedGradientMessages(GradientMessages):
     @property
     def can_finish_early(self) -> bool:
         """Whether ranks may finish messages in different orders: not if they send once more to finish one."""
-        return super().can_finish_early and not (self._compressed and self._average.method.needs_matrices)
+        return super().can_finish_early and not (self._compressed and self.average.method.needs_matrices)
 
     def _sum_over_ranks(self, total: Tensor) -> Tensor:
         """Complete the total, ``[numel of a row]``, of which the compressed columns are missing."""
@@ -109,5 +113,5 @@ class CompressedGradientMessages(GradientMessages):
         shards = [
             total[self._offsets[name] :][: self._shapes[name].numel()].view(self._shapes[name]) for name in self._names
         ]
-        self._average.launch(self._names, shards, total[-len(self._names) :]).wait()
+        self.average.launch(self._names, shards, total[-len(self._names) :]).wait()
         return total

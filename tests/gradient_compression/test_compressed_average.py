@@ -163,6 +163,39 @@ def test_overflow_on_one_rank_leaves_the_feedback(method):
 
 
 @pytest.mark.world(2)
+@pytest.mark.parametrize("method", METHODS)
+def test_feedback_of_all_messages_of_a_skipped_step_is_restored(method):
+    """An overflow in one message skips the step of all parameters, so what the others have sent is not used."""
+    step, scale = 0, 8.0
+    average = CompressedAverage(METHODS[method](), dist.group.WORLD, loss_scale=lambda: scale, step=lambda: step)
+
+    def send(name, gradient):
+        average.launch([name], [gradient], torch.ones(2)).wait()
+
+    def send_both(overflows=False):
+        first, *_, last = gradients(step)
+        if overflows:
+            first[0, 0] = float("inf")
+        send("a", first)
+        send("e", last)
+
+    send_both()
+    before = dict(average.errors)
+    step = 1
+    send_both(overflows=True)
+    assert not torch.equal(average.errors["e"], before["e"])
+    step, scale = 2, 4.0
+    average.settle()
+    assert before.keys() == average.errors.keys()
+    assert all(torch.equal(average.errors[name], error) for name, error in before.items())
+    send_both()
+    step, scale = 3, 8.0
+    after = dict(average.errors)
+    average.settle()
+    assert all(average.errors[name] is error for name, error in after.items()), "that step was not skipped"
+
+
+@pytest.mark.world(2)
 def test_feedback_is_kept_without_the_loss_scale():
     scale = 1.0
     average = CompressedAverage(PowerSGD(Traffic(), 2), dist.group.WORLD, loss_scale=lambda: scale)

@@ -26,6 +26,7 @@ from lightning_hybrid.strategies.options.weigh_microbatches_by_count import weig
 from lightning_hybrid.strategies.run.build_run import RunOwner, running_layers
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
+from lightning_hybrid.strategies.slow_links.connect_gradient_compression import keep_feedback
 from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import old_gradients_are_read, output_is_read
 from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import current_hook
 
@@ -96,6 +97,7 @@ class StepExecution:
             shown=unused or old_gradients_are_read(trainer),
             can_roll_back=runner.can_roll_back_step,
         )
+        restore_feedback = keep_feedback(self._run, self._owner.optimization.reducers, runner.can_roll_back_step)
         weight = setting.options.microbatch_weight
         weigh = None if weight is None else partial(weigh_by_count, count=weight, mesh=self._run.mesh)
         if (steps := self._owner.optimization.in_backward) is not None:
@@ -106,10 +108,12 @@ class StepExecution:
         try:
             result = run_step("training_step", args, train)
         except StepBroken as broken:
+            restore_feedback()
             deposit.undo()
             broken.arguments = args
             raise
         if result.was_rolled_back:
+            restore_feedback()
             deposit.undo()
             return self._scheduled_step(args, runner, run_step)
         self._complete_gradients()

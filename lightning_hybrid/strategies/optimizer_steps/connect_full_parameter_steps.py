@@ -45,7 +45,7 @@ def connect_full_parameter_steps(
     stepped_at_owners = []
     for optimizer in optimizers:
         if isinstance(optimizer, TrustRatioOptimizer):
-            _sum_norms_over_shards(optimizer, mesh, parts, is_full, until)
+            sum_norms_over_shards(optimizer, mesh, parts, is_full, until)
         elif steps_full_parameters(optimizer):
             until.callback(OwnerStep(optimizer, parts, names, is_full).close)
             name = type(optimizer).__name__
@@ -54,30 +54,16 @@ def connect_full_parameter_steps(
     return stepped_at_owners
 
 
-def refuse_full_parameter_steps(optimizers: Sequence[Optimizer]) -> None:
-    """Check that no optimizer needs all elements of a parameter.
-
-    Raises:
-        ValueError: One does.
-    """
-    for optimizer in optimizers:
-        if isinstance(optimizer, TrustRatioOptimizer) or steps_full_parameters(optimizer):
-            raise ValueError(
-                f"{type(optimizer).__name__} needs all elements of each parameter, but in manual optimization with"
-                " shards over tensor ranks and over replicas (zero_stage, or ranks that hold shards instead of stages)"
-                " its step sees those of one tensor rank; set tensor_parallel_size=1, or zero_stage=0 and"
-                " pipeline_parallel_size=1, or use an elementwise optimizer of torch, such as AdamW"
-            )
-
-
-def _sum_norms_over_shards(
+def sum_norms_over_shards(
     optimizer: TrustRatioOptimizer,
     mesh: Mesh,
     parts: LocalShards,
     is_full: Callable[[], bool],
     until: contextlib.ExitStack,
+    *,
+    axis: str = "holders",
 ) -> None:
-    """Let an optimizer add up norms over the ranks that hold shards of a parameter, each element once."""
+    """Let an optimizer add up norms over the ranks of ``axis``, which hold ``parts``, each element once."""
 
     def counted_slices(p: Tensor, local: Tensor) -> list[Tensor]:
         return [local] if is_full() else parts.first_owned_slices(p, local)
@@ -85,8 +71,8 @@ def _sum_norms_over_shards(
     def sum_over_shards(squares: Tensor) -> Tensor:
         if is_full():
             return squares
-        total = on_group_device(squares, mesh.group("holders"))
-        return mesh.all_reduce(total, "holders").to(squares.device)
+        total = on_group_device(squares, mesh.group(axis))
+        return mesh.all_reduce(total, axis).to(squares.device)
 
     why = "norms of full parameters"
     until.callback(replace(optimizer, "counted_slices", counted_slices, reason=why))

@@ -9,13 +9,18 @@ from functools import partial
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
+from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
 from lightning_hybrid.strategies.optimizer_steps.connect_full_parameter_steps import (
     connect_full_parameter_steps,
-    refuse_full_parameter_steps,
+)
+from lightning_hybrid.strategies.optimizer_steps.full_parameters_in_manual_optimization import (
+    read_full_parameters_in_manual_steps,
+    sum_norms_in_manual_steps,
 )
 from lightning_hybrid.strategies.optimizer_steps.limits_of_float32_steps import check_full_reads, check_random_rounding
 from lightning_hybrid.strategies.optimizer_steps.refuse_quantized_states import check_quantized_states
@@ -56,6 +61,7 @@ def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer
         averages=run.zero is None or setting.is_manual,
         experts=frozenset() if run.experts is None else run.experts.sharding.placements.keys(),
         reduce_dtype=message_dtypes(setting.precision)["reduce_dtype"],
+        sharded=frozenset() if run.parts is None else run.parts.names,
     )
     for reducer in reducers.values():
         undo.callback(reducer.close)
@@ -116,30 +122,50 @@ def _step_in_float32(run: Run, optimizers: Sequence[Optimizer]) -> None:
 
 def _step_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     """Let optimizers that need all elements of a parameter have them; return those."""
-    if run.setting.is_manual and run.zero is not None and run.parts is not None:
-        # A step that calls optimizers itself sees parameters that ZeRO has gathered, but not over tensor ranks.
-        if len(run.parts.shardings) > len(run.zero_shardings):
-            refuse_full_parameter_steps(optimizers)
+    module, is_full = run.setting.module, lambda: owner.state.is_full
+    if run.setting.is_manual and run.zero is not None:
+        sum_norms_in_manual_steps(optimizers, module, _shardings_in_step(run), run.mesh, is_full, run.until_end)
         return []
     if run.setting.is_manual and run.guards is None:
         return []
-    module, is_full = run.setting.module, lambda: owner.state.is_full
     return connect_full_parameter_steps(optimizers, module, run.mesh, run.parts, is_full, run.until_end)
 
 
 def _watch_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     """Let optimizers that need full parameters step those; fuse the steps of the others; return the former."""
     setting, undo = run.setting, run.until_end
-    watched = {} if run.hook_reads is None or setting.is_manual else run.hook_reads.of_optimizers(optimizers)
-    check_full_reads(setting.precision, list(watched))
+    watched = _read_full_parameters(run, owner, optimizers)
+    check_full_reads(setting.precision, watched)
     fuse_steps([optimizer for optimizer in optimizers if optimizer not in watched], undo)
-    for optimizer, reads in watched.items():
-        undo.callback(watch_step(optimizer, reads, lambda: not owner.state.is_full))
     mesh = setting.world.mesh
     for optimizer in optimizers if mesh.size("data") > 1 else ():
         if isinstance(optimizer, LBFGS):
             undo.callback(search_by_mean_loss(optimizer, partial(mesh.all_reduce, axis="data", op="mean")))
+    return watched
+
+
+def _read_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Let optimizers that need full parameters read those; return them."""
+    setting, undo = run.setting, run.until_end
+    if setting.is_manual:
+        return read_full_parameters_in_manual_steps(
+            optimizers,
+            setting.module,
+            run.parts,
+            _shardings_in_step(run),
+            HookAgreement(run.mesh.group("holders"), setting.device, "layer's"),
+            lambda: owner.state.is_full,
+            undo,
+        )
+    watched = {} if run.hook_reads is None else run.hook_reads.of_optimizers(optimizers)
+    for optimizer, reads in watched.items():
+        undo.callback(watch_step(optimizer, reads, lambda: not owner.state.is_full))
     return list(watched)
+
+
+def _shardings_in_step(run: Run) -> list[AxisSharding]:
+    """The shardings that remain while a step of manual optimization runs: ZeRO has gathered its shards then."""
+    return [] if run.parts is None else [s for s in run.parts.shardings if not any(s is z for z in run.zero_shardings)]
 
 
 def _offload(run: Run, optimizers: Sequence[Optimizer], watched: Sequence[Optimizer]) -> list[OffloadedStates]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ def connect_gradient_compression(callback: GradientCompression, run: Run, reduce
         is_compressing=lambda: trainer.global_step >= callback.start_step,
         loss_scale=loss_scale,
         uncompressed=_copies_beside_other_parameters(run) if method.mixes_parameters else (),
+        step=None if getattr(precision, "scaler", None) is None else lambda: trainer.global_step,
     )
     if run.zero is None:
         for reducer in reducers.values():
@@ -56,6 +58,27 @@ def connect_gradient_compression(callback: GradientCompression, run: Run, reduce
     state.load(callback.loaded)
     callback.loaded = {}
     callback.connect(state)
+
+
+def keep_feedback(run: Run, reducers: Reducers, can_roll_back: bool) -> Callable[[], None]:
+    """Return a function that restores the feedback as it is now, after a step that is rolled back."""
+    average = _average_of(run, reducers) if can_roll_back else None
+    if average is None:
+        return lambda: None
+    before = dict(average.errors)
+
+    def restore() -> None:
+        average.errors = dict(before)
+
+    return restore
+
+
+def _average_of(run: Run, reducers: Reducers) -> CompressedAverage | None:
+    for reducer in reducers.values():
+        if isinstance(reducer, GradientReducer) and reducer.compression is not None:
+            return reducer.compression
+    messages = [] if run.zero is None else [group.messages for group in run.zero.groups]
+    return next((each.average for each in messages if isinstance(each, CompressedGradientMessages)), None)
 
 
 def _copies_beside_other_parameters(run: Run) -> set[str]:
@@ -95,6 +118,7 @@ class CompressionState:
     def save(self, gather: Gather | None = None) -> dict[str, Any]:
         """Return the state as a checkpoint has it, or by another ``gather``; collective."""
         with torch._C.DisableTorchFunction():
+            self._average.settle()
             has_feedback = self._run.setting.world.decide(bool(self._average.errors), all_ranks=False)
             if not has_feedback:
                 return {"feedback": {}, "factors": self._factors()}

@@ -8,17 +8,19 @@ changes to the module are undone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.start.example_batch import provide_loaders_once
+from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import replace_step
 
 
 class _OptimizersRead(BaseException):
@@ -49,9 +51,26 @@ def record_with_optimizers(trainer: pl.Trainer, module: pl.LightningModule, reco
         strategy.optimizers, strategy.lr_scheduler_configs = [], []
         with _restored_afterwards(module, strategy.root_device), _loaders_reset_afterwards(trainer.fit_loop):
             strategy.optimizers, strategy.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
-        record()
+        with _not_stepping(strategy.optimizers):
+            record()
     finally:
         strategy._optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs = before
+
+
+@contextlib.contextmanager
+def _not_stepping(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Let steps of these optimizers run their closures alone: a recording has no gradients for them.
+
+    Some change parameters all the same: by weight decay of their own, or by their hooks.
+    """
+
+    def run_closure(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        return None if closure is None else closure()
+
+    with contextlib.ExitStack() as undo:
+        for optimizer in optimizers:
+            undo.callback(replace_step(optimizer, run_closure, reason="a recording steps no parameters"))
+        yield
 
 
 @contextlib.contextmanager

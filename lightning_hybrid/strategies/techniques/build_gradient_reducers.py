@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ def connect_gradients(
     averages: bool = True,
     experts: Collection[str] = (),
     reduce_dtype: torch.dtype | None = None,
+    sharded: Collection[str] = (),
 ) -> tuple[Reducers, TiedParameters | None, set[int]]:
     """Build the gradient reducers of one rank.
 
@@ -40,6 +41,7 @@ def connect_gradients(
         averages: Whether to build reducers; ZeRO averages over replicas otherwise.
         experts: FQNs of parameters of which other replicas hold other shards.
         reduce_dtype: Of averages over replicas; that of each parameter if None.
+        sharded: FQNs of parameters of which other ranks of a replica hold other shards.
 
     Returns:
         A bucketed reducer by stage (None: of gradients that are complete only after all stages), the parameters that
@@ -49,19 +51,33 @@ def connect_gradients(
     data = mesh.group("data")
     if plan is None or not plan.is_partitioned:
         everything = {id(parameter) for parameter in parameters.values()}
-        return {None: GradientReducer(list(parameters.items()), data, dtype=reduce_dtype)}, None, everything
+        copies = _keys_of_copies(dict.fromkeys(parameters, ()), sharded, mesh)
+        reducer = GradientReducer(list(parameters.items()), data, copies=copies, dtype=reduce_dtype)
+        return {None: reducer}, None, everything
     holders = {name: plan.ranks_of(name) for name in parameters}
     counted = {id(parameters[name]) for name, ranks in holders.items() if ranks[0] == plan.rank}
     by_stage: dict[int | None, list[tuple[str, nn.Parameter]]] = {None: []}
     for name, ranks in holders.items():
         if plan.rank in ranks:
             by_stage.setdefault(stage_of_gradient(plan, name), []).append((name, parameters[name]))
+    copies = _keys_of_copies(holders, sharded, mesh)
     reducers: Reducers = {}
     for key, members in by_stage.items() if averages else ():
-        dense = GradientReducer([(name, p) for name, p in members if name not in experts], data, dtype=reduce_dtype)
+        members_of_all = [(name, p) for name, p in members if name not in experts]
+        dense = GradientReducer(members_of_all, data, copies=copies, dtype=reduce_dtype)
         reducers[key] = dense
         if experts:
             shared = [(name, p) for name, p in members if name in experts]
             of_experts = GradientReducer(shared, mesh.group("ep_replicate"), divisor=data.size(), dtype=reduce_dtype)
             reducers[key] = JointReducer([dense, of_experts])
     return reducers, TiedParameters(holders, parameters, mesh.group("pp")), counted
+
+
+def _keys_of_copies(
+    holders: Mapping[str, Sequence[int]], sharded: Collection[str], mesh: Mesh
+) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """For parameters of which several ranks of a replica hold copies: the stages' ranks, and if tensor ranks do."""
+    if mesh.size("data") < 3:  # the sum of two numbers has one order
+        return {}
+    keys = {name: (tuple(ranks), mesh.size("tp") > 1 and name not in sharded) for name, ranks in holders.items()}
+    return {name: key for name, key in keys.items() if len(key[0]) > 1 or key[1]}

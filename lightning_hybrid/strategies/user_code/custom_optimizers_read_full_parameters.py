@@ -51,7 +51,7 @@ def watch_step(optimizer: Optimizer, reads: HookReads, is_sharded: Callable[[], 
             watching.enter_context(reads.hook(where))
             return original(*args, **kwargs)
 
-    _adopt(optimizer, reads)
+    adopt_states(optimizer, reads)
     return replace_step(optimizer, step, reason="reads full parameters")
 
 
@@ -111,16 +111,17 @@ def keeps_lists_per_parameter(optimizer: Optimizer) -> bool:
     return False
 
 
-def _adopt(optimizer: Optimizer, reads: HookReads, outer: tuple[Optimizer, ...] = ()) -> None:
-    """Track the tensors that an optimizer, or one inside of it, made of each parameter when it was built.
+def adopt_states(optimizer: Optimizer, reads: HookReads, outer: tuple[Optimizer, ...] = ()) -> None:
+    """Make full the tensors that an optimizer, or one inside of it, made of each parameter when it was built; track it.
 
-    These are its state, and lists of tensors shaped as its parameters, in their order, as slow weights are.
+    These are its state, and lists of tensors shaped as its parameters, in their order, as slow weights are. ``outer``
+    are the optimizers that it is inside of.
     """
     reads.track_state(optimizer.state)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for value in list(vars(optimizer).values()):
         if isinstance(value, Optimizer) and not any(value is known for known in (*outer, optimizer)):
-            _adopt(value, reads, (*outer, optimizer))
+            adopt_states(value, reads, (*outer, optimizer))
         elif isinstance(value, list):
             _adopt_copies(value, parameters, reads)
 

@@ -45,17 +45,16 @@ class OwnerStep:
         """Replace the optimizer's step; collective if it has states already.
 
         Args:
-            optimizer: Steps each parameter independently of the others.
+            optimizer: Steps each parameter independently of the others; parameters may be added to it later.
             parts: Local shards of the module.
             names: FQNs of the module's parameters, by id.
             is_full: Whether parameters are full on every rank now; then the optimizer's own step runs.
         """
         self.optimizer, self._parts, self._is_full = optimizer, parts, is_full
-        members = [p for group in optimizer.param_groups for p in group["params"] if not is_absent(p)]
-        sharded = parts.names
-        self._parameters = {names[id(p)]: p for p in members if names.get(id(p)) in sharded}
-        self._own_states()
-        self._rounds = [] if not self._parameters else self._plan_rounds()
+        self._names = names
+        self._parameters: dict[str, Tensor] = {}
+        self._rounds: list[list[str]] = []
+        self._add_parameters()
         self._original = optimizer.step
         self._undo = step_after_closure(optimizer, self._step, reason="steps full parameters at their owners")
 
@@ -66,18 +65,26 @@ class OwnerStep:
     # -- owners and rounds ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _own_states(self) -> None:
-        """Assign owners; those alone keep states that were made when the optimizer was built."""
-        states = self.optimizer.state
-        for p in self._parameters.values():
+    def _add_parameters(self) -> None:
+        """Assign owners to the optimizer's parameters, and to those that were added to it since.
+
+        Owners alone keep states that were made when the optimizer was built.
+        """
+        members = [p for group in self.optimizer.param_groups for p in group["params"] if not is_absent(p)]
+        sharded, states = self._parts.names - self._parameters.keys(), self.optimizer.state
+        added = {self._names[id(p)]: p for p in members if self._names.get(id(p)) in sharded}
+        if not added:
+            return
+        for p in added.values():
             for key, value in dict(states.get(p, {})).items():
                 if isinstance(value, Tensor):
                     states[p][key] = self._parts.full_state_of(p, value)
-        numel = {name: self._parts.full_shape(name, p).numel() for name, p in self._parameters.items()}
-        self._parts.owners.add(self._parameters, numel)
-        for p in self._parameters.values():
+        self._parts.owners.add(added, {name: self._parts.full_shape(name, p).numel() for name, p in added.items()})
+        for p in added.values():
             if not self._parts.owners.has_states_of(p):
                 states.pop(p, None)
+        self._parameters |= added
+        self._rounds = self._plan_rounds()
 
     def _plan_rounds(self) -> list[list[str]]:
         """Lists of names; in each, every owner has parameters of at most the bytes of the largest one."""
@@ -107,6 +114,7 @@ class OwnerStep:
         if self._is_full():
             self._original(**kwargs)
             return
+        self._add_parameters()
         everything = [dict(group) for group in optimizer.param_groups]
         hooks = {name: optimizer.__dict__.get(name) for name in STEP_HOOKS}
         call_step_hooks(optimizer, hooks["_optimizer_step_pre_hooks"])

@@ -46,7 +46,8 @@ class LayerwiseStep(OffloadedStates):
         """Replace the optimizer's step.
 
         Args:
-            optimizer: Built, and not stepped yet; some parameters may be absent; `why_not_layerwise` is empty for it.
+            optimizer: Built, and not stepped yet; some parameters may be absent, others added later;
+                `why_not_layerwise` is empty for it.
             layers: The parameters of each layer, in the order of stepping.
             folder: For the file; None for memory.
             regions: Regions of files that hold the parameters themselves, by their ids.
@@ -56,29 +57,59 @@ class LayerwiseStep(OffloadedStates):
         Raises:
             OffloadError: There is no room in the folder, or it cannot be written.
         """
-        present = {id(p) for group in optimizer.param_groups for p in group["params"] if not is_absent(p)}
-        self._layers = [members for layer in layers if (members := [p for p in layer if id(p) in present])]
-        by_id = regions or {}
-        self._regions = [{by_id[id(p)] for p in members if id(p) in by_id} for members in self._layers]
-        super().__init__(optimizer, states_on, (region for found in self._regions for region in found))
-        self._layer_of = {id(p): number for number, members in enumerate(self._layers) for p in members}
+        self._all_layers = [list(layer) for layer in layers]
+        self._folder, self._by_id, self._numel = folder, dict(regions or {}), numel
+        self._layers: list[list[Tensor]] = []
+        self._regions: list[set[Region]] = []
+        self._layer_of: dict[int, int] = {}  # by id of a parameter
         self._stepped: set[int] = set()  # ids of parameters stepped before the optimizer's own step
         self._offsets: dict[int, int] = {}  # of the states of each parameter in its region
-        if folder is not None and self._layers:
-            sizes = state_element_sizes(optimizer)
-            assert sizes is not None
-            lengths = []
-            for members in self._layers:
-                ends = [0, *accumulate(_bytes_of(p, sizes, numel(p)) for p in members)]
-                self._offsets |= {id(p): start for p, start in zip(members, ends[:-1], strict=True)}
-                lengths.append(ends[-1])
-            self.file = StateFile(folder, lengths)
-            self._files.add(self.file)
+        super().__init__(optimizer, states_on, ())
+        self._add_parameters()
         self._skips_missing = skips_missing_gradients(optimizer)
         self._pipeline = self._pipeline_to_host()
         self._in_file: set[int] = set()  # data_ptr() of tensors in the file
         self._original = optimizer.step
         self._undo = step_after_closure(optimizer, self._step, reason="offloaded states, layer by layer")
+
+    def _add_parameters(self) -> None:
+        """Take the optimizer's parameters, and those that were added to it since, layer by layer.
+
+        Raises:
+            OffloadError: There is no room for their states.
+        """
+        members = [p for group in self._optimizer.param_groups for p in group["params"]]
+        added = {id(p): p for p in members if id(p) not in self._layer_of and not is_absent(p)}
+        if not added:
+            return
+        layers = [found for layer in self._all_layers if (found := [p for p in layer if added.pop(id(p), None) is p])]
+        if added:  # of modules that did not exist when the layers were found
+            layers.append(list(added.values()))
+        for number, layer in enumerate(layers, len(self._layers)):
+            self._layer_of |= {id(p): number for p in layer}
+        self._layers += layers
+        self._regions += [{self._by_id[id(p)] for p in layer if id(p) in self._by_id} for layer in layers]
+        self._files |= {region.file for found in self._regions for region in found}
+        if self._folder is not None:
+            self._extend_file(self._folder, layers)
+
+    def _extend_file(self, folder: str, layers: Sequence[Sequence[Tensor]]) -> None:
+        """Make a region of the file for each of these layers."""
+        sizes: dict[int, list[int | None]] = {}  # by id of a parameter
+        for number, group in enumerate(self._optimizer.param_groups):
+            of_group = state_element_sizes(self._optimizer, number)
+            assert of_group is not None
+            sizes |= {id(p): of_group for p in group["params"]}
+        lengths = []
+        for members in layers:
+            ends = [0, *accumulate(_bytes_of(p, sizes[id(p)], self._numel(p)) for p in members)]
+            self._offsets |= {id(p): start for p, start in zip(members, ends[:-1], strict=True)}
+            lengths.append(ends[-1])
+        if self.file is None:
+            self.file = StateFile(folder, lengths)
+            self._files.add(self.file)
+        else:
+            self.file.extend(lengths)
 
     def _pipeline_to_host(self) -> HostStepPipeline | None:
         devices = {p.device for members in self._layers for p in members}
@@ -93,6 +124,7 @@ class LayerwiseStep(OffloadedStates):
 
     def adopt(self) -> None:
         """Copy states that were loaded to the file."""
+        self._add_parameters()
         for number, members in enumerate(self._layers):
             self._put_in_file(number, members)
 
@@ -103,6 +135,7 @@ class LayerwiseStep(OffloadedStates):
     def step_subset(self, parameters: Sequence[Tensor]) -> None:
         """Step some parameters whose gradients are final, before the optimizer's own step, which skips them."""
         if not self._stepped:
+            self._add_parameters()
             self.check()
         self._stepped.update(map(id, parameters))
         by_layer: dict[int, list[Tensor]] = {}
@@ -114,6 +147,7 @@ class LayerwiseStep(OffloadedStates):
 
     def _step(self, kwargs: dict[str, Any]) -> None:
         optimizer, stepped = self._optimizer, set(self._stepped)
+        self._add_parameters()
         if not stepped:
             self.check()
         self._stepped.clear()

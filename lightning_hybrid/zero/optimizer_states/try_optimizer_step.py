@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def why_not_layerwise(optimizer: Optimizer, *, in_file: bool) -> str:
     """
     if not steps_independently(optimizer):
         return "uses several parameters at once in its step"
-    if in_file and state_element_sizes(optimizer) is None:
+    if in_file and any(state_element_sizes(optimizer, group) is None for group in distinct_groups(optimizer)):
         return "keeps states of other shapes than its parameters"
     return ""
 
@@ -42,16 +42,20 @@ def steps_independently(optimizer: Optimizer, *, restores_options: bool = False)
     """Whether stepping parameters one by one gives bitwise what stepping them together gives; tried on small ones.
 
     Args:
-        optimizer: Built; small copies of it are tried.
+        optimizer: Built; small copies of it are tried, with the options of each kind of group.
         restores_options: Whether each of the calls finds the options of groups, such as a count of steps, as they were
             before the first one.
     """
-    together, one_by_one = _small_twin(optimizer), _small_twin(optimizer)
+    return all(_steps_group_independently(optimizer, group, restores_options) for group in distinct_groups(optimizer))
+
+
+def _steps_group_independently(optimizer: Optimizer, group: int, restores_options: bool) -> bool:
+    together, one_by_one = _small_twin(optimizer, group), _small_twin(optimizer, group)
     first, second = together.param_groups[0], one_by_one.param_groups[0]
     try:
         for round_ in range(2):
-            for group in (first, second):
-                for number, p in enumerate(group["params"]):
+            for each in (first, second):
+                for number, p in enumerate(each["params"]):
                     p.grad = torch.cos(p.detach() * (number + 2) + round_)
             _step(together)
             both, options = second["params"], dict(second)
@@ -66,13 +70,17 @@ def steps_independently(optimizer: Optimizer, *, restores_options: bool = False)
         return False
     if not all(torch.equal(a, b) for a, b in zip(first["params"], second["params"], strict=True)):
         return False
-    plain = [{k: v for k, v in group.items() if k != "params"} for group in (first, second)]
+    plain = [{k: v for k, v in each.items() if k != "params"} for each in (first, second)]
     return repr(plain[0]) == repr(plain[1])
 
 
 def skips_missing_gradients(optimizer: Optimizer) -> bool:
     """Whether a step leaves a parameter without a gradient as it is, and makes no state for it; tried on small ones."""
-    twin = _small_twin(optimizer)
+    return all(_skips_in_group(optimizer, group) for group in distinct_groups(optimizer))
+
+
+def _skips_in_group(optimizer: Optimizer, group: int) -> bool:
+    twin = _small_twin(optimizer, group)
     first, second = twin.param_groups[0]["params"]
     before, states = second.detach().clone(), repr(twin.state.get(second))
     first.grad = torch.ones_like(first)
@@ -83,14 +91,14 @@ def skips_missing_gradients(optimizer: Optimizer) -> bool:
     return torch.equal(second, before) and repr(twin.state.get(second)) == states
 
 
-def state_element_sizes(optimizer: Optimizer) -> list[int | None] | None:
-    """Sizes of an optimizer's states for one parameter, found by a step on a small one.
+def state_element_sizes(optimizer: Optimizer, group: int = 0) -> list[int | None] | None:
+    """Sizes of an optimizer's states for one parameter of a group, found by a step on a small one.
 
     Returns:
         Bytes per element of each state of more than one number; None for the dtype of the parameter. None in place of
         the list if some state has another shape than the parameter.
     """
-    twin = _small_twin(optimizer)
+    twin = _small_twin(optimizer, group)
     for p in twin.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
     _step(twin)
@@ -118,14 +126,35 @@ def _step(twin: Any) -> None:
         step(twin)
 
 
-def _small_twin(optimizer: Optimizer) -> Any:
+_LABELS = ("params", "param_names", "name", "initial_lr")  # entries of groups that are no options of a step
+
+
+def distinct_groups(optimizer: Optimizer) -> list[int]:
+    """Numbers of the groups whose options may choose another step: others differ by the values of numbers alone."""
+    kinds: dict[str, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        options = sorted((name, _kind(value)) for name, value in group.items() if name not in _LABELS)
+        kinds.setdefault(repr(options), number)
+    return list(kinds.values())
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "Tensor"
+    if isinstance(value, tuple | list):
+        return repr([_kind(each) for each in value])
+    return f"number {value != 0}" if isinstance(value, int | float) and not isinstance(value, bool) else repr(value)
+
+
+def _small_twin(optimizer: Optimizer, group: int = 0) -> Any:
     starts = [torch.rand(6, 8, generator=torch.Generator().manual_seed(k)) for k in range(2)]
-    return _twin(optimizer, [nn.Parameter(start) for start in starts])
+    return _twin(optimizer, [nn.Parameter(start) for start in starts], group)
 
 
 def _twin(optimizer: Optimizer, parameters: list[nn.Parameter], group: int = 0) -> Any:
     """Copy an optimizer's class, and the options of one of its groups, for other parameters in one group."""
-    twin: Any = copy.copy(optimizer)
+    with _class_as_it_is(type(optimizer)):
+        twin: Any = copy.copy(optimizer)
     options = {name: copy.copy(value) for name, value in optimizer.param_groups[group].items() if name != "params"}
     if (lr := options.get("lr")) is not None:  # a warmup begins at 0, where all optimizers do the same: nothing
         options["lr"] = torch.full_like(lr, _LR) if isinstance(lr, Tensor) else _LR
@@ -145,6 +174,18 @@ def _twin(optimizer: Optimizer, parameters: list[nn.Parameter], group: int = 0) 
     for name in SHARD_METHODS:  # its parameters are on this rank alone
         twin.__dict__.pop(name, None)
     return twin
+
+
+@contextlib.contextmanager
+def _class_as_it_is(kind: Any) -> Iterator[None]:
+    """Keep the step of a class: torch wraps it when one is copied, and wrappers without its ``__init__`` lack hooks."""
+    own = vars(kind).get("step")
+    yield
+    if vars(kind).get("step") is not own:
+        if own is None:
+            del kind.step
+        else:
+            kind.step = own
 
 
 def _states_before_first_step(optimizer: Optimizer) -> dict[str, Any]:
@@ -167,28 +208,31 @@ def can_step_shards(optimizer: Optimizer) -> bool:
 
     States of the larger one are quantized by the optimizers that do so, in blocks that the shards do not respect.
     """
-    return all(_steps_shards_of(optimizer, shape) for shape in (_SMALL, _IN_BLOCKS))
+    shapes = _SMALL, _IN_BLOCKS
+    return all(_steps_shards_of(optimizer, group, shape) for group in distinct_groups(optimizer) for shape in shapes)
 
 
-def _steps_shards_of(optimizer: Optimizer, shape: tuple[int, int]) -> bool:
+def _steps_shards_of(optimizer: Optimizer, group: int, shape: tuple[int, int]) -> bool:
     generator = torch.Generator().manual_seed(0)
     full_tensor = torch.rand(shape, dtype=torch.float64, generator=generator) + 0.1
     gradients = [torch.rand(shape, dtype=torch.float64, generator=generator) - 0.4 for _ in range(2)]
     try:
-        expected = _stepped(optimizer, [full_tensor], [[gradient] for gradient in gradients])[0]
+        expected = _stepped(optimizer, group, [full_tensor], [[gradient] for gradient in gradients])[0]
         for dim in (0, 1):
             parts = [part.contiguous() for part in full_tensor.chunk(2, dim)]
             given = [[part.contiguous() for part in gradient.chunk(2, dim)] for gradient in gradients]
-            if not torch.allclose(torch.cat(_stepped(optimizer, parts, given), dim), expected, rtol=1e-9, atol=1e-12):
+            if not torch.allclose(
+                torch.cat(_stepped(optimizer, group, parts, given), dim), expected, rtol=1e-9, atol=1e-12
+            ):
                 return False
     except Exception:
         return False
     return True
 
 
-def _stepped(optimizer: Optimizer, starts: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:
+def _stepped(optimizer: Optimizer, group: int, starts: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:
     parameters = [nn.Parameter(start.clone()) for start in starts]
-    twin = _twin(optimizer, parameters)
+    twin = _twin(optimizer, parameters, group)
     for given in gradients:
         for parameter, gradient in zip(parameters, given, strict=True):
             parameter.grad = gradient.clone()

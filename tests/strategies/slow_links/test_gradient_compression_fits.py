@@ -2,18 +2,25 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from harness.fits import trainer_of
-from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
 from lightning_hybrid.callbacks import AdaScale, GoodputMonitor, GradientCompression, LocalSGD
+from lightning_hybrid.gradient_compression.compressed_average import CompressedAverage
+from lightning_hybrid.gradient_compression.method import Traffic
+from lightning_hybrid.gradient_compression.top_k import TopK
+from lightning_hybrid.replicate.gradient_reducer import GradientReducer
+from lightning_hybrid.strategies.slow_links.connect_gradient_compression import keep_feedback
 from models.regression import Sequential, StepsManually
 
 WIDTH = 16
@@ -262,3 +269,70 @@ def test_layout_that_changes(worlds):
     assert_equal(results, results[0][0], tolerance=1e-12)
     away = max(float((a - b).abs().max()) for a, b in zip(results[0][0], exact, strict=True))
     assert 0 < away < 0.05, away
+
+
+class Spoiled(torch.autograd.Function):
+    """The identity; its gradient is infinite where a flag is set."""
+
+    @staticmethod
+    def forward(ctx, h, flag):
+        ctx.save_for_backward(flag)
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        [flag] = ctx.saved_tensors
+        return torch.where(flag > 0, float("inf"), gradient), None
+
+
+class Overflows(Wide):
+    """The gradients of its first layer overflow in batches with samples above 100."""
+
+    def training_step(self, batch, batch_idx=None):
+        x, y = batch
+        h = self.layers[0](x.clamp(-5, 5))
+        return F.mse_loss(self.layers[1:](Spoiled.apply(h, (x[:, :1] > 100).double())), y)
+
+
+def fit_with_overflow(world_size, options, overflows):
+    """Parameters after four steps, and a fifth one in the middle that overflows, if it does."""
+    torch.manual_seed(0)
+    module = Overflows().double()
+    x = torch.randn(32, WIDTH, dtype=torch.float64)
+    y = x.sum(1, keepdim=True).sin()
+    if overflows:
+        x, y = (torch.cat([t[:16], added, t[16:]]) for t, added in ((x, torch.full_like(x[:8], 1000.0)), (y, y[:8])))
+    trainer = trainer_of(
+        world_size,
+        Hybrid3DStrategy(**{"num_microbatches": 2, **options}),
+        [GradientCompression("topk", ratio=0.2)],
+        plugins=[HybridPrecision("16-mixed")],
+    )
+    replica = trainer.strategy.cluster_environment.global_rank() % 2
+    sampler = DistributedSampler(range(len(x)), 2, replica, shuffle=False)
+    loader = DataLoader(TensorDataset(x, y), batch_size=4, sampler=sampler)
+    trainer.fit(module, loader)
+    assert trainer.precision_plugin.scaler.get_scale() == (2.0**15 if overflows else 2.0**16)
+    return [p.detach().clone() for p in module.parameters()], []
+
+
+@pytest.mark.parametrize(
+    "layout", ["stages", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ZeRO-2", "ZeRO-3 by layer"))]
+)
+def test_a_step_that_is_skipped_changes_nothing(worlds, layout):
+    world_size, options = LAYOUTS[layout]
+    expected = worlds.run(world_size, fit_with_overflow, world_size, options, False, timeout=300)
+    results = worlds.run(world_size, fit_with_overflow, world_size, options, True, timeout=300)
+    assert_equal(results, expected[0][0], tolerance=0)
+
+
+@pytest.mark.world(1)
+def test_feedback_is_restored_after_a_step_that_is_rolled_back():
+    reducer = GradientReducer([], dist.group.WORLD)
+    reducer.compression = CompressedAverage(TopK(Traffic(), 0.1), dist.group.WORLD)
+    reducer.compression.errors["a"] = before = torch.ones(2, 2)
+    restore = keep_feedback(SimpleNamespace(zero=None), {None: reducer}, can_roll_back=True)
+    reducer.compression.errors |= {"a": torch.zeros(2, 2), "b": torch.zeros(2, 2)}
+    restore()
+    assert list(reducer.compression.errors) == ["a"]
+    assert reducer.compression.errors["a"] is before

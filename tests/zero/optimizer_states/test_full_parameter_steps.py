@@ -1,13 +1,11 @@
 """Optimizers that need all elements of a parameter: parity with one process, owners, bytes and messages."""
 
-import re
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.fits import Run, check, fit, reference_of, refusal
+from harness.fits import Run, check, fit, reference_of
 from harness.live_storages import LiveStorages
 from lightning_hybrid.collectives import exchange_tensors
 from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard
@@ -93,9 +91,8 @@ def test_manual_optimization_over_replicas(worlds, module):
 @pytest.mark.slow
 @pytest.mark.parametrize("module", [ManuallyByAdafactor, ManuallyByLamb])
 @pytest.mark.parametrize("layout", [{"dp": 2, "strategy": {"zero_stage": 3}}, {"pp": 2}], ids=["zero3", "pp2"])
-def test_manual_optimization_over_two_kinds_of_shards_is_refused(worlds, module, layout):
-    for text in worlds.run(4, refusal, fit, Run(module, tp=2, microbatches=1, **layout), timeout=300):
-        assert re.search(r"ValueError: (Adafactor|LAMB) needs all elements .* set tensor_parallel_size=1", text), text
+def test_manual_optimization_over_two_kinds_of_shards(worlds, module, layout):
+    check(worlds, Run(module, tp=2, microbatches=1, **layout), timeout=300)
 
 
 # --- one step on four ranks, 2 x 2, against the same step on full parameters in each rank -----------------------------
