@@ -31,11 +31,11 @@ Tell = Callable[[str, int, int], None]
 
 
 def tell_nothing(what: str, done: int, total: int) -> None:
-    """The ``Tell`` of work that shows no progress."""
+    """Show no progress; the default ``Tell``."""
 
 
 def chunk_of(offsets: tuple[int, ...], content: Tensor) -> ChunkStorageMetadata:
-    """The chunk metadata, offsets and shape, of a box in torch's index."""
+    """The chunk metadata of a box in torch's index: its offsets, and the shape of ``content``."""
     return ChunkStorageMetadata(torch.Size(offsets), content.shape)
 
 
@@ -53,14 +53,14 @@ class BoxPlanner(SavePlanner):
             self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
 
     def set_up_planner(self, *_: Any, **__: Any) -> None:
-        """No setup is needed."""
+        """Do nothing: the boxes are known."""
 
     def create_local_plan(self) -> SavePlan:
         """Plan one write per box."""
         return SavePlan(self._items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Not used: ranks plan independently."""
+        """Raise ``NotImplementedError``: ranks plan independently."""
         raise NotImplementedError
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -68,7 +68,7 @@ class BoxPlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The content of a box, in its shape."""
+        """Return the content of a box, of the shape of the box, and report progress."""
         self._tell(write_item.index.fqn, self._num_resolved, len(self._items))
         self._num_resolved += 1
         return self._contents[write_item.index]

@@ -267,10 +267,10 @@ class _Targets(LoadPlanner):
         self._targets = targets
 
     def set_up_planner(self, *_: Any, **__: Any) -> None:
-        """No setup is needed."""
+        """Do nothing: the targets are known."""
 
     def create_local_plan(self) -> LoadPlan:
-        """Not used: the caller makes the plan."""
+        """Raise ``NotImplementedError``: the caller makes the plan."""
         raise NotImplementedError
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -281,7 +281,7 @@ class _Targets(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Not used: no bytes are saved."""
+        """Raise ``NotImplementedError``: no bytes are saved."""
         raise NotImplementedError
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
@@ -292,7 +292,7 @@ class _Targets(LoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: the target, of any shape, was written in place."""
+        """Do nothing: the target, of any shape, was written in place."""
 
 
 class _Reader(FileSystemReader):

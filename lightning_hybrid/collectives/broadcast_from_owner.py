@@ -15,10 +15,10 @@ from lightning_hybrid.graph.step_graph import Value
 def broadcast_tensor(
     value: Value, content: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device
 ) -> Tensor:
-    """Broadcast a tensor from the pipeline rank ``source``; of the recorded shape, or any if that is dynamic.
+    """Broadcast a tensor of the recorded shape, or of any shape if that is dynamic, from the pipeline rank ``source``.
 
     Args:
-        value: Its record in the step graph.
+        value: Its record in the step graph; gives shape and dtype.
         content: The tensor on ``source``, None elsewhere.
         source: Pipeline rank.
         group: The ranks of one pipeline.

@@ -26,13 +26,13 @@ class Difference(str):
 
 
 def difference_of(found: Any, wanted: Any, tolerance: float, *, full: Tensor | None = None) -> Difference | None:
-    """The difference between two values, or None.
+    """The difference between two values, or None: tensors are compared to a tolerance, other values by type.
 
     Args:
-        found: A value of a sharded run.
+        found: A value of a sharded run; a tensor of any shape, or another object.
         wanted: The same value of the full unit, of the same shape.
         tolerance: Relative to the largest element of the full value.
-        full: The full value, of which ``wanted`` is a shard.
+        full: The full value, of any shape, if ``wanted`` is a shard of it.
     """
     if not isinstance(wanted, Tensor) or not isinstance(found, Tensor):
         types = type(found).__name__, type(wanted).__name__
@@ -43,7 +43,7 @@ def difference_of(found: Any, wanted: Any, tolerance: float, *, full: Tensor | N
 def difference_of_sum(
     addends: Sequence[Tensor], wanted: Tensor, tolerance: float, *, full: Tensor | None = None
 ) -> Difference | None:
-    """The difference between the sum of tensors of one shape and another tensor, or None, as in `difference_of`."""
+    """The difference between the sum of tensors of one shape and a tensor of it, or None, as in `difference_of`."""
     found = addends[0]
     if found.shape != wanted.shape:
         return Difference(f"shape {tuple(found.shape)} instead of {tuple(wanted.shape)}")

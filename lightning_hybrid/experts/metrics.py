@@ -93,7 +93,7 @@ class ExpertLoad(OfReports):
     """Share of the load of each expert, [E]."""
 
     def compute(self) -> Tensor:
-        """Returns shares of shape [E] that sum to 1."""
+        """Returns the share of each expert in the load, of shape [E]; they sum to 1."""
         return shares_of(self.load)
 
 
@@ -103,7 +103,7 @@ class LoadBalance(OfReports):
     higher_is_better = False
 
     def compute(self) -> Tensor:
-        """Returns a scalar between 1 and the number of experts."""
+        """Returns maximum load / mean load, a scalar between 1 and the number of experts."""
         return balance_of(self.load)
 
 
@@ -113,7 +113,7 @@ class LoadEntropy(OfReports):
     higher_is_better = True
 
     def compute(self) -> Tensor:
-        """Returns a scalar between 0 and 1."""
+        """Returns the entropy of the load over log E, a scalar between 0 and 1."""
         return entropy_of_load(self.load)
 
 
@@ -123,7 +123,7 @@ class DroppedShare(OfReports):
     higher_is_better = False
 
     def compute(self) -> Tensor:
-        """Returns a scalar between 0 and 1."""
+        """Returns dropped pairs / all pairs, a scalar between 0 and 1."""
         return self.dropped / self.load.sum().clamp_min(1)
 
 
@@ -131,5 +131,5 @@ class RouterEntropy(OfReports):
     """Mean entropy of the router's distribution over experts per token, in nats: 0 is one-hot, log E is uniform."""
 
     def compute(self) -> Tensor:
-        """Returns a scalar in nats."""
+        """Returns the mean entropy per token, a scalar in nats."""
         return self.entropy / self.count.clamp_min(1)

@@ -29,13 +29,15 @@ class RemoteValues:
     def contents_for_file(
         self, hook: str, tensors: Sequence[Tensor], most_elements: int, *, keep: bool
     ) -> list[Tensor]:
-        """The contents of tensors in CPU memory, on the first rank if ``keep``; elsewhere empty tensors; collective.
+        """The contents of tensors on the first rank, if ``keep``; elsewhere tensors of shape (0,); collective.
+
+        Those of other ranks are received into CPU memory.
 
         Args:
-            hook: For messages.
-            tensors: The same on every rank.
+            hook: Name of the hook, for messages.
+            tensors: Of any shapes, which the contents have too; the same tensors on every rank.
             most_elements: Number of elements to send at a time.
-            keep: Whether this rank uses them.
+            keep: Whether this rank uses the contents.
         """
         keep = keep and self._rank == 0
         contents: dict[int, Tensor] = {}
@@ -60,7 +62,10 @@ class RemoteValues:
         Args:
             hook: Name of the hook.
             why: The operation that needs them, for messages.
-            tensors: At least one; the same on every rank. Copies of the same shapes are returned.
+            tensors: At least one, of any shapes; the same on every rank.
+
+        Returns:
+            Copies of the same shapes.
         """
         sources = [(self._locations.ranks_of(tensor) or (0,))[0] for tensor in tensors]
         listed = [

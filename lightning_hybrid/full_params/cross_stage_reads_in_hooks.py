@@ -170,7 +170,7 @@ class CrossStageReads(TorchFunctionMode):
         return self._agreement.gather_objects(mine)
 
     def contents_for_file(self, tensors: Sequence[Tensor], *, keep: bool) -> list[Tensor]:
-        """The contents of tensors, as ``RemoteValues.contents_for_file``: of the same shapes if they are kept."""
+        """The contents of tensors of any shapes, as ``RemoteValues.contents_for_file`` returns them."""
         assert self._hook is not None
         return self._remote.contents_for_file(self._hook, tensors, self._most_elements, keep=keep)
 

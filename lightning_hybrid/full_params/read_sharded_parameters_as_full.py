@@ -95,7 +95,7 @@ class ShardedParameterReads(TorchFunctionMode):
         return None if not is_absent(tensor) and storage_id(tensor) in self._memories else False
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """The tensor of full shape of a sharded parameter; other tensors as they are; collective."""
+        """Gather the tensor of full shape of a sharded parameter; return other tensors unchanged; collective."""
         return self._full(tensor, self._sharded[id(tensor)]) if self._is_sharded(tensor) else tensor
 
     def __enter__(self) -> Any:

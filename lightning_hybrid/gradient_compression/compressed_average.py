@@ -40,7 +40,7 @@ class CompressedAverage:
         uncompressed: Collection[str] = (),
         step: Callable[[], int] | None = None,
     ) -> None:
-        """Prepare.
+        """Keep the method and the ranks; there is no feedback yet.
 
         Args:
             method: How messages are compressed.
@@ -70,13 +70,13 @@ class CompressedAverage:
         self._begun = step, scale, dict(self.errors)
 
     def selects(self, name: str, gradient: Tensor) -> bool:
-        """Whether the gradient of a parameter, ``[rows, ...]``, is compressed in this step."""
+        """Whether the gradient of a parameter, of any shape, is compressed in this step."""
         if not gradient.is_floating_point() or not gradient.dim() or not gradient.numel() or not self._is_compressing():
             return False
         return name not in self._uncompressed and self.method.compresses(_matrix(gradient))
 
     def add_error(self, name: str, gradient: Tensor) -> None:
-        """Add to a gradient that is sent as it is the feedback that a checkpoint of another layout has of it."""
+        """Add the feedback of a checkpoint of another layout to a gradient, of any shape, that is sent uncompressed."""
         if self._is_compressing() and (error := self.errors.pop(name, None)) is not None:
             gradient.add_(error, alpha=self.loss_scale())
 
@@ -85,8 +85,8 @@ class CompressedAverage:
 
         Args:
             names: FQNs of the parameters.
-            gradients: One for each, divided by the number of replicas; they hold the average afterwards.
-            flags: One for each, and more: numbers that are summed as they are. Where the sum is 0, no rank has a
+            gradients: One for each, of any shapes, divided by the number of replicas; they hold the average afterwards.
+            flags: Flat; one for each, and more: numbers that are summed uncompressed. Where the sum is 0, no rank has a
                 gradient, and feedback waits for the next message.
         """
         return PendingAverage(self, names, gradients, flags)
@@ -98,8 +98,8 @@ class CompressedAverage:
 
         Args:
             names: FQNs of the parameters.
-            gradients: One for each; they hold the sum afterwards.
-            columns: If each rank needs only its own row of gradients of shape ``[ranks, numel of the largest shard]``:
+            gradients: One for each, of shape (rows, ...); they hold the sum afterwards.
+            columns: If each rank needs only its own row of gradients of shape (ranks, elements of the largest shard):
                 for each the columns of its matrix.
         """
         return PendingSum(self, names, gradients, columns)

@@ -22,11 +22,11 @@ class LowPrecision(Method):
         self.dtype = dtype
 
     def compresses(self, matrix: Tensor) -> bool:
-        """All gradients whose dtype is longer."""
+        """Whether elements of a gradient, of shape (rows, columns), take more bytes than those of the message."""
         return matrix.element_size() > self.dtype.itemsize
 
     def start(self, flat: Tensor, pieces: Sequence[Piece], group: dist.ProcessGroup, *, scatter: bool) -> Finish:
-        """Start the sum, as `Method.start`."""
+        """Start to sum a flat message in ``dtype``: an all-reduce, or with ``scatter`` an all-to-all of rows."""
         sent = flat.to(self.dtype)
         if not scatter:
             self.traffic.all_reduce(sent, group)

@@ -18,7 +18,7 @@ class Piece:
 
     Attributes:
         name: FQN of the parameter.
-        matrix: View of the message, ``[rows, columns]``: the first dimension of the gradient, and all others.
+        matrix: View of the message, of shape (rows, columns): the first dimension of the gradient, and all others.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Traffic:
         self.sent += all_reduce_bytes(tensor.nbytes, group.size())
 
     def all_to_all(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        """Count an exchange of a tensor ``[ranks, ...]``, a row for each rank."""
+        """Count an all-to-all of a tensor of shape (ranks, ...), a row for each rank."""
         self.sent += tensor.nbytes * (group.size() - 1) / group.size()
 
     def all_gather(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        """Count a gather of a tensor of any shape from each rank."""
+        """Count an all-gather of a tensor of any shape from each rank."""
         self.sent += tensor.nbytes * (group.size() - 1)
 
     def instead_of(self, num_bytes: int, group: dist.ProcessGroup, *, scatter: bool) -> None:
@@ -79,7 +79,7 @@ class Method(ABC):
         self.traffic = traffic
 
     def compresses(self, matrix: Tensor) -> bool:
-        """Whether a gradient, ``[rows, columns]``, is compressed: no vectors, which take few bytes."""
+        """Whether a gradient, of shape (rows, columns), is compressed: no vectors, which take few bytes."""
         return min(matrix.shape) > 1
 
     @abstractmethod
@@ -87,12 +87,12 @@ class Method(ABC):
         """Start to sum a message over ranks; does not wait.
 
         Args:
-            flat: The addend of this rank, ``[numel]``; of N ranks and with ``scatter`` it is N rows of equal length.
+            flat: The addend of this rank, flat; with ``scatter`` one row after the other for each rank, of one length.
             pieces: The gradients in it.
             group: The ranks.
             scatter: Whether each rank needs only the row of its own rank of the sum.
 
         Returns:
             A function that waits and writes the sum to ``flat``, or to its row. It returns this rank's share of the
-            sum, ``[numel]``: the shares of all ranks add up to the sum. None without feedback.
+            sum, flat and of the length of ``flat``: the shares of all ranks add up to the sum. None without feedback.
         """

@@ -28,7 +28,7 @@ class PowerSGD(Method):
     """Sends factors of rank ``rank`` of each matrix for which they are small enough.
 
     Attributes:
-        factors: Q of each parameter, ``[columns, rank]``, by FQN: the start of the next step.
+        factors: Q of each parameter, of shape (columns, rank), by FQN: the start of the next step.
     """
 
     mixes_parameters = False
@@ -43,14 +43,15 @@ class PowerSGD(Method):
         warm_start: bool = True,
         draw: Draw | None = None,
     ) -> None:
-        """Prepare.
+        """Keep the rank of the factors, and how a first Q is drawn.
 
         Args:
             traffic: Counts bytes.
-            rank: Of the factors.
+            rank: Rank of the factors.
             min_compression_rate: Matrices that factors do not make smaller by more than that are not compressed.
             warm_start: Whether a step begins with the Q of the step before, and not with a random one.
-            draw: Returns the first Q of a parameter, by FQN, columns and rank; the same on all ranks.
+            draw: Returns the first Q of a parameter, of shape (columns, rank), by FQN, columns and rank; equal on all
+                ranks.
         """
         super().__init__(traffic)
         self.rank, self.min_compression_rate, self.warm_start = rank, min_compression_rate, warm_start
@@ -58,12 +59,12 @@ class PowerSGD(Method):
         self._draw, self._num_drawn = draw or self._normal, 0
 
     def compresses(self, matrix: Tensor) -> bool:
-        """Whether the factors are smaller than the matrix by more than ``min_compression_rate``."""
+        """Whether the factors are smaller than the matrix (rows, columns) by more than ``min_compression_rate``."""
         (n, m), rank = matrix.shape, min(*matrix.shape, self.rank)
         return (n + m) * rank * self.min_compression_rate < n * m
 
     def start(self, flat: Tensor, pieces: Sequence[Piece], group: dist.ProcessGroup, *, scatter: bool) -> Finish:
-        """Start the sum, as `Method.start`; each rank has all of it."""
+        """Start to sum a flat message by all-reduces of its factors; each rank gets the full sum."""
         # Gradients of one shape are multiplied together.
         shapes: dict[torch.Size, list[Piece]] = {}
         for piece in pieces:
@@ -92,7 +93,7 @@ class PowerSGD(Method):
         return finish
 
     def _first_factors(self, batch: Sequence[Piece], matrices: Tensor) -> Tensor:
-        """Q of each matrix, ``[matrices, columns, rank]``."""
+        """Q of each matrix, of shape (matrices, columns, rank)."""
         self._num_drawn += not self.warm_start
         rank = min(*matrices.shape[1:], self.rank)
         first = []
@@ -117,7 +118,7 @@ class PowerSGD(Method):
 
 
 def _orthonormal(matrices: Tensor) -> Tensor:
-    """Orthonormal bases of the columns of ``[matrices, rows, rank]``."""
+    """Orthonormal bases of the columns of matrices, of shape (matrices, rows, rank)."""
     return torch.linalg.qr(matrices).Q
 
 

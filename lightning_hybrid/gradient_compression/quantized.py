@@ -29,7 +29,7 @@ class Quantized(Method):
     block: int
 
     def start(self, flat: Tensor, pieces: Sequence[Piece], group: dist.ProcessGroup, *, scatter: bool) -> Finish:
-        """Start the sum, as `Method.start`."""
+        """Start to sum a flat message by an all-to-all, and without ``scatter`` an all-gather, of quantized rows."""
         size, rank = group.size(), group.rank()
         length = -(-flat.numel() // size)
         rows = F.pad(flat, (0, size * length - flat.numel())).view(size, length)
@@ -57,14 +57,14 @@ class Quantized(Method):
         return finish
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Quantize ``[rows, length]``; returns bytes, ``[rows, bytes of codes + bytes of scales]``."""
+        """Quantize rows, of shape (rows, length), to uint8 of shape (rows, bytes of codes + bytes of scales)."""
         blocks = F.pad(rows.float(), (0, -rows.shape[1] % self.block)).view(rows.shape[0], -1, self.block)
         scales = self.scales(blocks, rows.shape[1])
         codes = self.codes(blocks, scales)
         return torch.cat([codes.view(len(rows), -1), scales.contiguous().view(len(rows), -1).view(torch.uint8)], 1)
 
     def decode(self, message: Tensor, length: int) -> Tensor:
-        """Restore float32 values, ``[rows, length]``."""
+        """Restore float32 values, of shape (rows, length), from what ``encode`` returns."""
         num_blocks = -(-length // self.block)
         codes, scales = message.split([message.shape[1] - 4 * num_blocks, 4 * num_blocks], 1)
         scales = scales.contiguous().view(torch.float32).view(len(message), num_blocks, 1)
@@ -75,15 +75,15 @@ class Quantized(Method):
 
     @abstractmethod
     def scales(self, blocks: Tensor, length: int) -> Tensor:
-        """Scales of ``[rows, blocks, block]``, ``[rows, blocks, 1]``; elements beyond ``length`` are padding."""
+        """Scales (rows, blocks, 1) of blocks (rows, blocks, block); elements of a row beyond ``length`` are padding."""
 
     @abstractmethod
     def codes(self, blocks: Tensor, scales: Tensor) -> Tensor:
-        """Codes of ``[rows, blocks, block]``, as bytes."""
+        """Codes of blocks (rows, blocks, block), in uint8 of shape (rows, blocks, bytes of a block)."""
 
     @abstractmethod
     def values(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Values of codes, ``[rows, blocks, block]``."""
+        """Float32 values (rows, blocks, block) of codes (rows, bytes of a row) and scales (rows, blocks, 1)."""
 
 
 class Int8(Quantized):
@@ -92,16 +92,16 @@ class Int8(Quantized):
     block = 256
 
     def scales(self, blocks: Tensor, length: int) -> Tensor:
-        """The distance of two levels."""
+        """The distance of two levels of each block, of shape (rows, blocks, 1)."""
         return blocks.abs().amax(2, keepdim=True) / 127
 
     def codes(self, blocks: Tensor, scales: Tensor) -> Tensor:
-        """One byte for each element."""
+        """The level of each element, an int8 viewed as uint8, of shape (rows, blocks, block)."""
         levels = (blocks / scales).nan_to_num(0.0).round()
         return levels.to(torch.int8).view(torch.uint8)
 
     def values(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Levels times their distance."""
+        """Levels times their distance, of shape (rows, blocks, block)."""
         levels = codes.contiguous().view(torch.int8).view(len(codes), scales.shape[1], self.block)
         return levels.float() * scales
 
@@ -112,18 +112,18 @@ class OneBit(Quantized):
     block = 1024
 
     def scales(self, blocks: Tensor, length: int) -> Tensor:
-        """The mean magnitude."""
+        """The mean magnitude of each block, without padding, of shape (rows, blocks, 1)."""
         counts = torch.full((blocks.shape[1],), float(self.block), device=blocks.device)
         if length % self.block:
             counts[-1] = length % self.block
         return (blocks.abs().sum(2) / counts)[..., None]
 
     def codes(self, blocks: Tensor, scales: Tensor) -> Tensor:
-        """Eight signs in each byte."""
+        """The signs of the elements, eight in each byte, of shape (rows, blocks, block / 8)."""
         bits = (blocks >= 0).view(*blocks.shape[:2], -1, 8).to(torch.uint8)
         return (bits << torch.arange(8, dtype=torch.uint8, device=blocks.device)).sum(-1, dtype=torch.uint8)
 
     def values(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Signs times the mean magnitude."""
+        """Signs times the mean magnitude, of shape (rows, blocks, block)."""
         bits = (codes[..., None] >> torch.arange(8, dtype=torch.uint8, device=codes.device)) & 1
         return (bits.float() * 2 - 1).view(len(codes), scales.shape[1], self.block) * scales

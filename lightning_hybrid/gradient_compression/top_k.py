@@ -23,7 +23,7 @@ class TopK(Method):
         self.ratio = ratio
 
     def start(self, flat: Tensor, pieces: Sequence[Piece], group: dist.ProcessGroup, *, scatter: bool) -> Finish:
-        """Start the sum, as `Method.start`."""
+        """Start to sum a flat message by an all-gather, or with ``scatter`` an all-to-all, of its largest elements."""
         size, rank = group.size(), group.rank()
         rows = flat.view(size if scatter else 1, -1)
         length = rows.shape[1]

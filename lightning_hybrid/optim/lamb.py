@@ -58,7 +58,7 @@ class LAMB(TrustRatioOptimizer):
         super().__init__(params, {**defaults, "bias_correction": bias_correction, "max_norm": max_norm})
 
     def update_states(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Update both averages of a parameter, and its count of steps."""
+        """Update both averages of a parameter, of its shape, and its count of steps, a scalar."""
         state, (beta1, beta2) = self.state[p], group["betas"]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -69,11 +69,11 @@ class LAMB(TrustRatioOptimizer):
         state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
 
     def normed(self, p: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """The parameter and its update."""
+        """The parameter, of any shape, and its update, of the same shape."""
         return p, self._update(p, group)
 
     def step_parameter(self, p: Tensor, group: dict[str, Any], norms: tuple[Tensor, Tensor]) -> None:
-        """Step a parameter by the ratio of the norms of it and of its update."""
+        """Step a parameter of any shape by the ratio of its norm and that of its update, both scalars."""
         weight_norm, update_norm = norms
         bounded = weight_norm if group["max_norm"] is None else weight_norm.clamp(max=group["max_norm"])
         has_ratio = (weight_norm > 0) & (update_norm > 0)

@@ -60,15 +60,15 @@ class LARS(TrustRatioOptimizer):
         super().__init__(params, {**defaults, **more})
 
     def update_states(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Do nothing: the momentum depends on the ratio."""
+        """Do nothing for a parameter of any shape: the momentum depends on the ratio, which is not known yet."""
 
     def normed(self, p: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """The parameter and its gradient."""
+        """The parameter, of any shape, and its gradient, of the same shape."""
         assert p.grad is not None
         return p, p.grad
 
     def step_parameter(self, p: Tensor, group: dict[str, Any], norms: tuple[Tensor, Tensor]) -> None:
-        """Step a parameter by the ratio of the norms of it and of its gradient."""
+        """Step a parameter of any shape by the ratio of its norm and that of its gradient, both scalars."""
         assert p.grad is not None
         update = p.grad.clone()
         if p.dim() > 1:

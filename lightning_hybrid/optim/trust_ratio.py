@@ -27,22 +27,22 @@ class TrustRatioOptimizer(Optimizer):
 
     @abstractmethod
     def update_states(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Update the states of a parameter that has a gradient, before any parameter is stepped."""
+        """Update the states of a parameter of any shape that has a gradient, before any parameter is stepped."""
 
     @abstractmethod
     def normed(self, p: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """The two tensors of the shape of a parameter whose norms give its trust ratio."""
+        """The two tensors, of the shape of the parameter, whose norms give its trust ratio."""
 
     @abstractmethod
     def step_parameter(self, p: Tensor, group: dict[str, Any], norms: tuple[Tensor, Tensor]) -> None:
-        """Step a parameter by two norms, each of shape ()."""
+        """Step a parameter of any shape by two norms over the full parameter, both scalars."""
 
     def counted_slices(self, p: Tensor, local: Tensor) -> list[Tensor]:
-        """The slices of a tensor of a parameter's shape whose squares this rank adds up."""
+        """The slices, of any shapes, of a tensor of the parameter's shape whose squares this rank adds up."""
         return [local]
 
     def sum_over_shards(self, squares: Tensor) -> Tensor:
-        """Sum of a tensor of shape (parameters, 2) over the ranks that hold shards."""
+        """The sum of a float64 tensor of shape (parameters, 2) over the ranks that hold shards, of the same shape."""
         return squares
 
     @torch.no_grad()

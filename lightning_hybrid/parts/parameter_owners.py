@@ -77,7 +77,7 @@ class ParameterOwners:
         """Assign owners to the parameters of one optimizer.
 
         Args:
-            parameters: By FQN; each of them sharded.
+            parameters: By FQN; each of any shape, and sharded.
             numel: Elements of each full parameter, by FQN.
         """
         self._names |= {id(p): name for name, p in parameters.items()}
@@ -91,7 +91,7 @@ class ParameterOwners:
         return self._owners[name]
 
     def has_states_of(self, parameter: Tensor) -> bool:
-        """Whether this rank keeps optimizer states of a parameter: all do, except of what another one owns."""
+        """Whether this rank keeps optimizer states of a parameter of any shape: yes, unless another rank owns it."""
         name = self._names.get(id(parameter))
         return name is None or all(self._is_at(number, rank) for number, rank in self._owners[name].items())
 
@@ -102,8 +102,8 @@ class ParameterOwners:
         """Gather the states that owners keep on the first rank of each axis, in host memory; collective.
 
         Args:
-            entries: States of this rank by the parameter's number, or other keys.
-            parameters: Of the optimizer, by number.
+            entries: States of this rank, tensors of any shapes among them, by the parameter's number, or other keys.
+            parameters: Parameters of the optimizer by number, of any shapes.
 
         Returns:
             The entries, on the first rank those of all owners.

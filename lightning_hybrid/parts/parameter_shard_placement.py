@@ -208,7 +208,7 @@ def split_over_two_axes(placement: Shard, outer: int, inner: int) -> tuple[Place
 
 
 def shard_tensor(full: Tensor, placement: Placement, rank: int, size: int) -> Tensor:
-    """Take the shard of one of ``size`` ranks of a full parameter.
+    """Return one rank's shard of a full parameter of any shape, which ``size`` ranks shard.
 
     Returns:
         A tensor of shape (..., length of the rank's shard, ...) that shares no memory with ``full`` if it is sharded,
@@ -240,7 +240,7 @@ def join(shards: Sequence[Tensor], placement: Placement) -> Tensor:
 
 
 def padded(local: Tensor, placement: Shard) -> Tensor:
-    """The local shard, zero-padded to the largest shard's size: ranks exchange tensors of one shape."""
+    """The local shard (..., length, ...), zero-padded to the largest length: ranks exchange tensors of one shape."""
     missing = placement.local_length - local.shape[placement.dim]
     if not missing:
         return local

@@ -214,7 +214,7 @@ class LocalShards:
         """Whether this is the first rank that holds its shard of a parameter.
 
         Args:
-            parameter: Of the module; of any shape.
+            parameter: A parameter of the module, of any shape.
             within_replica: Whether ranks of other replicas do not count.
         """
         name = self._names.get(id(parameter), "")
@@ -231,8 +231,11 @@ class LocalShards:
         """The slices of a local tensor of which this is the first rank that holds them.
 
         Args:
-            parameter: Of the module.
+            parameter: A parameter of the module, of any shape.
             local: The local shard, its gradient, or another tensor of its shape.
+
+        Returns:
+            At most one tensor, of the shape of ``local`` but for the sharded dim.
         """
         if not self.is_first_owner(parameter):
             return []

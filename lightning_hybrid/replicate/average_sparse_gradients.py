@@ -12,9 +12,9 @@ def average_sparse(gradient: Tensor | None, parameter: Tensor, group: ProcessGro
     """Averages gradients that are sparse in their first dim over all ranks; collective.
 
     Args:
-        gradient: the gradient of this rank, sparse or dense, or None.
-        parameter: its parameter; gives shape, dtype and device to ranks without a gradient.
-        group: the ranks to average over. A rank without a gradient counts as zeros.
+        gradient: The gradient of this rank, of the shape (rows, ...) of the parameter, sparse or dense; or None.
+        parameter: Its parameter; gives shape, dtype and device to ranks without a gradient.
+        group: The ranks to average over. A rank without a gradient counts as zeros.
 
     Returns:
         A coalesced sparse tensor of the parameter's shape, the same on all ranks; None if no rank has a gradient.

@@ -121,7 +121,7 @@ class GradientReducer:
 
     @property
     def messages(self) -> list[Tensor]:
-        """The tensors that are sent, of one dimension: they stay from the first batch on."""
+        """The flat tensors that are sent, one for each bucket; they are kept from the first batch on."""
         return [bucket.flat for bucket in self._buckets]
 
     def arm(self) -> None:

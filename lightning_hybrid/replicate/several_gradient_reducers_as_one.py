@@ -38,7 +38,7 @@ class JointReducer:
 
     @property
     def messages(self) -> list[Tensor]:
-        """The tensors that are sent, of one dimension."""
+        """The flat tensors that are sent, one for each bucket."""
         return [message for reducer in self._reducers for message in reducer.messages]
 
     def arm(self) -> None:

@@ -17,11 +17,11 @@ def start_all_gather(row: Tensor, group: dist.ProcessGroup) -> Callable[[], list
     """Start to all-gather rows of equal length; collective, in one order on all ranks.
 
     Args:
-        row: This rank's row, 1-D; must not be written until it is gathered.
+        row: This rank's row, flat; must not be written until it is gathered.
         group: The process group.
 
     Returns:
-        A function that waits and returns the rows, by rank.
+        A function that waits and returns the flat rows, by rank.
     """
     transfers = transfers_of(group) if row.device.type == "cpu" else None
     if transfers is None:

@@ -70,7 +70,7 @@ class SharedMemory:
 
     @torch.compiler.disable
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Gather the tensors of all ranks, which must be contiguous and of one shape."""
+        """All-gather the tensors of the ranks, contiguous and all of one shape; returns them by rank."""
         with hidden_from_modes():
             gathered = [torch.empty_like(tensor) for _ in range(self._size)]
             length = SLOT_BYTES // tensor.element_size()
@@ -86,7 +86,7 @@ class SharedMemory:
 
         Args:
             inputs: One flat tensor for each rank, of any lengths.
-            lengths: Lengths of the tensors that this rank receives.
+            lengths: Lengths of the flat tensors that this rank receives and returns, by rank.
         """
         width = SLOT_BYTES // self._size // _ALIGNMENT * _ALIGNMENT  # bytes for each rank, in a round
         length = width // inputs[0].element_size()

@@ -33,10 +33,10 @@ class LayoutConnection:
         return entry["strategy"](**{**entry["init_params"], **self._layout.options(self._num_microbatches)})
 
     def connect(self, trainer: Any, module: Any) -> None:
-        """Nothing to do."""
+        """Do nothing: the strategy is all that a layout sets."""
 
     def finish(self, observed: RunRecord) -> None:
-        """Nothing to do."""
+        """Do nothing: the record is complete."""
 
 
 def run_layout(experiment: Experiment, layout: Layout, connection: LayoutConnection | None = None) -> RunRecord:

@@ -200,7 +200,7 @@ class TopKRouter(_Router):
             self.register_buffer(name, torch.zeros(num_experts) if bias_update_rate else None)
 
     def forward(self, x: Tensor) -> Routing:
-        """Routes tokens of shape [T, D]; raises ``ValueError`` as `logits` does."""
+        """Chooses k experts for each token of shape [T, D]; raises ``ValueError`` if logits are not finite (CPU)."""
         logits = self.logits(x)
         scores, probabilities = self.scores(logits)
         if self.bias is None:
@@ -285,7 +285,7 @@ class ExpertChoiceRouter(_Router):
         self.capacity_factor = capacity_factor
 
     def forward(self, x: Tensor) -> Routing:
-        """Routes tokens of shape [T, D]; raises ``ValueError`` as `logits` does."""
+        """Chooses C of the tokens, of shape [T, D], for each expert; raises ``ValueError`` as ``TopKRouter``."""
         logits = self.logits(x)
         scores, probabilities = self.scores(logits)
         num_tokens = x.shape[0]

@@ -29,7 +29,7 @@ class NormalizedTopKRouter(TopKRouter):
     """Top-k router whose weights sum to 1 for k=1 too: there they are 1, and have the gradient of log p."""
 
     def forward(self, x: Tensor) -> Routing:
-        """Routes tokens of shape [T, D] as ``TopKRouter``."""
+        """Chooses k experts for each token of shape [T, D]; raises ``ValueError`` as ``TopKRouter.forward``."""
         routing = super().forward(x)
         if self.top_k > 1:
             return routing

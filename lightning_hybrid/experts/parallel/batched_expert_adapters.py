@@ -113,7 +113,7 @@ class _Batched(ExpertsAdapter):
         self.attributes, self.names = tuple(attributes), dict(names)
 
     def placements(self, module: nn.Module, size: int) -> dict[str, Shard]:
-        """As ``ExpertsAdapter``."""
+        """Shards the first dim of every parameter evenly, by name in the module."""
         return {name: Shard.evenly(0, self.num_experts, size) for name, _ in module.named_parameters()}
 
     def _call_forward(self, module: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Tensor:
@@ -149,7 +149,7 @@ class BatchedPairs(_Batched):
 
     @classmethod
     def recognise(cls, module: nn.Module, call: Call) -> list[ExpertsAdapter]:
-        """As ``ExpertsAdapter``."""
+        """Returns adapters for stacked weights and a call with tokens, expert indices and weights; else none."""
         size = stacked_experts(module)
         names = _pair_names(bound_arguments(module, call))
         if size is None or names is None:
@@ -157,7 +157,7 @@ class BatchedPairs(_Batched):
         return [cls(size, attributes, names) for attributes in _attributes_of(module, size)]
 
     def example(self, call: Call, rank: int, size: int, generator: torch.Generator) -> Call:
-        """As ``ExpertsAdapter``; the last rank's tokens all go to the experts of the first one."""
+        """Returns a small call with real data; the last rank's tokens all go to the experts of the first one."""
         leaves, spec = flatten(call)
         tokens, (_, k) = _TOKENS, next(x.shape for x in leaves if not is_float(x))
         experts = max(k, _num_reachable(self.num_experts, rank, size))
@@ -170,7 +170,7 @@ class BatchedPairs(_Batched):
         return example
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, exchange: Exchange) -> Tensor:
-        """As ``ExpertsAdapter``; returns shape [T, D]."""
+        """Computes the pairs on their experts' ranks, and sums by token: hidden of shape [..., D] -> [..., D']."""
         arguments = bound_arguments(module, (args, kwargs))
         hidden, which, weights = (arguments[self.names[role]] for role in ("hidden", "which", "weights"))
         shape, k = hidden.shape, which.shape[-1]
@@ -186,7 +186,7 @@ class BatchedPairs(_Batched):
     def compute(
         self, module: nn.Module, forward: Callable[..., Any], rows: Tensor, counts: Sequence[int], first: int
     ) -> Tensor:
-        """As ``ExpertsAdapter``; shape [R, D] -> [R, D']."""
+        """Applies experts to rows, each as a token with one expert: shape [R, D] -> [R, D']."""
         numbers = torch.arange(first, first + len(counts), device=rows.device)
         repeats = torch.tensor(counts, device=rows.device)
         which = numbers.repeat_interleave(repeats, output_size=rows.shape[0])[:, None]
@@ -202,7 +202,7 @@ class BatchedRows(_Batched):
 
     @classmethod
     def recognise(cls, module: nn.Module, call: Call) -> list[ExpertsAdapter]:
-        """As ``ExpertsAdapter``."""
+        """Returns adapters for stacked weights and a call with rows and their counts by expert; else none."""
         size = stacked_experts(module)
         roles = rows_and_counts(bound_arguments(module, call), size)
         if size is None or roles is None:
@@ -211,11 +211,11 @@ class BatchedRows(_Batched):
         return [cls(size, attributes, names) for attributes in _attributes_of(module, size)]
 
     def example(self, call: Call, rank: int, size: int, generator: torch.Generator) -> Call:
-        """As ``ExpertsAdapter``; some experts get no row, and on the last rank most."""
+        """Returns a small call with real data; some experts get no row, and on the last rank most."""
         return small_rows(call, self.num_experts, rank, size, generator)
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, exchange: Exchange) -> Tensor:
-        """As ``ExpertsAdapter``; returns shape [P, D']."""
+        """Sends rows, of shape [P, D], to the ranks of their experts; returns the results, of shape [P, D']."""
         arguments = bound_arguments(module, (args, kwargs))
         rows, counts = arguments[self.names["rows"]], arguments[self.names["counts"]]
         self._as_list = not isinstance(counts, Tensor)
@@ -224,7 +224,7 @@ class BatchedRows(_Batched):
     def compute(
         self, module: nn.Module, forward: Callable[..., Any], rows: Tensor, counts: Sequence[int], first: int
     ) -> Tensor:
-        """As ``ExpertsAdapter``; shape [R, D] -> [R, D']."""
+        """Applies experts to rows sorted by expert, others of this rank to none: shape [R, D] -> [R, D']."""
         num_local = next(module.parameters()).shape[0]
         numbers = [0] * first + list(counts) + [0] * (num_local - first - len(counts))
         local_counts = numbers if self._as_list else torch.tensor(numbers, device=rows.device)

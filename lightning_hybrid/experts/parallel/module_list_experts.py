@@ -56,7 +56,7 @@ class ExpertList(ExpertsAdapter):
 
     @classmethod
     def recognise(cls, module: nn.Module, call: Call) -> list[ExpertsAdapter]:
-        """As ``ExpertsAdapter``."""
+        """Returns an adapter for each list of equally structured children of a block."""
         adapters: list[ExpertsAdapter] = []
         for name, child in module.named_children():
             if isinstance(child, _LISTS) and _same_structure(list(child.children())):
@@ -67,7 +67,7 @@ class ExpertList(ExpertsAdapter):
         return adapters
 
     def placements(self, module: nn.Module, size: int) -> dict[str, Shard]:
-        """As ``ExpertsAdapter``."""
+        """Gives each parameter of an expert to one rank in full, by name in the block."""
         num_local = self.num_experts // size
         return {
             f"{expert}.{name}": Shard.owned(parameter.shape[0], size, number // num_local)
@@ -77,7 +77,7 @@ class ExpertList(ExpertsAdapter):
         }
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, exchange: Exchange) -> Any:
-        """As ``ExpertsAdapter``."""
+        """Runs the block's code for the rows of each expert, and again with their results from the experts' ranks."""
         recorded = self._record(module, forward, args, kwargs)
         shapes = [[rows.shape for rows in calls] for calls in recorded]
         flat = [rows.reshape(-1, rows.shape[-1]) for calls in recorded for rows in calls]
@@ -129,7 +129,7 @@ class ExpertList(ExpertsAdapter):
         return recorded
 
     def example(self, call: Call, rank: int, size: int, generator: torch.Generator) -> Call:
-        """As ``ExpertsAdapter``."""
+        """Returns a small call of the block with real data."""
         if self._takes_rows:
             return small_rows(call, self.num_experts, rank, size, generator)
         return small_call(call, self.num_experts, generator)
@@ -144,7 +144,7 @@ class ExpertList(ExpertsAdapter):
     def compute(
         self, module: nn.Module, forward: Callable[..., Any], rows: Tensor, counts: Sequence[int], first: int
     ) -> Tensor:
-        """As ``ExpertsAdapter``; shape [R, D] -> [R, D']."""
+        """Applies each expert of this rank to its rows: shape [R, D] -> [R, D']."""
         experts = self._local_experts(module)[first:]
         outs = [
             expert.forward(inputs)

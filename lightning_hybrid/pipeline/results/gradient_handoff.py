@@ -66,7 +66,7 @@ class GradientHandoff:
         return _HandoffFunction.apply(loss, anchor, self)
 
     def deposit(self, incoming: Tensor) -> None:
-        """Add the gradients to ``.grad``, scaled by the incoming gradient over the expected one, a scalar.
+        """Add the gradients to ``.grad``, scaled by the incoming gradient of the loss, a scalar, over the expected one.
 
         Raises:
             RuntimeError: Gradients of earlier batches are added already, and the factor is not 1.

@@ -96,7 +96,7 @@ class SplitBackward:
         """Run the backward of a forward marked by ``forward``, and defer gradients of weights.
 
         Args:
-            roots: The outputs from which it starts.
+            roots: The outputs, of any shapes, from which it starts.
             gradients: The gradients of the roots, of their shapes.
 
         Returns:
@@ -116,7 +116,7 @@ class SplitBackward:
         self._task = _current_task()
 
     def can_defer(self, input: Tensor, weight: Tensor) -> bool:
-        """Whether the backward of a linear, with an input of shape (..., in), can defer its weight's gradient."""
+        """Whether a backward can defer the gradient of a linear's weight (out, in), whose input is (..., in)."""
         watch = None if self._current is None else self._current.watch
         return (
             self._is_forward

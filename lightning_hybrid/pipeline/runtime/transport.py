@@ -123,7 +123,7 @@ class GroupTransport(Transport):
                 work.wait()
 
     def send(self, message: Message, peer: int, values: Sequence[Value], tensors: Sequence[Tensor]) -> None:
-        """Start to send the tensors of a message, with a header for each shape that depends on data."""
+        """Start to send the tensors of a message, of any shapes, with a header for each shape that depends on data."""
         for position, (value, tensor) in enumerate(zip(values, tensors, strict=True)):
             # A tensor that user code has moved to another device is sent from that of the group.
             tensor = tensor.detach().to(self._device).resolve_conj().resolve_neg().contiguous()
@@ -143,7 +143,7 @@ class GroupTransport(Transport):
         work.wait()
 
     def receive(self, message: Message, peer: int, values: Sequence[Value]) -> Callable[[], list[Tensor]]:
-        """Post the receives of a message; one with a header, the shape, is awaited: ``lower`` posts none ahead then."""
+        """Post the receives of a message; wait for headers with shapes: ``lower`` posts no such receive ahead."""
         works, tensors = [], []
         for position, value in enumerate(values):
             shape: Sequence[int] = value.shape

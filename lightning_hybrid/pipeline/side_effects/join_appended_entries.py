@@ -48,7 +48,8 @@ class AppendedEntries:
 
         Args:
             count: Number of the microbatches.
-            contents: By microbatch and index, the values of one element from which numbers among the entries were read.
+            contents: By microbatch and index, the values from which numbers among the entries were read; each a scalar,
+                or a tensor of one element.
         """
         rows: Rows = {}
         for path, entries in find_lists(self._root).items():

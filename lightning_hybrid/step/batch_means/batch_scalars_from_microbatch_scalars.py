@@ -84,11 +84,11 @@ class ScalarResults:
         Args:
             node: The operation.
             run: Recomputes it; None if it must not be recomputed.
-            args: Its arguments.
-            kwargs: Likewise.
-            results: Leaves of its result.
+            args: Its positional arguments, with tensors of any shapes.
+            kwargs: Its keyword arguments.
+            results: Leaves of its result: scalars, and values of metrics of any shape.
             template: Describes which values these are.
-            mark_of: Returns the value index of a tensor.
+            mark_of: Returns the value index of a tensor; None if it is computed from the batch alone.
         """
         leaves, spec = flatten((args, kwargs))
         if any(isinstance(leaf, ShardedTensorBase) for leaf in (*leaves, *results)):
@@ -126,7 +126,7 @@ class BatchScalars:
         self._cache: dict[int, tuple[Tensor | None, bool]] = {}
 
     def value(self, index: int) -> Tensor | None:
-        """A scalar of the full batch; None if this rank cannot compute it."""
+        """A scalar, or metric value of any shape, of the full batch, by index; None if this rank cannot compute it."""
         return self._value_and_kind(index)[0]
 
     def is_mean(self, index: int) -> bool:

@@ -77,7 +77,7 @@ def picked_rows(name: str, args: Any, kwargs: Any, is_model: Callable[[Any], boo
 
 
 def count(how: Averages, name: str, args: Any, kwargs: Any, is_model: Callable[[Any], bool]) -> Tensor | float | None:
-    """The denominator of a mean in one microbatch; for a product its other factor: a number or a tensor of one element.
+    """The denominator, a scalar, of a mean in one microbatch; for a product its other factor, of one element.
 
     ``how`` is the result of ``averages``, and the other arguments are as there.
     """

@@ -77,7 +77,10 @@ class BatchMetrics:
             return flatten(each.copy.compute())[0]
 
     def value_of(self, metric: Metric) -> Tensor | None:
-        """The scalar value for the full batch of a metric called once in the step; None if it is not known."""
+        """The value, a tensor of one element, of a metric for the full batch; None unless called once in the step.
+
+        Values of any other shape give None too.
+        """
         copies = [
             each
             for each in self._copies.values()

@@ -67,7 +67,7 @@ def _intercepted_collective(current: CurrentRun, name: str, original: Callable[.
 
 
 def collective_outputs(name: str, args: Any, kwargs: Any) -> list[Tensor]:
-    """The output tensors of a call of a collective, of any shapes."""
+    """The output tensors, of any shapes, of a call of a collective of ``torch.distributed``."""
     position, keyword = _OUTPUT_ARGUMENTS[name.removeprefix(COLLECTIVE)]
     output = args[position] if len(args) > position else kwargs.get(keyword)
     return [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]

@@ -27,7 +27,7 @@ _ADVICE = (
 
 
 def copy_full_parameter(parameter: Tensor, shape: torch.Size) -> None:
-    """Let copies and pickles of a parameter, of which this rank has a shard from now on, be of the full ``shape``.
+    """Let copies and pickles of a parameter of any shape, now a shard on this rank, be of the full ``shape``.
 
     The parameter's ``data`` is the shard, except where a mode shows the full one.
     """
@@ -72,7 +72,7 @@ def _pickle_parameter(parameter: nn.Parameter) -> Any:
 
 
 def reduce_for_pickle(tensor: Tensor, content: Tensor) -> Any:
-    """The reduced value that `pickle` writes for a tensor of the user, which may be an absent parameter.
+    """The reduced value that `pickle` writes for a tensor of the user of any shape, which may be absent.
 
     ``content`` is in its full shape; the attributes of ``tensor`` are written with it.
     """

@@ -28,8 +28,8 @@ def nodes_differentiated(
     Args:
         nodes: The nodes so far.
         made: The output of each of them.
-        args: Arguments of the call, with tensors of any shapes.
-        kwargs: Likewise.
+        args: Positional arguments of the call, with tensors of any shapes.
+        kwargs: Keyword arguments of the call.
         mark_of: Returns the value index of a tensor; None for a tensor of the batch.
         parameters: FQN by id.
     """

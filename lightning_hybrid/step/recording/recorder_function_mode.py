@@ -89,7 +89,7 @@ class Recorder(StepMode):
         self.captured = CapturedInputs(parameters, self.mark_of, costs, units)
 
     def is_absent_here(self, tensor: Tensor) -> bool:
-        """Everything that came from a parameter is absent while recording, of any shape."""
+        """Whether a tensor of any shape is absent: while recording, everything computed from a parameter is."""
         return isinstance(tensor, FakeTensor) or self.mark_of(tensor) is not None
 
     def size_read(self, tensor: Tensor) -> None:

@@ -27,7 +27,7 @@ class DenominatorReplay(StageReplay):
     memory: frozenset[int]
 
     def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
-        """Create a function mode that counts; ``received`` are as in `StageReplay.run`, of any shapes."""
+        """Create a function mode that counts; ``received`` are tensors of other stages by index, of any shapes."""
         return _DenominatorWatch(self, received, parameters)
 
 

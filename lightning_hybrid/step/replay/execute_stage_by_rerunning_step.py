@@ -218,7 +218,7 @@ class ReplayWatch(StepMode):
         return result
 
     def size_read(self, tensor: Tensor) -> None:
-        """Record the shape that is read: the cause to report if the step then diverges from its recording."""
+        """Record the read of a shape: the cause to report if the step then diverges from its recording."""
         if (mark := self.mark_of(tensor)) is not None:
             self.changes.size_read(mark, tensor, user_line)
 

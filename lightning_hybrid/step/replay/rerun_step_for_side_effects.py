@@ -22,7 +22,7 @@ class SideEffectReplay(StageReplay):
     contents: Mapping[int, Tensor]
 
     def watch(self, received: Mapping[int, Tensor], parameters: Mapping[int, str]) -> ReplayWatch:
-        """Create a function mode that answers reads from ``contents``; ``received`` are tensors of any shapes."""
+        """Create a mode that answers reads from ``contents``; ``received`` are tensors by index, of any shapes."""
         return _ReadingWatch(self, received, parameters)
 
 

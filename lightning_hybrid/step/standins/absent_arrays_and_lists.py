@@ -103,12 +103,12 @@ def stand_in_for_content(
     assumed_finite: set[int] | None,
     absent_number: float | None,
 ) -> Any:
-    """The result of ``tolist()`` or ``numpy()`` on an absent tensor.
+    """The stand-in for the result of ``tolist()`` or ``numpy()`` on an absent tensor, of the same shape.
 
     Args:
         name: "tolist" or "numpy".
         line: The user's line that reads it.
-        tensor: The absent tensor.
+        tensor: The absent tensor, of any shape.
         values: Its value in the step graph.
         assumed_finite: Set to which values are added that a branch assumes to be finite.
         absent_number: The number for every element instead, during the search for branches.

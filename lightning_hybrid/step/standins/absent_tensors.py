@@ -63,7 +63,7 @@ def _fake_tensor(meta: Tensor, device: torch.device, requires_grad: bool) -> Fak
 
 
 def make_absent_parameter(parameter: Tensor, device: torch.device | None = None) -> FakeTensor:
-    """A stand-in for a parameter or buffer, of the full shape; ``isinstance(x, nn.Parameter)`` is as before."""
+    """A stand-in for a parameter or buffer, of its full shape; a parameter stays an ``nn.Parameter``."""
     shape = parameter.__dict__.get(FULL_SHAPE)
     like = parameter
     if shape is not None:

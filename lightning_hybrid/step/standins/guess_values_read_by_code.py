@@ -17,7 +17,7 @@ _FLOATS = {True: 0.5, False: 1e4}
 
 
 def answer_guessed_read(name: str, absent: Tensor, guess: bool) -> Any:
-    """The result of a read of an absent tensor.
+    """The guessed result of a read of an absent tensor: a number or a truth value, or an array of its shape.
 
     Args:
         name: Name of the method, such as "item" or "__bool__".

@@ -244,7 +244,7 @@ class StepMode(TorchFunctionMode, ABC):
         return result
 
     def size_read(self, tensor: Tensor) -> None:
-        """Called when the shape of a tensor is read."""
+        """Called when user code reads the shape of a tensor; does nothing by default."""
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:

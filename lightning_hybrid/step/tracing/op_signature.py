@@ -18,7 +18,7 @@ def signature_of(
 
     Args:
         name: The operation's name.
-        leaves: The leaves of its arguments.
+        leaves: The leaves of its arguments, tensors of any shapes among them.
         mark_of: Gives the index of the value that a tensor of any shape is.
         parameters: FQN by id.
     """

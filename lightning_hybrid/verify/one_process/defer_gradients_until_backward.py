@@ -27,11 +27,11 @@ class DeferredGradients:
             parameter.grad = gradient
 
     def loss(self, value: Tensor) -> Tensor:
-        """Make a scalar loss, equal to ``value``, whose backward adds the new gradients to ``.grad``."""
+        """Make a scalar loss, equal to the scalar ``value``, whose backward adds the new gradients to ``.grad``."""
         return _AddGradients.apply(value.detach().requires_grad_(), self)
 
     def add_gradients(self, factor: Tensor) -> None:
-        """Add the new gradients, times a scalar factor, to the existing ones."""
+        """Add the new gradients, times ``factor``, a scalar, to the existing ones in ``.grad``."""
         for parameter, gradient in zip(self._parameters, self._new, strict=True):
             if gradient is not None:
                 gradient = gradient * factor.to(gradient.dtype)

@@ -44,7 +44,7 @@ class MicrobatchSideEffects:
             self._end = ModuleSnapshot(self._module, without=self._metrics)
 
     def finish(self, weights: Sequence[float], sizes: Sequence[int | None]) -> None:
-        """Merge after the last microbatch; args: weights, sizes: one per microbatch."""
+        """Merge the entries after the last microbatch, by the weights and sizes (samples) of the microbatches."""
         self._leave()
         assert self._end is not None
         if len(self._rows) > 1:

@@ -211,7 +211,7 @@ def local_copies(tensors: Iterable[tuple[str, Tensor]], trainer: Any = None) -> 
     """CPU copies, of the full shapes, of the tensors whose content is on this rank.
 
     Args:
-        tensors: Parameters or buffers, by FQN.
+        tensors: Parameters or buffers with their FQNs, of any shapes.
         trainer: If its strategy has sharded them, the shards are all-gathered, which is collective.
     """
     shards = _local_shards_of(trainer)
