@@ -14,6 +14,7 @@ from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.plan_requests_by_unit import UnitRequests, check_followed
 from lightning_hybrid.tensor.search.context_parallel_search import ShardedGroups, shard_over_context
 from lightning_hybrid.tensor.search.linear_group_search import GroupSearch
+from lightning_hybrid.tensor.search.ring_attention_search import shard_for_ring_attention
 from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof, proof_of
 
 
@@ -108,4 +109,6 @@ def _with_context(plan: UnitPlan, search: GroupSearch, proof: Proof, sequence_pa
         plan = shard_over_context(proof.unit, over_tensor, groups, proof, sequence_parallel)
         if plan.positions is not None:
             break
+    if plan.positions is None:
+        plan = shard_for_ring_attention(proof.unit, plan, over_tensor, proof, sequence_parallel)
     return replace(plan, num_trials=plan.num_trials + wide_proof.ranks.num_trials + proof.ranks.num_trials)
