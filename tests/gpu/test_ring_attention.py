@@ -34,22 +34,30 @@ def differentiated(out, inputs):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kind", ["full", "causal", "mask"])
 @pytest.mark.parametrize("length", [192, 203])
-def test_parity(dtype, is_causal, length):
+def test_parity(dtype, kind, length):
     torch.manual_seed(0)
     kernel, tolerance = DTYPES[dtype]
+    mask = torch.rand(2, 1, length, length, device="cuda") > 0.5 if kind == "mask" else None
+    if mask is not None:
+        mask[0, 0, 1] = False  # a query without any key
+        mask[..., 2, : length // 2] = False
+        kernel = EfficientOnCuda if kernel is FlashOnCuda else kernel
+    is_causal = kind == "causal"
     shapes = (2, 6, length, 32), (2, 2, length, 32), (2, 2, length, 32)
     inputs = [torch.randn(shape, dtype=torch.float64, device="cuda").to(dtype) for shape in shapes]
-    assert isinstance(kernel_for(inputs[0], inputs[2], None), kernel)
+    assert isinstance(kernel_for(inputs[0], inputs[2], mask), kernel)
     exact = [tensor.double().requires_grad_() for tensor in inputs]
-    wanted = differentiated(scaled_dot_product_attention(*exact, is_causal=is_causal, enable_gqa=True), exact)
+    options = {"attn_mask": mask, "is_causal": is_causal, "enable_gqa": True}
+    wanted = differentiated(scaled_dot_product_attention(*exact, **options), exact)
+    masks = () if mask is None else (mask,)
 
     def run(ranks):
         own = [tensor.detach().requires_grad_() for tensor in inputs]
         sharding = SequenceSharding(2, length, ranks)
         local = [local_positions(tensor, sharding) for tensor in own]
-        return own, gather_sequence(ring_attention(*local, sharding, is_causal=is_causal), sharding)
+        return own, gather_sequence(ring_attention(*local, sharding, masks=masks, is_causal=is_causal), sharding)
 
     found = on_ranks(3, run)
     backward = lambda ranks: differentiated(found[ranks.rank][1].double(), found[ranks.rank][0])  # noqa: E731

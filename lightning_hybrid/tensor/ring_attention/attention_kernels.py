@@ -63,8 +63,8 @@ def kernel_for(q: Tensor, v: Tensor, mask: Tensor | None) -> Kernel:
         return MatrixProducts()
     if q.device.type == "cpu":
         return FlashOnCpu()
-    if q.device.type == "cuda" and q.shape[-1] % _ALIGNED == 0 and mask is None:
-        if q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= _FLASH_FEATURES:
+    if q.device.type == "cuda" and q.shape[-1] % _ALIGNED == 0:
+        if mask is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= _FLASH_FEATURES:
             return FlashOnCuda()
         if q.dtype is not torch.float64:
             return EfficientOnCuda()
@@ -106,9 +106,7 @@ class FlashOnCpu:
         run: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         mask = _addends(scores.mask, q, k)
         out, lse = run(q, k, v, 0.0, scores.is_causal, attn_mask=mask, scale=scores.scale)
-        if mask is not None:  # the kernel says 0 for queries without a key
-            lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
-        return out, lse
+        return out, _of_attended(lse, mask)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
@@ -116,8 +114,7 @@ class FlashOnCpu:
         """As `Kernel.backward`."""
         run: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         mask = _addends(scores.mask, q, k)
-        finite = lse.masked_fill(lse == -torch.inf, 0)
-        grads = run(grad, q, k, v, out, finite, 0.0, scores.is_causal, attn_mask=mask, scale=scores.scale)
+        grads = run(grad, q, k, v, out, _finite(lse), 0.0, scores.is_causal, attn_mask=mask, scale=scores.scale)
         return (*grads, None)
 
 
@@ -142,15 +139,17 @@ class FlashOnCuda:
 
 
 class EfficientOnCuda:
-    """torch's memory-efficient attention for CUDA: float32 as well."""
+    """torch's memory-efficient attention for CUDA: float32 as well, and masks."""
 
     _MULTIPLE = 32  # of positions in its log-sum-exp
+    _ROW_MULTIPLE = 16  # of the elements between two rows of a mask
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         """As `Kernel.forward`."""
         run: Any = torch.ops.aten._scaled_dot_product_efficient_attention
-        out, lse, *_ = run(q, k, v, None, True, 0.0, scores.is_causal, scale=scores.scale)
-        return out, lse[..., : q.shape[-2]]
+        mask = self._aligned(scores.mask, q, k)
+        out, lse, *_ = run(q, k, v, mask, True, 0.0, scores.is_causal, scale=scores.scale)
+        return out, _of_attended(lse[..., : q.shape[-2]], mask)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
@@ -158,11 +157,19 @@ class EfficientOnCuda:
         """As `Kernel.backward`."""
         run: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward
         unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of dropout
-        lse = F.pad(lse, (0, -lse.shape[-1] % self._MULTIPLE), value=float("inf"))
+        lse = F.pad(_finite(lse), (0, -lse.shape[-1] % self._MULTIPLE), value=torch.inf)
         needed = [True, True, True, False]
-        tensors = grad, q, k, v, None, out, lse, unused, unused
+        tensors = grad, q, k, v, self._aligned(scores.mask, q, k), out, lse, unused, unused
         q_grad, k_grad, v_grad, _ = run(*tensors, 0.0, needed, scores.is_causal, scale=scores.scale)
         return q_grad, k_grad, v_grad, None
+
+    def _aligned(self, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+        mask = _addends(mask, q, k)
+        if mask is None:
+            return None
+        mask = mask.to(q.dtype).expand(*q.shape[:2], -1, -1)
+        keys = mask.shape[-1]
+        return F.pad(mask, (0, -keys % self._ROW_MULTIPLE))[..., :keys]
 
 
 def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -208,6 +215,16 @@ def _addends(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return mask.expand(*mask.shape[:2], q.shape[-2], k.shape[-2])
 
 
+def _of_attended(lse: Tensor, mask: Tensor | None) -> Tensor:
+    """The log-sum-exp, -inf for queries without a key: torch's kernels say 0."""
+    return lse if mask is None else lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """The log-sum-exp, 0 for queries without a key, whose scores are -inf."""
+    return lse.masked_fill(lse == -torch.inf, 0)
+
+
 def _softmax(values: Tensor, lse: Tensor) -> Tensor:
     """Weights of a block from its scores and a log-sum-exp; zeros for queries without a key."""
-    return (values - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
+    return (values - _finite(lse).unsqueeze(-1)).exp()

@@ -185,7 +185,7 @@ class _RingAttention(torch.autograd.Function):
         grad_query = torch.zeros_like(query, dtype=wide)
         grad_mask = torch.zeros_like(mask, dtype=wide) if ctx.needs_input_grad[3] else None
         blocks = _Passed([key, value], order, ranks)
-        grads = _Passed([torch.zeros_like(tensor, dtype=wide) for tensor in (key, value)], order, ranks)
+        grads, own = _Passed([], order, ranks), list[Tensor]()
         for step in range(ranks.size):
             other = (ranks.rank - step) % ranks.size
             block = order.block(ranks.rank, other)
@@ -194,14 +194,22 @@ class _RingAttention(torch.autograd.Function):
             scores = replace(_scores(mask, order, other, block, scale), mask_needs_grad=grad_mask is not None)
             grad_q, grad_k, grad_v, addend = kernel.backward(g, q, k, v, o, lse[:, :, block.queries], scores)
             grad_query[:, :, block.queries] += grad_q
-            for total, found in zip(grads.tensors, (grad_k, grad_v), strict=True):
-                total[:, :, block.keys] += _summed(found.to(wide), repeats)
             if grad_mask is not None and addend is not None:
                 _columns(grad_mask, order, other).add_(addend)
+            found = [_summed(each.to(wide), repeats) for each in (grad_k, grad_v)]
+            if step == 0:  # of this rank's positions: they stay here
+                own = found
+            else:
+                if step == 1:
+                    grads.tensors = [torch.zeros_like(tensor, dtype=wide) for tensor in blocks.tensors]
+                for total, each in zip(grads.tensors, found, strict=True):
+                    total[:, :, block.keys] += each
+                grads.pass_on(other)  # after the last step to the rank of its positions
             if step < ranks.size - 1:
                 blocks.pass_on(other)
-            grads.pass_on(other)  # after the last step to the rank of its positions
-        grad_key, grad_value = (total.to(key.dtype) for total in grads.tensors)
+        for total, each in zip(own, grads.tensors, strict=ranks.size > 1):
+            total += each
+        grad_key, grad_value = (total.to(key.dtype) for total in own)
         grad_mask = None if grad_mask is None else grad_mask.to(mask.dtype)
         return grad_query.to(query.dtype), grad_key, grad_value, grad_mask, None, None, None
 
