@@ -176,7 +176,8 @@ class ParallelLinears:
         if self.sequence is not None and self.ring is not None:
             if self.sequence.inner is not None:
                 raise CannotShard(
-                    "nn.MultiheadAttention with ring attention takes a context rank's positions", entry="ring-attention"
+                    "ring attention has no nn.MultiheadAttention of positions that are sharded over tensor ranks too",
+                    entry="ring-attention",
                 )
             enter, attend = partial(self._inputs.enter, ranks=self._ranks), partial(self.ring.attend_in_module, fqn)
             summed = partial(leave, ranks=self._ranks)

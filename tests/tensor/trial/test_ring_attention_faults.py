@@ -215,6 +215,31 @@ def test_gradient_of_another_sequence_of_local_queries_alone(monkeypatch):
     assert "grad of" in proof.first_failure(plan)
 
 
+class Plain(nn.Module):
+    """Causal attention to positions in the last dim but one, with any dims before."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(-3, -2) for t in self.qkv(x).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-3, -2).flatten(-2))
+
+
+class ReadsValues(Plain):
+    def forward(self, x):
+        return super().forward(x if x.sum() < 1e9 else 2 * x)
+
+
+@pytest.mark.parametrize("shape", [(1, 10, WIDTH), (10, WIDTH)])
+def test_examples_that_are_long_enough(shape):
+    """Of a batch of one sample or none, positions are the first size that an example makes small."""
+    plan = plan_unit(Plain(), (torch.randn(shape, requires_grad=True),), {}, 1, context=3)
+    assert plan.positions is not None and plan.positions.ring_attention, plan.lines()
+    assert plan.positions.dim == len(shape) - 2
+
+
 class ByHand(Rotary):
     def forward(self, x, rotary):
         B, T, C = x.shape
@@ -237,11 +262,18 @@ class OwnMask(Rotary):
 @pytest.mark.parametrize(
     ("unit", "reason"),
     [
+        (nn.TransformerDecoderLayer(WIDTH, HEADS, WIDTH, 0, batch_first=True), "from one sequence to another"),
         (Rotary(dropout=0.1), "ring attention has no dropout of attention weights and dropout_p is 0.1"),
         (ByHand(), "ring attention: output 0"),
         (OwnMask(), "has not the 7 positions of all context ranks"),
     ],
 )
 def test_units_that_keep_the_full_sequence(unit, reason):
-    plan = plan_unit(unit, (tokens(), torch.randn(10, WIDTH // HEADS)), {}, 1, context=3)
+    other = tokens(length=14) if isinstance(unit, nn.TransformerDecoderLayer) else torch.randn(10, WIDTH // HEADS)
+    plan = plan_unit(unit, (tokens(), other), {}, 1, context=3)
     assert plan.positions is None and reason in plan.full_sequence_reason
+
+
+def test_a_unit_that_reads_values_keeps_the_full_sequence():
+    plan = plan_unit(ReadsValues(), (tokens(),), {}, 1, context=3)
+    assert plan.positions is None and "ring attention: it reads values of tensors" in plan.full_sequence_reason
