@@ -27,7 +27,7 @@ FLOORS = [
     {"pipeline/stages", "tensor/plan", "zero", "experts/moe", "memory", "replicate"},
     {"tensor", "tensor/collectives", "tensor/shard_state", "zero/optimizer_states", "experts/parallel"},
     {"experts"},
-    {"tensor/vocabulary"},
+    {"tensor/vocabulary", "tensor/ring_attention"},
     {"tensor/runtime"},
     {"tensor/discovery", "tensor/trial"},
     {"tensor/requests"},

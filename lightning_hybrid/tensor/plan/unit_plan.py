@@ -16,6 +16,7 @@ Rule = tuple[object, ...] | None
 Axis = Literal["tensor", "context"]
 SequenceAxes = Literal["tensor", "context", "both"]
 SequenceParallel = Literal["tensor"] | None  # sequence parallelism: positions sharded over tensor ranks between regions
+RING = "ring attention"  # the first item of the sites of attention calls, whose rules say what the keys are
 NOT_A_MULTIPLE = "not a multiple of"  # in each reason that names a size which the number of ranks does not divide
 
 
@@ -79,8 +80,8 @@ class PositionsPlan:
     Attributes:
         by: "tensor": sharded over tensor ranks between regions, all-gathered before a region and reduce-scattered after
             it (sequence parallelism, Korthikanti et al. 2022, section 4.2). "context": sharded over context ranks
-            throughout; regions that mix positions exchange them for features (all-to-all). "both": the shard of a
-            context rank is sharded again over its tensor ranks, between regions.
+            throughout; regions that mix positions exchange them for features (all-to-all), or attend by ring attention.
+            "both": the shard of a context rank is sharded again over its tensor ranks, between regions.
         leaf_index: Index of the sequence among the leaves of the arguments.
         dim: Dim of the sequence that holds the positions.
         num_dims: Number of dims of the sequence; in calls with another number nothing is sharded.
@@ -92,6 +93,7 @@ class PositionsPlan:
         features: For context ranks, how the features of each linear of an exchanging region are sharded over all ranks,
             tensor ranks times context ranks, by FQN; other linears run on the local positions of a context rank.
         parameter_shards: Parameters sharded over all ranks in such a region, over tensor ranks in storage.
+        ring_attention: For context ranks, whether no region exchanges and queries attend by ring attention.
     """
 
     by: SequenceAxes
@@ -105,6 +107,7 @@ class PositionsPlan:
     summed_over_context: tuple[str, ...] = ()
     features: Mapping[str, Shard] = field(default_factory=dict)
     parameter_shards: Mapping[str, Shard] = field(default_factory=dict, metadata={"key": "parts"})
+    ring_attention: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,7 @@ class UnitPlan:
 
     def exchanges(self, group: Group) -> bool:
         """Whether context ranks exchange positions for features in a group."""
-        if self.positions is None or self.positions.by == "tensor":
+        if self.positions is None or self.positions.by == "tensor" or self.positions.ring_attention:
             return False
         return group.role == "attention" or any(fqn in self.positions.features for fqn in group.columns)
 
@@ -192,6 +195,7 @@ class UnitPlan:
         elif self.positions is not None:
             exchanging = "; ".join(", ".join(group.columns) or "it" for group in self.groups if self.exchanges(group))
             where = f", and exchanged for heads from {exchanging} on" if exchanging else ""
+            where += ", which attend by ring attention" * self.positions.ring_attention
             further = ", and over the tensor ranks of each between these" if self.positions.by == "both" else ""
             lines.append(f"sequence sharded over {self.context} context ranks{further}{where}")
         elif self.full_sequence_reason:

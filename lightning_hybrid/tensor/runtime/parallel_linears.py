@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.parts.parameter_shard_placement import Shard, shard_tensor
 from lightning_hybrid.patching import Replacement
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import Ranks
@@ -27,6 +28,7 @@ from lightning_hybrid.tensor.collectives.sequence_shard_tensor import SequenceSh
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.runtime.enter_region_inputs_once import RegionInputs
 from lightning_hybrid.tensor.runtime.parallel_multihead_attention import sharded_attention
+from lightning_hybrid.tensor.runtime.ring_attention_mode import RingAttentionMode
 from lightning_hybrid.tensor.runtime.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor.runtime.tensor_parallel_region_mode import RegionMode
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import mark, tensors_in
@@ -42,6 +44,7 @@ class ParallelLinears:
         forwards: The replacements of forwards, by FQN inside the unit.
         region_mode: The function mode of the current forward, if there is one.
         sequence: The sharded sequence of the current forward, if it is sharded.
+        ring: The function mode of ring attention of the current forward, if it attends so.
     """
 
     def __init__(
@@ -68,7 +71,11 @@ class ParallelLinears:
         self._inputs, self._around_draw = inputs, around_draw
         self.region_mode: RegionMode | None = None
         self.sequence: ShardedSequence | None = None
+        self.ring: RingAttentionMode | None = None
         self.forwards = {fqn: self._forward_of(fqn) for fqn in plan.roles}
+        if positions is not None and positions.ring_attention:
+            attentions = (fqn for fqn, module in modules.items() if isinstance(module, nn.MultiheadAttention))
+            self.forwards |= {fqn: self._attention_forward(fqn) for fqn in attentions}
         if positions is not None:
             shown = [fqn for fqn in positions.shown if fqn and fqn not in plan.roles]
             self.forwards |= {fqn: partial(self._on_full_shape, fqn, modules[fqn].forward) for fqn in shown}
@@ -80,12 +87,16 @@ class ParallelLinears:
     def _forward_of(self, fqn: str) -> Callable[..., Any]:
         module, role = self._modules[fqn], self._plan.roles[fqn]
         if role == "attention":
-            assert isinstance(module, nn.MultiheadAttention)
-            return partial(self._bypass_mode, partial(self._attention, fqn, module))
+            return self._attention_forward(fqn)
         linear = self._plan.linears[fqn]
         run = convolution_of(module) if linear.is_convolution else partial(product_of, module, linear)
         forward = {"column": self._column, "row": self._row, "gathered": self._gathered}[role]
         return partial(self._bypass_mode, partial(forward, linear, run))
+
+    def _attention_forward(self, fqn: str) -> Callable[..., Any]:
+        module = self._modules[fqn]
+        assert isinstance(module, nn.MultiheadAttention)
+        return partial(self._bypass_mode, partial(self._attention, fqn, module))
 
     def _bypass_mode(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Pauses the region mode: operations of sharded forwards need no rewriting."""
@@ -162,6 +173,17 @@ class ParallelLinears:
     def _attention(
         self, fqn: str, module: nn.MultiheadAttention, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
+        if self.sequence is not None and self.ring is not None:
+            if self.sequence.inner is not None:
+                raise CannotShard(
+                    "ring attention has no nn.MultiheadAttention of positions that are sharded over tensor ranks too",
+                    entry="ring-attention",
+                )
+            enter, attend = partial(self._inputs.enter, ranks=self._ranks), partial(self.ring.attend_in_module, fqn)
+            summed = partial(leave, ranks=self._ranks)
+            return sharded_attention(
+                module, self._ranks, enter, summed, self._around_draw, *args, ring=attend, **kwargs
+            )
         if self.sequence is not None:
             args, kwargs = self.sequence.module_inputs(fqn, args, kwargs)
             self.sequence.is_local = False

@@ -52,6 +52,8 @@ def sharded_attention(
     attn_mask: Tensor | None = None,
     average_attn_weights: bool = True,
     is_causal: bool = False,
+    *,
+    ring: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The forward of ``module``, which holds its local shards; returns ``(..., features)`` and attention weights.
 
@@ -69,6 +71,7 @@ def sharded_attention(
         attn_mask: As there.
         average_attn_weights: As there.
         is_causal: A hint beside ``attn_mask``, which means the same and is used.
+        ring: Ring attention from local positions, as `RingAttentionMode.attend_in_module`.
     """
     assert attn_mask is not None or not is_causal, "is_causal is a hint and needs attn_mask"
     # Before anything else, so that one tensor passed three times enters once.
@@ -76,24 +79,24 @@ def sharded_attention(
     attn_mask = None if attn_mask is None else enter(attn_mask)
     key_padding_mask = None if key_padding_mask is None else enter(key_padding_mask)
     is_batched = query.dim() == 3
-    batch_first = module.batch_first and is_batched
     num_heads = module.num_heads // ranks.size
-    if not is_batched:
-        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+    if not is_batched and key_padding_mask is not None:
+        key_padding_mask = key_padding_mask.unsqueeze(0)
     q, k, v = _local_heads(module, (query, key, value), num_heads)
     batch, _, length, features = q.shape
-    attention = _attention_weights(module, q, k, attn_mask, key_padding_mask, ranks, around_draw)
-    mixed = (attention @ v).permute(2, 0, 1, 3).reshape(length, batch, num_heads * features)
+    masks = _masks(q, attn_mask, key_padding_mask, ranks)
+    is_causal &= key_padding_mask is None and not need_weights  # as torch's own forward
+    mixed, attention = _attended(module, (q, k, v), masks, around_draw, ring, is_causal, need_weights)
+    mixed = mixed.permute(2, 0, 1, 3).reshape(length, batch, num_heads * features)
     out = F.linear(mixed, module.out_proj.weight)
     if not is_batched:
         out = out.squeeze(1)
-    elif batch_first:
+    elif module.batch_first:
         out = out.transpose(0, 1)
     out = sum_over_ranks(out)
     if module.out_proj.bias is not None:
         out = out + module.out_proj.bias.to(out.dtype)
-
-    shown = _returned_weights(attention, ranks, average_attn_weights) if need_weights else None
+    shown = None if attention is None else _returned_weights(attention, ranks, average_attn_weights)
     return out, shown if shown is None or is_batched else shown.squeeze(0)
 
 
@@ -120,27 +123,33 @@ def _local_heads(
     return q, k, v
 
 
+def _attended(
+    module: nn.MultiheadAttention,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    masks: list[Tensor],
+    around_draw: Callable[[], AbstractContextManager[Any]],
+    ring: Callable[..., Tensor] | None,
+    is_causal: bool,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention of this rank's heads, and its weights if they are needed."""
+    q, k, v = inputs
+    if ring is not None:
+        options = {"dropout_p": module.dropout * module.training, "need_weights": need_weights}
+        return ring(q, k, v, [] if is_causal else masks, is_causal=is_causal, **options), None
+    weights = _attention_weights(module, q, k, masks, around_draw)
+    return weights @ v, weights if need_weights else None
+
+
 def _attention_weights(
     module: nn.MultiheadAttention,
     q: Tensor,
     k: Tensor,
-    attn_mask: Tensor | None,
-    key_padding_mask: Tensor | None,
-    ranks: Ranks,
+    masks: list[Tensor],
     around_draw: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:
     """Softmax of the masked scores, with dropout: ``(batch, heads, queries, keys)``."""
-    batch, num_heads = q.shape[:2]
     scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
-    masks = []
-    if attn_mask is not None:
-        mask = _addend(attn_mask, scores)
-        if mask.dim() == 3:  # (batch * heads, queries, keys)
-            mask = mask.unflatten(0, (batch, num_heads * ranks.size))
-            mask = mask.narrow(1, ranks.rank * num_heads, num_heads)
-        masks.append(mask)
-    if key_padding_mask is not None:
-        masks.append(_addend(key_padding_mask, scores)[:, None, None, :])
     for mask in masks:
         scores = scores + F.pad(mask, (0, k.shape[2] - mask.shape[-1]))  # zeros for keys that were appended
     attention = torch.softmax(scores, -1)
@@ -148,6 +157,21 @@ def _attention_weights(
         with around_draw():
             attention = F.dropout(attention, module.dropout)
     return attention
+
+
+def _masks(q: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, ranks: Ranks) -> list[Tensor]:
+    """The masks as addends that broadcast to ``(batch, local heads, queries, keys)``."""
+    batch, num_heads = q.shape[:2]
+    masks = []
+    if attn_mask is not None:
+        mask = _addend(attn_mask, q)
+        if mask.dim() == 3:  # (batch * heads, queries, keys)
+            mask = mask.unflatten(0, (batch, num_heads * ranks.size))
+            mask = mask.narrow(1, ranks.rank * num_heads, num_heads)
+        masks.append(mask)
+    if key_padding_mask is not None:
+        masks.append(_addend(key_padding_mask, q)[:, None, None, :])
+    return masks
 
 
 def _projections(module: nn.MultiheadAttention) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:

@@ -77,14 +77,19 @@ class ShardedSequence:
             return None
         length = full.shape[plan.dim]
         num_ranks = (1 if plan.by == "context" else ranks.size) * (1 if plan.by == "tensor" else context.size)
-        if length < num_ranks:
-            return None
+        if length < num_ranks or (plan.ring_attention and length < 2 * context.size):
+            return None  # a ring has two chunks on each rank
         sharding: AnySharding
         if plan.by == "both":
             sharding = TwoLevelSharding.of(plan.dim, length, context, ranks)
         else:
             sharding = SequenceSharding(plan.dim, length, ranks if plan.by == "tensor" else context)
         return cls(plan, sharding, tuple(full.shape[: plan.dim]), learning=learning)
+
+    @property
+    def attends_by_ring(self) -> bool:
+        """Whether local queries attend by ring attention."""
+        return self._plan.ring_attention
 
     @property
     def lengths(self) -> tuple[tuple[int, ...], int]:

@@ -40,6 +40,7 @@ from lightning_hybrid.tensor.plan.unit_plan import UnitPlan, local_positions
 from lightning_hybrid.tensor.runtime.check_forward_was_proved import ProvedCalls
 from lightning_hybrid.tensor.runtime.enter_region_inputs_once import RegionInputs
 from lightning_hybrid.tensor.runtime.parallel_linears import ParallelLinears
+from lightning_hybrid.tensor.runtime.ring_attention_mode import RingAttentionMode
 from lightning_hybrid.tensor.runtime.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor.runtime.tensor_parallel_region_mode import RegionMode
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import sharded_over
@@ -208,6 +209,7 @@ class ShardedUnit:
         with contextlib.ExitStack() as undo:
             names, cut_ids = self._put_tensors(undo)
             is_watched = self.learning or self._plan.watched or self._has_new_gradients(args, kwargs)
+            rules = self._plan.rules if isinstance(self._plan.rules, dict) else dict(self._plan.rules)
             compiled = None if is_watched or sequence is not None or self._path is not None else self.compiled
             forward, forwards = compiled or (linears.forwards.get("", self._forward), linears.forwards)
             for fqn in self._plan.roles:
@@ -217,7 +219,7 @@ class ShardedUnit:
             if is_watched:
                 linears.region_mode = self.last_region_mode = RegionMode(
                     learning=self.learning,
-                    rules=self._plan.rules if isinstance(self._plan.rules, dict) else dict(self._plan.rules),
+                    rules=rules,
                     enter=self._region_inputs.enter,
                     names=names,
                     cut_ids=cut_ids,
@@ -227,6 +229,9 @@ class ShardedUnit:
                     positions=None if sequence is None else sequence.lengths,
                 )
                 undo.enter_context(linears.region_mode)
+            linears.ring = RingAttentionMode.of(sequence, rules, learning=self.learning)
+            if linears.ring is not None:
+                undo.enter_context(linears.ring)
             if sequence is not None and self._unit.training:
                 undo.enter_context(LocalPositionDraws(lambda: sequence.is_local, self._around_local_draw))
             with self._path or contextlib.nullcontext():

@@ -45,7 +45,7 @@ _VIEWS = frozenset({"view", "reshape"})
 _CHANNELS = frozenset({"batch_norm", "group_norm", "instance_norm", "prelu"})
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 _REWRITTEN = _VIEWS | _CONVOLUTIONS | {"unflatten", "expand", "group_norm", "split", "narrow", "__getitem__"}
-_BROADCAST = frozenset(
+BROADCAST = frozenset(
     f"{pre}{name}{post}"
     for name in ("add", "sub", "mul", "div", "truediv", "pow", "and", "or")
     for pre, post in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))
@@ -187,7 +187,7 @@ class RegionMode(TorchFunctionMode):
             return tuple(args[0].shape)
         if name == _BATCHED:
             return (len(sharded[0]),)
-        if name in _BROADCAST:
+        if name in BROADCAST:
             return tuple(torch.broadcast_shapes(*(tensor.shape for tensor in sharded)))
         return ()
 
@@ -359,18 +359,22 @@ class RegionMode(TorchFunctionMode):
             )
 
     def _site(self, *operation: str) -> Site:
-        """The key of the current call of user code: operation, then file and line of the innermost frames."""
-        site: list[object] = [*operation]
-        frame = sys._getframe(2)
-        while frame is not None and len(site) < len(operation) + _SITE_DEPTH:
-            path = frame.f_code.co_filename
-            if path.startswith(TENSOR):
-                if frame.f_code.co_name == "run_sharded":
-                    break
-            elif not path.startswith((TORCH, PACKAGE)):  # frames of this package in between are skipped
-                site.append((path, frame.f_lineno))
-            frame = frame.f_back  # type: ignore[assignment]
-        return tuple(site)
+        return site_of_call(*operation)
+
+
+def site_of_call(*operation: str) -> Site:
+    """The key of the current call of user code: operation, then file and line of the innermost frames."""
+    site: list[object] = [*operation]
+    frame = sys._getframe(1)
+    while frame is not None and len(site) < len(operation) + _SITE_DEPTH:
+        path = frame.f_code.co_filename
+        if path.startswith(TENSOR):
+            if frame.f_code.co_name == "run_sharded":
+                break
+        elif not path.startswith((TORCH, PACKAGE)):  # frames of this package in between are skipped
+            site.append((path, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(site)
 
 
 def _where(site: Site) -> str:

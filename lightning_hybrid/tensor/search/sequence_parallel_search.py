@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.equivalence.output_differences import are_equal_within, difference_of, difference_of_sum
 from lightning_hybrid.parts.parameter_shard_placement import Replicated
-from lightning_hybrid.tensor.plan.unit_plan import Axis, Group, PositionsPlan, SequenceAxes, UnitPlan
+from lightning_hybrid.tensor.plan.unit_plan import RING, Axis, Group, PositionsPlan, SequenceAxes, UnitPlan
 from lightning_hybrid.tensor.trial.run_unit_trials import Outcome, local_and_expected, run_unsharded
 from lightning_hybrid.tensor.trial.sharded_unit_proof import LOOSE_TOLERANCE, TOLERANCE, Proof
 
@@ -119,7 +119,10 @@ def _sharded(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, guess: b
     """Completes the plan by what a trial with these positions shows; or returns what is wrong with it."""
     if plan.positions is not None:
         positions = replace(
-            positions, features=plan.positions.features, parameter_shards=plan.positions.parameter_shards
+            positions,
+            features=plan.positions.features,
+            parameter_shards=plan.positions.parameter_shards,
+            ring_attention=plan.positions.ring_attention,
         )
     rules = dict(plan.rules)
     candidate = replace(plan, positions=positions, rules=rules)
@@ -145,7 +148,7 @@ def _sharded(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, guess: b
                 return failure
     if not outputs:
         return "no result of the unit has positions"
-    changed = {site: rule for site, rule in rules.items() if rule and site not in plan.rules}
+    changed = {site: rule for site, rule in rules.items() if rule and site not in plan.rules and site[0] != RING}
     sharded = replace(
         candidate,
         positions=replace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.plan_requests_by_unit import UnitRequests, check_followed
 from lightning_hybrid.tensor.search.context_parallel_search import ShardedGroups, shard_over_context
 from lightning_hybrid.tensor.search.linear_group_search import GroupSearch
+from lightning_hybrid.tensor.search.ring_attention_search import with_ring_attention
 from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof, proof_of
 
 
@@ -58,12 +60,15 @@ def plan_unit(
     plan_requests = plan_requests or UnitRequests()
     with torch.random.fork_rng(devices=[]):
         least = size * context if sequence_parallel == "tensor" else 1
-        proof = proof_of(unit, example_args, example_kwargs or {}, size, vocabulary, context=context, least=least)
+        prove = partial(proof_of, unit, example_args, example_kwargs or {}, size, vocabulary, context=context)
+        proof = prove(least=least)
         if isinstance(proof, str):
             plan = UnitPlan.unsharded(unit, size, proof)
         else:
             excluded = {**(keep_replicated or {}), **plan_requests.replicated(unit)}
             plan = _search(unit, proof, size, excluded, sequence_parallel, plan_requests, vocabulary or {})
+            if context > 1 and plan.positions is None and not plan.vocabulary:
+                plan = with_ring_attention(plan, proof, prove, sequence_parallel)
     check_followed(plan_requests, plan)
     return replace(plan, seconds=time.perf_counter() - began)
 

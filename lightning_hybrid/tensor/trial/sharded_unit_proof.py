@@ -318,6 +318,7 @@ def prove_cached(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         least = 1
         if plan.positions is not None:
             least = plan.size * plan.context if plan.positions.by == "both" else plan.size
+            least = max(least, 2 * plan.context * plan.positions.ring_attention)
         proof = proof_of(unit, args, kwargs, plan.size, plan.vocabulary, context=plan.context, least=least)
         if isinstance(proof, str) or proof.first_failure(plan) is not None or proof.value_read:
             return None

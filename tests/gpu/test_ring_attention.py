@@ -1,0 +1,67 @@
+"""Ring attention with torch's kernels for CUDA, on threads as ranks of one GPU, against float64."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from lightning_hybrid.tensor.collectives.sequence_sharding_and_collectives import (
+    SequenceSharding,
+    gather_sequence,
+    local_positions,
+)
+from lightning_hybrid.tensor.ring_attention.attention_kernels import (
+    EfficientOnCuda,
+    FlashOnCuda,
+    MatrixProducts,
+    kernel_for,
+)
+from lightning_hybrid.tensor.ring_attention.ring_attention import ring_attention
+from lightning_hybrid.tensor.trial.threaded_ranks import on_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 1 CUDA device(s)")]
+
+DTYPES = {
+    torch.bfloat16: (FlashOnCuda, 2e-2),
+    torch.float16: (FlashOnCuda, 3e-3),
+    torch.float32: (EfficientOnCuda, 1e-5),
+    torch.float64: (MatrixProducts, 1e-10),
+}
+
+
+def differentiated(out, inputs):
+    weights = torch.sin(torch.arange(out.numel(), dtype=out.dtype, device=out.device)).view(out.shape)
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), inputs)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["full", "causal", "mask"])
+@pytest.mark.parametrize("length", [192, 203])
+def test_parity(dtype, kind, length):
+    torch.manual_seed(0)
+    kernel, tolerance = DTYPES[dtype]
+    mask = torch.rand(2, 1, length, length, device="cuda") > 0.5 if kind == "mask" else None
+    if mask is not None:
+        mask[0, 0, 1] = False  # a query without any key
+        mask[..., 2, : length // 2] = False
+        kernel = EfficientOnCuda if kernel is FlashOnCuda else kernel
+    is_causal = kind == "causal"
+    shapes = (2, 6, length, 32), (2, 2, length, 32), (2, 2, length, 32)
+    inputs = [torch.randn(shape, dtype=torch.float64, device="cuda").to(dtype) for shape in shapes]
+    assert isinstance(kernel_for(inputs[0], inputs[2], mask), kernel)
+    exact = [tensor.double().requires_grad_() for tensor in inputs]
+    options = {"attn_mask": mask, "is_causal": is_causal, "enable_gqa": True}
+    wanted = differentiated(scaled_dot_product_attention(*exact, **options), exact)
+    masks = () if mask is None else (mask,)
+
+    def run(ranks):
+        own = [tensor.detach().requires_grad_() for tensor in inputs]
+        sharding = SequenceSharding(2, length, ranks)
+        local = [local_positions(tensor, sharding) for tensor in own]
+        return own, gather_sequence(ring_attention(*local, sharding, masks=masks, is_causal=is_causal), sharding)
+
+    found = on_ranks(3, run)
+    backward = lambda ranks: differentiated(found[ranks.rank][1].double(), found[ranks.rank][0])  # noqa: E731
+    for rank in on_ranks(3, backward):
+        for tensor, expected in zip(rank, wanted, strict=True):
+            error = (tensor.double() - expected).norm() / expected.norm()
+            assert error < tolerance
