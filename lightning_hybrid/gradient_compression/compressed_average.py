@@ -45,7 +45,7 @@ class CompressedAverage:
             method: How messages are compressed.
             group: The ranks.
             is_compressing: Whether this step is compressed; the same on all ranks.
-            loss_scale: As the attribute.
+            loss_scale: Returns the factor of the gradients, which may change from step to step.
             uncompressed: FQNs of parameters that are sent as they are.
         """
         self.method, self.group = method, group
