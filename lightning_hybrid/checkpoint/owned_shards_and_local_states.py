@@ -137,7 +137,7 @@ class LocalState:
         return FULL_SHAPE in parameter.__dict__
 
     def has_states_of(self, parameter: Tensor) -> bool:
-        """Whether this rank keeps optimizer states of a parameter."""
+        """Whether this rank keeps optimizer states of a parameter of any shape."""
         return self._owners is None or self._owners.has_states_of(parameter)
 
     def has_sharded_states(self, parameter: Tensor) -> bool:

@@ -46,7 +46,7 @@ class CompressedAverage:
             method: How messages are compressed.
             group: The ranks.
             is_compressing: Whether this step is compressed; the same on all ranks.
-            loss_scale: As the attribute.
+            loss_scale: Returns the factor of the gradients, which may change from step to step.
             uncompressed: FQNs of parameters that are sent as they are.
             step: Returns the number of the optimizer step, where one whose gradients are not finite is skipped, after
                 which the loss scale is smaller; None where no step is skipped.

@@ -62,7 +62,7 @@ def all_reduce_bytes(num_bytes: float, size: int) -> float:
 
 
 class Method(ABC):
-    """How a message of gradients is summed over ranks.
+    """A compression method, which sums a message of gradients over ranks.
 
     Attributes:
         has_feedback: Whether what a message leaves out is added to the next one.

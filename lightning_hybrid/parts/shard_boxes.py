@@ -40,7 +40,7 @@ class ShardBox:
         return shard
 
     def in_full_tensor(self) -> ShardBox:
-        """The same box for a rank that has the full tensor."""
+        """The box with offsets in the full tensor, for a rank that has all of it."""
         return replace(self, local=self.offsets)
 
 

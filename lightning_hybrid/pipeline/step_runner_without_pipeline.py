@@ -121,7 +121,7 @@ class PlainRunner(MicrobatchRunner):
 
     @property
     def runs_shares(self) -> bool:
-        """Whether training steps run on shares of a batch: only after one has changes no change of its modules."""
+        """Whether training steps run on shares of a batch: only once a step is known to leave its modules unchanged."""
         return self.can_share_batches and self._leaves_changes is False
 
     @property
@@ -355,7 +355,7 @@ class PlainRunner(MicrobatchRunner):
             self._warn(describe_mixing(found.differing, "" if changes is None else "So each rank runs full batches"))
 
     def request_weighting_check(self, batch: Any) -> None:
-        """Wish a comparison of the next training batch if it can show the weights of its shares; collective."""
+        """Request a comparison of the next training batch if it can show the weights of its shares; collective."""
         is_alone = self._sharing.size == 1
         if (is_alone and (self.splitter is not None or (self._num_microbatches or 1) < 2)) or self._leaves_changes:
             return

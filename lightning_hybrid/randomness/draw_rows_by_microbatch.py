@@ -28,8 +28,8 @@ def draw_by_microbatch(
     Args:
         name: Name of the function.
         function: The function.
-        args: Its arguments; tensors of the full batch have shape (samples * k, ...) or (length, samples, ...).
-        kwargs: Likewise.
+        args: Its positional arguments; tensors of the full batch are (samples * k, ...) or (length, samples, ...).
+        kwargs: Its keyword arguments.
         sizes: Samples of each microbatch.
         seed: Seeds the generators for microbatch ``i``.
 

@@ -1,4 +1,4 @@
-"""How many microbatches each stage of a schedule has in flight: between their forward and the end of their backward."""
+"""The number of microbatches in flight in each stage of a schedule: between forward and the end of the backward."""
 
 from __future__ import annotations
 

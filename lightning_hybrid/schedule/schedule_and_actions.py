@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Kind(str, Enum):
-    """What an action does."""
+    """The kind of an action: a forward, a backward or a part of one, a reduction, or an optimizer step."""
 
     __hash__ = str.__hash__  # that of Enum is plain Python, and every walk over a schedule hashes each action often
 

@@ -1,4 +1,4 @@
-"""Simulation of a schedule: when would each action run? Every rank works through its row and waits where it must."""
+"""Simulation of a schedule: the times of its actions, if every rank runs its row and waits where it must."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What every rank did when, simulated or measured; spans may leave gaps and need not be sorted."""
+    """The actions of all ranks with their times, simulated or measured; with gaps, and in any order."""
 
     spans: tuple[Span, ...]
     num_ranks: int
 
     @property
     def makespan_seconds(self) -> float:
-        """From the first start to the last end over all ranks."""
+        """The time from the first start to the last end over all ranks."""
         if not self.spans:
             return 0.0
         return max(span.end for span in self.spans) - min(span.start for span in self.spans)
@@ -114,7 +114,7 @@ def without_waits(measured: Timeline, schedule: Schedule, portals: Portals) -> T
 
 
 def without_losses(measured: Timeline, schedule: Schedule, portals: Portals) -> Timeline:
-    """What ranks would have done when, had nothing been lost between the actions of a measured timeline.
+    """A measured timeline as it would be if no time had been lost between its actions.
 
     Each action takes as long as it took; the gaps that are left are the schedule's own. For a timeline `without_waits`
     it ends no later than what was measured.

@@ -56,10 +56,10 @@ class Connection(Protocol):
         """Make a strategy for the namespace ``pl``."""
 
     def connect(self, trainer: Any, module: Any) -> None:
-        """Called after the Trainer is made, before it fits."""
+        """Connect the run with the Trainer, after that is made and before it fits."""
 
     def finish(self, observed: RunRecord) -> None:
-        """Called after the run, with its record."""
+        """Complete the record after the run."""
 
 
 def namespace_of(module: Any) -> ModuleType:

@@ -72,7 +72,7 @@ class ExpertAllToAll:
         return _merge_chunks(outs, sent, bounds)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, dist.Work | None]:
-        """Launches one all-to-all; returns the buffer [sum of received, D] of the rows, and the work to wait for."""
+        """Launches an all-to-all of rows; returns a buffer, of shape [sum of received, D], and the work to await."""
         self.num_exchanges += 1
         arriving = rows.new_empty((sum(received), *rows.shape[1:]))
         work = dist.all_to_all_single(

@@ -60,7 +60,7 @@ class ContextRows(Protocol):
         """Returns start and stop of this rank's shard of ``number`` rows."""
 
     def shard_rows(self, rows: Tensor) -> Tensor:
-        """Returns this rank's shard of replicated rows [R, D]; the backward gathers the gradients of all ranks."""
+        """Returns this rank's shard of replicated rows, of shape [R, D]; the backward gathers all ranks' gradients."""
 
     def unshard(self, shard_rows: Tensor, number: int) -> Tensor:
         """All-gathers ``number`` rows, of shape [number, D], from the shards of the ranks."""

@@ -1,4 +1,4 @@
-"""When the actions of a step ran on this rank, and how much memory the rank used between them.
+"""A recorder of the times of a step's actions on this rank, and of the memory in use between them.
 
 On a CUDA device the times are those of the device: an event is recorded on the current stream at the start and the end
 of each action, and read after the step, when it is placed on the clock of the host; only for steps with a reader.
@@ -51,7 +51,7 @@ class ActionRecorder:
         self._last = self.mark()
 
     def mark(self) -> Mark:
-        """The present: what has been launched so far on a CUDA device; None in a step that is not recorded."""
+        """The present time, on a CUDA device an event after all launched work; None in a step that is not recorded."""
         if not self._is_recording:
             return None
         mark: Mark

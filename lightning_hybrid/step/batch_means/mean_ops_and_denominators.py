@@ -46,8 +46,8 @@ def averages(name: str, args: Any, kwargs: Any, is_model: Callable[[Any], bool],
 
     Args:
         name: Name of the operation.
-        args: Its arguments.
-        kwargs: Likewise.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
         is_model: Whether an object is a value of the model, not computed from the batch alone.
         numbers_read: Whether the step has read numbers from the batch, which may be among the arguments.
     """

@@ -27,8 +27,8 @@ def run_event_on_stand_ins(
         units: The units by FQN.
         name: Name of the operation; for a unit ``"@"`` and its FQN.
         run: The operation or the forward of the unit.
-        args: Its arguments.
-        kwargs: Likewise.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
         error: The error of the fake kernels.
 
     Raises:

@@ -36,7 +36,7 @@ class SavedForBackward:
         self._names: dict[type, list[str]] = {}
 
     def by_operation(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> SavedTensors:
-        """What the operation that has just run on ``inputs`` saves; the earlier ones have been asked for.
+        """Find what the operation saves that has just run on ``inputs``; call it for each operation, in order.
 
         Args:
             inputs: Leaves of its arguments, of which some are tensors of any shape.

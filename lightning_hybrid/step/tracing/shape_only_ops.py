@@ -37,7 +37,7 @@ def run_fill_op(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 
 
 def packed_sizes(args: Sequence[Any]) -> Tensor:
-    """The batch sizes of packed sequences, which depend on the lengths alone: (longest sequence,).
+    """The batch sizes of packed sequences, of shape (longest sequence,), which depend on the lengths alone.
 
     Args:
         args: Of ``torch._pack_padded_sequence``: padded sequences, their lengths, ``batch_first``.

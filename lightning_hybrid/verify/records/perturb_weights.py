@@ -18,7 +18,7 @@ def perturbation(precision: str) -> float:
 
 
 def perturbation_of_weights(precision: str) -> float:
-    """The same for one step: the last digits of the weights, which are float32 under mixed precision."""
+    """The relative perturbation of the weights for one step: their last digits; float32 under mixed precision."""
     return _PERTURBATION.get(precision, 1e-7)
 
 
