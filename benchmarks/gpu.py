@@ -53,8 +53,9 @@ LEAST_SECONDS = 15.0  # in which a variant is still worth starting
 class GPT(LightningModule):
     """As GPT-2: learned positions, the head's weight is that of the embedding."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, optimizer: str = "torch.optim.AdamW") -> None:
         super().__init__()
+        self.optimizer = optimizer
         self.token = nn.Embedding(size.vocabulary, size.width)
         self.position = nn.Embedding(size.length, size.width)
         self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.layers))
@@ -76,7 +77,9 @@ class GPT(LightningModule):
         return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+        module, _, name = self.optimizer.rpartition(".")
+        fused = {"fused": True} if module == "torch.optim" else {}
+        return getattr(importlib.import_module(module), name)(self.parameters(), lr=1e-4, **fused)
 
 
 # --- one variant, in a process of its own ----------------------------------------------------------------------------
@@ -128,9 +131,22 @@ def strategy_of(variant: Variant, budget: str) -> Any:
     return Hybrid3DStrategy(**options)
 
 
+def precision_of(variant: Variant, size: Size) -> dict[str, Any]:
+    """Arguments of the Trainer."""
+    if not variant.precision:
+        return {"precision": size.precision}
+    from lightning_hybrid import HybridPrecision
+    from lightning_hybrid.precision import Float8
+
+    options = dict(variant.precision)
+    if options.get("float8"):
+        options["float8"] = Float8(exclude=["head"])
+    return {"plugins": [HybridPrecision(size.precision, **options)]}
+
+
 def counted(device: torch.device, variant: Variant, module: nn.Module) -> Any:
-    """A counter of live tensors on a CPU; None on a GPU, whose allocator counts, and for compiled layers."""
-    if device.type == "cuda" or "compile" in (variant.options or {}):
+    """A counter of live tensors on a CPU; None on a GPU, whose allocator counts, and for compiled layers and steps."""
+    if device.type == "cuda" or "compile" in (variant.options or {}) or variant.optimizer.startswith("torchao."):
         return None
     from lightning_hybrid.memory.budget.live_bytes import LiveBytes
 
@@ -144,7 +160,7 @@ def train(variant: Variant, size: Size, args: argparse.Namespace) -> dict[str, A
     seed_everything(1, verbose=False)
     device = torch.device("cuda", 0) if args.accelerator == "gpu" else torch.device("cpu")
     with device:  # a large model is initialized there too
-        module = GPT(size)
+        module = GPT(size, variant.optimizer)
         batches = [torch.randint(size.vocabulary, (size.batch, size.length + 1)) for _ in range(4)]
     parameters = sum(parameter.numel() for parameter in module.parameters())
     live = counted(device, variant, module)
@@ -159,13 +175,13 @@ def train(variant: Variant, size: Size, args: argparse.Namespace) -> dict[str, A
         accelerator=args.accelerator,
         devices=1,
         strategy=strategy_of(variant, args.budget),
-        precision=size.precision,
         max_steps=steps,
         callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **precision_of(variant, size),
     )
     loader = DataLoader([batches[i % 4] for i in range(steps)], batch_size=None)
     with live or contextlib.nullcontext():

@@ -37,6 +37,8 @@ class Variant:
     name: str
     options: dict[str, Any] | None = field(default_factory=dict)
     callback: str = ""  # a class of `lightning_hybrid.callbacks`
+    precision: dict[str, Any] = field(default_factory=dict)  # arguments of `HybridPrecision`
+    optimizer: str = "torch.optim.AdamW"
 
     @property
     def title(self) -> str:
@@ -61,5 +63,12 @@ VARIANTS = [
     Variant("1.3B", "full", {"recompute": "full"}),
     Variant("1.3B", "host-states", {"offload": HOST}),
     Variant("1.3B", "host-activations", callback="ActivationOffload"),
+    Variant("1.3B", "compile", {"compile": "units"}),
+    Variant("1.3B", "float8", precision={"float8": True}),
+    Variant("1.3B", "float8-compile", {"compile": "units"}, precision={"float8": True}),
+    Variant("1.3B", "master-weights", precision={"master_weights": True}),
+    Variant("1.3B", "stochastic-rounding", precision={"stochastic_rounding": True}),
+    Variant("1.3B", "adamw-8bit", optimizer="torchao.optim.AdamW8bit"),
+    Variant("1.3B", "adamw-4bit", optimizer="torchao.optim.AdamW4bit"),
 ]
 BY_TITLE = {variant.title: variant for variant in VARIANTS}

@@ -121,6 +121,8 @@ class BudgetedLayers(SelectiveCheckpointing):
             self._before = self._profile.live.now
         else:
             self._profile.live.track(tensors)
+        # Code that the user compiles runs as it is written: torch.compile refuses a dispatch mode.
+        self._mode.enter_context(torch.compiler.set_stance("force_eager"))
         self._mode.enter_context(self._profile.live)
 
     def begin_optimizer_step(self) -> None:

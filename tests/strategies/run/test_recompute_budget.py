@@ -122,3 +122,28 @@ def test_yaml_form(taker, given):
     assert parser.parse_string(yaml.safe_dump({"it": {"recompute": given}})).it.recompute == given
     with pytest.raises(ValueError, match="'6GiB' or '500 MB', or a share of the free memory such as '50%'"):
         taker(recompute="6 gigabytes")
+
+
+class CompiledSGD(torch.optim.SGD):
+    """Compiles its update, as torchao's optimizers do; a dispatch mode is an error for the compiler."""
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        update = torch.compile(torch.add, fullgraph=True, backend="eager")
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    parameter.copy_(update(parameter, parameter.grad, alpha=-0.1))
+        return loss
+
+
+class StepsCompiled(GPT2Dropout):
+    def configure_optimizers(self):
+        return CompiledSGD(self.parameters(), lr=0.1)
+
+
+def test_a_compiled_step_runs_in_profiled_batches(worlds):
+    run = replace(LARGE, module=StepsCompiled, microbatches=1, num_batches=3, callback=None)
+    [plain] = worlds.run(1, fit, run, timeout=180)
+    [other] = worlds.run(1, fit, with_budget(run, "1GB"), timeout=180)
+    assert all(torch.equal(a, b) for a, b in zip(plain.losses, other.losses, strict=True))
