@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from lightning_hybrid.memory.recompute_policies import Recompute
@@ -306,11 +307,12 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             return super().backward(*args, **kwargs)
         return self._lifecycle.backward(*args, **kwargs)
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's step, with the training step inside."""
-        step = partial(super().optimizer_step, *args, **kwargs)
         if self._lifecycle is None:
-            return step()
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        closure = self._lifecycle.checked_closure(optimizer, closure)
+        step = partial(super().optimizer_step, optimizer, closure, *args, **kwargs)
         result = self._lifecycle.changes.optimizer_step(step)
         self.recorder.add_since_last(Action(Kind.OPTIMIZER, 0))
         return result

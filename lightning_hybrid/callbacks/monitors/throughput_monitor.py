@@ -153,7 +153,7 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
         """Logs the figures; collective over all ranks where they are logged."""
         if self._counter is not None:
             self._counter.stop()
-            self.flops_per_sample = self._counter.flops * _shares(trainer.strategy) / self.batch_size_fn(batch)
+            self.flops_per_sample = self._counter.flops / self.batch_size_fn(batch)
             self._counter = None
         super().on_train_batch_end(trainer, pl_module, outputs, batch, *args)
         if not trainer.fit_loop._should_accumulate() and trainer._logger_connector.should_update_logs:
@@ -231,12 +231,6 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
             if mean:
                 metrics[f"train/sent_bytes/{name}"] = mean
         trainer._logger_connector.log_metrics(metrics)
-
-
-def _shares(strategy: Any) -> int:
-    """The number of ranks that each run a share of a replica's batch."""
-    run = getattr(strategy, "run", None)
-    return int(run.batch_shares) if run is not None and run.shares_batches else 1
 
 
 def _samples_of(batch: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,7 +28,7 @@ from lightning_hybrid.strategies.run.connect_reducers_and_optimizers import conn
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
-from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
+from lightning_hybrid.strategies.run.run_setting_dataclass import Setting, shards_module
 from lightning_hybrid.strategies.run.step_contexts import StepContexts
 from lightning_hybrid.strategies.slow_links.connect_slow_links import carry_slow_links, connect_slow_links
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
@@ -100,7 +100,9 @@ class RunLifecycle:
             contexts=StepContexts(trainer, module, world, precision),
             recompute=recompute,
             saved_activations=strategy.saved_activations,
-            shards_manual_steps=is_fitting and can_shard_manual_steps(module, options),
+            shards_manual_steps=is_fitting
+            and can_shard_manual_steps(module, options)
+            and not shards_module(world.layout, shards_manual_steps=True),
             norms=norms,
             averages=WeightAverages(trainer),
             empty=None,
@@ -233,6 +235,15 @@ class RunLifecycle:
             self.first_step.after_backward(is_complete=self.execution.is_syncing)
 
         return self.execution.backward(loss, optimizer, *args, then=then, **kwargs)
+
+    def checked_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Check that a step of an optimizer is that of one process; return its closure, which checks gradients too.
+
+        Raises:
+            StepError: It is not.
+        """
+        connected = self.optimization.connected
+        return closure if connected is None else connected.check(optimizer, closure)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -274,6 +274,8 @@ class StepExecution:
         if is_plain:
             self.recorder.add_since_last(Action(Kind.B, 0, 0))
         self._after_plain_backward()
+        if (connected := self._owner.optimization.connected) is not None:
+            connected.is_averaging = True
         then()
         return plugin.post_backward(loss, module)
 

@@ -24,6 +24,7 @@ from lightning_hybrid.strategies.optimizer_steps.full_parameters_in_manual_optim
 )
 from lightning_hybrid.strategies.optimizer_steps.limits_of_float32_steps import check_full_reads, check_random_rounding
 from lightning_hybrid.strategies.optimizer_steps.refuse_quantized_states import check_quantized_states
+from lightning_hybrid.strategies.optimizer_steps.refuse_unconnected_steps import ConnectedOptimizers
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.connect_steps_in_backward import connect_steps_in_backward
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
@@ -87,6 +88,16 @@ def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer
         sharded_steps=tuple(sharded_steps),
         watched=tuple(watched),
         in_backward=connect_steps_in_backward(run, optimizers, watched, offloaded, reducers),
+        connected=ConnectedOptimizers(
+            optimizers,
+            setting.module,
+            num_replicas=setting.world.mesh.size("data"),
+            has_copies=run.mesh.size("data") > 1 or run.zero is not None or run.is_pipelined,
+            sharded=frozenset() if run.parts is None else run.parts.names,
+            is_manual=setting.is_manual,
+            is_sharded=run.parts is not None or run.is_pipelined,
+            steps_in_backward=setting.options.optimizer_in_backward,
+        ),
     )
 
 
@@ -188,12 +199,11 @@ def _offload(run: Run, optimizers: Sequence[Optimizer], watched: Sequence[Optimi
 def _shard_manual_steps(run: Run, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     """Let optimizers that the module calls itself step full or sharded parameters."""
     setting, undo = run.setting, run.until_end
+    full = [] if run.zero is None else step_manual_shards(optimizers, setting.module, run.zero_shardings, undo)
     if run.guards is not None:
-        for optimizer in optimizers:
+        for optimizer in optimizers:  # outermost: no other replacement of a step is guarded
             undo.callback(step_local_shards(optimizer, run.guards))
-    if run.zero is None:
-        return []
-    return step_manual_shards(optimizers, setting.module, run.zero_shardings, undo)
+    return full
 
 
 def _connect_adascale(

@@ -23,6 +23,7 @@ from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParame
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner
 from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
 from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
+from lightning_hybrid.strategies.optimizer_steps.refuse_unconnected_steps import ConnectedOptimizers
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.strategies.state.fall_back_to_zero3_shards import Zero3Fallback
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
@@ -159,6 +160,7 @@ class Optimization:
         sharded_steps: Optimizers that the module calls itself, and whose states replicas shard.
         watched: Optimizers whose steps read parameters of other ranks.
         in_backward: Steps parameters in the backward, if the user wants it.
+        connected: The optimizers that all of this is connected to; None before there are any.
     """
 
     reducers: Reducers = dataclasses.field(default_factory=dict)
@@ -168,3 +170,4 @@ class Optimization:
     sharded_steps: tuple[ShardedStep, ...] = ()
     watched: tuple[Optimizer, ...] = ()
     in_backward: StepsInBackward | None = None
+    connected: ConnectedOptimizers | None = None

@@ -17,7 +17,7 @@ from lightning_hybrid.zero.optimizer_states.try_optimizer_step import can_step_s
 
 
 def can_shard_manual_steps(module: pl.LightningModule, options: Options) -> bool:
-    """Whether replicas shard the optimizer steps of manual optimization."""
+    """Whether replicas shard the optimizer steps of manual optimization, if nothing else is sharded."""
     is_elsewhere = bool(options.offloaded.keys() - {"optimizer_states"}) or options.save_distributed_checkpoint
     return options.zero_stage in (1, 2) and not module.automatic_optimization and not is_elsewhere
 

@@ -75,6 +75,7 @@ def plan_units(
     failures = {length: cross_entropy_failure(length, size) for length in set(heads.values())}
     wrong = {name: failures[length] for name, length in heads.items()}
     replicated_reasons |= {name: failure for name, failure in wrong.items() if failure is not None}
+    replicated_reasons |= {name: "a hook of yours gets its gradient" for name, p in parameters.items() if _has_hook(p)}
     shardings = {name: sharding for name, sharding in shardings.items() if name not in replicated_reasons}
     while True:
         finder = partial(find, sequence_parallel=sequence_parallel, context=context)
@@ -87,6 +88,12 @@ def plan_units(
         # A weight is sharded in all of its units or in none.
         replicated_reasons |= refused
         shardings = {name: sharding for name, sharding in shardings.items() if name not in refused}
+
+
+def _has_hook(parameter: nn.Parameter) -> bool:
+    """Whether code of the user is called with the gradient of a parameter; hooks of this package are idle meanwhile."""
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return bool(parameter._backward_hooks) or not all(getattr(hook, "is_idle", False) for hook in after.values())
 
 
 def _small_linears(root: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, str]:

@@ -72,14 +72,14 @@ def counted_by_torch():
     return counter.get_total_flops()
 
 
-def fit(devices, options, folder, monitor=None, **trainer_options):
+def fit(devices, options, folder, monitor=None, module=GPT, **trainer_options):
     ignore_warnings()
     monitor = monitor or ThroughputMonitor(window_size=2, available_flops=1e9)
     logger = Records(folder)
     strategy = None if options is None else Hybrid3DStrategy(**options)
     loader = DataLoader(Samples("tokens", 8 * BATCH), batch_size=BATCH)
     defaults = {"max_steps": 4, "logger": logger, "log_every_n_steps": 1}
-    trainer_of(devices, strategy, [monitor], **{**defaults, **trainer_options}).fit(make(GPT), loader)
+    trainer_of(devices, strategy, [monitor], **{**defaults, **trainer_options}).fit(make(module), loader)
     return monitor.flops_per_sample, getattr(logger, "seen", {})
 
 
@@ -109,6 +109,45 @@ def test_flops_are_those_that_torch_counts_in_one_process(worlds, tmp_path, devi
     if sent is not None:
         axis, nbytes = sent
         assert 0 <= seen[f"train/sent_bytes/{axis}"] - nbytes <= 2048  # flags of gradients, logged numbers
+
+
+class Branches(GPT):
+    """It branches on a value of the model, so that no recording has all of its operations."""
+
+    def loss(self, batch):
+        x = self.embed(batch["input_ids"])
+        for block in self.h:
+            x = block(x)
+            if x.mean().item() > 1e9:
+                x = x / 2
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())
+
+
+def fit_branches(devices, options, folder):
+    with mock.patch.object(throughput_monitor, "rank_zero_info") as info:
+        flops, seen = fit(devices, options, folder, module=Branches)
+    return flops, seen, [call.args[0] for call in info.call_args_list]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel_size": 2},
+        pytest.param({"context_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_size": 2, "num_microbatches": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_flops_of_steps_that_are_not_recorded_are_right_or_left_out(worlds, tmp_path, options):
+    (flops, seen, lines), _ = worlds.run(2, fit_branches, 2, options, str(tmp_path))
+    names = {name for name in seen if "flops" in name or "mfu" in name}
+    if flops is None:
+        [line] = lines
+        assert line.startswith("ThroughputMonitor logs no FLOPs: ") and "the training step could not" in line
+        assert not names
+    else:
+        assert flops * BATCH == counted_by_torch()
+        assert names and not lines
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

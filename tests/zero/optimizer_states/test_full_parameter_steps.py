@@ -92,7 +92,12 @@ def test_manual_optimization_over_replicas(worlds, module):
 @pytest.mark.parametrize("module", [ManuallyByAdafactor, ManuallyByLamb])
 @pytest.mark.parametrize("layout", [{"dp": 2, "strategy": {"zero_stage": 3}}, {"pp": 2}], ids=["zero3", "pp2"])
 def test_manual_optimization_over_two_kinds_of_shards(worlds, module, layout):
-    check(worlds, Run(module, tp=2, microbatches=1, **layout), timeout=300)
+    """Hooks on the step see what tensor ranks have, so gradients are not compared; the weights are."""
+    run = Run(module, tp=2, microbatches=1, **layout)
+    expected = reference_of(worlds, run)
+    for rank in worlds.run(run.world_size, fit, run, timeout=300):
+        for name, value in expected.state.items():
+            torch.testing.assert_close(rank.state[name], value, rtol=1e-9, atol=1e-10)
 
 
 # --- one step on four ranks, 2 x 2, against the same step on full parameters in each rank -----------------------------

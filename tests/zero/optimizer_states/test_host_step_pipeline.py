@@ -93,9 +93,7 @@ def test_a_submitted_layer_waits_for_nothing(copies):
     copies.arrive.set()
     optimizer.step()
     backward(expected, 0)
-    for group in ordinary.param_groups[1:]:
-        group["params"] = []
-    ordinary.step()
+    ordinary.step()  # also the parameters that are in no layer
     torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=0, atol=0)
     steps.close()
     offloaded.close()
