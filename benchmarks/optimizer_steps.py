@@ -2,6 +2,7 @@
 
     python benchmarks/optimizer_steps.py
     python benchmarks/optimizer_steps.py --layout tp2
+    python benchmarks/optimizer_steps.py --quantized    # AdamW with 8-bit states of bitsandbytes instead
 
 One training step of a GPT on two ranks, one computing thread each, from batch to batch after warm-up. "Every rank" is
 a subclass with a step of its own, as users write them: it may combine parameters, so every rank gathers all of them.
@@ -48,6 +49,22 @@ class MatricesGPT(SmallGPT):
         return self.kind([p for p in self.parameters() if p.requires_grad], lr=1e-3)
 
 
+def adamw_8bit(parameters: Any, lr: float) -> Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(parameters, lr=lr)
+
+
+def own_adamw_8bit(parameters: Any, lr: float) -> Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    class OwnAdamW8bit(AdamW8bit):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    return OwnAdamW8bit(parameters, lr=lr)
+
+
 def step_by(turn: Turn, args: argparse.Namespace, kind: Callable[..., Optimizer]) -> None:
     from lightning_hybrid import Hybrid3DStrategy
 
@@ -59,6 +76,7 @@ def step_by(turn: Turn, args: argparse.Namespace, kind: Callable[..., Optimizer]
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layout", choices=LAYOUTS, default="zero3")
+    parser.add_argument("--quantized", action="store_true")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--length", type=int, default=64)
@@ -67,16 +85,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="per turn")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    kinds = {
+    kinds: dict[str, Callable[..., Optimizer]] = {
         "Muon, owners": torch.optim.Muon,
         "Muon, every rank": OwnMuon,
         "Adafactor, owners": torch.optim.Adafactor,
         "Adafactor, every rank": OwnAdafactor,
     }
+    if args.quantized:
+        kinds = {"AdamW8bit, owners": adamw_8bit, "AdamW8bit, every rank": own_adamw_8bit}
     variants = [Variant(name, partial(step_by, args=args, kind=kind)) for name, kind in kinds.items()]
     results = compare(variants, ranks=RANKS, rounds=args.rounds, steps=args.steps)
     print_table(f"GPT of {args.layers} blocks of width {args.width}, 2 ranks, {args.layout}", results)
-    for owners, everywhere in (results[:2], results[2:]):
+    for owners, everywhere in zip(results[::2], results[1::2], strict=True):
         verdict(f"wall, {owners.name} / every rank", ratios(owners.wall, everywhere.wall), at_most=1.0)
         verdict(f"CPU, {owners.name} / every rank", ratios(owners.cpu, everywhere.cpu), at_most=1.0)
 

@@ -174,6 +174,14 @@ def test_from_yaml(tmp_path, package):
     assert plugin.float8 == Float8(exclude=["head", "layers.0.*"], recipe="rowwise", emulate=True)
 
 
+def test_halves_of_a_batch_are_cast_as_the_batch():
+    """Scales are powers of two; with others the outputs differ by two percent."""
+    module = make("Layers", torch.float32)
+    EMULATED.convert(module)
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(torch.cat([module(x[:32]), module(3 * x[32:])]), module(torch.cat([x[:32], 3 * x[32:]])))
+
+
 # --- layouts ---------------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
@@ -198,6 +206,13 @@ def test_parity(worlds, layout):
     plain = reference_of(worlds, replace(run, trainer={}))
     difference = max(float(abs(a / b - 1)) for a, b in zip(expected.losses, plain.losses, strict=True))
     assert difference > 1e-4, "the products are in float8"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pp2", "zero3"])
+def test_parity_of_llama(worlds, layout):
+    run = Run("Llama", dtype=torch.float32, trainer=plugins(), **LAYOUTS[layout])
+    check(worlds, run, tolerance=1e-4, timeout=300)
 
 
 @pytest.mark.slow

@@ -190,6 +190,10 @@ def _class_as_it_is(kind: Any) -> Iterator[None]:
 
 def _states_before_first_step(optimizer: Optimizer) -> dict[str, Any]:
     """The states of some parameter before the first step: torch 2.11 makes Adagrad's when it is built."""
+    if type(optimizer).step.__module__.startswith(
+        _WITH_ATTRIBUTES
+    ):  # they make none, and those of a step are quantized
+        return {}
     for p, entry in optimizer.state.items():
         tensors = [value for value in entry.values() if isinstance(value, Tensor)]
         if tensors and all(not is_absent(value) and (not value.dim() or value.shape == p.shape) for value in tensors):

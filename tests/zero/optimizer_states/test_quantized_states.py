@@ -2,14 +2,16 @@
 
 import importlib.util
 import re
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from harness.fits import Run, check, fit, refusal
+from harness.fits import Run, check, fit, reference_of, refusal
 from lightning_hybrid.callbacks.monitors.memory_of_tensors import bytes_by_kind, find_holders
+from lightning_hybrid.strategies.description.memory_of_stages import memory_of_stages
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import (
     StateSizes,
     can_step_shards,
@@ -132,6 +134,57 @@ def compiled(run):
 def test_parity_of_compiled_steps(worlds):
     run = Run(By8bit, num_batches=2, dp=2, strategy={"zero_stage": 3}, callback=Uncompiled)
     check(worlds, run, how=compiled, timeout=600, tolerance=1e-6)
+
+
+class Decides(By8bit):
+    """From the third batch on it branches on a value of the model, so that its ranks hold shards instead of stages."""
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        if self.training and self.trainer.fit_loop.epoch_loop.total_batch_idx >= 2 and float(loss) > 0:
+            loss = 2 * loss
+        return loss
+
+
+class Changed(Uncompiled):
+    """The first batches in stages, and the first after them."""
+
+    def on_train_end(self, trainer, pl_module):
+        self.recorded = getattr(trainer.strategy, "pipelined_batches", None)
+
+
+def fit_decides(run):
+    warnings.simplefilter("ignore")  # that the layout changes
+    return fit(run)
+
+
+@pytest.mark.slow
+def test_states_are_carried_to_another_layout(worlds):
+    run = Run(Decides, pp=2, num_batches=5, callback=Changed)
+    expected = reference_of(worlds, run)
+    for rank in worlds.run(2, fit_decides, run, timeout=300):
+        assert rank.extra == (0, 2)
+        torch.testing.assert_close(rank.state, expected.state, rtol=1e-9, atol=1e-10)
+
+
+class StateBytes(Uncompiled):
+    """Bytes of the states on this rank, and the estimate of the run."""
+
+    def on_train_end(self, trainer, pl_module):
+        holders = find_holders(pl_module, trainer.optimizers, torch.device("cpu"))
+        lifecycle = getattr(trainer.strategy, "_lifecycle", None)
+        estimate = [] if lifecycle is None else memory_of_stages(lifecycle.run, trainer.optimizers, 1)
+        self.recorded = bytes_by_kind(holders)["optimizer_states"], [each.optimizer_states for each in estimate]
+
+
+def test_owners_share_the_bytes_of_one_process(worlds):
+    run = Run(By8bit, dp=2, strategy={"zero_stage": 3}, callback=StateBytes, dtype=torch.float32)
+    full, _ = reference_of(worlds, run).extra
+    ranks = [fitted.extra for fitted in worlds.run(2, fit, run, timeout=300)]
+    steps = 4 * 2 * len(list(By8bit().parameters()))  # the counts of steps are numbers of 4 bytes
+    assert full <= sum(nbytes for nbytes, _ in ranks) <= full + steps
+    for _, [estimate] in ranks:
+        assert abs(estimate - full / 2) <= steps
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
