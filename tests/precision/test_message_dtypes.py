@@ -235,3 +235,9 @@ def test_compressed_gradients_have_one_form(worlds):
 
 def compression():
     return GradientCompression("fp16")
+
+
+def test_the_start_of_a_run_names_what_is_set():
+    assert HybridPrecision("bf16-mixed").description == "bf16-mixed"
+    plugin = HybridPrecision("bf16-true", master_weights=True, reduce_dtype="float32")
+    assert plugin.description == "bf16-true with master_weights, reduce_dtype=float32"
