@@ -60,10 +60,31 @@ def by_lamb(parameters):
     return LAMB(parameters, lr=2e-3)
 
 
+class ByNorm(torch.optim.SGD):
+    """A class of a user, which combines all parameters, and reads them in full."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        squares = sum(p.grad.double().square().sum() + p.double().square().sum() for p in parameters)
+        for p in parameters:
+            p.sub_(p.grad / (1 + squares.sqrt().float()), alpha=0.05)
+        super().step()
+        return loss
+
+
+def by_norm(parameters):
+    return ByNorm(parameters, lr=2e-3, momentum=0.9)
+
+
 # Optimizers that see all elements of a parameter, and other ways to shard.
 MORE = {
     "Adafactor at owners of zero3": (by_adafactor, {"dp": 2, "strategy": {"zero_stage": 3}}),
     "LAMB over shards": (by_lamb, {"dp": 2, "strategy": {"zero_stage": 2}}),
+    "a class of a user over zero3": (by_norm, {"dp": 2, "strategy": {"zero_stage": 3}}),
+    "a class of a user over tp2": (by_norm, {"tp": 2}),
     "copies of shards": (by_fast_sgd, {"dp": 4, "strategy": {"zero_stage": 3, "shard_size": 2}}),
     "states in a file": (by_sgd, {"dp": 2, "strategy": {"zero_stage": 2, "offload": FILE}}),
 }
@@ -81,6 +102,7 @@ class KeepsMasters(Callback):
 
     def on_train_end(self, trainer, pl_module):
         self.recorded["end"] = self.masters(trainer)
+        self.recorded["batches in stages"] = trainer.strategy.pipelined_batches
 
     def masters(self, trainer):
         state = trainer.strategy._state.optimizer_state(trainer.optimizers[0])  # in full, whatever is saved
@@ -136,6 +158,20 @@ def test_other_optimizers_and_shards_match_the_reference(worlds, name):
     assert_masters(worlds, make, layout)
 
 
+class BranchesLater(Layers):
+    """Branches on a value from the third step on, so its stages are given up in the middle of the run."""
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        return loss if self.global_step < 2 or loss > -1 else 2 * loss
+
+
+@pytest.mark.slow
+def test_master_weights_are_carried_to_another_layout(worlds):
+    first = assert_masters(worlds, by_sgd, {"case": BranchesLater, "pp": 2})
+    assert first.extra["batches in stages"][1] == 2
+
+
 def by_fast_adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
@@ -167,6 +203,7 @@ def assert_masters(worlds, make, layout):
         assert torch.equal(first.state[name], here.bfloat16()), f"{name} is not its rounded master weight"
         for rank in others:
             assert torch.equal(rank.state[name], first.state[name])
+    return first
 
 
 def fit_exact(options, layout, epochs=1, resume=None, save=None, precision=None, kind=ExactSums):
@@ -249,6 +286,26 @@ def test_checkpoints_have_master_weights_for_any_layout(worlds, tmp_path, saves_
         assert all(torch.equal(state[name], value) for name, value in straight.items())
 
 
+@pytest.mark.slow
+def test_a_class_of_a_user_goes_on_with_its_master_weights(worlds, tmp_path):
+    path, options, zero3 = str(tmp_path / "saved.ckpt"), {"master_weights": True}, EXACT["zero3"]
+    _, straight = worlds.run(2, fit_by_norm, options, zero3, 2)[0]
+    _, saved = worlds.run(2, fit_by_norm, options, zero3, 1, None, path)[0]
+    _, masters = worlds.run(2, fit_by_norm, options, zero3, 2, path)[0]
+    assert saved["end"] and masters["end"].keys() == straight["end"].keys()
+    for name, master in saved["end"].items():
+        assert torch.equal(masters["start"][name], master) and torch.equal(masters["end"][name], straight["end"][name])
+
+
+def fit_by_norm(*arguments):
+    return fit_exact(*arguments, kind=ExactSumsByNorm)
+
+
+class ExactSumsByNorm(ExactSums):
+    def __init__(self):
+        super().__init__(ByNorm)
+
+
 def resumed_with_warnings(options, layout, path, precision=None):
     with pytest.warns(UserWarning, match="the checkpoint has float32 master weights"):
         return fit_exact(options, layout, 1, path, None, precision)
@@ -297,15 +354,6 @@ def test_states_are_estimated_with_master_weights(worlds, options):
     assert abs(first["estimated"] - elements) <= 4 * 3 * 3  # counts of steps
 
 
-class CombinesParameters(torch.optim.SGD):
-    def step(self, closure=None):
-        return super().step(closure)
-
-
-def with_own_class(module):
-    module.configure_optimizers = lambda: CombinesParameters(module.parameters(), lr=1e-3)
-
-
 def local_sgd():
     return LocalSGD(every=2)
 
@@ -317,8 +365,8 @@ REFUSED = {
     "stochastic_rounding=True: zero_stage with manual optimization": Run(
         ManuallyByMuon, dp=2, strategy={"zero_stage": 1}, trainer=plugin(stochastic_rounding=True)
     ),
-    "CombinesParameters may combine several parameters": Run(
-        "Layers", dp=2, change=with_own_class, strategy={"zero_stage": 3}, trainer=plugin(master_weights=True)
+    "ByNorm may combine parameters of several stages": Run(
+        "Layers", pp=2, change=partial(with_optimizer, make=by_norm), trainer=plugin(master_weights=True)
     ),
 }
 

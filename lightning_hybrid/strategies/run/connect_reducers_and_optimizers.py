@@ -17,7 +17,10 @@ from lightning_hybrid.strategies.optimizer_steps.connect_full_parameter_steps im
     connect_full_parameter_steps,
     refuse_full_parameter_steps,
 )
-from lightning_hybrid.strategies.optimizer_steps.limits_of_float32_steps import check_full_reads, check_random_rounding
+from lightning_hybrid.strategies.optimizer_steps.limits_of_float32_steps import (
+    check_random_rounding,
+    check_reads_of_stages,
+)
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.connect_steps_in_backward import connect_steps_in_backward
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
@@ -129,7 +132,7 @@ def _watch_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> 
     """Let optimizers that need full parameters step those; fuse the steps of the others; return the former."""
     setting, undo = run.setting, run.until_end
     watched = {} if run.hook_reads is None or setting.is_manual else run.hook_reads.of_optimizers(optimizers)
-    check_full_reads(setting.precision, list(watched))
+    check_reads_of_stages(setting.precision, list(watched) if run.is_pipelined else [])
     fuse_steps([optimizer for optimizer in optimizers if optimizer not in watched], undo)
     for optimizer, reads in watched.items():
         undo.callback(watch_step(optimizer, reads, lambda: not owner.state.is_full))
