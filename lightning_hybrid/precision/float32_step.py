@@ -105,9 +105,10 @@ class Float32Step:
 
     @torch.no_grad()
     def _step(self, kwargs: dict[str, Any]) -> None:
-        parameters = self._parameters()
-        if self._skips_missing:
-            parameters = [p for p in parameters if p.grad is not None]
+        with torch._C.DisableTorchFunction():
+            parameters = self._parameters()
+            if self._skips_missing:
+                parameters = [p for p in parameters if p.grad is not None]
         has_hooks = any(self._optimizer.__dict__.get(name) for name in STEP_HOOKS)
         if not self._is_divisible or has_hooks or sum(p.numel() for p in parameters) <= _SUBSET:
             self._step_subset(parameters, kwargs)
@@ -117,25 +118,28 @@ class Float32Step:
                 self._step_subset(subset, kwargs)
 
     def _step_subset(self, parameters: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
-        originals = [(p, p.data, p.grad) for p in parameters if p.dtype is torch.bfloat16]
         masters: dict[int, Tensor] = {}
+        with torch._C.DisableTorchFunction():
+            originals = [(p, p.data, p.grad) for p in parameters if p.dtype is torch.bfloat16]
         try:
-            for p, data, gradient in originals:
-                masters[id(p)] = self._float32_of(p, data)
-                p.grad = None
-                p.data = masters[id(p)]
-                p.grad = None if gradient is None else gradient.float()
+            with torch._C.DisableTorchFunction():  # modes of hooks, which show full parameters
+                for p, data, gradient in originals:
+                    masters[id(p)] = self._float32_of(p, data)
+                    p.grad = None
+                    p.data = masters[id(p)]
+                    p.grad = None if gradient is None else gradient.float()
             with torch.enable_grad():
                 self._original(**kwargs)
         finally:
-            for p, data, gradient in originals:
-                value, p.grad = p.data, None
-                p.data = data
-                p.grad = gradient
-                if value.dtype is torch.float32:
-                    self._rounding(p, data, value)
-                    self._keep(p, masters[id(p)], value)
-            increment_version([p for p, *_ in originals])
+            with torch._C.DisableTorchFunction():
+                for p, data, gradient in originals:
+                    value, p.grad = p.data, None
+                    p.data = data
+                    p.grad = gradient
+                    if value.dtype is torch.float32:
+                        self._rounding(p, data, value)
+                        self._keep(p, masters[id(p)], value)
+                increment_version([p for p, *_ in originals])
 
     def _float32_of(self, p: Tensor, data: Tensor) -> Tensor:
         """Take the master weight out of the states, or make a copy; widen states that were made for bfloat16."""
@@ -169,16 +173,14 @@ class Float32Step:
     @contextlib.contextmanager
     def _float32_dtype(self) -> Iterator[None]:
         """Inside, parameters have the dtype float32, to which torch converts the states that it loads."""
-        originals = [(p, p.data, p.grad) for p in self._parameters() if p.dtype is torch.bfloat16]
-        for p, data, _ in originals:
-            p.grad = None
+        originals = [(p, p.data) for p in self._parameters() if p.dtype is torch.bfloat16]
+        for p, data in originals:
             p.data = torch.zeros((), dtype=torch.float32, device=data.device).expand(data.shape)
         try:
             yield
         finally:
-            for p, data, gradient in originals:
+            for p, data in originals:
                 p.data = data
-                p.grad = gradient
 
 
 def _subsets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -193,6 +195,18 @@ def _subsets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         numel += p.numel()
     if subset:
         yield subset
+
+
+def shard_masters(optimizer: Optimizer, shard_of_state: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Shard loaded master weights where other states stay full, for a step that sees full parameters.
+
+    Args:
+        optimizer: With states of full shape.
+        shard_of_state: Returns the local shard of a parameter's state.
+    """
+    for p, entry in optimizer.state.items():
+        if MASTER_WEIGHT in entry and not is_absent(entry[MASTER_WEIGHT]):
+            entry[MASTER_WEIGHT] = shard_of_state(p, entry[MASTER_WEIGHT])
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from lightning_hybrid.namespaces.lightning_namespaces import namespace_of
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.precision.float8 import Float8, Float8Layers
 from lightning_hybrid.precision.float32_step import Float32Step, Rounding, check_float32_options, round_to_nearest
-from lightning_hybrid.precision.message_dtypes import MessageDtype, parse_message_dtype
+from lightning_hybrid.precision.message_dtypes import MessageDtype, message_dtypes, parse_message_dtype
 from lightning_hybrid.precision.norm import MeshNorm
 from lightning_hybrid.precision.scaler import MeshGradScaler
 from lightning_hybrid.precision.stochastic_rounding import KeyedRounding
@@ -154,6 +154,14 @@ class HybridPrecision(MixedPrecision):
     def steps_in_float32(self) -> bool:
         """Whether optimizers step float32 copies of bfloat16 parameters."""
         return self.master_weights or self.stochastic_rounding
+
+    @property
+    def description(self) -> str:
+        """The precision as Lightning spells it, with the options that are set."""
+        dtypes = {name: dtype for name, dtype in message_dtypes(self).items() if dtype is not None}
+        added = [name for name in ("master_weights", "stochastic_rounding") if getattr(self, name)]
+        added += [f"{name}={str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items()]
+        return f"{self.precision} with {', '.join(added)}" if added else self.precision
 
     def step_in_float32(
         self,

@@ -1,7 +1,9 @@
 """Optimizer steps in float32 under every layout: parity with a hand-written reference, checkpoints, and memory."""
 
 import copy
+import tempfile
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,12 +15,14 @@ from harness.fits import Run, fit, fit_reference, refusal, trainer_of
 from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
 from lightning_hybrid.callbacks import LocalSGD
 from lightning_hybrid.errors import PrecisionError
+from lightning_hybrid.optim import LAMB
 from lightning_hybrid.precision.float32_step import MASTER_WEIGHT
 from lightning_hybrid.strategies.optimizer_steps.limits_of_float32_steps import check_random_rounding
 from models.cases import Samples
 from models.full_parameter_optimizers import ManuallyByMuon
 from models.hand_written import Layers
 from models.master_weights import ExactSums, HandWrittenMasters, ManualExactSums
+from models.mixtures import Mixtral
 
 LAYOUTS = {
     "one process": {},
@@ -37,6 +41,55 @@ layouts = pytest.mark.parametrize(
 )
 
 
+FILE = {"optimizer_states": f"disk:{tempfile.gettempdir()}"}
+
+
+def by_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=2e-3, momentum=0.9)
+
+
+def by_fast_sgd(parameters):  # so fast that each parameter moves in bfloat16, as the harness expects
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def by_adafactor(parameters):
+    return torch.optim.Adafactor(parameters, lr=3e-3)
+
+
+def by_lamb(parameters):
+    return LAMB(parameters, lr=2e-3)
+
+
+class ByNorm(torch.optim.SGD):
+    """A class of a user, which combines all parameters, and reads them in full."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        squares = sum(p.grad.double().square().sum() + p.double().square().sum() for p in parameters)
+        for p in parameters:
+            p.sub_(p.grad / (1 + squares.sqrt().float()), alpha=0.05)
+        super().step()
+        return loss
+
+
+def by_norm(parameters):
+    return ByNorm(parameters, lr=2e-3, momentum=0.9)
+
+
+# Optimizers that see all elements of a parameter, and other ways to shard.
+MORE = {
+    "Adafactor at owners of zero3": (by_adafactor, {"dp": 2, "strategy": {"zero_stage": 3}}),
+    "LAMB over shards": (by_lamb, {"dp": 2, "strategy": {"zero_stage": 2}}),
+    "a class of a user over zero3": (by_norm, {"dp": 2, "strategy": {"zero_stage": 3}}),
+    "a class of a user over tp2": (by_norm, {"tp": 2}),
+    "copies of shards": (by_fast_sgd, {"dp": 4, "strategy": {"zero_stage": 3, "shard_size": 2}}),
+    "states in a file": (by_sgd, {"dp": 2, "strategy": {"zero_stage": 2, "offload": FILE}}),
+}
+
+
 class KeepsMasters(Callback):
     """The master weights of full parameters by FQN, on the first rank, before the first step and after the last."""
 
@@ -49,6 +102,7 @@ class KeepsMasters(Callback):
 
     def on_train_end(self, trainer, pl_module):
         self.recorded["end"] = self.masters(trainer)
+        self.recorded["batches in stages"] = trainer.strategy.pipelined_batches
 
     def masters(self, trainer):
         state = trainer.strategy._state.optimizer_state(trainer.optimizers[0])  # in full, whatever is saved
@@ -56,20 +110,16 @@ class KeepsMasters(Callback):
         return {self.names[key]: v[MASTER_WEIGHT].clone() for key, v in entries if MASTER_WEIGHT in v}
 
 
-def by_sgd(parameters):
-    return torch.optim.SGD(parameters, lr=2e-3, momentum=0.9)
+def with_optimizer(module, make=by_sgd):
+    module.configure_optimizers = lambda: make(module.parameters())
 
 
-def with_sgd(module):
-    module.configure_optimizers = lambda: by_sgd(module.parameters())
-
-
-def with_masters_by_hand(module):
-    module.optimizer_by_hand = HandWrittenMasters(module.parameters(), by_sgd)
+def with_masters_by_hand(module, make):
+    module.optimizer_by_hand = HandWrittenMasters(module.parameters(), make)
     module.configure_optimizers = lambda: module.optimizer_by_hand
 
 
-def masters_by_hand(run):
+def masters_by_hand(run, make):
     """In one process: the float32 masters at the start and at the end, by FQN."""
 
     class Masters(Callback):
@@ -88,7 +138,7 @@ def masters_by_hand(run):
             return dict(zip(names, masters, strict=True))
 
     return fit_reference(
-        replace(run, callback=Masters, change=with_masters_by_hand, precision="bf16-true", strategy={})
+        replace(run, callback=Masters, change=partial(with_masters_by_hand, make=make), precision="bf16-true")
     )
 
 
@@ -98,10 +148,50 @@ def plugin(**options):
 
 @layouts
 def test_master_weights_match_the_reference(worlds, layout):
+    assert_masters(worlds, by_sgd, LAYOUTS[layout])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_other_optimizers_and_shards_match_the_reference(worlds, name):
+    make, layout = MORE[name]
+    assert_masters(worlds, make, layout)
+
+
+class BranchesLater(Layers):
+    """Branches on a value from the third step on, so its stages are given up in the middle of the run."""
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        return loss if self.global_step < 2 or loss > -1 else 2 * loss
+
+
+@pytest.mark.slow
+def test_master_weights_are_carried_to_another_layout(worlds):
+    first = assert_masters(worlds, by_sgd, {"case": BranchesLater, "pp": 2})
+    assert first.extra["batches in stages"][1] == 2
+
+
+def by_fast_adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+@pytest.mark.slow
+def test_master_weights_of_experts_are_on_one_rank_each(worlds):
+    """Routers decide by rounded scores, so no reference is near; parameters are their rounded master weights."""
+    change = partial(with_optimizer, make=by_fast_adamw)
+    run = Run(Mixtral, dp=2, ep=2, microbatches=1, change=change, callback=KeepsMasters, dtype=torch.bfloat16)
+    first, second = worlds.run(2, fit, replace(run, trainer=plugin(master_weights=True)), timeout=300)
+    assert first.extra["end"].keys() == first.grads[0].keys() | second.grads[0].keys()
+    for name, master in first.extra["end"].items():
+        assert torch.equal(first.state[name], master.bfloat16()) and torch.equal(second.state[name], first.state[name])
+
+
+def assert_masters(worlds, make, layout):
     batches = {"num_batches": 6, "dtype": torch.bfloat16}
-    run = Run("Layers", change=with_sgd, callback=KeepsMasters, trainer=plugin(master_weights=True), **batches)
-    run = replace(run, **LAYOUTS[layout])
-    [expected] = worlds.run(1, masters_by_hand, Run("Layers", dp=run.dp, **batches))
+    options = {"change": partial(with_optimizer, make=make), "callback": KeepsMasters}
+    run = Run(**{"case": "Layers", "trainer": plugin(master_weights=True), **options, **batches, **layout})
+    [expected] = worlds.run(1, masters_by_hand, Run(run.case, dp=run.dp, **batches), make)
     first, *others = worlds.run(run.world_size, fit, run, timeout=300)
     assert first.extra["end"].keys() == expected.extra["end"].keys()
     for name, master in expected.extra["end"].items():
@@ -113,6 +203,7 @@ def test_master_weights_match_the_reference(worlds, layout):
         assert torch.equal(first.state[name], here.bfloat16()), f"{name} is not its rounded master weight"
         for rank in others:
             assert torch.equal(rank.state[name], first.state[name])
+    return first
 
 
 def fit_exact(options, layout, epochs=1, resume=None, save=None, precision=None, kind=ExactSums):
@@ -122,9 +213,10 @@ def fit_exact(options, layout, epochs=1, resume=None, save=None, precision=None,
     module = kind().to(dtype)
     keeps = KeepsMasters()
     how = plugin(**options) if precision is None else {"precision": precision}
-    strategy = Hybrid3DStrategy(**layout.get("strategy", {}))
+    stages = layout.get("pp", 1)
+    strategy = Hybrid3DStrategy(pipeline_parallel_size=stages, **layout.get("strategy", {}))
     own = {"max_epochs": epochs, "use_distributed_sampler": False, **how}
-    trainer = trainer_of(replicas, strategy, [keeps], **own)
+    trainer = trainer_of(replicas * stages, strategy, [keeps], **own)
     replica = trainer.strategy.cluster_environment.global_rank() % replicas
     data = [{"x": torch.full((1, 1), float(i % 5 - 1), dtype=dtype)} for i in range(8)]
     trainer.fit(module, DataLoader(data[replica::replicas], batch_size=4 // replicas), ckpt_path=resume)
@@ -133,7 +225,18 @@ def fit_exact(options, layout, epochs=1, resume=None, save=None, precision=None,
     return {name: value.clone() for name, value in module.state_dict().items()}, keeps.recorded
 
 
+def test_stages_round_as_one_process(worlds):
+    run = Run("Layers", dtype=torch.bfloat16, change=with_optimizer, num_batches=6)
+    nearest, random = ({"trainer": plugin(**how)} for how in ({}, {"stochastic_rounding": True}))
+    [one] = worlds.run(1, fit, replace(run, **random))
+    [without] = worlds.run(1, fit, replace(run, **nearest))
+    assert any(not torch.equal(without.state[name], value) for name, value in one.state.items())
+    for rank in worlds.run(2, fit, replace(run, pp=2, **random)):
+        assert all(torch.equal(rank.state[name], value) for name, value in one.state.items())
+
+
 EXACT = {
+    "shards instead of stages": {"pp": 2},
     "replicas": {"dp": 2},
     "zero1": {"dp": 2, "strategy": {"zero_stage": 1}},
     "zero2": {"dp": 2, "strategy": {"zero_stage": 2}},
@@ -181,6 +284,26 @@ def test_checkpoints_have_master_weights_for_any_layout(worlds, tmp_path, saves_
         state, masters = worlds.run(size, fit_exact, options, layout, 2, path)[0]
         assert all(torch.equal(masters["start"][name], master) for name, master in saved["end"].items())
         assert all(torch.equal(state[name], value) for name, value in straight.items())
+
+
+@pytest.mark.slow
+def test_a_class_of_a_user_goes_on_with_its_master_weights(worlds, tmp_path):
+    path, options, zero3 = str(tmp_path / "saved.ckpt"), {"master_weights": True}, EXACT["zero3"]
+    _, straight = worlds.run(2, fit_by_norm, options, zero3, 2)[0]
+    _, saved = worlds.run(2, fit_by_norm, options, zero3, 1, None, path)[0]
+    _, masters = worlds.run(2, fit_by_norm, options, zero3, 2, path)[0]
+    assert saved["end"] and masters["end"].keys() == straight["end"].keys()
+    for name, master in saved["end"].items():
+        assert torch.equal(masters["start"][name], master) and torch.equal(masters["end"][name], straight["end"][name])
+
+
+def fit_by_norm(*arguments):
+    return fit_exact(*arguments, kind=ExactSumsByNorm)
+
+
+class ExactSumsByNorm(ExactSums):
+    def __init__(self):
+        super().__init__(ByNorm)
 
 
 def resumed_with_warnings(options, layout, path, precision=None):
@@ -231,28 +354,19 @@ def test_states_are_estimated_with_master_weights(worlds, options):
     assert abs(first["estimated"] - elements) <= 4 * 3 * 3  # counts of steps
 
 
-class CombinesParameters(torch.optim.SGD):
-    def step(self, closure=None):
-        return super().step(closure)
-
-
-def with_own_class(module):
-    module.configure_optimizers = lambda: CombinesParameters(module.parameters(), lr=1e-3)
-
-
 def local_sgd():
     return LocalSGD(every=2)
 
 
 REFUSED = {
     "averages parameters, and master_weights=True keeps": Run(
-        "Layers", dp=2, change=with_sgd, callback=local_sgd, trainer=plugin(master_weights=True)
+        "Layers", dp=2, change=with_optimizer, callback=local_sgd, trainer=plugin(master_weights=True)
     ),
     "stochastic_rounding=True: zero_stage with manual optimization": Run(
         ManuallyByMuon, dp=2, strategy={"zero_stage": 1}, trainer=plugin(stochastic_rounding=True)
     ),
-    "CombinesParameters may combine several parameters": Run(
-        "Layers", dp=2, change=with_own_class, strategy={"zero_stage": 3}, trainer=plugin(master_weights=True)
+    "ByNorm may combine parameters of several stages": Run(
+        "Layers", pp=2, change=partial(with_optimizer, make=by_norm), trainer=plugin(master_weights=True)
     ),
 }
 
@@ -276,7 +390,10 @@ def test_random_rounding_needs_the_places_of_elements():
 def fit_by_lightning():
     """On a rank: the hand-written reference and master weights, both under Lightning's own strategy."""
     states = []
-    for change, plugins in ((with_masters_by_hand, plugin()), (with_sgd, plugin(master_weights=True))):
+    for change, plugins in (
+        (partial(with_masters_by_hand, make=by_sgd), plugin()),
+        (with_optimizer, plugin(master_weights=True)),
+    ):
         run = Run("Layers", dtype=torch.bfloat16, change=change, num_batches=4)
         states.append(fit_reference(replace(run, trainer=plugins)).state)
     return states

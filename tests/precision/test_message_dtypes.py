@@ -162,10 +162,11 @@ def test_gathers_show_rounded_weights_and_shards_stay_exact(worlds, layout):
         assert not torch.equal(value, value.bfloat16().float())
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_steps_in_the_backward_change_nothing(worlds, stage):
-    run = with_dtypes(replace(run_of("zero3"), microbatches=1), gather_dtype="bfloat16", reduce_dtype="bfloat16")
-    strategy = {"zero_stage": stage, "reshard_after_forward": True}
+    dtypes = {"reduce_dtype": "bfloat16", "gather_dtype": "bfloat16" if stage else None}
+    run = with_dtypes(replace(run_of("zero3"), microbatches=1), **dtypes)
+    strategy = {"zero_stage": stage, "reshard_after_forward": True} if stage else {}
     after = worlds.run(2, fit, replace(run, strategy=strategy))
     within = worlds.run(2, fit, replace(run, strategy={**strategy, "optimizer_in_backward": True}))
     for one, other in zip(after, within, strict=True):
@@ -235,3 +236,9 @@ def test_compressed_gradients_have_one_form(worlds):
 
 def compression():
     return GradientCompression("fp16")
+
+
+def test_the_start_of_a_run_names_what_is_set():
+    assert HybridPrecision("bf16-mixed").description == "bf16-mixed"
+    plugin = HybridPrecision("bf16-true", master_weights=True, reduce_dtype="float32")
+    assert plugin.description == "bf16-true with master_weights, reduce_dtype=float32"

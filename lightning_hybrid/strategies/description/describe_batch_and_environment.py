@@ -155,8 +155,9 @@ def describe_environment(setting: Setting) -> list[str]:
     where = "1 node" if world.num_nodes == 1 else f"each of {world.num_nodes} nodes"
     backend = dist.get_backend() if dist.is_initialized() else "none"
     ranks = f"{world.num_processes} rank{'s' * (world.num_processes != 1)} on {where}"
+    precision = getattr(setting.precision, "description", setting.precision.precision)
     line = (
-        f"environment: {ranks}, precision {setting.precision.precision}, backend {backend}, lightning-hybrid"
+        f"environment: {ranks}, precision {precision}, backend {backend}, lightning-hybrid"
         f" {__version__}, torch {torch.__version__}"
     )
     strategy: Any = setting.trainer.strategy

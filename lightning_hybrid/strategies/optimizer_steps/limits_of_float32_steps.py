@@ -41,22 +41,22 @@ def check_random_rounding(
         )
 
 
-def check_full_reads(precision: object, watched: Sequence[Optimizer]) -> None:
-    """Refuse steps in float32 of optimizers that read full parameters, which hooks of the user read in bfloat16.
+def check_reads_of_stages(precision: object, watched: Sequence[Optimizer]) -> None:
+    """Refuse steps in float32 of optimizers that may read parameters of other stages, which are bfloat16 there.
 
     Args:
         precision: The plugin of the run.
-        watched: The optimizers whose steps read full parameters.
+        watched: The optimizers whose steps may read parameters of other stages.
 
     Raises:
         PrecisionError: There is one, and parameters are stepped in float32.
     """
-    if watched and isinstance(precision, HybridPrecision) and precision.steps_in_float32:
-        name = type(watched[0]).__name__
+    own = [optimizer for optimizer in watched if not type(optimizer).step.__module__.startswith("torch.")]
+    if own and isinstance(precision, HybridPrecision) and precision.steps_in_float32:
+        name = type(own[0]).__name__
         raise PrecisionError(
-            f"{name} may combine several parameters in its step, and reads them from other ranks, which hold bfloat16;"
-            " use an optimizer of torch without hooks, or give its class the attribute"
-            " steps_parameters_independently=True if it steps each by itself, or leave out master_weights and"
-            " stochastic_rounding",
+            f"{name} may combine parameters of several stages in its step, and those of other stages are bfloat16; set"
+            " pipeline_parallel_size=1, or give its class the attribute steps_parameters_independently=True if it steps"
+            " each by itself, or leave out master_weights and stochastic_rounding",
             entry="precision-optimizer",
         )

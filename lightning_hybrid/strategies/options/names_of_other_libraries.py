@@ -295,7 +295,8 @@ def _shown(value: Any) -> str:
 
 
 _PRECISION = (
-    "set Trainer(precision='bf16-mixed') or another precision of Lightning's; parameters are sent in their dtype"
+    "set Trainer(precision='bf16-mixed') or another precision of Lightning's; for the dtypes of messages set"
+    " Trainer(plugins=[HybridPrecision('bf16-mixed', reduce_dtype=..., gather_dtype=...)])"
 )
 _LAYERS = "layers are found in the module, and sharded one by one; leave it out"
 _GATHERS = "the strategy decides when layers are gathered; leave it out, or set reshard_after_forward"

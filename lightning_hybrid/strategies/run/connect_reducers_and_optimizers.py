@@ -22,7 +22,10 @@ from lightning_hybrid.strategies.optimizer_steps.full_parameters_in_manual_optim
     read_full_parameters_in_manual_steps,
     sum_norms_in_manual_steps,
 )
-from lightning_hybrid.strategies.optimizer_steps.limits_of_float32_steps import check_full_reads, check_random_rounding
+from lightning_hybrid.strategies.optimizer_steps.limits_of_float32_steps import (
+    check_random_rounding,
+    check_reads_of_stages,
+)
 from lightning_hybrid.strategies.optimizer_steps.refuse_quantized_states import check_quantized_states
 from lightning_hybrid.strategies.optimizer_steps.refuse_unconnected_steps import ConnectedOptimizers
 from lightning_hybrid.strategies.run.build_run import RunOwner
@@ -146,7 +149,7 @@ def _watch_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> 
     """Let optimizers that need full parameters step those; fuse the steps of the others; return the former."""
     setting, undo = run.setting, run.until_end
     watched = _read_full_parameters(run, owner, optimizers)
-    check_full_reads(setting.precision, watched)
+    check_reads_of_stages(setting.precision, watched if run.is_pipelined or setting.is_manual else [])
     fuse_steps([optimizer for optimizer in optimizers if optimizer not in watched], undo)
     mesh = setting.world.mesh
     for optimizer in optimizers if mesh.size("data") > 1 else ():

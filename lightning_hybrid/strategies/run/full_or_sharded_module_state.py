@@ -33,7 +33,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.patching import Replacement, temporary_hook
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import unshard_parameters
-from lightning_hybrid.precision.float32_step import drop_unused_masters
+from lightning_hybrid.precision.float32_step import drop_unused_masters, shard_masters
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
@@ -230,6 +230,8 @@ class FullOrShardedState:
         for optimizer, state in zip(optimizers, states, strict=False):
             if any(watched is optimizer for watched in made.watched):
                 optimizer.load_state_dict(dict(state))
+                if run is not None and run.parts is not None:
+                    shard_masters(optimizer, run.parts.shard_of_state)
                 if run is not None and run.global_reads is not None:
                     run.global_reads.track_state(optimizer.state)
             elif isinstance(state, SavedOptimizer):
