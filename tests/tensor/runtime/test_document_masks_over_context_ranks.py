@@ -1,4 +1,4 @@
-"""Documents packed into one sequence, whose positions are sharded over context ranks: no token sees another document."""
+"""Documents packed into sequences that context ranks shard: no token sees another document."""
 
 import itertools
 
