@@ -82,6 +82,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             operations, or the share of bytes that these save, such as 0.3 ("selective" is 0.4); or a mapping of names
             or classes to such policies or "keep". A budget such as "6GiB", or "50%" of the free memory: what this rank
             may use in total; the least recomputation under it is chosen once the optimizer has stepped twice.
+        chunked_loss: Computes a cross entropy over the vocabulary in chunks of positions, without logits of the full
+            batch: True for chunks of 128 to 512 positions, by the width, or the number of chunks.
         microbatch_weight: ``function(microbatch) -> count`` by which microbatches (and replicas) are weighted, such as
             the number of unmasked tokens. If None, means over tokens are those of each replica's full batch, and
             everything else is weighted by numbers of samples.
@@ -139,6 +141,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         offload: str | dict[str, str] | None = None,
         optimizer_in_backward: bool = False,
         recompute: Recompute | None = None,
+        chunked_loss: bool | int = False,
         microbatch_weight: MicrobatchWeight | None = None,
         tensor_parallel_plan: dict[str, str] | None = None,
         compile: Literal["units"] | bool | dict[str, Any] | None = None,

@@ -47,6 +47,7 @@ class ZeroSharding:
         per_layer: Whether each layer is gathered separately (the second policy).
         recomputed: FQNs of layers whose forward runs again in their backward, and gathers for that.
         full_in_backward: FQNs of layers whose backward calls `begin_layer_backward` as it begins; they stay full then.
+        running_layers: FQNs of layers whose forward runs.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class ZeroSharding:
         self._rounds: GatherRounds | None = None
         self._rank_local_rounds: GatherRounds | None = None  # of code outside steps
         self._is_evaluating, self._same_microbatches = False, True
-        self._running_layers: set[str] = set()  # FQNs of layers whose forward runs
+        self.running_layers: set[str] = set()
         self._in_backward = False
         self._backward_at: str | None = None  # FQN of the layer whose backward runs
 
@@ -344,7 +345,7 @@ class ZeroSharding:
         freed = [group for group in self._layers[fqn] if not group.keeps_full]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if fqn in self._running_layers:
+            if fqn in self.running_layers:
                 return forward(*args, **kwargs)
             with self.inside(fqn):
                 if torch._C._are_functorch_transforms_active():  # which save tensors without hooks
@@ -367,13 +368,13 @@ class ZeroSharding:
         frees = self._by_layer
         following = self._previous if self._in_backward else self._next
         self._gather(groups, following.get(fqn, ()) if frees else ())
-        self._running_layers.add(fqn)
+        self.running_layers.add(fqn)
         try:
             if frees:
                 self._read_ahead(fqn, following)
             yield
         finally:
-            self._running_layers.discard(fqn)
+            self.running_layers.discard(fqn)
             for group in groups if frees else ():
                 group.free()
 

@@ -124,6 +124,10 @@ def describe_techniques(run: Run) -> list[str]:
         lines.append(f"offloaded: {', '.join(stores)}")
     if options.optimizer_in_backward and setting.is_fitting:
         lines.append("optimizer: each layer is stepped in the backward, and its gradients are freed")
+    if run.chunked_loss is not None and setting.is_fitting:
+        lines.append(
+            f"loss: in chunks of positions, where it reads the logits of {' or '.join(run.chunked_loss.heads)}"
+        )
     if run.recomputation is not None:
         lines.append(describe_policies(run.recomputation.policies, setting.recompute))
     if run.setting.saved_activations:

@@ -55,6 +55,7 @@ class Options:
     example_batch: Any
     expert_chunks: int = 1
     optimizer_in_backward: bool = False
+    chunked_loss: bool | int = False
     save_distributed_checkpoint: bool = False
     async_checkpoint: bool = False
     verify_first_step: bool = False
@@ -112,6 +113,8 @@ class Options:
             raise TypeError(f"optimizer_in_backward={self.optimizer_in_backward!r}; use True or False")
         if not _is_count(self.ranks_per_device):
             raise ValueError(f"ranks_per_device={self.ranks_per_device!r}; use a whole number of 1 or more")
+        if not isinstance(self.chunked_loss, bool) and not (_is_count(self.chunked_loss) and self.chunked_loss > 1):
+            raise ValueError(f"chunked_loss={self.chunked_loss!r}; use True, False or a number of chunks of 2 or more")
         if not _is_count(self.expert_chunks):
             raise ValueError(f"expert_chunks={self.expert_chunks!r}; use a whole number of 1 or more")
         if self.async_checkpoint and not self.save_distributed_checkpoint:

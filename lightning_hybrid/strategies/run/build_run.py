@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -16,6 +18,8 @@ from torch import nn
 from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
 from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
 from lightning_hybrid.full_params.skip_absent_parameters_in_conversions import skip_absent_parameters
+from lightning_hybrid.memory.chunked_loss.find_output_heads import find_output_heads
+from lightning_hybrid.memory.chunked_loss.output_heads import ChunkedLoss
 from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_owners, drop_remote_parameters
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
@@ -42,6 +46,7 @@ from lightning_hybrid.strategies.user_code.gather_parameters_for_dataloaders imp
 from lightning_hybrid.strategies.user_code.wrap_hooks_in_parameter_reads import wrap_user_hooks
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import FullAtTrainEnd, around_validation
 from lightning_hybrid.tensor.shard_state.tensor_parallel_random_draws import KeyedDraws
+from lightning_hybrid.zero.gather_layer_for_other_code import gathered_for_other_code
 from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 
 
@@ -114,6 +119,7 @@ def build_run(
         if partition is not None:
             _connect_layers(run, partition, owner)
             _agree_on_broken_steps(run)
+        run = _chunk_losses(run, partition)
         profile_for_budget(run, owner)
     return run, partition, is_filled
 
@@ -326,6 +332,38 @@ def _connect_layers(run: Run, partition: ModulePartition, owner: RunOwner) -> No
         runner.wrap_layers(run.recomputation.running)
     if partition.expert_planner is not None:  # outermost: what they run is gathered and recomputed where it is
         runner.wrap_layers(partition.expert_planner.running)
+
+
+def _chunk_losses(run: Run, partition: ModulePartition | None) -> Run:
+    """Compute the losses of this rank's output heads in chunks, if the user wants it."""
+    setting = run.setting
+    option = setting.options.chunked_loss
+    if option is False or (partition is not None and not partition.has_step):
+        return run
+    sharded = {name for axis in (() if run.shards is None else run.shards.shardings) for name in axis.placements}
+    is_compiled, counted = setting.options.compile is not None, option is not True
+    heads = find_output_heads(setting.module, sharded=sharded, is_compiled=is_compiled, any_size=counted)
+    if not heads and (sharded or run.is_pipelined):
+        return run  # tensor ranks shard the logits, or another stage has them
+    is_first = all(run.mesh.rank_in(axis) == 0 for axis in ("data", "cp", "tp"))  # of its stage
+    losses = ChunkedLoss(
+        heads,
+        option if counted else None,
+        around=gathered_for_other_code(run.zero),
+        inform=logging.getLogger("lightning.pytorch").info if is_first else lambda _: None,
+        warn=warnings.warn if is_first else lambda _: None,
+    )
+    if (runner := run.runner) is not None:
+        around_step = runner.around_step
+
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            with around_step(), losses.step():
+                yield
+
+        runner.around_step = around
+        runner.wrap_layers(losses.running, runner.settle)  # outermost: heads are not computed where they are called
+    return dataclasses.replace(run, chunked_loss=losses)
 
 
 def _agree_on_broken_steps(run: Run) -> None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts
 from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
+from lightning_hybrid.memory.chunked_loss.output_heads import ChunkedLoss
 from lightning_hybrid.memory.recompute_layers import Recomputation
 from lightning_hybrid.memory.saved_activations.hook_saved_tensors_of_layers import LayerActivations
 from lightning_hybrid.mesh import Mesh
@@ -55,6 +56,7 @@ class Run:
         recomputation: Activation checkpointing, if there is any.
         activations: Stores the tensors that layers save for the backward, if they are offloaded or compressed.
         compiled: Layers that run compiled, if any do.
+        chunked_loss: Computes the losses of output heads in chunks, if the user wants it.
         global_reads: Reads of parameters of other stages in user hooks, if there are stages.
         hook_reads: Reads of full parameters in user hooks, if the module is sharded.
         until_end: Closed at the end of the layout: restores the user's objects.
@@ -74,6 +76,7 @@ class Run:
     recomputation: Recomputation | None = None
     activations: LayerActivations | None = None
     compiled: CompiledUnits | None = None
+    chunked_loss: ChunkedLoss | None = None
     global_reads: CrossStageReads | None = None
     hook_reads: HookReads | None = None
     until_end: contextlib.ExitStack
@@ -103,6 +106,8 @@ class Run:
         # Where a runner runs the layers, it enters these itself.
         techniques = () if self.runner is not None else (self.activations, self.recomputation)
         around = tuple(technique.running for technique in techniques if technique is not None)
+        if self.chunked_loss is not None and self.runner is None:
+            around = (*around, self.chunked_loss.running_step)
         return self.setting.contexts.of(name, delays_loggers=self.runner is not None, around_layers=around)
 
     def gathered(self, num_microbatches: int = 1) -> AbstractContextManager[Any]:
@@ -143,6 +148,7 @@ class Run:
             compiled=None,
             recomputation=None,
             activations=None,
+            chunked_loss=None,
             global_reads=None,
             hook_reads=None,
         )

@@ -6,7 +6,7 @@ the number of ranks. So a trial takes milliseconds, and they differ from each fe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -140,6 +140,49 @@ def spread_rows(example: Example, lengths: Iterable[int], runs: Callable[[Exampl
 
 
 _STEP = 7919
+
+
+def vary_constants(example: Example, runs: Callable[[Example], bool]) -> Example:
+    """Changes masks and indices that are equal at all positions, so that a slice of other positions is another one.
+
+    The first batch may have one document or no padding in each sample, and later ones several.
+
+    Args:
+        example: The example of a unit.
+        runs: Whether the unit runs on an example; other tensors stay unchanged.
+    """
+    for index, leaf in enumerate(example.leaves):
+        if not isinstance(leaf, Tensor) or leaf.requires_grad or not _is_equal_in_each_row(leaf):
+            continue
+        for varied in _varied(leaf):
+            leaves = (*example.leaves[:index], varied, *example.leaves[index + 1 :])
+            if runs(replace(example, leaves=leaves)):
+                example = replace(example, leaves=leaves)
+                break
+    return example
+
+
+def _is_equal_in_each_row(leaf: Tensor) -> bool:
+    if leaf.numel() < 2:
+        return False
+    rows = leaf.reshape(len(leaf) if leaf.dim() > 1 else 1, -1)
+    return rows.shape[1] > 1 and bool((rows == rows[:, :1]).all())
+
+
+def _varied(leaf: Tensor) -> Iterator[Tensor]:
+    """The tensor with other values at the last position, and in the other positions of the last row if they can be."""
+    is_last = torch.zeros(leaf.shape, dtype=torch.bool)
+    is_last[..., -1] = True
+    if leaf.dtype is torch.bool:
+        yield leaf ^ is_last
+    elif leaf.is_floating_point():
+        yield leaf - is_last.to(leaf.dtype)
+    else:
+        in_row = is_last.clone()
+        in_row[-1] = ~in_row[-1] if leaf.dim() > 1 else in_row[-1]
+        for changed in (in_row, is_last):
+            yield leaf + changed.to(leaf.dtype)
+            yield leaf - changed.to(leaf.dtype)
 
 
 class _Resize(NamedTuple):

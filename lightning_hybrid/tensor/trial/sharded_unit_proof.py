@@ -19,7 +19,7 @@ from lightning_hybrid.equivalence.output_differences import difference_of
 from lightning_hybrid.step.tracing.record_user_lines_calling_torch import user_call_sites
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.check_forward_was_proved import value_read_in
-from lightning_hybrid.tensor.trial.example_inputs import Example, make_example, spread_rows
+from lightning_hybrid.tensor.trial.example_inputs import Example, make_example, spread_rows, vary_constants
 from lightning_hybrid.tensor.trial.run_unit_trials import (
     Outcome,
     Setting,
@@ -249,6 +249,7 @@ def proof_of(
             if vocabulary:
                 lengths = {unit_copy.get_parameter(name).shape[dim] for name, dim in vocabulary.items()}
                 example = spread_rows(example, lengths, runs)
+            example = vary_constants(example, runs)
             proof = Proof(unit_copy, example, TrialRanks(unit_copy, size, context), dtype)
             if written_name := _parameter_written_by(proof):
                 return f"its forward writes {written_name}, which ranks would do to copies"
