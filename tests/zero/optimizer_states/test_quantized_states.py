@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 from harness.fits import Run, check, fit, reference_of, refusal
+from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks.monitors.memory_of_tensors import bytes_by_kind, find_holders
+from lightning_hybrid.errors import QuantizedStatesError
 from lightning_hybrid.strategies.description.memory_of_stages import memory_of_stages
+from lightning_hybrid.strategies.optimizer_steps.refuse_quantized_states import check_quantized_states
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import (
     StateSizes,
     can_step_shards,
@@ -215,3 +218,12 @@ def test_refusals(worlds, what):
     pytest.importorskip("bitsandbytes")
     for text in worlds.run(run.world_size, refusal, fit, run, timeout=300):
         assert re.search(f"QuantizedStatesError: .*{message}", text), text
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes"])
+def test_paged_states_are_refused_where_parameters_are_sharded(name):
+    optimizer, options = optimizer_of(name), Hybrid3DStrategy().options
+    optimizer.is_paged = True  # one that is built so allocates on a GPU
+    check_quantized_states([optimizer], options, is_sharded=False)
+    with pytest.raises(QuantizedStatesError, match=r"AdamW8bit has paged states .* set is_paged=False"):
+        check_quantized_states([optimizer], options, is_sharded=True)
