@@ -20,7 +20,7 @@ from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
 from lightning_hybrid.step.tracing.intercept_step_operations import user_line
 
 Around = Callable[[nn.Module], AbstractContextManager[Any]]
-_ROWS_OF_CHUNK = 128, 512  # fewer make products slow, and more save less memory
+_ROWS_OF_CHUNK = 256, 512  # fewer make products slow, and more save less memory
 _LOSSES = frozenset({"cross_entropy", "nll_loss"})
 
 

@@ -68,7 +68,7 @@ class TokenLosses(NanoGPTWide):
 def name_of(run):
     sizes = "".join(f"-{name}{getattr(run, name)}" for name in ("pp", "dp", "tp", "cp") if getattr(run, name) > 1)
     options = "".join(f"-{name}={value}" for name, value in run.strategy.items() if name != "chunked_loss")
-    return f"{run.case.__name__}{sizes}-m{run.microbatches}{options}"
+    return f"{run.case.__name__}{sizes}-m{run.microbatches}{options}{'-validate' * run.validate}"
 
 
 ONE = {"microbatches": 1, "strategy": CHUNKED, "callback": Heads}
@@ -101,6 +101,11 @@ RUNS = [
             Run(LlamaWide, **zero(2)),
             Run(LlamaWide, pp=2, **zero(3, reshard_after_forward=True)),
             Run(TransposedTied, pp=2, **TWO),
+            Run(LlamaWide, **ONE, validate=True),
+            Run(LlamaWide, pp=2, **TWO, validate=True),
+            Run(LlamaWide, pp=2, **{**TWO, "strategy": {**CHUNKED, "verify_first_step": True}}),
+            Run(LlamaWide, **{**ONE, "strategy": {**CHUNKED, "compile": {"backend": "eager"}}}),
+            Run(LlamaWide, dp=2, **{**TWO, "strategy": {**CHUNKED, "compile": {"backend": "eager"}, "zero_stage": 3}}),
             Run(TokenLosses, pp=2, **TWO),
             Run(LlamaWide, pp=2, **{**TWO, "strategy": {**CHUNKED, "schedule": "gpipe"}}),
             Run(LlamaWide, pp=2, **{**TWO, "strategy": {**CHUNKED, "schedule": "zero_bubble"}}),
@@ -214,6 +219,14 @@ def test_no_full_logits(worlds, sizes):
     chunked = worlds.run(run.world_size, fit, replace(run, strategy={"chunked_loss": 32}))[-1].extra
     assert min(full) >= logits
     assert max(chunked) <= 2 * logits * WIDTH / 512  # the MLP of a block is that large
+
+
+@slow
+def test_head_inside_of_a_compiled_layer(worlds):
+    """The compiler would trace its lazy logits: they are computed in full."""
+    run = Run(BertWide, **{**ONE, "strategy": {**CHUNKED, "compile": {"backend": "eager"}}})
+    ranks, _ = check(worlds, run, timeout=600)
+    assert not ranks[0].extra
 
 
 @slow
