@@ -83,7 +83,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             or classes to such policies or "keep". A budget such as "6GiB", or "50%" of the free memory: what this rank
             may use in total; the least recomputation under it is chosen once the optimizer has stepped twice.
         chunked_loss: Computes a cross entropy over the vocabulary in chunks of positions, without logits of the full
-            batch: True for chunks of 256 to 512 positions, by the width, or the number of chunks.
+            batch: True for chunks of 256 to 512 positions (on GPUs 1,024 to 2,048), by the width, or the number of
+            chunks.
         microbatch_weight: ``function(microbatch) -> count`` by which microbatches (and replicas) are weighted, such as
             the number of unmasked tokens. If None, means over tokens are those of each replica's full batch, and
             everything else is weighted by numbers of samples.

@@ -20,7 +20,8 @@ from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
 from lightning_hybrid.step.tracing.intercept_step_operations import user_line
 
 Around = Callable[[nn.Module], AbstractContextManager[Any]]
-_ROWS_OF_CHUNK = 256, 512  # fewer make products slow, and more save less memory
+# Fewer make products slow, and the sums of the weight's gradient over chunks; more save less memory.
+_ROWS_OF_CHUNK = {"cpu": (256, 512), "cuda": (1024, 2048)}
 _LOSSES = frozenset({"cross_entropy", "nll_loss"})
 
 
@@ -59,8 +60,8 @@ class Head:
             return map_chunks(rows, self.module.weight, self.module.bias, function, autocast, self._count(len(rows)))
 
     def _count(self, num_rows: int) -> int:
-        """The number of chunks; by default such that a chunk of logits has half the size of the weight."""
-        least, most = _ROWS_OF_CHUNK
+        """The number of chunks; by default such that a chunk has half as many rows as features, within limits."""
+        least, most = _ROWS_OF_CHUNK.get(self.module.weight.device.type, _ROWS_OF_CHUNK["cuda"])
         count = self._num_chunks or math.ceil(num_rows / min(max(self.module.in_features // 2, least), most))
         return max(1, min(count, num_rows))
 
