@@ -53,11 +53,8 @@ PRELOADED = [
     "lightning.pytorch",
     # Imports of nearly every fit on every rank. Not under coverage: imports here are not measured.
     *([] if "coverage" in sys.modules else ["lightning_hybrid.strategies.hybrid3d"]),
-    # The models of most fits; what is not installed is passed over.
     "torch._inductor.compile_fx",  # where layers are compiled, with any backend
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.t5.modeling_t5",
+    "harness.worlds.light_transformers",  # the models of most fits; what is not installed is passed over
     "pytest",  # ranks import pytest's main module, as multiprocessing's children always do, and test modules
 ]
 
