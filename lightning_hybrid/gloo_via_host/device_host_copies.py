@@ -44,11 +44,29 @@ class Copies(ABC, Generic[E]):
 
     @abstractmethod
     def to_host(self, sources: Sequence[Tensor], targets: Sequence[Tensor], mark: E) -> E:
-        """Begin to copy to the host once the current stream has reached a mark; the sources may be freed at once."""
+        """Begin to copy to the host once the current stream has reached a mark; the sources may be freed at once.
+
+        Args:
+            sources: On the device, of any shape.
+            targets: On the host, each of the shape of its source.
+            mark: A position of the current stream.
+
+        Returns:
+            The event that all copies are complete.
+        """
 
     @abstractmethod
     def from_host(self, sources: Sequence[Tensor], targets: Sequence[Tensor], mark: E) -> E:
-        """Begin to copy from the host, after a mark of the current stream; the targets may be freed at once."""
+        """Begin to copy from the host, after a mark of the current stream; the targets may be freed at once.
+
+        Args:
+            sources: On the host, of any shape.
+            targets: On the device, each of the shape of its source.
+            mark: A position of the current stream.
+
+        Returns:
+            The event that all copies are complete.
+        """
 
     @abstractmethod
     def order_current_stream(self, event: E) -> None:
@@ -68,17 +86,17 @@ class CudaCopies(Copies[torch.cuda.Event]):
         return torch.cuda.current_stream(self._device).record_event()
 
     def host_memory(self, like: Tensor) -> Tensor:
-        """Return pinned memory, which the allocator reuses once copies from and to it are over."""
+        """Return pinned memory of the same shape, which the allocator reuses once copies from and to it are over."""
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
     def to_host(self, sources: Sequence[Tensor], targets: Sequence[Tensor], mark: torch.cuda.Event) -> torch.cuda.Event:
-        """Begin to copy from the device."""
+        """Begin to copy from the device to host tensors of the same shapes."""
         return self._copy(self._to_host, sources, targets, mark, on_device=sources)
 
     def from_host(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], mark: torch.cuda.Event
     ) -> torch.cuda.Event:
-        """Begin to copy to the device."""
+        """Begin to copy to device tensors of the same shapes."""
         return self._copy(self._from_host, sources, targets, mark, on_device=targets)
 
     def _copy(
@@ -126,11 +144,11 @@ class HostCopies(Copies[_Past]):
         return PAST
 
     def host_memory(self, like: Tensor) -> Tensor:
-        """Return ordinary memory."""
+        """Return ordinary memory of the same shape."""
         return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
     def to_host(self, sources: Sequence[Tensor], targets: Sequence[Tensor], mark: _Past) -> _Past:
-        """Copy at once."""
+        """Copy at once, between tensors of the same shapes."""
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source)
         return mark

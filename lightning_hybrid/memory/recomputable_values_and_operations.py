@@ -138,7 +138,7 @@ class ParameterGatherer(Protocol):
     def view_getter(self, fqn: str, tensor: Tensor) -> Callable[[], Tensor] | None:
         """Returns a function that gathers a tensor of the layer's parameters and holds none; None for other tensors.
 
-        The tensor is a parameter or a view of one; the function returns the same elements, size and stride.
+        The tensor is a parameter or a view of one; the function returns the same elements, shape and stride.
         """
 
     def begin_layer_backward(self, fqn: str) -> None:

@@ -142,7 +142,7 @@ class HybridPrecision(MixedPrecision):
             mesh: the ranks.
             owned_parameters: returns the ids of the parameters that this rank counts in a norm.
             axes: mesh axes over which parameters are distributed.
-            parts: returns the slices of a parameter's gradient that this rank counts, as in `MeshNorm`.
+            parts: returns the slices, of any shape, of a parameter's gradient that this rank counts, as in `MeshNorm`.
             around_clipping: entered around clipping.
         """
         self.mesh, self.around_clipping = mesh, around_clipping

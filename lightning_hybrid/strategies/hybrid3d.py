@@ -306,7 +306,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         return self._lifecycle.execution.evaluate(name, [*args, *kwargs.values()])
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run Lightning's backward of a 0-dim loss; gradients are averaged before hooks see them, as in DDP."""
+        """Run Lightning's backward of a scalar loss; gradients are averaged before hooks see them, as in DDP."""
         if self._lifecycle is None:
             return super().backward(*args, **kwargs)
         return self._lifecycle.backward(*args, **kwargs)

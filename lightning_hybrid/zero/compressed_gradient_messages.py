@@ -49,7 +49,7 @@ class CompressedGradientMessages(GradientMessages):
         return cls(messages._shapes, messages._placements, messages._ranks, (), average=average)
 
     def begin(self, names: Sequence[str], empty: Tensor) -> None:
-        """Begin a message, as `GradientMessages.begin`."""
+        """Begin a message, as `GradientMessages.begin`; ``empty`` has shape (0,)."""
         self._compressed = []
         if not self._over_copies and empty.is_floating_point():
             shards = {name: self._shard_of_rank(name, empty) for name in names}

@@ -74,7 +74,7 @@ class GradientMessages:
         return self._sizes
 
     def begin(self, names: Sequence[str], empty: Tensor) -> None:
-        """Begin a message of the gradients of these parameters, of the dtype and on the device of a 1-D tensor."""
+        """Begin a message of the gradients of these parameters, of the dtype and device of a tensor of shape (0,)."""
         self._names = list(names)
         rows = {}  # in the order of the names, which all ranks share
         for name in names:

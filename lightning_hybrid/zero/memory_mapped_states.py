@@ -170,7 +170,7 @@ def aligned(nbytes: int) -> int:
 
 
 def state_tensors(entry: Any) -> dict[str, Tensor]:
-    """The tensors of an optimizer's state for one parameter that go to a file: those of more than one element."""
+    """The tensors of one parameter's optimizer state that go to a file: of any shape with more than one element."""
     if not isinstance(entry, dict):
         return {}
     return {name: value for name, value in entry.items() if isinstance(value, Tensor) and value.numel() > 1}

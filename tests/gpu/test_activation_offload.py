@@ -9,7 +9,11 @@ from lightning_hybrid.memory.saved_activations.offload_to_files import Activatio
 from lightning_hybrid.memory.saved_activations.offload_to_host_memory import HostMemory
 from lightning_hybrid.memory.saved_activations.requested_techniques import Compression
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 1 CUDA device(s)")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.world(1, timeout=120),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 1 CUDA device(s)"),
+]
 
 
 def step(module, batch, activations):

@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from harness.fits import trainer_of
@@ -15,11 +16,14 @@ from models.quantized_optimizers import MODULES
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.world(1, timeout=600),  # compilers take minutes
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao"),
 ]
-# Warnings of torchao's and torch's compiler.
-NOISE = pytest.mark.filterwarnings("ignore")
+
+
+def leave_gloo():
+    dist.destroy_process_group()  # the Trainer makes its own
 
 
 class Losses(Layers):
@@ -44,27 +48,27 @@ def losses_of(precision, float8, **options):
     return torch.stack(module.losses)
 
 
-@NOISE
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_products_are_those_of_the_emulation(precision, recipe):
     """Products are summed in another order; both differ from those of bfloat16."""
+    leave_gloo()
     found = losses_of(precision, Float8(recipe=recipe))
     torch.testing.assert_close(found, losses_of(precision, Float8(recipe=recipe, emulate=True)), rtol=2e-2, atol=0)
 
 
-@NOISE
 @pytest.mark.parametrize("options", [{"compile": "units"}, {"stages_per_rank": 2, "num_microbatches": 2}], ids=str)
 def test_layers_compiled_and_in_stages(options):
+    leave_gloo()
     found = losses_of("bf16-mixed", Float8(), **options)
     assert found.isfinite().all()
 
 
-@NOISE
 @pytest.mark.parametrize("name", MODULES)
 def test_steps_compiled_on_the_device(name):
     if name == "bitsandbytes":
         pytest.importorskip("bitsandbytes")
+    leave_gloo()
     states = []
     for strategy in (None, Hybrid3DStrategy(num_microbatches=2)):
         module = make(MODULES[name], torch.float32)

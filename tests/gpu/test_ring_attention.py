@@ -18,7 +18,11 @@ from lightning_hybrid.tensor.ring_attention.attention_kernels import (
 from lightning_hybrid.tensor.ring_attention.ring_attention import ring_attention
 from lightning_hybrid.tensor.trial.threaded_ranks import on_ranks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 1 CUDA device(s)")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.world(1, timeout=120),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 1 CUDA device(s)"),
+]
 
 DTYPES = {
     torch.bfloat16: (FlashOnCuda, 2e-2),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
@@ -9,7 +10,11 @@ from torch.utils.data import DataLoader
 from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.world(1, timeout=120),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 class Blocks(LightningModule):
@@ -40,6 +45,10 @@ class Devices(Callback):
         self.states = {value.device.type for entry in entries for value in entry.values() if value.dim()}
 
 
+def leave_gloo():
+    dist.destroy_process_group()  # the Trainer makes its own
+
+
 def fitted(callback=None, **options):
     data = torch.randn(80, 512, generator=torch.Generator().manual_seed(1))
     module = Blocks()
@@ -53,6 +62,7 @@ def fitted(callback=None, **options):
 @pytest.mark.parametrize("where", ["cpu", "disk:{}"], ids=["memory", "file"])
 def test_same_values_as_states_in_place(tmp_path, where, in_backward):
     """20 steps; the kernels of the host and of the GPU round differently."""
+    leave_gloo()
     devices = Devices()
     offload = {"optimizer_states": where.format(tmp_path)}
     values = fitted(devices, offload=offload, optimizer_in_backward=in_backward)
@@ -61,4 +71,5 @@ def test_same_values_as_states_in_place(tmp_path, where, in_backward):
 
 
 def test_step_in_the_backward_is_bitwise_equal():
+    leave_gloo()
     torch.testing.assert_close(fitted(optimizer_in_backward=True), fitted(), rtol=0, atol=0)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def gather_rows(row: Tensor, strategy: Any) -> Tensor:
-    """Gathers a row of n numbers of every rank as [ranks, n] on the host; collective over all ranks.
+    """Gathers the rows of all ranks on the host, as a tensor of shape (ranks, n); collective over all ranks.
 
     Args:
-        row: [n] of this rank.
+        row: Of shape (n,), of this rank.
         strategy: Of the Trainer.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -111,8 +111,8 @@ class PeakMeter:
         """Begin to measure.
 
         Args:
-            tensors: That exist already and may be released before `stop`: the profiler does not see the release of what
-                was allocated before. Other tensors that exist are taken to stay.
+            tensors: Of any shape, that exist already and may be released before `stop`: the profiler does not see the
+                release of what was allocated before. Other tensors that exist are taken to stay.
         """
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)

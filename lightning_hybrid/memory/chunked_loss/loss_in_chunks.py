@@ -85,7 +85,12 @@ class RowLoss:
         )
 
     def divisor(self, target: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return what a mean divides the sum by: the weights of all rows that are not ignored; None for no mean."""
+        """Return what a mean divides the sum by: the weights of all rows that are not ignored; None for no mean.
+
+        Args:
+            target: Of shape (rows,).
+            dtype: Of the result, a scalar.
+        """
         if self.reduction != "mean":
             return None
         counted = target != self.ignore_index
@@ -118,7 +123,7 @@ def loss_in_chunks(
 def map_chunks(
     rows: Tensor, weight: Tensor, bias: Tensor | None, function: RowOp, autocast: Autocast, num_chunks: int
 ) -> Tensor:
-    """Return ``function(logits)`` of each chunk, one value per row, joined; without gradients.
+    """Return ``function(logits)`` of each chunk, one value per row, joined to shape (rows,); without gradients.
 
     Arguments are those of `loss_in_chunks`.
     """

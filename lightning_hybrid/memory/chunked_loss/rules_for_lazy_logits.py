@@ -39,7 +39,7 @@ class Logits(Protocol):
         class_dim: int | None = None,
         detached: bool = False,
     ) -> Any:
-        """Return the lazy result of an operation."""
+        """Return the lazy result of an operation; ``rows`` are its hidden states, of shape (..., features)."""
 
 
 Rule = Callable[[Logits, Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -118,7 +118,7 @@ class ActivationFile:
         return content
 
     def submit_read(self, tensor: FileTensor) -> Future[Tensor]:
-        """Starts to read a tensor."""
+        """Starts to read a tensor of shape (n,) into host memory."""
         return self._readers.submit(tensor.read)
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class FileTensor:
             self._reading = self._file.submit_read(self)
 
     def read(self) -> Tensor:
-        """Reads it into host memory; in a thread of the file."""
+        """Reads it into host memory, as a tensor of shape (n,); in a thread of the file."""
         assert self._region is not None
         pinned = self._device.type == "cuda"
         return self._file.read(torch.empty(self._length, dtype=self._dtype, pin_memory=pinned), self._region[0])

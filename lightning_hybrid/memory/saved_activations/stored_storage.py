@@ -146,7 +146,7 @@ class SavedTensor:
         self._kept, self._version = kept, None if may_be_written else tensor._version
 
     def restore(self) -> Tensor:
-        """Returns the tensor; a RuntimeError if it was written to."""
+        """Returns the tensor, of the shape it was saved with; a RuntimeError if it was written to."""
         if self._version is not None:
             check_version(self._tensor._version, self._version)
         return self._tensor

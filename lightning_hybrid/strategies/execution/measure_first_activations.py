@@ -29,7 +29,7 @@ class FirstActivations:
             self._batch = [leaf for leaf in flatten(list(arguments))[0] if isinstance(leaf, Tensor)]
 
     def measure(self, loss: Tensor) -> None:
-        """Read the graph behind a 0-dim loss, before its backward; autograd keeps what it kept."""
+        """Read the graph behind a scalar loss, before its backward; autograd keeps what it kept."""
         if not self._is_pending:
             return
         self._is_pending, batch, self._batch = False, self._batch, []

@@ -260,7 +260,7 @@ class StepExecution:
     def backward(
         self, loss: Tensor, optimizer: Optimizer | None, *args: Any, then: Callable[[], None], **kwargs: Any
     ) -> Tensor:
-        """Run Lightning's backward of a 0-dim loss, average gradients before hooks see them (as DDP), call ``then``."""
+        """Run Lightning's backward of a scalar loss, average gradients before hooks see them, as DDP, call ``then``."""
         module, plugin, guards = self._setting.module, self._setting.precision, self._run.guards
         is_plain = self._run.runner is None or self._setting.is_manual
         if is_plain:

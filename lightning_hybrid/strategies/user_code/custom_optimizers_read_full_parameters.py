@@ -58,7 +58,7 @@ def watch_step(optimizer: Optimizer, reads: HookReads, is_sharded: Callable[[], 
 def search_by_mean_loss(optimizer: Optimizer, average: Callable[[Tensor], Tensor]) -> Callable[[], None]:
     """Let an optimizer that decides by its closure's losses see their ``average`` over replicas; return the undo.
 
-    ``average`` takes and returns a 0-dim tensor.
+    ``average`` takes and returns a scalar tensor.
     """
     original = optimizer.step
 

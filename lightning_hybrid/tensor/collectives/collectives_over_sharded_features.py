@@ -120,7 +120,13 @@ def leave(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 
 def gather(tensor: Tensor, dim: int, ranks: Ranks) -> Tensor:
-    """All-gathers the ranks' features along ``dim``, in the order of ranks: the result is a replicated value."""
+    """All-gathers the ranks' features along ``dim``, in the order of ranks: the result is a replicated value.
+
+    Args:
+        tensor: This rank's features, of one shape on all ranks.
+        dim: The dim of the features; the result has ``ranks.size`` times as many.
+        ranks: The tensor ranks.
+    """
     if ranks.size == 1:
         return tensor
     return LinearMap.apply(

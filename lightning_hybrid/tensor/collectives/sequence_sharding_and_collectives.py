@@ -50,7 +50,7 @@ class SequenceSharding:
         return self.lengths[self.ranks.rank]
 
     def local_positions(self, full: Tensor) -> Tensor:
-        """This rank's positions of a tensor with ``length`` positions in ``dim``, as a contiguous tensor."""
+        """This rank's positions, contiguous, of a tensor of any shape with ``length`` positions in ``dim``."""
         lengths = self.lengths
         return full.narrow(self.dim, sum(lengths[: self.ranks.rank]), lengths[self.ranks.rank]).contiguous()
 
@@ -110,7 +110,7 @@ class TwoLevelSharding:
         return self.inner.local_length
 
     def local_positions(self, full: Tensor) -> Tensor:
-        """This rank's positions of a tensor with ``length`` positions in ``dim``."""
+        """This rank's positions of a tensor of any shape with ``length`` positions in ``dim``."""
         return self.inner.local_positions(self.outer.local_positions(full))
 
     def gathered(self, local: Tensor) -> Tensor:

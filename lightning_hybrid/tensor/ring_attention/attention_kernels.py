@@ -48,15 +48,18 @@ class Kernel(Protocol):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients of queries, keys, values and, where it needs one, the mask; ``out`` and ``lse`` of all keys."""
+        """Gradients of queries, keys, values and, where it needs one, the mask, each of the shape of its tensor.
+
+        ``out`` and ``lse`` of shape ``(batch, heads, queries)`` are those of all keys.
+        """
 
 
 def kernel_for(q: Tensor, v: Tensor, mask: Tensor | None) -> Kernel:
     """Chooses the kernel for queries and values of a device, dtype and size of heads.
 
     Args:
-        q: The queries.
-        v: The values.
+        q: The queries, ``(batch, heads, queries, features of a head)``.
+        v: The values, ``(batch, heads, keys, features of a head)``.
         mask: As in `Scores`.
     """
     if q.shape[-1] != v.shape[-1] or (mask is not None and mask.requires_grad):
@@ -75,7 +78,7 @@ class MatrixProducts:
     """Matrix products that hold all scores of a block, for any device, mask and size of heads."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        """As `Kernel.forward`; the log-sum-exp is float32, or float64 for float64."""
+        """As `Kernel.forward`, of the same shapes; the log-sum-exp is float32, or float64 for float64."""
         values = _scores_of(q, k, scores)
         lse = values.logsumexp(-1)
         out = _softmax(values, lse) @ v.to(values.dtype)
@@ -84,7 +87,7 @@ class MatrixProducts:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As `Kernel.backward`."""
+        """As `Kernel.backward`, of the same shapes."""
         weights = _softmax(_scores_of(q, k, scores), lse)
         dtype = weights.dtype
         wide_grad = grad.to(dtype)
@@ -102,7 +105,7 @@ class FlashOnCpu:
     """torch's flash attention for CPUs."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        """As `Kernel.forward`."""
+        """As `Kernel.forward`, of the same shapes."""
         run: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         mask = _addends(scores.mask, q, k)
         out, lse = run(q, k, v, 0.0, scores.is_causal, attn_mask=mask, scale=scores.scale)
@@ -111,7 +114,7 @@ class FlashOnCpu:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As `Kernel.backward`."""
+        """As `Kernel.backward`, of the same shapes."""
         run: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         mask = _addends(scores.mask, q, k)
         grads = run(grad, q, k, v, out, _finite(lse), 0.0, scores.is_causal, attn_mask=mask, scale=scores.scale)
@@ -122,7 +125,7 @@ class FlashOnCuda:
     """torch's flash attention for CUDA: half precision."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        """As `Kernel.forward`."""
+        """As `Kernel.forward`, of the same shapes."""
         run: Any = torch.ops.aten._scaled_dot_product_flash_attention
         out, lse, *_ = run(q, k, v, 0.0, scores.is_causal, scale=scores.scale)
         return out, lse
@@ -130,7 +133,7 @@ class FlashOnCuda:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As `Kernel.backward`."""
+        """As `Kernel.backward`, of the same shapes."""
         run: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout
         lengths = q.shape[-2], k.shape[-2]
@@ -145,7 +148,7 @@ class EfficientOnCuda:
     _ROW_MULTIPLE = 16  # of the elements between two rows of a mask
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        """As `Kernel.forward`."""
+        """As `Kernel.forward`, of the same shapes."""
         run: Any = torch.ops.aten._scaled_dot_product_efficient_attention
         mask = self._aligned(scores.mask, q, k)
         out, lse, *_ = run(q, k, v, mask, True, 0.0, scores.is_causal, scale=scores.scale)
@@ -154,7 +157,7 @@ class EfficientOnCuda:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As `Kernel.backward`."""
+        """As `Kernel.backward`, of the same shapes."""
         run: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward
         unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of dropout
         lse = F.pad(_finite(lse), (0, -lse.shape[-1] % self._MULTIPLE), value=torch.inf)

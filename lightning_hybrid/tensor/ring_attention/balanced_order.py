@@ -107,7 +107,7 @@ def to_ring_order(local: Tensor, order: RingOrder, ranks: ExchangingRanks) -> Te
 
 
 def from_ring_order(local: Tensor, order: RingOrder, ranks: ExchangingRanks) -> Tensor:
-    """All-to-all: the reverse of `to_ring_order`."""
+    """All-to-all: the reverse of `to_ring_order`, to ``(..., contiguous positions, features)`` of each rank."""
     if not order.is_causal:
         return local
     wanted = contiguous_ranges(order.length, order.size)

@@ -11,7 +11,13 @@ from lightning_hybrid.parts.parameter_shard_placement import Shard
 
 
 def mark(tensor: Tensor, size: int, column: tuple[Shard, int] | None = None) -> Tensor:
-    """Marks a value as sharded over ``size`` ranks; ``column``: placement and dim, if code uses full offsets."""
+    """Marks a value as sharded over ``size`` ranks.
+
+    Args:
+        tensor: The local value, of any shape.
+        size: Number of ranks.
+        column: Placement and dim, if code uses full offsets.
+    """
     tensor._sharded_over = size  # type: ignore[attr-defined]
     if column is not None:
         tensor._column = column  # type: ignore[attr-defined]

@@ -238,7 +238,7 @@ def local_and_expected(
         plan: The plan of the run.
         name: Name of the parameter, buffer or input.
         kind: "grads" or "buffers".
-        wanted: The full tensor.
+        wanted: The full tensor, of any shape.
 
     Returns:
         For each shard, the tensors of all context ranks and the slice; for a replicated one, those of all ranks.

@@ -38,7 +38,7 @@ class Vocabulary:
         return Shard.unevenly(dim, self.length, self.ranks.size)
 
     def local_rows(self, full: Tensor, dim: int) -> Tensor:
-        """This rank's rows of a full tensor, as a view."""
+        """This rank's rows of a full tensor, of any shape with ``length`` rows along ``dim``, as a view."""
         return full.narrow(dim, self.offset, self.local_length)
 
     def summed(self, addend: Tensor) -> Tensor:
@@ -50,6 +50,7 @@ class Vocabulary:
     def located(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Converts rows of the full vocabulary to local rows, and a mask of those of other ranks; these become 0.
 
+        Both have the shape of ``rows``, which is any.
         An index outside the full vocabulary stays out of range on the first or on the last rank, so that a lookup there
         raises as it does for a full tensor.
         """
@@ -128,7 +129,7 @@ class VocabularyShard(ShardedTensorBase):
 
     @property
     def local(self) -> Tensor:
-        """This rank's rows."""
+        """This rank's rows: of the full shape, but with ``local_length`` rows along ``cut_dim``."""
         exposed = self._memory.exposed
         for full, local, dim in exposed:
             written = self.vocabulary.local_rows(full, dim)
@@ -153,7 +154,7 @@ class VocabularyShard(ShardedTensorBase):
         return type(self)(local, self.cut_dim if dim is None else dim, self.vocabulary, self._memory)
 
     def like(self, local: Tensor, dim: int | None = None) -> VocabularyShard:
-        """A shard with the same rows that shares no memory with this one."""
+        """A shard in memory of its own; ``local`` has any shape with ``local_length`` rows along ``dim``."""
         return type(self)(local, self.cut_dim if dim is None else dim, self.vocabulary)
 
     def gathered(self) -> Tensor:

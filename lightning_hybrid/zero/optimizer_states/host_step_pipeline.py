@@ -94,7 +94,7 @@ class HostStepPipeline:
         """Begin to step parameters with dense gradients; both may be freed or read on the current stream at once.
 
         Args:
-            parameters: On the GPU.
+            parameters: On the GPU, of any shape.
             kwargs: Of the optimizer's step.
             before: Called on the thread before the step: makes states available.
             after: Called on the thread after the step.

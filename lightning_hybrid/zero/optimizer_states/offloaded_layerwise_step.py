@@ -133,7 +133,7 @@ class LayerwiseStep(OffloadedStates):
         return value.data_ptr() in self._in_file
 
     def step_subset(self, parameters: Sequence[Tensor]) -> None:
-        """Step some parameters whose gradients are final, before the optimizer's own step, which skips them."""
+        """Step some parameters, of any shape, whose gradients are final; the optimizer's own step skips them."""
         if not self._stepped:
             self._add_parameters()
             self.check()

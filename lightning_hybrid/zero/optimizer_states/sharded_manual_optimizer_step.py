@@ -25,7 +25,7 @@ from lightning_hybrid.zero.sharded_parameter_group import all_gather_single
 
 
 def numel_of_shard(p: Tensor, ranks: dist.ProcessGroup) -> int:
-    """Number of elements of a parameter's shard on this rank of a group."""
+    """Number of elements of a parameter's shard on this rank of a group; the parameter has any shape."""
     placement = shard_placement(p.shape, ranks.size())
     if placement is None:
         return p.numel()

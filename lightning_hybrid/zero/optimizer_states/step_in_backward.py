@@ -39,7 +39,7 @@ class SubsetStep(Protocol):
     """A step of some parameters of an optimizer, and what has to be complete before its own step returns."""
 
     def step_subset(self, parameters: Sequence[Tensor]) -> None:
-        """Step these parameters, whose gradients are final."""
+        """Step these parameters, of any shape, whose gradients are final."""
 
 
 class InPlaceSubsetStep:
@@ -50,7 +50,7 @@ class InPlaceSubsetStep:
         self._optimizer, self._original = optimizer, optimizer.step
 
     def step_subset(self, parameters: Sequence[Tensor]) -> None:
-        """Step these parameters, whose gradients are final."""
+        """Step these parameters, of any shape, whose gradients are final."""
         with without_step_hooks(self._optimizer), only_parameters(self._optimizer, set(map(id, parameters))):
             self._original()
 
@@ -120,6 +120,9 @@ class StepsInBackward:
     @torch.no_grad()
     def step(self, parameters: Collection[Tensor]) -> None:
         """Step those of these parameters that have gradients, which are final and are freed; others stay as they are.
+
+        Args:
+            parameters: Of any shape.
 
         Raises:
             BackwardStepError: One of them has been stepped in this step already.

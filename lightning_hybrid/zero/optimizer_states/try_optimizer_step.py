@@ -284,7 +284,7 @@ class StateSizes:
         self._quantized: dict[Any, bool] = {}
 
     def steps(self, parameter: Tensor) -> bool:
-        """Whether the optimizer steps this parameter."""
+        """Whether the optimizer steps this parameter, of any shape."""
         return id(parameter) in self._groups
 
     def nbytes(self, parameter: Tensor, shape: Sequence[int]) -> int | None:
@@ -310,7 +310,7 @@ class StateSizes:
         return copies + sum(math.prod(shape[dim] for dim in dims) * other * itemsize for dims, other, itemsize in tried)
 
     def are_quantized(self, parameter: Tensor) -> bool:
-        """Whether the states of a parameter of this dtype and group are quantized if it is large."""
+        """Whether the states of a parameter of this dtype and group are quantized if it is large; it has any shape."""
         key = self._groups[id(parameter)], parameter.dtype
         if key not in self._quantized:
             states = self._states_of(*key, _IN_BLOCKS) or []

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from harness.worlds.steal_time import seconds_without_steal
 from harness.worlds.world_messages import STOP_SIGNAL, Idle, Report, Stop, Task, output_path, stack_path
@@ -45,7 +44,6 @@ START_TIMEOUT = 180.0
 GRACE = 5.0
 SHOWN_OUTPUT_CHARS = 10_000
 
-TRANSFORMERS = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "t5")]
 PRELOADED = [
     "torch",
     "torch.distributed.tensor",
@@ -55,9 +53,8 @@ PRELOADED = [
     "lightning.pytorch",
     # Imports of nearly every fit on every rank. Not under coverage: imports here are not measured.
     *([] if "coverage" in sys.modules else ["lightning_hybrid.strategies.hybrid3d"]),
-    # The models of most fits; what is not installed is passed over.
     "torch._inductor.compile_fx",  # where layers are compiled, with any backend
-    *([] if torch.cuda.is_available() else TRANSFORMERS),  # which import torchao, and that initializes CUDA
+    "harness.worlds.light_transformers",  # the models of most fits; what is not installed is passed over
     "pytest",  # ranks import pytest's main module, as multiprocessing's children always do, and test modules
 ]
 
