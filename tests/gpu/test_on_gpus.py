@@ -20,6 +20,7 @@ from models.cases import Samples, make
 from models.hand_written import Layers
 from models.mixtures import Looped, Mixtral
 from models.moe_layers import Experts
+from models.wide import GPT2OneHead
 
 ACCELERATOR = "gpu"
 ON = {"accelerator": ACCELERATOR}
@@ -143,6 +144,7 @@ TWO = {
     "tp2": Run("Llama", tp=2, trainer=ON),
     "tp2, positions": Run("GPT2", tp=2, sequence=True, trainer=ON),
     "cp2": Run("GPT2", cp=2, trainer=ON),
+    "cp2, ring attention": Run(GPT2OneHead, cp=2, trainer=ON),
     "zero3": Run("GPT2", dp=2, strategy={"zero_stage": 3}, trainer=CLIPPED),
     "zero3 by layer": Run("Llama", dp=2, strategy=BY_LAYER, trainer=ON),
     "zero3 at rest on the host": Run("GPT2", dp=2, strategy={**BY_LAYER, "offload": "cpu"}, trainer=ON),
