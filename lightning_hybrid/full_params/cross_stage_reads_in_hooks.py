@@ -34,7 +34,7 @@ from lightning_hybrid.full_params import op_effects as effects
 from lightning_hybrid.full_params.broadcast_buffers_to_user_hooks import HookBuffers
 from lightning_hybrid.full_params.broadcast_values_between_stages import RemoteValues
 from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
-from lightning_hybrid.full_params.pipeline_ranks_with_values import Ranks, ValueLocations, covers
+from lightning_hybrid.full_params.record_ranks_with_tensor_content import Ranks, ValueLocations, covers
 from lightning_hybrid.randomness.random_number_ops import draws
 from lightning_hybrid.step.module_state.pickle_sharded_parameters import reduce_for_pickle
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, map_leaves, rebuild_call

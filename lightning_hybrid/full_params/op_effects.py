@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.full_params.pipeline_ranks_with_values import Ranks
+from lightning_hybrid.full_params.record_ranks_with_tensor_content import Ranks
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.intercept_step_operations import _READS
 

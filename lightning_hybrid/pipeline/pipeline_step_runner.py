@@ -25,7 +25,7 @@ from lightning_hybrid.pipeline.runtime.executor import Executor, Job, Outcome, f
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
-from lightning_hybrid.pipeline.side_effects.select_unsplit_steps import UnsplitSteps
+from lightning_hybrid.pipeline.side_effects.run_unmergeable_steps_on_full_batch import UnsplitSteps
 from lightning_hybrid.pipeline.side_effects.side_effect_run import SideEffectRun
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import broadcast_buffers, repeated_buffers
 from lightning_hybrid.pipeline.stages.record_and_partition_step import record_once

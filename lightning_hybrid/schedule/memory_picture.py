@@ -7,7 +7,7 @@ from html import escape
 from itertools import pairwise
 from typing import NamedTuple
 
-from lightning_hybrid.schedule.svg_lanes import Lanes
+from lightning_hybrid.schedule.svg_frame_with_rank_lanes import Lanes
 
 _FILL, _LINE = "#a5bfd9", "#4c78a8"
 _ROOM_FOR_SIZES = 160

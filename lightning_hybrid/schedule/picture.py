@@ -11,7 +11,7 @@ from html import escape
 
 from lightning_hybrid.schedule.schedule_and_actions import NO_MICROBATCH, Kind
 from lightning_hybrid.schedule.simulator import Span, Timeline
-from lightning_hybrid.schedule.svg_lanes import DIGIT, Lanes, duration, unit_of
+from lightning_hybrid.schedule.svg_frame_with_rank_lanes import DIGIT, Lanes, duration, unit_of
 
 WORDS = {
     Kind.F: "forward",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_hybrid.experts.parallel.expert_detection import FoundExperts
+from lightning_hybrid.experts.parallel.find_and_prove_shardable_experts import FoundExperts
 
 
 def describe_experts(found: FoundExperts, size: int, tensor_size: int) -> str:

@@ -27,9 +27,9 @@ from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
 from lightning_hybrid.strategies.run.connect_reducers_and_optimizers import connect_optimizers
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
+from lightning_hybrid.strategies.run.precision_loggers_and_world_around_steps import StepContexts
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting, shards_module
-from lightning_hybrid.strategies.run.step_contexts import StepContexts
 from lightning_hybrid.strategies.slow_links.connect_slow_links import carry_slow_links, connect_slow_links
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.start.initial_sync import synchronize_start
@@ -38,8 +38,8 @@ from lightning_hybrid.strategies.start.warn_of_large_single_file import warn_of_
 from lightning_hybrid.strategies.state.carry_states_across_layout_changes import FullGradients, full_states
 from lightning_hybrid.strategies.state.refuse_partial_state_dict import check_is_full
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
+from lightning_hybrid.strategies.techniques.check_sync_batchnorm_argument import synced_norms
 from lightning_hybrid.strategies.techniques.step_shards_in_manual_optimization import can_shard_manual_steps
-from lightning_hybrid.strategies.techniques.sync_batchnorm_argument import synced_norms
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import check_zero_replicas
 from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import check_scripted
 from lightning_hybrid.strategies.world.strategy_base_with_ranks import RankedStrategy

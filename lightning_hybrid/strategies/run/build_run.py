@@ -33,7 +33,7 @@ from lightning_hybrid.strategies.run.profile_batches_for_budget import profile_f
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.strategies.run.store_saved_activations import microbatch_key, store_activations
-from lightning_hybrid.strategies.techniques.activation_checkpointing import (
+from lightning_hybrid.strategies.techniques.choose_layers_to_recompute import (
     budgeted_layers,
     gather_in_recomputation,
     recompute_plain_layers,

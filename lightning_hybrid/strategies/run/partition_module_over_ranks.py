@@ -25,12 +25,12 @@ from lightning_hybrid.strategies.start.first_recording import record_first_step
 from lightning_hybrid.strategies.start.runner_factory import make_runner
 from lightning_hybrid.strategies.start.warn_of_mixed_samples import warn_of_mixed_samples
 from lightning_hybrid.strategies.state.fall_back_to_zero3_shards import Zero3Fallback
-from lightning_hybrid.strategies.techniques.activation_checkpointing import (
+from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import warn_across_nodes
+from lightning_hybrid.strategies.techniques.choose_layers_to_recompute import (
     budgeted_layers,
     recompute_layers,
     recompute_plain_layers,
 )
-from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import warn_across_nodes
 from lightning_hybrid.strategies.techniques.expert_parallel import ExpertPlanner
 from lightning_hybrid.strategies.techniques.plan_tensor_parallelism import TensorPlanner, plan_folder
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import LayerReads, zero_shardings

@@ -15,7 +15,7 @@ from lightning_hybrid.memory.saved_activations.requested_techniques import Activ
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.replicate.synced_batch_norm import SyncedBatchNorm
 from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.strategies.run.step_contexts import StepContexts
+from lightning_hybrid.strategies.run.precision_loggers_and_world_around_steps import StepContexts
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld

@@ -36,9 +36,9 @@ from lightning_hybrid.precision.check_device_capability import check_device_prec
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.world.correct_user_samplers import split_sampler_over_replicas
-from lightning_hybrid.strategies.world.forked_ranks_launcher import ForkedRanksLauncher
 from lightning_hybrid.strategies.world.rank_failures import check_connections
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
+from lightning_hybrid.strategies.world.return_results_of_forked_ranks import ForkedRanksLauncher
 
 
 class RankedStrategy(ParallelStrategy):

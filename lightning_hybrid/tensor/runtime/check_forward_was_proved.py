@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_hybrid.equivalence.output_differences import difference_of
+from lightning_hybrid.equivalence.difference_from_full_unit import difference_of
 from lightning_hybrid.step.guards.plain_attribute_state import plain_state
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import (
     PLAIN,

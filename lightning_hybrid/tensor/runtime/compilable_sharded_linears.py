@@ -1,6 +1,6 @@
 """Forwards of sharded linears that `torch.compile` can trace: one graph for the full unit.
 
-They compute the same as those of `parallel_linears` where no region mode is needed and the sequence is not sharded.
+They compute what `parallel_forwards_of_linears_and_attentions` does, without a region mode and with full sequences.
 Their collectives are torch's functional ones, which are nodes of a graph.
 """
 

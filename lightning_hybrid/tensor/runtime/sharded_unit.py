@@ -39,7 +39,7 @@ from lightning_hybrid.tensor.collectives.collectives_over_sharded_features impor
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan, local_positions
 from lightning_hybrid.tensor.runtime.check_forward_was_proved import ProvedCalls
 from lightning_hybrid.tensor.runtime.enter_region_inputs_once import RegionInputs
-from lightning_hybrid.tensor.runtime.parallel_linears import ParallelLinears
+from lightning_hybrid.tensor.runtime.parallel_forwards_of_linears_and_attentions import ParallelLinears
 from lightning_hybrid.tensor.runtime.ring_attention_mode import RingAttentionMode
 from lightning_hybrid.tensor.runtime.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor.runtime.tensor_parallel_region_mode import RegionMode

@@ -30,7 +30,7 @@ from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import OneRank, Ranks
 from lightning_hybrid.tensor.plan.unit_plan import Rule, Site
 from lightning_hybrid.tensor.runtime.convert_slices_to_local import local_index, local_offset, local_sections
-from lightning_hybrid.tensor.runtime.find_positions_in_view_sizes import find_positions
+from lightning_hybrid.tensor.runtime.find_sequence_length_in_view_sizes import find_positions
 from lightning_hybrid.tensor.shard_state.mark_sharded_values import mark, mark_all, sharded_over, tensors_in
 
 Args = tuple[Any, ...]

@@ -16,11 +16,11 @@ from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, Group, Linear
 from lightning_hybrid.tensor.requests.plan_requests_by_unit import Origin, UnitRequests
 from lightning_hybrid.tensor.requests.requested_column_row_parallel_pairs import requested_pairs
 from lightning_hybrid.tensor.runtime.parallel_multihead_attention import attention_placements
-from lightning_hybrid.tensor.search.context_parallel_search import ONE_TENSOR_RANK
 from lightning_hybrid.tensor.search.linear_group_trials import GroupTrials, StoredPlacements
 from lightning_hybrid.tensor.search.linear_group_variants import uneven_sizes, variants
 from lightning_hybrid.tensor.search.merge_group_plans_into_unit import GroupPlan
-from lightning_hybrid.tensor.search.sequence_parallel_search import find_sequence, plan_sequence
+from lightning_hybrid.tensor.search.search_context_parallel_exchanges import ONE_TENSOR_RANK
+from lightning_hybrid.tensor.search.search_sharding_of_unit_sequence import find_sequence, plan_sequence
 from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof
 
 # A lone linear with less than this share of the unit's parameters is not worth a gather.

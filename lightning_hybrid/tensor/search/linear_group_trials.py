@@ -9,8 +9,8 @@ from operator import attrgetter
 
 from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, Rule, Site, UnitPlan
-from lightning_hybrid.tensor.search.context_parallel_search import stored_placements
 from lightning_hybrid.tensor.search.merge_group_plans_into_unit import GroupPlan, merged_plan
+from lightning_hybrid.tensor.search.search_context_parallel_exchanges import stored_placements
 from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof
 
 

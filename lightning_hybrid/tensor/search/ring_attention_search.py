@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_hybrid.tensor.plan.unit_plan import RING, PositionsPlan, SequenceAxes, SequenceParallel, UnitPlan
-from lightning_hybrid.tensor.search.sequence_parallel_search import find_sequence, plan_sequence
+from lightning_hybrid.tensor.search.search_sharding_of_unit_sequence import find_sequence, plan_sequence
 from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof
 
 

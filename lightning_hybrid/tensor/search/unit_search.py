@@ -13,9 +13,9 @@ from torch import nn
 
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.plan_requests_by_unit import UnitRequests, check_followed
-from lightning_hybrid.tensor.search.context_parallel_search import ShardedGroups, shard_over_context
 from lightning_hybrid.tensor.search.linear_group_search import GroupSearch
 from lightning_hybrid.tensor.search.ring_attention_search import with_ring_attention
+from lightning_hybrid.tensor.search.search_context_parallel_exchanges import ShardedGroups, shard_over_context
 from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof, proof_of
 
 

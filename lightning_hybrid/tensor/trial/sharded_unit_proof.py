@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.equivalence.copy_layers_with_random_weights import random_copy
 from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
-from lightning_hybrid.equivalence.output_differences import difference_of
+from lightning_hybrid.equivalence.difference_from_full_unit import difference_of
 from lightning_hybrid.step.tracing.record_user_lines_calling_torch import user_call_sites
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.check_forward_was_proved import value_read_in

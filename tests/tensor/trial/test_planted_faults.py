@@ -12,8 +12,8 @@ from lightning_hybrid.tensor.collectives import sequence_shard_tensor
 from lightning_hybrid.tensor.collectives import sequence_sharding_and_collectives as sequence_collectives
 from lightning_hybrid.tensor.plan.unit_plan import PositionsPlan
 from lightning_hybrid.tensor.runtime import enter_region_inputs_once as entrances
-from lightning_hybrid.tensor.runtime import parallel_linears as linears
-from lightning_hybrid.tensor.runtime.parallel_linears import ParallelLinears
+from lightning_hybrid.tensor.runtime import parallel_forwards_of_linears_and_attentions as linears
+from lightning_hybrid.tensor.runtime.parallel_forwards_of_linears_and_attentions import ParallelLinears
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 from lightning_hybrid.tensor.trial.sharded_unit_proof import proof_of
 from models.tensor_blocks import HEADS, WIDTH, Block, FusedAttention, GroupedQueries, tokens

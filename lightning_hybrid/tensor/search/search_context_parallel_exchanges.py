@@ -22,7 +22,7 @@ from torch import nn
 from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, split_over_two_axes
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, PositionsPlan, SequenceAxes, SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.search.merge_group_plans_into_unit import GroupPlan, merged_plan
-from lightning_hybrid.tensor.search.sequence_parallel_search import find_sequence, plan_sequence
+from lightning_hybrid.tensor.search.search_sharding_of_unit_sequence import find_sequence, plan_sequence
 from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof
 
 ONE_TENSOR_RANK = "context ranks hold all parameters"

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.equivalence.output_differences import are_equal_within, difference_of, difference_of_sum
+from lightning_hybrid.equivalence.difference_from_full_unit import are_equal_within, difference_of, difference_of_sum
 from lightning_hybrid.parts.parameter_shard_placement import Replicated
 from lightning_hybrid.tensor.plan.unit_plan import RING, Axis, Group, PositionsPlan, SequenceAxes, UnitPlan
 from lightning_hybrid.tensor.trial.run_unit_trials import Outcome, local_and_expected, run_unsharded

@@ -10,7 +10,7 @@ from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
 from lightning_hybrid.experts.moe.upcycling import ListedExperts
 from lightning_hybrid.experts.parallel.batched_expert_adapters import BatchedPairs, BatchedRows
 from lightning_hybrid.experts.parallel.equivalence_proof import why_not_equivalent
-from lightning_hybrid.experts.parallel.expert_detection import ExpertCalls
+from lightning_hybrid.experts.parallel.find_and_prove_shardable_experts import ExpertCalls
 from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
 from models.cases import batch_of, make
 from models.expert_modules import Around, SwappedNames, rows_of
