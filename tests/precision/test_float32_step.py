@@ -225,6 +225,39 @@ def test_lbfgs_is_refused():
         Float32Step(torch.optim.LBFGS(parameters()), keeps_masters=True)
 
 
+class StepsTwice(torch.optim.SGD):
+    """Calls its closure several times."""
+
+    def step(self, closure):
+        closure()
+        super().step()
+        closure()
+        super().step()
+
+
+class Ascends(torch.optim.SGD):
+    """Calls its closure where it has moved the parameters to."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad)
+        with torch.enable_grad():
+            closure()
+        super().step()
+
+
+@pytest.mark.parametrize(("kind", "words"), [(StepsTwice, "several times"), (Ascends, "at changed parameters")])
+def test_optimizers_that_run_the_training_step_otherwise_are_refused(in_float32, kind, words):
+    mine = parameters()
+    before = copy.deepcopy([p.detach() for p in mine])
+    optimizer = in_float32(kind(mine, lr=0.0))
+    with pytest.raises(PrecisionError, match=f"{kind.__name__} runs the training step {words}") as caught:
+        optimizer.step(lambda: set_gradients(mine, 0))
+    assert caught.value.docs == "errors.md#precision-optimizer"
+    assert all(p.dtype is torch.bfloat16 and p.shape == q.shape for p, q in zip(mine, before, strict=True))
+
+
 class HostCopies:
     """Copies within the host, in place of a GPU's."""
 
