@@ -7,7 +7,12 @@ import torch
 
 from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
-from lightning_hybrid.precision.stochastic_rounding import KeyedRounding, ParameterNames, keyed_bits, round_stochastically
+from lightning_hybrid.precision.stochastic_rounding import (
+    KeyedRounding,
+    ParameterNames,
+    keyed_bits,
+    round_stochastically,
+)
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE
 
 COUNT = 2**18

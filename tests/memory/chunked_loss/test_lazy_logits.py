@@ -250,8 +250,10 @@ READS = {
     "copied, then in place": (copied_before, "__setitem__"),
     "copied from a copy, then in place": (copied_from_copy_before, "__setitem__"),
     "dim after the vocabulary": (
-        lambda logits, target: logits[..., None].reshape(*logits.shape[:-1], -1, 1).square().mean()
-        + float(logits[..., None].shape == (*logits.shape, 1)),
+        lambda logits, target: (
+            logits[..., None].reshape(*logits.shape[:-1], -1, 1).square().mean()
+            + float(logits[..., None].shape == (*logits.shape, 1))
+        ),
         "__getitem__",
     ),
     "hook": (hooked, "register_hook"),
