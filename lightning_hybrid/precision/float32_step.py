@@ -142,7 +142,7 @@ class Float32Step:
                     p.data = masters[id(p)]
                     p.grad = None if gradient is None else gradient.float()
             closure = {"closure": self._closure_that_ran(parameters)} if has_closure else {}
-            with torch.enable_grad():
+            with torch.enable_grad(), _default_float32():
                 self._original(**closure, **kwargs)
         finally:
             with torch._C.DisableTorchFunction():
@@ -219,6 +219,17 @@ class Float32Step:
         finally:
             for p, data in originals:
                 p.data = data
+
+
+@contextlib.contextmanager
+def _default_float32() -> Iterator[None]:
+    """Inside, new tensors are float32: in manual optimization a step is called where they would be bfloat16."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _subsets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

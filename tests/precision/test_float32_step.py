@@ -225,6 +225,32 @@ def test_lbfgs_is_refused():
         Float32Step(torch.optim.LBFGS(parameters()), keeps_masters=True)
 
 
+class Counts(torch.optim.SGD):
+    """Makes a count of steps of the default dtype, as AdamW8bit of torchao does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            step = self.state[p].setdefault("step", torch.tensor(0.0))
+            step += 1
+            p.sub_(p.grad / (1 - 0.999**step))
+
+
+def test_new_tensors_of_a_step_that_a_training_step_calls_are_float32(in_float32):
+    [mine] = parameters()[:1]
+    optimizer = in_float32(Counts([mine], lr=1.0))
+    mine.grad = torch.full_like(mine, 2**-10)
+    expected = (mine.detach().float() - 2**-10 / (1 - torch.tensor(0.999))).bfloat16()
+    torch.set_default_dtype(torch.bfloat16)  # as precision="bf16-true" runs training steps
+    try:
+        optimizer.step()
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizer.state[mine]["step"].dtype is torch.float32
+    assert torch.equal(mine, expected)
+
+
 class StepsTwice(torch.optim.SGD):
     """Calls its closure several times."""
 
