@@ -101,6 +101,7 @@ def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer
             is_manual=setting.is_manual,
             is_sharded=run.parts is not None or run.is_pipelined,
             steps_in_backward=setting.options.optimizer_in_backward,
+            steps_in_float32=isinstance(setting.precision, HybridPrecision) and setting.precision.steps_in_float32,
         ),
     )
 
