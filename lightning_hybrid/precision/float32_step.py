@@ -15,6 +15,7 @@ differ are taken from the parameter.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -223,8 +224,14 @@ class Float32Step:
 
 @contextlib.contextmanager
 def _default_float32() -> Iterator[None]:
-    """Inside, new tensors are float32: in manual optimization a step is called where they would be bfloat16."""
+    """Inside, new tensors are float32: in manual optimization a step is called where they would be bfloat16.
+
+    The default is that of all threads, so a thread that steps beside the main one does not change it.
+    """
     before = torch.get_default_dtype()
+    if before is torch.float32 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
     torch.set_default_dtype(torch.float32)
     try:
         yield
