@@ -104,7 +104,7 @@ class NoPairs:
     """Blocks without a query or without a key, at which torch's kernels crash."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        """As `Kernel.forward`."""
+        """As `Kernel.forward`: zeros of shape (batch, heads, queries, features), and -inf."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
         return q.new_zeros((*q.shape[:-1], v.shape[-1])), lse
@@ -112,7 +112,7 @@ class NoPairs:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As `Kernel.backward`."""
+        """As `Kernel.backward`: zeros of the shapes of queries, keys and values."""
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None
 
 
