@@ -15,6 +15,7 @@ differ are taken from the parameter.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from lightning_hybrid.errors import PrecisionError
 from lightning_hybrid.patching import replace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.optimizer_states.step_parameter_subset import only_parameters
-from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import STEP_HOOKS, step_after_closure
+from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import STEP_HOOKS, replace_step
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import skips_missing_gradients, steps_independently
 
 MASTER_WEIGHT = "master_weight"  # key of the state
@@ -85,12 +86,13 @@ class Float32Step:
                 entry="precision-optimizer",
             )
         self._optimizer, self._keeps_masters, self._rounding = optimizer, keeps_masters, rounding
+        self._loss: Any = None  # what the closure has returned, while the optimizer steps
         # A copy of an optimizer that steps on the host is given the parameters of one layer at a time, later.
         self._skips_missing = bool(optimizer.param_groups) and skips_missing_gradients(optimizer)
         self._is_divisible = self._skips_missing and steps_independently(optimizer)
         self._original, self._load_original = optimizer.step, optimizer.load_state_dict
         reason = "steps in float32"
-        self._undo = step_after_closure(optimizer, self._step, reason=reason)
+        self._undo = replace_step(optimizer, self._step_after_closure, reason=reason)
         self._undo_load = replace(optimizer, "load_state_dict", self._load, reason=reason)
 
     def close(self) -> None:
@@ -103,21 +105,33 @@ class Float32Step:
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
+    def _step_after_closure(self, _: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        if closure is None:
+            self._step(kwargs)
+            return None
+        with torch.enable_grad():
+            self._loss = closure()
+        try:
+            self._step(kwargs, has_closure=True)
+            return self._loss
+        finally:
+            self._loss = None
+
     @torch.no_grad()
-    def _step(self, kwargs: dict[str, Any]) -> None:
+    def _step(self, kwargs: dict[str, Any], *, has_closure: bool = False) -> None:
         with torch._C.DisableTorchFunction():
             parameters = self._parameters()
             if self._skips_missing:
                 parameters = [p for p in parameters if p.grad is not None]
         has_hooks = any(self._optimizer.__dict__.get(name) for name in STEP_HOOKS)
         if not self._is_divisible or has_hooks or sum(p.numel() for p in parameters) <= _SUBSET:
-            self._step_subset(parameters, kwargs)
+            self._step_subset(parameters, kwargs, has_closure)
             return
         for subset in _subsets(parameters):
             with only_parameters(self._optimizer, set(map(id, subset))):
-                self._step_subset(subset, kwargs)
+                self._step_subset(subset, kwargs, has_closure)
 
-    def _step_subset(self, parameters: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
+    def _step_subset(self, parameters: Sequence[Tensor], kwargs: dict[str, Any], has_closure: bool) -> None:
         masters: dict[int, Tensor] = {}
         with torch._C.DisableTorchFunction():
             originals = [(p, p.data, p.grad) for p in parameters if p.dtype is torch.bfloat16]
@@ -128,8 +142,9 @@ class Float32Step:
                     p.grad = None
                     p.data = masters[id(p)]
                     p.grad = None if gradient is None else gradient.float()
-            with torch.enable_grad():
-                self._original(**kwargs)
+            closure = {"closure": self._closure_that_ran(parameters)} if has_closure else {}
+            with torch.enable_grad(), _default_float32():
+                self._original(**closure, **kwargs)
         finally:
             with torch._C.DisableTorchFunction():
                 for p, data, gradient in originals:
@@ -140,6 +155,30 @@ class Float32Step:
                         self._rounding(p, data, value)
                         self._keep(p, masters[id(p)], value)
                 increment_version([p for p, *_ in originals])
+
+    def _closure_that_ran(self, parameters: Sequence[Tensor]) -> Callable[[], Any]:
+        """The closure as the optimizer may call it: once, before it changes parameters; the loss is known by then."""
+        loss, is_called = self._loss, False
+        with torch._C.DisableTorchFunction():
+            has_hooks = self._optimizer.__dict__.get(STEP_HOOKS[0])  # which may change parameters before the step
+            before = [] if has_hooks else [(p, p._version, p.grad) for p in parameters]
+
+        def closure() -> Any:
+            nonlocal is_called
+            with torch._C.DisableTorchFunction():
+                is_changed = any(p._version != version or p.grad is not gradient for p, version, gradient in before)
+            if is_called or is_changed:
+                name = type(self._optimizer).__name__
+                raise PrecisionError(
+                    f"{name} runs the training step {'several times' if is_called else 'at changed parameters'} inside"
+                    " its own step, in which parameters would be float32 while precision='bf16-true' computes in"
+                    " bfloat16; leave out master_weights and stochastic_rounding, or set precision='32-true'",
+                    entry="precision-optimizer",
+                )
+            is_called = True
+            return loss
+
+        return closure
 
     def _float32_of(self, p: Tensor, data: Tensor) -> Tensor:
         """Take the master weight out of the states, or make a copy; widen states that were made for bfloat16."""
@@ -181,6 +220,23 @@ class Float32Step:
         finally:
             for p, data in originals:
                 p.data = data
+
+
+@contextlib.contextmanager
+def _default_float32() -> Iterator[None]:
+    """Inside, new tensors are float32: in manual optimization a step is called where they would be bfloat16.
+
+    The default is that of all threads, so a thread that steps beside the main one does not change it.
+    """
+    before = torch.get_default_dtype()
+    if before is torch.float32 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _subsets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

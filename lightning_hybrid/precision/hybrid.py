@@ -22,7 +22,7 @@ from lightning_hybrid.precision.float32_step import Float32Step, Rounding, check
 from lightning_hybrid.precision.message_dtypes import MessageDtype, message_dtypes, parse_message_dtype
 from lightning_hybrid.precision.norm import MeshNorm
 from lightning_hybrid.precision.scaler import MeshGradScaler
-from lightning_hybrid.precision.stochastic_rounding import KeyedRounding
+from lightning_hybrid.precision.stochastic_rounding import KeyedRounding, ParameterNames
 
 PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true"]
 
@@ -176,7 +176,7 @@ class HybridPrecision(MixedPrecision):
 
         Args:
             optimizers: built.
-            names: FQNs of the module's parameters by their ids.
+            names: of the optimizers' parameters by their ids.
             seed: of stochastic rounding; the same on all ranks.
             step: returns the number of optimizer steps so far.
             shardings: the axes that shard parameters, from the full tensor to the local shard.
@@ -220,7 +220,7 @@ class HybridPrecision(MixedPrecision):
                 self.scaler.use_device(self.device)
         if self.steps_in_float32 and self._float32_steps is None:  # a strategy of Lightning's
             module: Any = getattr(model, "module", model)  # which it may have wrapped
-            names = {id(parameter): name for name, parameter in module.named_parameters()}
+            names = ParameterNames(module, optimizers)
             self.step_in_float32(optimizers, names, step=lambda: module.trainer.global_step)
         return super().connect(model, optimizers, lr_schedulers)
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.parts.shard_boxes import ShardBox, shard_of
@@ -63,6 +64,25 @@ def keyed_bits(key: bytes, indices: Tensor) -> Tensor:
 def _xor_shifted(x: Tensor, count: int) -> Tensor:
     """Combine int32 numbers, in place, with themselves shifted to the right, with zeros from the left."""
     return x.bitwise_xor_((x >> count).bitwise_and_((1 << (32 - count)) - 1))
+
+
+class ParameterNames(dict[int, str]):
+    """Names of the parameters of optimizers by id, also of those that are added to them later.
+
+    A parameter is named by its FQN, and one outside the module by its place in the optimizers.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        super().__init__()
+        self._module, self._optimizers = module, optimizers
+
+    def __missing__(self, key: int) -> str:
+        self.clear()
+        for number, optimizer in enumerate(self._optimizers):
+            members = [p for group in optimizer.param_groups for p in group["params"]]
+            self.update((id(p), f"parameter {place} of optimizer {number}") for place, p in enumerate(members))
+        self.update((id(p), name) for name, p in self._module.named_parameters())
+        return self.get(key, "")
 
 
 class KeyedRounding:

@@ -225,6 +225,65 @@ def test_lbfgs_is_refused():
         Float32Step(torch.optim.LBFGS(parameters()), keeps_masters=True)
 
 
+class Counts(torch.optim.SGD):
+    """Makes a count of steps of the default dtype, as AdamW8bit of torchao does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            step = self.state[p].setdefault("step", torch.tensor(0.0))
+            step += 1
+            p.sub_(p.grad / (1 - 0.999**step))
+
+
+def test_new_tensors_of_a_step_that_a_training_step_calls_are_float32(in_float32):
+    [mine] = parameters()[:1]
+    optimizer = in_float32(Counts([mine], lr=1.0))
+    mine.grad = torch.full_like(mine, 2**-10)
+    expected = (mine.detach().float() - 2**-10 / (1 - torch.tensor(0.999))).bfloat16()
+    torch.set_default_dtype(torch.bfloat16)  # as precision="bf16-true" runs training steps
+    try:
+        optimizer.step()
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizer.state[mine]["step"].dtype is torch.float32
+    assert torch.equal(mine, expected)
+
+
+class StepsTwice(torch.optim.SGD):
+    """Calls its closure several times."""
+
+    def step(self, closure):
+        closure()
+        super().step()
+        closure()
+        super().step()
+
+
+class Ascends(torch.optim.SGD):
+    """Calls its closure where it has moved the parameters to."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad)
+        with torch.enable_grad():
+            closure()
+        super().step()
+
+
+@pytest.mark.parametrize(("kind", "words"), [(StepsTwice, "several times"), (Ascends, "at changed parameters")])
+def test_optimizers_that_run_the_training_step_otherwise_are_refused(in_float32, kind, words):
+    mine = parameters()
+    before = copy.deepcopy([p.detach() for p in mine])
+    optimizer = in_float32(kind(mine, lr=0.0))
+    with pytest.raises(PrecisionError, match=f"{kind.__name__} runs the training step {words}") as caught:
+        optimizer.step(lambda: set_gradients(mine, 0))
+    assert caught.value.docs == "errors.md#precision-optimizer"
+    assert all(p.dtype is torch.bfloat16 and p.shape == q.shape for p, q in zip(mine, before, strict=True))
+
+
 class HostCopies:
     """Copies within the host, in place of a GPU's."""
 

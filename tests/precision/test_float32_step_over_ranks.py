@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from harness.fits import Run, fit, fit_reference, refusal, trainer_of
 from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
 from lightning_hybrid.callbacks import LocalSGD
-from lightning_hybrid.errors import PrecisionError
+from lightning_hybrid.errors import PrecisionError, StepError
 from lightning_hybrid.optim import LAMB
 from lightning_hybrid.precision.float32_step import MASTER_WEIGHT
 from lightning_hybrid.strategies.optimizer_steps.limits_of_float32_steps import check_random_rounding
@@ -444,3 +444,19 @@ def test_options_in_yaml(worlds, tmp_path):
     (tmp_path / "config.yaml").write_text(YAML)
     for found in worlds.run(2, fit_by_yaml, str(tmp_path / "config.yaml"), timeout=120):
         assert found == (True, torch.float32, torch.bfloat16, True, {torch.bfloat16})
+
+
+class ReplacesOptimizer(Layers):
+    """Takes another optimizer after the first batch."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 1:
+            self.trainer.strategy.optimizers = [by_sgd(self.parameters())]
+
+
+def test_an_optimizer_that_replaces_the_connected_one_is_refused():
+    module = ReplacesOptimizer().to(torch.bfloat16)
+    trainer = trainer_of(1, Hybrid3DStrategy(), [], max_steps=3, **plugin(master_weights=True))
+    with pytest.raises(StepError, match="SGD has taken the place of another optimizer") as caught:
+        trainer.fit(module, *[DataLoader(Samples("vectors", 8, torch.bfloat16), batch_size=2)] * 2)
+    assert caught.value.docs == "errors.md#optimizer-replaced"

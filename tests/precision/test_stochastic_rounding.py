@@ -7,7 +7,12 @@ import torch
 
 from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
-from lightning_hybrid.precision.stochastic_rounding import KeyedRounding, keyed_bits, round_stochastically
+from lightning_hybrid.precision.stochastic_rounding import (
+    KeyedRounding,
+    ParameterNames,
+    keyed_bits,
+    round_stochastically,
+)
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE
 
 COUNT = 2**18
@@ -122,3 +127,15 @@ def test_scalar_parameters():
         KeyedRounding({id(p): "p"}, step=lambda step=step: step)(p, target, torch.tensor(1.004))
         values.append(float(target))
     assert set(values) == {1.0, 1.0078125}
+
+
+def test_names_of_parameters_that_are_added_later_or_are_outside_the_module():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    outside = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*module.parameters(), outside], lr=0.1)
+    names = ParameterNames(module, [optimizer])
+    assert names[id(module[0].bias)] == "0.bias" and names[id(outside)] == "parameter 2 of optimizer 0"
+    module.append(torch.nn.Linear(2, 2))
+    optimizer.add_param_group({"params": list(module[1].parameters())})
+    assert names[id(module[1].weight)] == "1.weight" and names[id(module[0].bias)] == "0.bias"
+    assert names[id(outside)] == "parameter 2 of optimizer 0"

@@ -55,12 +55,14 @@ class HeadCall:
         head: The head.
         hidden: Its input, of shape (..., features).
         autocast: As at the call.
+        version: Of the full logits as they were computed.
     """
 
     def __init__(self, head: OutputHead, hidden: Tensor) -> None:
         self.head, self.hidden, self.autocast = head, hidden, Autocast.now(hidden.device)
         self._grad = torch.is_grad_enabled()
         self._full: Tensor | None = None
+        self.version = 0
 
     @property
     def is_computed(self) -> bool:
@@ -72,6 +74,7 @@ class HeadCall:
         if self._full is None:
             with torch.set_grad_enabled(self._grad):
                 self._full = self.compute(self.hidden)
+            self.version = self._full._version
         return self._full
 
     def compute(self, hidden: Tensor) -> Tensor:
@@ -100,6 +103,7 @@ class LazyLogits(ShardedTensorBase):
     _ops: tuple[RowOp, ...]  # from the call's result to this tensor
     _origin: LazyLogits | None  # what the last of these was applied to
     _full: Tensor | None
+    _written: int  # version of the full tensor as it was made; later ones have been written in place
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> LazyLogits:
@@ -124,7 +128,7 @@ class LazyLogits(ShardedTensorBase):
         with torch.set_grad_enabled(has_grad):
             made: LazyLogits = _Represent.apply(anchor, call.hidden, call, ops, shape, dtype)
         made.is_detached = not has_grad
-        made.call, made._ops, made._origin, made._full = call, ops, None, None
+        made.call, made._ops, made._origin, made._full, made._written = call, ops, None, None, 0
         return made
 
     def derived(
@@ -164,11 +168,23 @@ class LazyLogits(ShardedTensorBase):
         """The plain tensor of this shape, differentiable; computed once, views share the memory of what they view."""
         if self._full is None:
             if self._origin is None:
-                self._full = self.call.full_logits()
+                self._full, self._written = self.call.full_logits(), self.call.version
             else:
-                with torch._C.DisableTorchFunction():
-                    self._full = self._ops[-1](self._origin.full_tensor())
+                self._full, self._written = self._full_of(self._origin)
         return self._full
+
+    def _full_of(self, origin: LazyLogits) -> tuple[Tensor, int]:
+        """The full tensor, and its version before other code has written into it."""
+        source, has_grad = origin.full_tensor(), not self.is_detached  # other code may read it without gradients
+        with torch._C.DisableTorchFunction(), torch.set_grad_enabled(has_grad), self.call.autocast.entered():
+            found: Tensor = self._ops[-1](source)
+            if found.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
+                return found, origin._written
+            if source._version != origin._written:  # what was written after this copy of it is not in the copy
+                found = self.call.compute(self.call.hidden)
+                for op in self._ops:
+                    found = op(found)
+            return found, found._version
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -250,7 +266,7 @@ class _Represent(torch.autograd.Function, NotIntercepted):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """The gradient of the hidden states; computes the logits again, and adds to the gradients of parameters."""
         hidden = ctx.call.hidden.detach().requires_grad_(ctx.needs_hidden)
-        with torch.enable_grad():
+        with torch.enable_grad(), ctx.call.autocast.entered():
             logits = ctx.call.compute(hidden)
             for op in ctx.ops:
                 logits = op(logits)

@@ -100,6 +100,8 @@ def _index(x: Logits, func: Any, args: Any, kwargs: Any) -> Any:
         place = next(number for number, item in enumerate(index) if item is Ellipsis)
         after = sum(_dims_of(item) for item in index[place + 1 :])
         takes_last = after > 0
+        if place < len(index) - 1 and not after:  # new dims after that of the vocabulary
+            return NotImplemented
     else:
         takes_last = sum(_dims_of(item) for item in index) == len(x.shape)
     if takes_last and not (isinstance(index[-1], slice) and index[-1] == slice(None)):

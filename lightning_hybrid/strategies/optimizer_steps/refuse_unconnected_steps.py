@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ class ConnectedOptimizers:
         is_manual: bool,
         is_sharded: bool,
         steps_in_backward: bool,
+        steps_in_float32: bool,
     ) -> None:
         """Take what is connected.
 
@@ -42,14 +43,16 @@ class ConnectedOptimizers:
             is_manual: Whether the module calls its optimizers itself.
             is_sharded: Whether a rank has shards, or stages, of the module.
             steps_in_backward: Whether the backward steps parameters by the optimizer that is connected.
+            steps_in_float32: Whether the optimizers step bfloat16 parameters in float32.
         """
         self.is_averaging = False
         self._optimizers, self._module = list(optimizers), module
         self._num_replicas, self._has_copies, self._sharded = num_replicas, has_copies, frozenset(sharded)
         self._is_manual = is_manual
         self._is_sharded, self._steps_in_backward = is_sharded, steps_in_backward
+        self._steps_in_float32 = steps_in_float32
         stepped = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        self._known: Mapping[int, Tensor] = {id(p): p for p in (*module.parameters(), *stepped)}  # alive, so ids stay
+        self._known: dict[int, Tensor] = {id(p): p for p in (*module.parameters(), *stepped)}  # alive, so ids stay
 
     def check(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Check that a step of this optimizer is that of one process; return its closure, which checks gradients too.
@@ -81,6 +84,8 @@ class ConnectedOptimizers:
         name = type(optimizer).__name__
         if self._steps_in_backward:
             why = "the backward steps parameters by the optimizer that it had then (optimizer_in_backward=True)"
+        elif self._steps_in_float32:
+            why = "master_weights and stochastic_rounding are for the optimizers that it had then"
         elif self._is_sharded and (combines_parameters(optimizer) or not can_step_shards(optimizer)):
             why = f"{name} may need several parameters, or all elements of one, of which this rank has shards"
         else:
@@ -105,3 +110,4 @@ class ConnectedOptimizers:
                         " (parameter.data.copy_(...)), make it in __init__ or configure_model, or begin another fit",
                         entry="optimizer-new-parameter",
                     )
+                self._known[id(p)] = p

@@ -14,6 +14,7 @@ from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.precision.message_dtypes import message_dtypes
+from lightning_hybrid.precision.stochastic_rounding import ParameterNames
 from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
 from lightning_hybrid.strategies.optimizer_steps.connect_full_parameter_steps import (
     connect_full_parameter_steps,
@@ -100,6 +101,7 @@ def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer
             is_manual=setting.is_manual,
             is_sharded=run.parts is not None or run.is_pipelined,
             steps_in_backward=setting.options.optimizer_in_backward,
+            steps_in_float32=isinstance(setting.precision, HybridPrecision) and setting.precision.steps_in_float32,
         ),
     )
 
@@ -126,7 +128,7 @@ def _step_in_float32(run: Run, optimizers: Sequence[Optimizer]) -> None:
     check_random_rounding(precision, setting.device, setting.options.offloaded, shards_manual_steps=sharded)
     undo = precision.step_in_float32(
         optimizers,
-        {id(p): name for name, p in setting.module.named_parameters()},
+        ParameterNames(setting.module, optimizers),
         seed=setting.seed,
         step=lambda: setting.trainer.global_step,
         shardings=() if run.parts is None else run.parts.shardings,

@@ -55,13 +55,15 @@ class Kernel(Protocol):
 
 
 def kernel_for(q: Tensor, v: Tensor, mask: Tensor | None) -> Kernel:
-    """Chooses the kernel for queries and values of a device, dtype and size of heads.
+    """Chooses the kernel for queries and values of a device, dtype, size of heads and number of positions.
 
     Args:
         q: The queries, ``(batch, heads, queries, features of a head)``.
         v: The values, ``(batch, heads, keys, features of a head)``.
         mask: As in `Scores`.
     """
+    if not q.shape[-2] or not v.shape[-2]:
+        return NoPairs()
     if q.shape[-1] != v.shape[-1] or (mask is not None and mask.requires_grad):
         return MatrixProducts()
     if q.device.type == "cpu":
@@ -99,6 +101,22 @@ class MatrixProducts:
         mask = scores.mask
         grad_mask = grad_scores.sum_to_size(mask.shape) if mask is not None and scores.mask_needs_grad else None
         return grad_q.to(q.dtype), grad_k.to(k.dtype), (weights.mT @ wide_grad).to(v.dtype), grad_mask
+
+
+class NoPairs:
+    """Blocks without a query or without a key, at which torch's kernels crash."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        """As `Kernel.forward`: zeros of shape (batch, heads, queries, features), and -inf."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
+        return q.new_zeros((*q.shape[:-1], v.shape[-1])), lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """As `Kernel.backward`: zeros of the shapes of queries, keys and values."""
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None
 
 
 class FlashOnCpu:

@@ -153,7 +153,7 @@ class _RingAttention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         """``(batch, heads, local positions, features)``."""
-        kernel, repeats = kernel_for(query, value, mask), query.shape[1] // key.shape[1]
+        repeats = query.shape[1] // key.shape[1]
         out, lse = None, None
         blocks = _Passed([key, value], order, ranks)
         for step in range(ranks.size):
@@ -161,7 +161,8 @@ class _RingAttention(torch.autograd.Function):
             block = order.block(ranks.rank, other)
             k, v = (_repeated(tensor[:, :, block.keys], repeats) for tensor in blocks.tensors)
             scores = _scores(mask, order, other, block, scale)
-            found, found_lse = kernel.forward(query[:, :, block.queries], k, v, scores)
+            q = query[:, :, block.queries]
+            found, found_lse = kernel_for(q, v, mask).forward(q, k, v, scores)
             if out is None or lse is None:  # the first block, of this rank, has all queries
                 out, lse = found.to(found_lse.dtype), found_lse.clone()
             else:
@@ -180,7 +181,7 @@ class _RingAttention(torch.autograd.Function):
         """Gradients of queries, keys, values and mask, in their shapes."""
         query, key, value, mask, out, lse = ctx.saved_tensors
         ranks, order, scale = ctx.given
-        kernel, repeats = kernel_for(query, value, mask), query.shape[1] // key.shape[1]
+        repeats = query.shape[1] // key.shape[1]
         wide = lse.dtype
         grad_query = torch.zeros_like(query, dtype=wide)
         grad_mask = torch.zeros_like(mask, dtype=wide) if ctx.needs_input_grad[3] else None
@@ -192,6 +193,7 @@ class _RingAttention(torch.autograd.Function):
             k, v = (_repeated(tensor[:, :, block.keys], repeats) for tensor in blocks.tensors)
             q, g, o = (tensor[:, :, block.queries] for tensor in (query, grad, out))
             scores = replace(_scores(mask, order, other, block, scale), mask_needs_grad=grad_mask is not None)
+            kernel = kernel_for(q, v, mask)
             grad_q, grad_k, grad_v, addend = kernel.backward(g, q, k, v, o, lse[:, :, block.queries], scores)
             grad_query[:, :, block.queries] += grad_q
             if grad_mask is not None and addend is not None:

@@ -191,6 +191,27 @@ def in_place_of_view(logits, target):
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+def copied_before(logits, target):
+    copy, halves, view = logits.clone(), logits / 2, logits[:, 1:]
+    logits[..., 0] = -1e4
+    return shifted(copy, target) + shifted(halves, target) + view[..., 1:].square().mean()
+
+
+def copied_from_copy_before(logits, target):
+    copy = logits * 2
+    view, other = copy[:, 1:], (copy / 3).flatten(0, 1)
+    copy[..., 0] = -1e4
+    return shifted(logits, target) + view[..., 1:].square().mean() + F.cross_entropy(other, target.flatten())
+
+
+def with_metric_of_view(logits, target):
+    view = logits[:, :-1]
+    with torch.no_grad():
+        top = view.topk(3, -1).indices
+    loss = F.cross_entropy(view.flatten(0, 1), target[:, 1:].flatten())
+    return logits.square().mean() + loss + (top == target[:, 1:].unsqueeze(-1)).double().mean()
+
+
 def hooked(logits, target):
     logits.register_hook(lambda grad: 2 * grad)
     return shifted(logits, target)
@@ -226,8 +247,18 @@ READS = {
     ),
     "in place": (in_place, "__setitem__"),
     "in place of a view": (in_place_of_view, "div_"),
+    "copied, then in place": (copied_before, "__setitem__"),
+    "copied from a copy, then in place": (copied_from_copy_before, "__setitem__"),
+    "dim after the vocabulary": (
+        lambda logits, target: (
+            logits[..., None].reshape(*logits.shape[:-1], -1, 1).square().mean()
+            + float(logits[..., None].shape == (*logits.shape, 1))
+        ),
+        "__getitem__",
+    ),
     "hook": (hooked, "register_hook"),
     "metric": (with_metric, "topk"),
+    "metric of a view, without gradients": (with_metric_of_view, "topk"),
     "autograd function": (lambda logits, target: shifted(Scaled.apply(logits), target), "aten.slice.Tensor"),
     "autograd function of a view": (
         lambda logits, target: Scaled.apply(logits[:, 1:] / 2).square().mean(),

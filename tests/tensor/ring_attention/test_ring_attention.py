@@ -54,7 +54,7 @@ def differentiated(out, inputs):
 KINDS = ["full", "causal", "boolean", "padding", "bias", "bias of keys"]
 
 
-@pytest.mark.parametrize(("size", "length"), [(1, 7), (2, 8), (3, 13), (4, 11), (5, 32)])
+@pytest.mark.parametrize(("size", "length"), [(1, 7), (2, 8), (3, 13), (4, 11), (5, 32), (2, 3), (3, 3), (3, 4)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_parity_with_one_process(kind, size, length):
     torch.manual_seed(0)
