@@ -96,6 +96,19 @@ class Float8:
         layers.convert(root, [name for name, why in reasons.items() if not why], config)
         return layers
 
+    def check_autocast(self) -> None:
+        """Check that torchao's layers follow autocast.
+
+        Raises:
+            Float8Error: They do not on a CPU, where gradients of weights are in high precision.
+        """
+        if self.emulate and self.recipe == "rowwise_with_gw_hp" and not torch.cuda.is_available():
+            raise Float8Error(
+                'Float8(recipe="rowwise_with_gw_hp", emulate=True) does not follow autocast on a CPU: its backward'
+                ' would mix dtypes; set recipe="rowwise", or precision="bf16-true" or "32-true"',
+                entry="float8-autocast",
+            )
+
     def _check_patterns(self, root: nn.Module, names: Sequence[str]) -> None:
         for pattern in self.exclude:
             if not fnmatch.filter(names, pattern):

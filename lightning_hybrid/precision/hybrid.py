@@ -229,6 +229,8 @@ class HybridPrecision(MixedPrecision):
         module = self._format.convert_module(module)
         if self.float8 is not None:
             self._restore_linears()
+            if self._is_mixed:
+                self.float8.check_autocast()
             self._float8_layers = self.float8.convert(module)
             rank_zero_info(str(self._float8_layers))
         return module

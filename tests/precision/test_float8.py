@@ -269,3 +269,9 @@ def test_devices_without_products_in_float8(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     with pytest.raises(Float8Error, match=r"8.9 or higher, and NVIDIA A100 has 8.0"):
         Float8().convert(Layers())
+
+
+def test_a_recipe_that_does_not_follow_autocast_on_a_cpu_is_refused():
+    precision = HybridPrecision("bf16-mixed", float8=Float8(recipe="rowwise_with_gw_hp", emulate=True))
+    with pytest.raises(Float8Error, match='set recipe="rowwise"'):
+        precision.convert_module(make("Layers"))
