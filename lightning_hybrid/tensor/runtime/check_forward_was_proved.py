@@ -9,7 +9,7 @@ at all. A branch on anything else, such as a global variable, is not detected.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
@@ -44,9 +44,13 @@ from lightning_hybrid.step.tracing.record_user_lines_calling_torch import (
 )
 
 _VALUE_READS = frozenset(
-    {"__bool__", "__int__", "__float__", "__index__", "__array__", "item", "tolist", "numpy", "equal", "allclose"}
+    {
+        *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__format__", "__array__"),
+        *("__dlpack__", "item", "tolist", "numpy", "is_nonzero", "equal", "allclose"),
+    }
 )
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
+_COMPARED = frozenset({bool, int, str})  # numbers with a fraction may be times
 _MOST_KEYS = 512
 _MOST_COMPARED = 64  # keys of one unit whose results are compared; an attribute may differ in each batch
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -60,8 +64,12 @@ def value_read_in(calls: Iterable[TorchCall]) -> str:
         calls: The calls that a ``TorchCallSites`` has recorded.
     """
     for function, frames in calls:
-        if frames and is_user_frame(frames[0]) and getattr(function, "__name__", "") in _VALUE_READS:
-            return f"{frames[0][0].co_filename}:{frames[0][1]}"
+        if (name := getattr(function, "__name__", "")) not in _VALUE_READS:
+            continue
+        num_inner = next((index for index, frame in enumerate(frames) if is_user_frame(frame)), len(frames))
+        # Some methods of tensors are Python, and dispatch the call themselves.
+        if num_inner < len(frames) and (num_inner == 0 or frames[num_inner - 1][0].co_name == name):
+            return f"{frames[num_inner][0].co_filename}:{frames[num_inner][1]}"
     return ""
 
 
@@ -70,12 +78,14 @@ class _Trial(NamedTuple):
 
     Attributes:
         results: The leaves of its result.
-        kept: The shapes of tensors that modules hold after it, by path.
+        kept: The shapes of tensors and the other plain values that modules hold after it, by path.
+        written: The tensors among them that it made or wrote.
         drew: Whether random numbers were drawn.
     """
 
     results: list[Any]
-    kept: dict[AttributePath, tuple[int, ...]]
+    kept: dict[AttributePath, Any]
+    written: dict[AttributePath, Tensor]
     drew: bool
 
 
@@ -179,16 +189,19 @@ class ProvedCalls:
                 module.training = mode
         if len(found.results) != len(wanted.results):
             return f"{len(wanted.results)} results, not {len(found.results)}"
-        if found.kept != wanted.kept:
-            return "tensors in its attributes"
+        if found.kept != wanted.kept or found.written.keys() != wanted.written.keys():
+            return "values in its attributes"
         pairs = zip(found.results, wanted.results, strict=True)
-        return next((f"its results: {text}" for text in (_differ(*pair) for pair in pairs) if text), "")
+        if text := next(filter(None, (_differ(*pair) for pair in pairs)), ""):
+            return f"its results: {text}"
+        differences = ((path, _differ(tensor, wanted.written[path])) for path, tensor in found.written.items())
+        return next((f"the values of its attribute {path.attribute}: {text}" for path, text in differences if text), "")
 
     def _trial(self, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Trial:
         """Runs a forward, and restores the state of the unit."""
         state = ModuleSnapshot(self._unit)
         tensors = [leaf for _, leaf in reachable_leaves(self._unit, plain=False) if isinstance(leaf, Tensor)]
-        contents = [TensorSnapshot(leaf) for leaf in tensors if can_restore(leaf)]
+        contents = {id(leaf): TensorSnapshot(leaf) for leaf in tensors if can_restore(leaf)}
         on_device = any(p.device.type != "cpu" for p in self._unit.parameters())  # whose generator is not checked
         try:
             # The user's saved-tensor hooks do not run. Detached: a node that holds its own result is never freed.
@@ -199,14 +212,33 @@ class ProvedCalls:
                     result = run(*args, **kwargs)
                 leaves = [materialize(leaf) for leaf in flatten((result, asides))[0]]
                 leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-                state_after = reachable_leaves(self._unit, plain=False)
-                kept = {path: tuple(materialize(leaf).shape) for path, leaf in state_after if isinstance(leaf, Tensor)}
+                kept, written = self._state_after(contents)
                 drew = not torch.equal(drawn, torch.get_rng_state()) or on_device
-            return _Trial(leaves, kept, drew)
+            return _Trial(leaves, kept, written, drew)
         finally:
             state.restore()
-            for content in contents:
+            for content in contents.values():
                 content.restore()
+
+    def _state_after(
+        self, before: Mapping[int, TensorSnapshot]
+    ) -> tuple[dict[AttributePath, Any], dict[AttributePath, Tensor]]:
+        """The shapes of tensors and the plain values in attributes, and the tensors that a forward made or wrote.
+
+        Args:
+            before: Snapshots of the tensors that attributes held before it, by id.
+        """
+        kept: dict[AttributePath, Any] = {}
+        written: dict[AttributePath, Tensor] = {}
+        for path, leaf in reachable_leaves(self._unit):
+            if isinstance(leaf, Tensor):
+                snapshot, value = before.get(id(leaf)), materialize(leaf)
+                kept[path] = tuple(value.shape)
+                if can_restore(value) and (snapshot is None or not snapshot.is_here()):
+                    written[path] = value.detach().clone()
+            elif type(leaf) in _COMPARED:
+                kept[path] = leaf
+        return kept, written
 
 
 def _signature_of(leaf: Any) -> Any:

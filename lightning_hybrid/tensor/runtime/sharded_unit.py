@@ -72,6 +72,7 @@ class ShardedUnit:
         keeps_sharded: Whether results of a sharded sequence go to the next unit as shards.
         last_region_mode: The region mode of the last forward, if there was one.
         last_sequence: While learning, the sharded sequence of the last forward.
+        num_sharded_sequences: Number of forwards in which the sequence was sharded.
         vocabularies: The row ranges of parameters that are sharded along their vocabulary, by FQN.
         num_gathers: How often such parameters, and values computed from them, were gathered in forwards.
         proved: The checks of its forwards; None where no user code runs in them.
@@ -111,7 +112,7 @@ class ShardedUnit:
         self.learning = self.keeps_sharded = False
         self.last_region_mode: RegionMode | None = None
         self.last_sequence: ShardedSequence | None = None
-        self.num_gathers = 0
+        self.num_gathers = self.num_sharded_sequences = 0
         self.compiled: tuple[Callable[..., Any], dict[str, Callable[..., Any]]] | None = None
         self._unit, self._plan, self._tensors = unit, plan, tensors
         self.proved: ProvedCalls | None = None
@@ -201,6 +202,7 @@ class ShardedUnit:
             if sequence is None and positions.by != "tensor":
                 return self._fallback(*args, **kwargs)
             linears.sequence = sequence
+            self.num_sharded_sequences += sequence is not None
             self.last_sequence = sequence if self.learning else None
         if sequence is not None:
             args, kwargs = sequence.begin(args, kwargs)

@@ -37,7 +37,8 @@ def with_ring_attention(
         proof = longer
         sequence = find_sequence(proof)
     if proof.value_read:
-        return _without(plan, f"it reads values of tensors ({proof.value_read}), of which ranks would have shards")
+        reason = reads_values(proof)
+        return plan if plan.full_sequence_reason == reason else _without(plan, reason)
     failures, before = list[str](), proof.ranks.num_trials
     axes: tuple[SequenceAxes, ...] = ("both", "context") if sequence_parallel == "tensor" else ("context",)
     for by in axes:
@@ -64,9 +65,16 @@ def _proved(plan: UnitPlan, proof: Proof, by: SequenceAxes, sequence: tuple[int,
         failure = found.full_sequence_reason or proof.first_failure(found) or ""
         if not failure:
             break
+    if not failure and proof.value_read:  # in eval mode, say
+        failure = reads_values(proof)
     if failure or not any(site[0] == RING for site in found.rules):
         return failure or "scaled_dot_product_attention is not called with local positions"
     return found if plan.size == 1 else replace(found, full_sequence_plan=over_tensor)
+
+
+def reads_values(proof: Proof) -> str:
+    """Why a unit that reads values of tensors is not sharded."""
+    return f"it reads values of tensors ({proof.value_read}), of which ranks would have shards"
 
 
 def _without(plan: UnitPlan, reason: str) -> UnitPlan:

@@ -14,8 +14,12 @@ from torch import nn
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.plan_requests_by_unit import UnitRequests, check_followed
 from lightning_hybrid.tensor.search.linear_group_search import GroupSearch
-from lightning_hybrid.tensor.search.ring_attention_search import with_ring_attention
-from lightning_hybrid.tensor.search.search_context_parallel_exchanges import ShardedGroups, shard_over_context
+from lightning_hybrid.tensor.search.ring_attention_search import reads_values, with_ring_attention
+from lightning_hybrid.tensor.search.search_context_parallel_exchanges import (
+    ONE_TENSOR_RANK,
+    ShardedGroups,
+    shard_over_context,
+)
 from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof, proof_of
 
 
@@ -92,9 +96,18 @@ def _search(
         plan = search.run()
     if context > 1:
         plan = _with_context(plan, search, proof, sequence_parallel)
-    if plan.num_sharded and not plan.vocabulary and (line := proof.value_read):
-        plan = UnitPlan.unsharded(unit, size, f"it reads values of tensors ({line}), of which ranks would have shards")
+    if (plan.num_sharded or plan.positions is not None) and not plan.vocabulary and proof.value_read:
+        plan = _unsharded_since_it_reads_values(unit, plan, proof)
     return replace(plan, calls=proof.calls)
+
+
+def _unsharded_since_it_reads_values(unit: nn.Module, plan: UnitPlan, proof: Proof) -> UnitPlan:
+    """The plan that shards neither parameters nor the sequence; on one tensor rank the sequence alone is sharded."""
+    reason = reads_values(proof)
+    if plan.size > 1:
+        return UnitPlan.unsharded(unit, plan.size, reason)
+    unsharded = UnitPlan.unsharded(unit, plan.size, ONE_TENSOR_RANK)
+    return replace(unsharded, context=plan.context, full_sequence_reason=reason, num_trials=plan.num_trials)
 
 
 def _with_context(plan: UnitPlan, search: GroupSearch, proof: Proof, sequence_parallel: SequenceParallel) -> UnitPlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Collection, Mapping
@@ -17,9 +18,10 @@ from lightning_hybrid.equivalence.copy_layers_with_random_weights import random_
 from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
 from lightning_hybrid.equivalence.difference_from_full_unit import difference_of
 from lightning_hybrid.step.tracing.record_user_lines_calling_torch import user_call_sites
-from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
+from lightning_hybrid.tensor.plan.unit_plan import PositionsPlan, UnitPlan
 from lightning_hybrid.tensor.runtime.check_forward_was_proved import value_read_in
 from lightning_hybrid.tensor.trial.example_inputs import Example, make_example, spread_rows, vary_constants
+from lightning_hybrid.tensor.trial.outlier_examples import difference_on_outliers, outlier_examples
 from lightning_hybrid.tensor.trial.run_unit_trials import (
     Outcome,
     Setting,
@@ -30,6 +32,7 @@ from lightning_hybrid.tensor.trial.run_unit_trials import (
 from lightning_hybrid.tensor.trial.threaded_ranks import TrialFailed
 
 TOLERANCE = 1e-9  # relative to the largest element, in float64: only the order of sums differs
+NOT_SHARDED = "nothing was sharded"
 LOOSE_TOLERANCE = 1e-4  # in float32, or where user code casts to it
 
 
@@ -63,6 +66,7 @@ class Proof:
         self.settings = [first, *others, self.eval_mode, self.without_modes]
         self._references: dict[str, tuple[Outcome, frozenset[str]]] = {}  # with the names of missing gradients
         self._same_as_first: dict[str, bool] = {}
+        self._on_outliers: dict[str, Outcome | None] = {}  # None where the unit itself raises
         self.sharded_outputs: dict[int, int] = {}
         self.relative_error = math.inf
 
@@ -70,6 +74,7 @@ class Proof:
         """Makes a proof of the same example on other numbers of tensor and context ranks."""
         proof = replace(self, ranks=TrialRanks(self.unit, size, context, copies=self.ranks.copies))
         proof._references, proof._same_as_first = self._references, self._same_as_first
+        proof._on_outliers = self._on_outliers
         return proof
 
     def reference(self, setting: Setting, without: Collection[str] = ()) -> Outcome:
@@ -143,7 +148,14 @@ class Proof:
             found = self.ranks.run(plan, self.example, setting, learning=learning, check=are_right, without=without)
         except TrialFailed as failure:
             return str(failure)
+        if plan.positions is not None and not self._was_sequence_sharded():
+            return NOT_SHARDED
         return wrong[0] if wrong else found
+
+    def _was_sequence_sharded(self) -> bool:
+        """Whether the last run was one of local positions; an example may have fewer positions than ranks."""
+        unit = self.ranks.first_unit
+        return unit is not None and unit.num_sharded_sequences > 0
 
     def _outputs_differ(self, outcomes: list[Outcome], expected: Outcome, setting: Setting) -> str | None:
         """The first difference between the outputs of ranks and those of the unsharded unit, or None."""
@@ -172,7 +184,36 @@ class Proof:
     def first_failure(self, plan: UnitPlan) -> str | None:
         """The first difference in any setting, or None if the plan is proved."""
         failures = (self.difference(plan, setting) for setting in self.settings if not self.runs_as_first(setting))
-        return next((failure for failure in failures if failure is not None), None)
+        failure = next((failure for failure in failures if failure is not None), None)
+        return self._failure_on_outliers(plan, plan.positions) if failure is None and plan.positions else failure
+
+    def _failure_on_outliers(self, plan: UnitPlan, positions: PositionsPlan) -> str | None:
+        """The first difference on examples whose positions differ much, or None; outputs and buffers are compared."""
+        train = replace(self.first, grad=False)
+        settings = [train] if self.runs_as_first(self.eval_mode) else [train, self.eval_mode]
+        leaf, dim = positions.leaf_index, positions.dim
+        length = self.example.leaves[leaf].shape[dim]
+        for (text, example), setting in itertools.product(outlier_examples(self.example, leaf, dim), settings):
+            key = f"{text} {leaf} {dim} {setting}"
+            if key not in self._on_outliers:
+                self._on_outliers[key] = None
+                with contextlib.suppress(Exception):
+                    self._on_outliers[key] = run_unsharded(self.unit, example, setting)
+            expected = self._on_outliers[key]
+            if expected is None:
+                continue
+            try:
+                outcomes = self.ranks.run(plan, example, setting)
+            except TrialFailed as failure:
+                return f"{failure} (in {setting}, of a sequence with {text})"
+            for outcome in outcomes:
+                found = [*outcome.outputs, *[outcome.buffers[name] for name in expected.buffers]]
+                wanted = [*expected.outputs, *expected.buffers.values()]
+                pairs = zip(found, wanted, strict=True)
+                differences = (difference_on_outliers(*pair, length, dim) for pair in pairs)
+                if error := next(filter(None, differences), None):
+                    return f"{error} (in {setting}, of a sequence with {text})"
+        return None
 
     def runs_as_first(self, setting: Setting) -> bool:
         """Whether the unit makes the same torch calls from the same lines as in the first setting, bit for bit.
@@ -324,9 +365,12 @@ def prove_cached(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         if isinstance(proof, str) or proof.first_failure(plan) is not None or proof.value_read:
             return None
         num_trials = proof.ranks.num_trials
-        if plan.full_sequence_plan is not None:
+        full_sequence_plan = plan.full_sequence_plan
+        if plan.positions is not None and plan.positions.by == "tensor":  # of calls with fewer positions than ranks
+            full_sequence_plan = replace(plan, positions=None)
+        if full_sequence_plan is not None:
             proof = proof.on(plan.size)
-            if proof.first_failure(plan.full_sequence_plan) is not None:
+            if proof.first_failure(full_sequence_plan) is not None:
                 return None
             num_trials += proof.ranks.num_trials
     return replace(plan, calls=proof.calls, num_trials=num_trials, seconds=time.perf_counter() - began)

@@ -1,12 +1,15 @@
-"""Trials of a layer in a run leave nothing behind."""
+"""Trials of a layer in a run leave nothing behind, and find what differs from the full layer."""
 
 import gc
 import weakref
 
+import numpy
+import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.tensor.runtime.check_forward_was_proved import ProvedCalls
+from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites
+from lightning_hybrid.tensor.runtime.check_forward_was_proved import ProvedCalls, value_read_in
 
 MADE = []
 
@@ -30,3 +33,67 @@ def test_graph_of_a_trial_is_freed():
     assert calls.first_deviation(layer.forward, layer.forward, (torch.ones(2, 3, requires_grad=True),), {}) == ""
     gc.collect()
     assert MADE and all(made() is None for made in MADE)
+
+
+class Keeps(nn.Module):
+    """Keeps values in its attributes that it computes of all positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.largest, self.steps = {}, torch.zeros(()), 0
+
+    def forward(self, x, part=slice(None)):
+        x = x[part]
+        self.steps += 1
+        self.kept["mean"] = x.mean()
+        self.largest.copy_(torch.maximum(self.largest, x.max()))
+        return x.sum() * 0
+
+
+def first_deviation(sharded, *args):
+    layer = Keeps()
+    calls = ProvedCalls(layer, frozenset(), note=lambda _: None, agree=lambda seen: seen)
+    found = calls.first_deviation(lambda *args: sharded(layer, *args), layer.forward, args, {})
+    assert layer.kept == {} and layer.steps == layer.largest == 0
+    return found
+
+
+def test_values_in_attributes_are_compared():
+    x = torch.tensor([1.0, 2.0, 5.0])
+
+    def local(layer, x):
+        return layer(x, slice(2))
+
+    def equal_mean(layer, x):
+        return layer(x, slice(2)) + 0 * layer.kept["mean"].copy_(x.mean())
+
+    def counts_twice(layer, x):
+        layer.steps += 1
+        return layer(x)
+
+    assert first_deviation(Keeps.forward, x) == ""
+    assert "the values of its attribute kept: relative difference" in first_deviation(local, x)
+    assert "the values of its attribute largest: relative difference" in first_deviation(equal_mean, x)
+    assert first_deviation(counts_twice, x) == "values in its attributes"
+
+
+READS = {
+    "in": lambda x: 2 in x,
+    "is_nonzero": lambda x: torch.is_nonzero(x[0]),
+    "format": lambda x: f"{x[0]:.3g}",
+    "asarray": lambda x: numpy.asarray(x),
+    "item": lambda x: x[0].item(),
+    "max": lambda x: max(x),
+    "complex": lambda x: complex(x[0]),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads_of_values(name):
+    x = torch.tensor([1.0, 2.0])
+    with TorchCallSites() as path:
+        READS[name](x)
+    assert value_read_in(path.calls) == f"{__file__}:{READS[name].__code__.co_firstlineno}"
+    with TorchCallSites() as path:
+        (x + 1).sum()
+    assert value_read_in(path.calls) == ""

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import UnitCalls
 from lightning_hybrid.tensor.plan.plan_json import to_json
@@ -18,6 +20,7 @@ from lightning_hybrid.tensor.search.plan_cache import FILE_NAME, PlanCache
 from models.tensor_blocks import BLOCKS, BiasedAttention, Block, FusedAttention, GroupedQueries, tokens
 
 NUM_PROOFS = 2  # runs of one proof, of a unit that does the same in all modes
+NUM_OUTLIERS = 4  # further runs where the sequence is sharded
 
 
 def found(folder, unit, args=(), *, keep_replicated=None, plan_requests=None, size=2, **options):
@@ -60,9 +63,9 @@ def test_second_run_only_proves(tmp_path, name, proofs):
 @pytest.mark.parametrize(
     ("options", "proofs"),
     [
-        ({"sequence_parallel": "tensor"}, 1),
+        ({"sequence_parallel": "tensor"}, 2),  # also of calls whose sequence is not sharded
         ({"size": 1, "context": 2}, 1),
-        ({"context": 2, "sequence_parallel": "tensor"}, 2),  # also of calls whose sequence is not sharded
+        ({"context": 2, "sequence_parallel": "tensor"}, 2),
     ],
 )
 def test_plans_with_positions_are_cached(tmp_path, options, proofs):
@@ -70,7 +73,7 @@ def test_plans_with_positions_are_cached(tmp_path, options, proofs):
     first, counts = found(tmp_path, Block(FusedAttention()), **options)
     assert counts == (1, 0) and first.positions is not None and first.positions.by == by
     again, counts = found(tmp_path, Block(FusedAttention()), **options)
-    assert counts == (0, 1) and again.num_trials == proofs * NUM_PROOFS
+    assert counts == (0, 1) and again.num_trials == proofs * NUM_PROOFS + NUM_OUTLIERS
     assert without_costs(again) == without_costs(first)
     assert found(tmp_path, Block(FusedAttention()))[1] == (1, 0)
 
@@ -142,6 +145,43 @@ def test_wrong_cached_plan_is_not_used(tmp_path):
     spoil(tmp_path / "shared", lambda entry: entry.update(plan=to_json(expected)))
     plan, counts = found(tmp_path / "shared", BiasedAttention(), keep_replicated=keep_replicated)
     assert counts == (1, 0) and plan.replicated_reasons["q.weight"] == "used by several units"
+
+
+@pytest.mark.parametrize(
+    "options", [{"sequence_parallel": "tensor"}, {"size": 1, "context": 2}, {"size": 2, "context": 2}]
+)
+def test_cached_plan_that_shards_the_sequence_of_other_calls_is_not_used(tmp_path, options):
+    """Its proof would show nothing: the example would run with all positions."""
+    expected, _ = found(tmp_path, Block(FusedAttention()), **options)
+    assert expected.positions is not None
+    spoil(tmp_path, lambda entry: entry["plan"]["positions"].update(num_dims=4))
+    plan, counts = found(tmp_path, Block(FusedAttention()), **options)
+    assert counts == (1, 0) and without_costs(plan) == without_costs(expected)
+
+
+class MaskedAttention(FusedAttention):
+    def forward(self, x, mask):
+        B, T, C = x.size()
+        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MaskedBlock(Block):
+    def forward(self, x, mask):
+        return x + self.mlp(self.ln_2(self.attn(self.ln_1(x), mask)))
+
+
+def test_cached_plan_is_not_used_where_the_example_has_fewer_positions_than_ranks(tmp_path):
+    """A mask that is known must not grow, so its number of positions remains that of the call."""
+    with FakeTensorMode():
+        fakes = torch.empty(2, 3, 32, requires_grad=True), torch.empty(3, 3, dtype=torch.bool)
+    args = torch.randn(2, 3, 32, requires_grad=True), torch.ones(3, 3, dtype=torch.bool).tril()
+    options = {"size": 4, "sequence_parallel": "tensor"}
+    plan, counts = found(tmp_path, MaskedBlock(MaskedAttention()), fakes, **options)
+    assert counts == (1, 0) and plan.positions is not None
+    plan, counts = found(tmp_path, MaskedBlock(MaskedAttention()), args, **options)
+    assert counts == (1, 0) and plan.positions is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"plans": {"a', b"[]", b'{"plans": 3}', b"\xff\xfe\x00", b"null"])
