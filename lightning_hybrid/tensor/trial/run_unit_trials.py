@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +92,7 @@ def _forward(
     """Runs the forward; returns the leaves of the unit's result, and the inputs that need a gradient by name."""
     with (
         torch.set_grad_enabled(setting.grad),
+        _without_fast_path(),
         DeterministicMode(setting.dtype) if setting.exact else contextlib.nullcontext(),
     ):
         args, kwargs, inputs = example.call()
@@ -99,6 +100,17 @@ def _forward(
             result = unit(*args, **kwargs)
         outputs = [materialize(output) for output in flatten((result, asides))[0]]
     return outputs, {f"input {leaf_index}": tensor for leaf_index, tensor in inputs.items()}
+
+
+@contextlib.contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Inside, encoder layers compute as in training: torch's fast path takes numbers in masks for true and false."""
+    is_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(is_enabled)
 
 
 def _gradients(outputs: list[Any], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
