@@ -24,7 +24,7 @@ _FENCE = re.compile(
     r"(?P<skip><!-- notest -->\n+)?^```(?P<language>\w+)(?P<rest>[^\n`]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 _NAME = re.compile(r"# ([\w.-]+\.(?:py|yaml))\n")
-_STARTS_PROCESSES = ("Trainer(", "CLI(", "verify(")
+_SLOW = ("Trainer(", "CLI(", "verify(", "torchao")  # start processes, or import what takes long
 _FAST_PAGES = {"docs/howto/notebooks.md"}  # one fit of forked ranks
 
 
@@ -91,7 +91,7 @@ ALONE = [block for block in PYTHON if block.is_run and not (block.name and block
 
 
 def is_slow(block: Block) -> bool:
-    return block.page not in _FAST_PAGES and any(text in block.body for text in _STARTS_PROCESSES)
+    return block.page not in _FAST_PAGES and any(text in block.body for text in _SLOW)
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"{block.page}-{block.number}")

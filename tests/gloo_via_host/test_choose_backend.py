@@ -65,6 +65,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_one_device_launches_two_ranks(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(SCRIPT))

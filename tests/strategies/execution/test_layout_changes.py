@@ -219,10 +219,10 @@ CHANGE = [
     *((Decides, layout, {}) for layout in (COMBINED, TENSOR, ZERO, FOLDERS)),
     (DecidesForSome, COMBINED, {}),
     (Decides, PP2, {"trainer": {"accumulate_grad_batches": 3}}),
-    (Decides, COMBINED, {"trainer": {"accumulate_grad_batches": 3}}),
-    (Decides, ZERO, {"trainer": {"accumulate_grad_batches": 3}}),
+    pytest.param(Decides, COMBINED, {"trainer": {"accumulate_grad_batches": 3}}, marks=pytest.mark.slow),
+    pytest.param(Decides, ZERO, {"trainer": {"accumulate_grad_batches": 3}}, marks=pytest.mark.slow),
     (Decides, PP2, {"trainer": {"gradient_clip_val": 0.1}}),
-    (Decides, PP2, {"num_microbatches": 4}),
+    pytest.param(Decides, PP2, {"num_microbatches": 4}, marks=pytest.mark.slow),
 ]
 
 
@@ -323,11 +323,11 @@ BREAKS = [
     *((Selects, layout, {}) for layout in (COMBINED, TENSOR, ZERO, BY_LAYER)),
     *((module, layout, {}) for module in (Skips, SelectsForSome) for layout in (ZERO, BY_LAYER)),
     (SelectsForSome, COMBINED, {}),
-    (CountsAndSelects, BY_LAYER, {"num_microbatches": 1}),
-    (Selects, ZERO, {"trainer": {"accumulate_grad_batches": 3}}),
-    (SelectsForSome, BY_LAYER, {"trainer": {"accumulate_grad_batches": 4}}),
+    pytest.param(CountsAndSelects, BY_LAYER, {"num_microbatches": 1}, marks=pytest.mark.slow),
+    pytest.param(Selects, ZERO, {"trainer": {"accumulate_grad_batches": 3}}, marks=pytest.mark.slow),
+    pytest.param(SelectsForSome, BY_LAYER, {"trainer": {"accumulate_grad_batches": 4}}, marks=pytest.mark.slow),
     (Selects, PP2, {"trainer": {"accumulate_grad_batches": 3}}),
-    (Selects, COMBINED, {"trainer": {"accumulate_grad_batches": 4}}),
+    pytest.param(Selects, COMBINED, {"trainer": {"accumulate_grad_batches": 4}}, marks=pytest.mark.slow),
     (Selects, Layout("zb", devices=2, strategy={"pipeline_parallel_size": 2, "schedule": "zero_bubble"}), {}),
 ]
 

@@ -51,9 +51,11 @@ RUNS = [
     pytest.param(replace(LARGE, microbatches=1), id="none"),
     pytest.param(replace(LARGE, microbatches=4, pp=2), id="pp2"),
     pytest.param(replace(LARGE, dp=2, strategy={"zero_stage": 3, "reshard_after_forward": True}), id="zero3"),
-    pytest.param(replace(LARGE, tp=2), id="tp2"),
+    pytest.param(replace(LARGE, tp=2), id="tp2", marks=pytest.mark.slow),
     pytest.param(
-        replace(LARGE, microbatches=1, trainer={"accumulate_grad_batches": 2}, num_batches=8), id="accumulated"
+        replace(LARGE, microbatches=1, trainer={"accumulate_grad_batches": 2}, num_batches=8),
+        id="accumulated",
+        marks=pytest.mark.slow,
     ),
 ]
 
