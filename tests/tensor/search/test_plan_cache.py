@@ -47,7 +47,8 @@ def without_costs(plan):
     ("name", "proofs"),
     [
         *(("merged heads", NUM_PROOFS), ("offsets", NUM_PROOFS), ("one key head", NUM_PROOFS), ("mlp", NUM_PROOFS)),
-        *(("group norm", 4), ("encoder layer", 4)),  # they do something else in eval mode
+        ("encoder layer", NUM_PROOFS),  # torch's fast path, which it takes in eval mode, is off in trials
+        ("group norm", 4),  # it does something else in eval mode
     ],
 )
 def test_second_run_only_proves(tmp_path, name, proofs):
