@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from harness.fits import Run, fit, refusal, trainer_of
+from harness.trainer_runs import lines_of_lightning
 from harness.zero_runs import assert_bits
 from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
 from lightning_hybrid.errors import BackwardStepError
@@ -137,12 +138,13 @@ class GradientBytes(Callback):
 
 
 @pytest.mark.parametrize(("in_backward", "layers"), [(True, 1), (False, 6)])
-def test_gradients_of_one_layer_are_alive(caplog, in_backward, layers):
+def test_gradients_of_one_layer_are_alive(in_backward, layers):
     counted = GradientBytes()
-    with caplog.at_level("INFO", logger="lightning.pytorch"):  # other tests of this process silence it
-        trainer_of(1, Hybrid3DStrategy(optimizer_in_backward=in_backward), [counted]).fit(blocks(), batches(3))
+    trainer = trainer_of(1, Hybrid3DStrategy(optimizer_in_backward=in_backward), [counted])
+    with lines_of_lightning() as lines:
+        trainer.fit(blocks(), batches(3))
     assert counted.most == layers * counted.of_layer
-    assert ("each layer is stepped in the backward" in caplog.text) is in_backward
+    assert ("each layer is stepped in the backward" in "\n".join(lines)) is in_backward
 
 
 class ShardBytes(Callback):
