@@ -7,13 +7,13 @@ import torch
 from lightning_hybrid.errors import PrecisionError
 
 # The first compute capability of CUDA with arithmetic of a format, and what to use below it.
-_BFLOAT16, _FLOAT8 = (8, 0), (8, 9)
+_BFLOAT16, FLOAT8 = (8, 0), (8, 9)
 _NEEDED = {
     "16-mixed": (5, 3),
     "16-true": (5, 3),
     "bf16-mixed": _BFLOAT16,
     "bf16-true": _BFLOAT16,
-    "float8": _FLOAT8,
+    "float8": FLOAT8,
 }
 
 
@@ -39,7 +39,7 @@ def check_device_precision(precision: str, device: torch.device) -> None:
         return
     raise PrecisionError(
         f"{precision if precision == 'float8' else f'precision={precision!r}'} needs compute capability"
-        f" {_dotted(needed)}, but {torch.cuda.get_device_name(device)} ({device}) has {_dotted(capability)};"
+        f" {dotted(needed)}, but {torch.cuda.get_device_name(device)} ({device}) has {dotted(capability)};"
         f" set {_advice(precision, capability)}",
         entry="precision-device",
     )
@@ -54,5 +54,6 @@ def _advice(precision: str, capability: tuple[int, int]) -> str:
     return "precision='16-mixed' or '32-true'"
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def dotted(capability: tuple[int, int]) -> str:
+    """A compute capability as it is written, such as "8.9"."""
     return ".".join(map(str, capability))

@@ -19,9 +19,9 @@ from torch import nn
 
 from lightning_hybrid.errors import Float8Error
 from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.precision.check_device_capability import FLOAT8, dotted
 
 _MULTIPLE = 16  # of the sizes that the products of a GPU take
-_CAPABILITY = (8, 9)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LISTED = 8
 
@@ -208,7 +208,7 @@ def _config(recipe: str, emulate: bool) -> Any:
 
 
 def _check_device() -> None:
-    wanted = ".".join(map(str, _CAPABILITY))
+    wanted = dotted(FLOAT8)
     change = "pass Float8(emulate=True), which is slow, or leave float8 out"
     if not torch.cuda.is_available():
         raise Float8Error(
@@ -216,9 +216,9 @@ def _check_device() -> None:
             entry="float8-device",
         )
     capability = torch.cuda.get_device_capability()
-    if capability < _CAPABILITY:
+    if capability < FLOAT8:
         raise Float8Error(
             f"float8 products need compute capability {wanted} or higher, and {torch.cuda.get_device_name()} has"
-            f" {'.'.join(map(str, capability))}; {change}",
+            f" {dotted(capability)}; {change}",
             entry="float8-device",
         )

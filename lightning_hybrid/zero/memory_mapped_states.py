@@ -35,7 +35,6 @@ class StateFile:
         folder: The folder whose disk it uses.
         nbytes: Its length.
         maps: The mapping of each region.
-        addresses: Of each mapping, in this process.
     """
 
     def __init__(self, folder: str, sizes: Iterable[int], *, content: str = "the optimizer's states") -> None:
@@ -52,7 +51,6 @@ class StateFile:
         self.folder, self._content = folder, content
         self.nbytes = 0
         self.maps: list[mmap.mmap] = []
-        self.addresses: list[range] = []
         _FILES.add(self)
         try:
             os.makedirs(folder, exist_ok=True)
@@ -88,10 +86,7 @@ class StateFile:
             ) from error
         self.nbytes = end
         for length in lengths:
-            mapped = mmap.mmap(self._file.fileno(), length, offset=start)
-            begin = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
-            self.maps.append(mapped)
-            self.addresses.append(range(begin, begin + length))
+            self.maps.append(mmap.mmap(self._file.fileno(), length, offset=start))
             start += length
 
     def check(self) -> None:
@@ -128,7 +123,8 @@ class StateFile:
 
 def is_in_state_file(address: int) -> bool:
     """Whether the memory at an address of this process is that of a state file."""
-    return any(address in addresses for file in _FILES for addresses in file.addresses)
+    maps = (torch.frombuffer(mapped, dtype=torch.uint8) for file in _FILES for mapped in file.maps)
+    return any(0 <= address - mapped.data_ptr() < mapped.nbytes for mapped in maps)
 
 
 class Region(NamedTuple):

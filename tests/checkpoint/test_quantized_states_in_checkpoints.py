@@ -17,6 +17,7 @@ from harness.checkpoint_runs import (
     folders,
     load,
     loader_of,
+    states_of,
 )
 from harness.fits import trainer_of
 from lightning_hybrid.checkpoint.convert_between_folder_and_file import to_file, to_folder
@@ -45,13 +46,6 @@ def train(name, layout, max_epochs, resume=None, save=None):
     if save is not None:
         trainer.save_checkpoint(save)
     return {name: value.clone() for name, value in module.state_dict().items()}
-
-
-def states_of(path):
-    """The optimizer's states in a checkpoint, by number."""
-    if path.is_dir():
-        return SavedFolder(path).checkpoint()["optimizer_states"][0]["state"]
-    return load(str(path))["optimizer_states"][0]["state"]
 
 
 def assert_same_states(states, expected):

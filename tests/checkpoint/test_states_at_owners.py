@@ -13,11 +13,10 @@ from harness.checkpoint_runs import (
     Layout,
     assert_same_state,
     folders,
-    load,
     loader_of,
+    states_of,
 )
 from harness.fits import trainer_of
-from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
 from models.cases import make
 from models.full_parameter_optimizers import MODULES
 
@@ -33,13 +32,6 @@ def train(optimizer, layout, max_epochs, resume=None, save=None):
     if save is not None:
         trainer.save_checkpoint(save)
     return {name: value.clone() for name, value in module.state_dict().items()}
-
-
-def states_of(path):
-    """The optimizer's states in a checkpoint, by number."""
-    if path.is_dir():
-        return SavedFolder(path).checkpoint()["optimizer_states"][0]["state"]
-    return load(str(path))["optimizer_states"][0]["state"]
 
 
 def slow(*values):

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from harness.fits import trainer_of
 from harness.one_process_pipeline import assert_same_gradients
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
 from models.cases import Samples, make
 from models.hand_written import Decoder, Layers, Tied
 from models.hugging_face import GPT2
@@ -102,6 +103,12 @@ def assert_same_state(got, expected, tolerance=1e-9):
 
 def load(path):
     return torch.load(path, weights_only=False)
+
+
+def states_of(path):
+    """The first optimizer's states in a checkpoint, a file or a folder, by number."""
+    checkpoint = SavedFolder(path).checkpoint() if path.is_dir() else load(str(path))
+    return checkpoint["optimizer_states"][0]["state"]
 
 
 ZERO = Layout(1, dp=2, options=(("zero_stage", 3),))

@@ -18,6 +18,17 @@ from lightning_hybrid.schedule import Kind
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from models.cases import Samples, make
 
+# Sizes of `Run`, by name: each way in which a parameter is sharded, or on one stage, and all of them at once.
+EACH_SHARDING: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2},
+    "zero3": {"dp": 2, "strategy": {"zero_stage": 3}},
+    "pp2": {"pp": 2},
+    "zero1": {"dp": 2, "strategy": {"zero_stage": 1}},
+    "zero2": {"dp": 2, "strategy": {"zero_stage": 2}},
+    "tp2 x pp2 x dp2": {"tp": 2, "pp": 2, "dp": 2},
+    "tp2 x pp2 x zero3": {"tp": 2, "pp": 2, "dp": 2, "strategy": {"zero_stage": 3}},
+}
+
 
 @dataclass
 class Fitted:

@@ -59,6 +59,33 @@ class Manual(Regression):
         self.automatic_optimization = False
 
 
+class ManualStep(Manual):
+    """Clears the gradients, runs the backward, and steps the optimizer."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("loss", loss)
+
+
+class ManualClosure(Manual):
+    """Steps an optimizer that calls the closure itself."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        self.log("loss", optimizer.step(closure))
+
+
 FEATURES = 6
 
 

@@ -7,7 +7,7 @@ n (k - 1) / k bytes per rank, and an all-reduce sends twice as many.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from lightning_hybrid.layout import AXES, ParallelLayout
 from lightning_hybrid.patching import around
 from lightning_hybrid.shared_memory.collectives import SharedMemory
 from lightning_hybrid.shared_memory.point_to_point_transfers import Transfers
+from lightning_hybrid.step.objects.pytree import flatten
 
 Collective = Literal["all_reduce", "gather", "scatter", "send"]
 AXIS_NAMES = ("data", "context", "tensor", "pipeline", "experts", "several")  # several: ranks along more than one axis
@@ -102,7 +103,9 @@ class SentBytes:
         if size == 1:
             return
         share = {"all_reduce": 2 * (size - 1) / size, "gather": size - 1, "scatter": (size - 1) / size, "send": 1}[kind]
-        self.counts[self._axis_of(group)] += share * sum(tensor.nbytes for tensor in _tensors(values))
+        self.counts[self._axis_of(group)] += share * sum(
+            value.nbytes for value in flatten(values)[0] if isinstance(value, Tensor)
+        )
 
     def _axis_of(self, group: ProcessGroup) -> str:
         if id(group) not in self._axes:
@@ -116,11 +119,3 @@ class SentBytes:
         places = [self._layout.coordinates(rank) for rank in ranks]
         axes = {_NAMES[axis] for axis in AXES if len({getattr(place, axis) for place in places}) > 1}
         return axes.pop() if len(axes) == 1 else "several"
-
-
-def _tensors(values: Any) -> Iterable[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors(value)

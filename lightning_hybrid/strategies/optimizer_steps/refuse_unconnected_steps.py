@@ -63,7 +63,8 @@ class ConnectedOptimizers:
         if not any(known is optimizer for known in self._optimizers):
             self._check_other(optimizer)
             self._optimizers.append(optimizer)
-        self._check_parameters(optimizer)
+        if self._has_copies or self._sharded:
+            self._check_parameters(optimizer)
         if not self._is_manual or self._num_replicas == 1:
             return closure
 

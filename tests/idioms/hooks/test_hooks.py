@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 from harness.layouts import each_under, under
 from harness.verification import BOTH, LAYOUTS, STAGES
 from harness.verification import check_there_and_back as check
-from models.regression import Manual, Regression
+from models.regression import ManualStep, Regression
 
 # --- optimization ----------------------------------------------------------------------------------------------------
 
@@ -323,17 +323,7 @@ def test_files_written_in_hooks(worlds, module):
 # --- with stages, a step that is not Lightning's own -----------------------------------------------------------------
 
 
-class ManualBackward(Manual):
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        optimizer.step()
-        self.log("loss", loss)
-
-
 @under(LAYOUTS, also=[LAYOUTS[1]])
 def test_manual_optimization(worlds, layout):
-    report = check(worlds, ManualBackward, layout, num_microbatches=1)
+    report = check(worlds, ManualStep, layout, num_microbatches=1)
     assert report.outcome == "same", str(report)

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from harness.verification import check
 from lightning_hybrid.verify import Layout
 from models.optimizers import ScaledByNorm
-from models.regression import FEATURES, Manual, Regression
+from models.regression import FEATURES, Manual, ManualClosure, Regression
 
 LAYOUTS = [
     Layout("pp2", devices=2, strategy={"pipeline_parallel_size": 2}),
@@ -111,18 +111,7 @@ class GradientPenalty(Manual):
         self.log("loss", loss)
 
 
-class StepsByLBFGS(Manual):
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-
-        def closure():
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            return loss
-
-        self.log("loss", optimizer.step(closure))
-
+class StepsByLBFGS(ManualClosure):
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2, line_search_fn="strong_wolfe")
 

@@ -7,7 +7,7 @@ from torch import nn
 from harness.verification import check
 from lightning_hybrid.verify import Layout
 from models.optimizers import Lamb, Lookahead, ScaledByNorm, ScaledByRows, SharpnessAware
-from models.regression import Manual
+from models.regression import Manual, ManualClosure, ManualStep
 
 TP = {"tensor_parallel_size": 2}
 LAYOUTS = {
@@ -20,62 +20,37 @@ LAYOUTS = {
 }
 
 
-class Steps(Manual):
-    """Clears, runs the backward, and steps by a subclass's optimizer."""
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        optimizer.step()
-        self.log("loss", loss)
-
-
-class StepsWithClosure(Manual):
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-
-        def closure():
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            return loss
-
-        self.log("loss", optimizer.step(closure))
-
-
-class ByNorm(Steps):
+class ByNorm(ManualStep):
     def configure_optimizers(self):
         return ScaledByNorm(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class ByLamb(Steps):
+class ByLamb(ManualStep):
     def configure_optimizers(self):
         return Lamb(self.parameters())
 
 
-class ByLookahead(Steps):
+class ByLookahead(ManualStep):
     def configure_optimizers(self):
         return Lookahead(torch.optim.Adagrad(self.parameters(), lr=1e-2))
 
 
-class ByRows(StepsWithClosure):
+class ByRows(ManualClosure):
     def configure_optimizers(self):
         return ScaledByRows(self.parameters())
 
 
-class BySharpness(StepsWithClosure):
+class BySharpness(ManualClosure):
     def configure_optimizers(self):
         return SharpnessAware(self.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-class ByLBFGS(StepsWithClosure):
+class ByLBFGS(ManualClosure):
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
 
 
-class ByMuon(Steps):
+class ByMuon(ManualStep):
     """Its matrices by Muon; its vectors by an optimizer of torch with a hook that reads all of them."""
 
     def training_step(self, batch, batch_idx):
@@ -163,7 +138,7 @@ class MadeInStep(Manual):
         return None
 
 
-class MadeAtStart(Steps):
+class MadeAtStart(ManualStep):
     """A second optimizer is made when the fit starts, and steps the head through ``optimizer.optimizer``'s class."""
 
     def on_fit_start(self):

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.fits import Run, check, fit, reference_of
+from harness.fits import EACH_SHARDING, Run, check, fit, reference_of
 from harness.live_storages import LiveStorages
 from lightning_hybrid.collectives import exchange_tensors
 from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard
@@ -14,15 +14,6 @@ from lightning_hybrid.zero.optimizer_states.full_parameter_step_at_owner import 
 from models.full_parameter_optimizers import MODULES, ByShampoo, ManuallyByAdafactor, ManuallyByLamb, ManuallyByMuon
 from models.mixtures import Mixtral
 
-LAYOUTS = {
-    "tp2": {"tp": 2},
-    "zero3": {"dp": 2, "strategy": {"zero_stage": 3}},
-    "pp2": {"pp": 2},
-    "zero1": {"dp": 2, "strategy": {"zero_stage": 1}},
-    "zero2": {"dp": 2, "strategy": {"zero_stage": 2}},
-    "tp2 x pp2 x dp2": {"tp": 2, "pp": 2, "dp": 2},
-    "tp2 x pp2 x zero3": {"tp": 2, "pp": 2, "dp": 2, "strategy": {"zero_stage": 3}},
-}
 FAST = {("muon", "tp2"), ("adafactor", "zero3"), ("lamb", "tp2"), ("lars", "zero2")}
 
 
@@ -31,11 +22,11 @@ FAST = {("muon", "tp2"), ("adafactor", "zero3"), ("lamb", "tp2"), ("lars", "zero
     [
         pytest.param(optimizer, layout, marks=() if (optimizer, layout) in FAST else pytest.mark.slow)
         for optimizer in MODULES
-        for layout in LAYOUTS
+        for layout in EACH_SHARDING
     ],
 )
 def test_parity(worlds, optimizer, layout):
-    check(worlds, Run(MODULES[optimizer], num_batches=4, **LAYOUTS[layout]), timeout=300)
+    check(worlds, Run(MODULES[optimizer], num_batches=4, **EACH_SHARDING[layout]), timeout=300)
 
 
 def by_adafactor(module):
@@ -65,7 +56,7 @@ def test_parity_of_other_shards(worlds, name):
 @pytest.mark.parametrize("layout", ["tp2", "zero3", "pp2"])
 def test_class_that_declares_independent_parameters(worlds, layout):
     """Its step writes into gradients, so these are not compared; the losses of later batches and the weights are."""
-    run = Run(ByShampoo, num_batches=4, **LAYOUTS[layout])
+    run = Run(ByShampoo, num_batches=4, **EACH_SHARDING[layout])
     expected = reference_of(worlds, run)
     for rank in worlds.run(2, fit, run, timeout=300):
         if run.dp == 1:

@@ -14,7 +14,7 @@ from lightning_hybrid.verify import Layout
 from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import can_step_shards, steps_full_parameters
 from models.hand_written import Tied
-from models.regression import Manual, Regression
+from models.regression import ManualStep, Regression
 
 STATES = {"offload": {"optimizer_states": "cpu"}}
 ON_DISK = {"offload": {"optimizer_states": f"disk:{tempfile.gettempdir()}"}}
@@ -80,14 +80,8 @@ class ByMuon(Unfreezes):
         return torch.optim.Muon([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
-class ManuallyByMuon(ByMuon, Manual):
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        optimizer.step()
-        self.log("loss", loss)
+class ManuallyByMuon(ByMuon, ManualStep):
+    """The same in manual optimization."""
 
 
 ROUNDS = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.fits import Run, check, fit, reference_of, refusal
+from harness.fits import EACH_SHARDING, Run, check, fit, reference_of, refusal
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks.monitors.memory_of_tensors import bytes_by_kind, find_holders
 from lightning_hybrid.errors import QuantizedStatesError
@@ -96,15 +96,6 @@ def test_estimated_bytes_of_states_are_those_of_a_step(name, shape, dtype):
 
 # --- parity ----------------------------------------------------------------------------------------------------------
 
-LAYOUTS = {
-    "tp2": {"tp": 2},
-    "zero3": {"dp": 2, "strategy": {"zero_stage": 3}},
-    "pp2": {"pp": 2},
-    "zero1": {"dp": 2, "strategy": {"zero_stage": 1}},
-    "zero2": {"dp": 2, "strategy": {"zero_stage": 2}},
-    "tp2 x pp2 x dp2": {"tp": 2, "pp": 2, "dp": 2},
-    "tp2 x pp2 x zero3": {"tp": 2, "pp": 2, "dp": 2, "strategy": {"zero_stage": 3}},
-}
 FAST = {("8bit", "zero3"), ("bitsandbytes", "tp2")}
 
 
@@ -113,19 +104,21 @@ FAST = {("8bit", "zero3"), ("bitsandbytes", "tp2")}
     [
         pytest.param(name, layout, marks=() if (name, layout) in FAST else pytest.mark.slow)
         for name in NAMES
-        for layout in LAYOUTS
+        for layout in EACH_SHARDING
     ],
 )
 def test_parity(worlds, name, layout):
     """Blocks are those of one process, since owners have full states."""
-    check(worlds, Run(MODULES[name], num_batches=4, callback=Uncompiled, **LAYOUTS[layout]), timeout=300)
+    check(worlds, Run(MODULES[name], num_batches=4, callback=Uncompiled, **EACH_SHARDING[layout]), timeout=300)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_parity_in_32_bits(worlds, name):
     """Gradients differ by their last bits, and so a few states by one code."""
-    run = Run(MODULES[name], num_batches=4, dtype=torch.float32, callback=Uncompiled, **LAYOUTS["tp2 x pp2 x zero3"])
+    run = Run(
+        MODULES[name], num_batches=4, dtype=torch.float32, callback=Uncompiled, **EACH_SHARDING["tp2 x pp2 x zero3"]
+    )
     check(worlds, run, timeout=300, tolerance=1e-3)
 
 
