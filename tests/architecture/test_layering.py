@@ -16,6 +16,7 @@ FLOORS = [
     {"errors"},
     {"layout", "version"},
     {"schedule", "graph"},
+    {"planner"},
     {"shared_memory", "patching", "optim", "gloo_via_host"},
     {"mesh", "step", "step/objects"},
     {"randomness", "step/standins"},
@@ -54,7 +55,7 @@ FLOORS = [
     {"cli", "__init__"},
 ]
 PEERS = {"pipeline", "tensor", "zero", "experts", "memory", "replicate"}
-PURE = FLOORS[0] | FLOORS[1] | FLOORS[2]
+PURE = FLOORS[0] | FLOORS[1] | FLOORS[2] | FLOORS[3]
 FRAMEWORKS = {"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 MAY_IMPORT_LIGHTNING = {"strategies", "precision", "callbacks", "cli", "__init__"}

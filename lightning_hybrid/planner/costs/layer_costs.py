@@ -1,0 +1,144 @@
+"""Costs of a model's layers per sample, before any layout: `LayerCosts` and `ModelCosts`.
+
+All sizes are of one sample (one sequence) and of the forward; predictions derive the backward and divide by ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+Sharding = Literal["columns", "inner", "count", ""]
+
+
+@dataclass(frozen=True)
+class Product:
+    """Equal matrix products ``[rows, inner] @ [inner, columns]`` of one layer's forward, for one sample.
+
+    Attributes:
+        rows: Rows for one sample, such as the length of a sequence.
+        inner: The size that is summed over.
+        columns: Columns of the result.
+        count: How many such products one sample takes, such as the number of heads.
+        sharded: What tensor ranks divide; empty if each of them computes all of it.
+        has_weight: Whether the second operand is a parameter, shared by all samples: the samples of a microbatch then
+            make one product with more rows. Otherwise they make more products.
+        is_attention: Whether it belongs to attention scores, which context ranks and causal masks shorten.
+        active_share: Share of the rows that are computed, such as the causal half of attention scores.
+    """
+
+    rows: float
+    inner: float
+    columns: float
+    count: float = 1.0
+    sharded: Sharding = ""
+    has_weight: bool = True
+    is_attention: bool = False
+    active_share: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the forward for one sample."""
+        return 2.0 * self.rows * self.inner * self.columns * self.count * self.active_share
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Costs of one layer, or of ``count`` equal layers in a row, for one sample.
+
+    Sizes of tensors are numbers of elements; the layout's number format gives the bytes of an element.
+
+    Attributes:
+        name: FQN or kind of the layer.
+        count: Equal layers in a row.
+        products: Its matrix products.
+        parameters: Number of parameters of one layer, experts included.
+        sharded_parameters: Those that tensor ranks divide, experts not included.
+        expert_parameters: Those of experts, which expert ranks divide.
+        moved: Elements that memory-bound operations read and write in the forward, besides products.
+        replicated_moved: The part of ``moved`` that tensor ranks do not divide, unless sequence parallel.
+        saved: Elements saved for the backward, without attention scores.
+        replicated_saved: The part of ``saved`` that tensor ranks do not divide, unless sequence parallel.
+        saved_scores: Elements of attention scores saved; "selective" recomputation saves none.
+        selective_saved: Elements saved under selective recomputation (results of expensive operations).
+        outputs: Elements of its result, which the next stage receives and full recomputation saves.
+        reductions: All-reduces of ``outputs`` over tensor ranks in the forward; as many in the backward.
+        kernels: Kernels started in the forward.
+        float32_saved: Elements saved in 32 bits besides ``saved``, such as logits of a loss.
+        peak_only: Elements held in 32 bits during the layer's backward alone.
+        routed_tokens: Rows that each of all-to-all carries to experts and back; 0 without experts.
+    """
+
+    name: str
+    count: int = 1
+    products: tuple[Product, ...] = ()
+    parameters: int = 0
+    sharded_parameters: int = 0
+    expert_parameters: int = 0
+    moved: float = 0.0
+    replicated_moved: float = 0.0
+    saved: float = 0.0
+    replicated_saved: float = 0.0
+    saved_scores: float = 0.0
+    selective_saved: float = 0.0
+    outputs: float = 0.0
+    reductions: int = 0
+    kernels: int = 0
+    float32_saved: float = 0.0
+    peak_only: float = 0.0
+    routed_tokens: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of one layer's forward for one sample."""
+        return sum(product.flops for product in self.products)
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """Costs of a model.
+
+    Attributes:
+        name: For reports.
+        layers: In order of execution; the partition into stages is contiguous.
+        positions: Tokens of one sample, 1 if it is no sequence.
+        heads: The number that tensor ranks must divide; None if unknown.
+        key_value_heads: The same of keys and values.
+        experts: Experts per layer, which expert ranks must divide; 0 without.
+        has_tied_embedding: Whether the first and the last layer share a parameter, counted in the first.
+        is_traced: Whether the costs come from a recorded step or configuration; False if estimated from parameters.
+        frozen_parameters: Parameters without gradients.
+    """
+
+    name: str
+    layers: tuple[LayerCosts, ...]
+    positions: int = 1
+    heads: int | None = None
+    key_value_heads: int | None = None
+    experts: int = 0
+    has_tied_embedding: bool = False
+    is_traced: bool = True
+    frozen_parameters: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return sum(layer.parameters * layer.count for layer in self.layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of single layers."""
+        return sum(layer.count for layer in self.layers)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of a forward for one sample."""
+        return sum(layer.flops * layer.count for layer in self.layers)
+
+    def single_layers(self) -> Iterator[LayerCosts]:
+        """All layers one by one, in order."""
+        for layer in self.layers:
+            for _ in range(layer.count):
+                yield layer

@@ -1,0 +1,118 @@
+"""`Hardware`: what one device computes and holds, and what the links carry; read from TOML."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PRESETS = Path(__file__).with_name("presets")
+
+
+@dataclass(frozen=True)
+class BandwidthCurve:
+    """Bus bandwidth of a collective against the bytes of its tensor, interpolated between measured points.
+
+    Attributes:
+        sizes: Bytes of the full tensor, ascending.
+        bandwidths: Bus bandwidth in bytes per second at each, as nccl-tests define it: what the busiest link carries.
+    """
+
+    sizes: tuple[float, ...]
+    bandwidths: tuple[float, ...]
+
+    def bandwidth(self, size: float) -> float:
+        """Bytes per second at a size: constant time below the first point, log-log between, constant above the last."""
+        if size <= self.sizes[0]:
+            return self.bandwidths[0] * max(size, 1.0) / self.sizes[0]
+        if size >= self.sizes[-1]:
+            return self.bandwidths[-1]
+        right = bisect.bisect_left(self.sizes, size)
+        left = right - 1
+        share = math.log(size / self.sizes[left]) / math.log(self.sizes[right] / self.sizes[left])
+        return self.bandwidths[left] * (self.bandwidths[right] / self.bandwidths[left]) ** share
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of device in one kind of cluster.
+
+    Attributes:
+        name: Name of the preset or of the file.
+        memory: Bytes of a device.
+        reserved: Bytes that the framework, its libraries and fragmentation take of these.
+        product_flops: Largest measured FLOP/s of a matrix product, by number format ("bfloat16", "float8", ...).
+        memory_bandwidth: Bytes per second of the device's memory.
+        kernel_seconds: Least time between the starts of two kernels.
+        efficiency: The one constant per hardware by which the time of computation is divided.
+        devices_per_node: Devices that share the links within a node.
+        within_node: Bus bandwidth between devices of a node.
+        between_nodes: Bus bandwidth per node over all its adapters, when all its devices take part.
+        latency_within: Seconds of one message within a node.
+        latency_between: The same between nodes.
+        host_bandwidth: Bytes per second between a device and its host, in one direction.
+        host_update_rate: Parameters per second and device that an optimizer on the host updates.
+    """
+
+    name: str
+    memory: float
+    reserved: float
+    product_flops: Mapping[str, float]
+    memory_bandwidth: float
+    kernel_seconds: float
+    efficiency: float
+    devices_per_node: int
+    within_node: BandwidthCurve
+    between_nodes: BandwidthCurve
+    latency_within: float
+    latency_between: float
+    host_bandwidth: float
+    host_update_rate: float
+
+
+def preset_names() -> list[str]:
+    """Names of the presets that come with the package."""
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def load_hardware(name: str) -> Hardware:
+    """Read a preset, or a TOML file by its path.
+
+    Args:
+        name: Of a preset such as "a100-80", or the path of a file.
+
+    Raises:
+        ValueError: Neither a preset nor a file, or a key is missing or unknown.
+    """
+    path = Path(name) if name.endswith(".toml") else PRESETS / f"{name.lower()}.toml"
+    if not path.is_file():
+        raise ValueError(f"no hardware {name!r}: give one of {', '.join(preset_names())}, or the path of a TOML file")
+    return hardware_from_table(tomllib.loads(path.read_text()), path)
+
+
+def hardware_from_table(table: Mapping[str, Any], path: Path) -> Hardware:
+    """Build a `Hardware` from the table of a TOML file.
+
+    Raises:
+        ValueError: A key is missing or unknown.
+    """
+    wanted = set(Hardware.__dataclass_fields__)
+    given = dict(table)
+    given.setdefault("name", path.stem)
+    missing, unknown = wanted - set(given), set(given) - wanted - {"sources"}
+    if missing or unknown:
+        raise ValueError(f"{path}: missing keys {sorted(missing)}, unknown keys {sorted(unknown)}")
+    given.pop("sources", None)
+    for link in ("within_node", "between_nodes"):
+        points: Sequence[Sequence[float]] = sorted(given[link])
+        given[link] = BandwidthCurve(tuple(size for size, _ in points), tuple(rate for _, rate in points))
+    return Hardware(**given)

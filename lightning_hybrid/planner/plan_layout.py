@@ -1,0 +1,113 @@
+"""`PlanLayout`: one candidate of the planner, and `NumberFormat`: bytes of parameters, gradients and states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RecomputeKind = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """Bytes per element under one precision and optimizer.
+
+    Attributes:
+        name: As the Trainer's ``precision`` spells it, with what matters besides.
+        products: The number format of matrix products, a key of ``Hardware.product_flops``.
+        activation: Bytes of an activation.
+        parameter: Bytes of the parameter that the optimizer, or the layers, hold all the time.
+        compute_copy: Bytes of a further copy in the compute format that is held all the time, as by mixed precision of
+            Megatron and DeepSpeed; 0 where autocast makes it for a layer.
+        gradient: Bytes of a gradient.
+        state: Bytes of the optimizer's states per parameter, a copy of master weights included.
+        gathered: Bytes in which ZeRO gathers parameters.
+        reduced: Bytes in which gradients are reduced.
+    """
+
+    name: str
+    products: str
+    activation: int = 2
+    parameter: int = 4
+    compute_copy: int = 0
+    gradient: int = 4
+    state: float = 8
+    gathered: int = 4
+    reduced: int = 4
+
+
+_MASTER = (2, 2, 0, 2, 12, 2, 2)  # 16-bit parameters and gradients, 32-bit master weights and Adam (arXiv 1910.02054)
+FORMATS = {
+    "32-true": NumberFormat("32-true", "float32", activation=4),
+    "bf16-mixed": NumberFormat("bf16-mixed", "bfloat16"),
+    "16-mixed": NumberFormat("16-mixed", "float16"),
+    "bf16-true": NumberFormat("bf16-true", "bfloat16", 2, 2, 0, 2, 4, 2, 2),
+    "bf16-true, float32 master weights": NumberFormat(
+        "bf16-true, float32 master weights", "bfloat16", 2, 2, 0, 2, 12, 2, 2
+    ),
+    "16-true, float32 master weights": NumberFormat("16-true, float32 master weights", "float16", *_MASTER),
+    "float8": NumberFormat("float8", "float8", *_MASTER),
+}
+
+
+@dataclass(frozen=True)
+class PlanLayout:
+    """How a model would be laid out over the ranks of a cluster.
+
+    Attributes:
+        pipeline: Ranks that share the layers.
+        replicate: Replicas that hold full copies of what ZeRO shards over ``shard`` ranks.
+        shard: Replicas that one copy of states (gradients, parameters) is sharded over.
+        tensor: Ranks that share each layer.
+        context: Ranks that share the positions of a sequence.
+        expert: Ranks that share the experts, among replicas and context ranks.
+        schedule: Name of the pipeline schedule.
+        stages_per_rank: Stages that each pipeline rank holds.
+        microbatch: Samples of one microbatch on one replica.
+        batch: Samples of one optimizer step over all replicas.
+        zero_stage: 0 to 3.
+        reshard_after_forward: Whether ZeRO-3 gathers parameters again for each backward.
+        recompute: What the backward recomputes.
+        offload: Kinds whose memory is on the host: "optimizer_states", "gradients", "parameters".
+        sequence_parallel: Whether tensor ranks divide the positions between sharded regions.
+        fused_attention: Whether attention scores stay in the kernel (FlashAttention).
+        chunked_loss: Whether the loss over the vocabulary is computed in chunks.
+    """
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    microbatch: int = 1
+    batch: int = 1
+    zero_stage: int = 0
+    reshard_after_forward: bool = True
+    recompute: RecomputeKind = "none"
+    offload: frozenset[str] = frozenset()
+    sequence_parallel: bool = False
+    fused_attention: bool = True
+    chunked_loss: bool = False
+
+    @property
+    def data(self) -> int:
+        """Replicas that see different samples."""
+        return self.replicate * self.shard
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the layout."""
+        return self.pipeline * self.data * self.tensor * self.context
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of one replica in one step, at least 1."""
+        return max(1, -(-self.batch // (self.data * self.microbatch)))
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.pipeline * self.stages_per_rank
