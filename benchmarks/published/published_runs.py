@@ -1,0 +1,273 @@
+"""The published measurements of this folder as what the planner reads: costs, layout, number format, hardware.
+
+Each row of `measured_layouts.csv` and `measured_memory.csv` with a known or derivable shape is one `PublishedRun`. What a
+row does not say and its source says elsewhere, or what was derived, is named in `PublishedRun.derived`. Nothing here is
+fitted.
+
+    PYTHONPATH=benchmarks/published python -c "import published_runs; print(len(published_runs.published_layouts()))"
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_hybrid.planner.costs.layer_costs import ModelCosts
+from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
+from lightning_hybrid.planner.hardware.hardware import BandwidthCurve, Hardware, load_hardware
+from lightning_hybrid.planner.plan_layout import FORMATS, NumberFormat, PlanLayout
+
+HERE = Path(__file__).parent
+VOCABULARIES = {"~250k": 250880, "GPT3": 51200, "LLAMA2": 32000, "LLAMA3": 128256, "Nemotron": 256000}
+
+# nvidia-smi prints MiB, and BigScience's tables give thousands of them as GB: their "16GB" and "32GB" of runs that worked
+# are more than the 16160 and 32510 MiB of a V100 if they were GiB.
+BYTES_PER_PRINTED_GB = 1000 * 2**20
+
+# Adam of bitsandbytes keeps both moments in 8 bits; the 32-bit master weights stay.
+_EIGHT_BIT_ADAM = dataclasses.replace(FORMATS["16-true, float32 master weights"], name="16-true, 8-bit Adam", state=6)
+# DeepSpeed's BF16_Optimizer sums gradients in 32 bits, "not sharded across gpus" (the source's section on rebalancing).
+_FLOAT32_SUMS = dataclasses.replace(
+    FORMATS["bf16-true, float32 master weights"], name="bf16-true, float32 gradient sums", gradient=6, reduced=4
+)
+# FSDP's mixed precision "PURE", the default of the benchmark's script: 16 bits on the wire, 32-bit shards.
+_PURE = dataclasses.replace(FORMATS["bf16-mixed"], name="bf16-mixed, 16-bit gathers", gathered=2, reduced=2)
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """One published measurement.
+
+    Attributes:
+        row: Line of the table, the first after the header is 0.
+        file: Name of the table.
+        source: Project and commit.
+        group: Runs of one group were measured in one place at one time: orders within it are comparable.
+        model: Name of the model.
+        costs: Its costs.
+        layout: How it was laid out.
+        number_format: Bytes per element.
+        hardware: The cluster.
+        seconds: Of one optimizer step; None if the row does not give it.
+        memory: Peak bytes of the device that holds most; None if the row does not give it.
+        ran_out: Whether the run failed for lack of memory.
+        derived: What is not in the row, but derived or said elsewhere in its source.
+        contradictory: Whether the row's sizes do not multiply to its number of devices.
+        note: The row's note.
+    """
+
+    row: int
+    file: str
+    source: str
+    group: str
+    model: str
+    costs: ModelCosts
+    layout: PlanLayout
+    number_format: NumberFormat
+    hardware: Hardware
+    seconds: float | None
+    memory: float | None
+    ran_out: bool
+    derived: tuple[str, ...]
+    contradictory: bool
+    note: str
+
+    @property
+    def worked(self) -> bool:
+        """Whether the run finished a step."""
+        return not self.ran_out
+
+    @property
+    def known_shape(self) -> bool:
+        """Whether the row itself gives layers, width, MLP and heads."""
+        return not {"layers", "ffn", "heads"} & set(self.derived)
+
+
+def published_layouts() -> list[PublishedRun]:
+    """Return the runs of `measured_layouts.csv` whose shape is known or can be derived."""
+    with (HERE / "measured_layouts.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return [run for index, row in enumerate(rows) if (run := _layout_run(index, row)) is not None]
+
+
+def scaled_links(curve: BandwidthCurve, share: float) -> BandwidthCurve:
+    """Return a curve of links with another rate: the time beyond the first point's is divided by ``share``."""
+    latency = curve.sizes[0] / curve.bandwidths[0]
+    seconds = [latency + max(0.0, s / b - latency) / share for s, b in zip(curve.sizes, curve.bandwidths, strict=True)]
+    return BandwidthCurve(curve.sizes, tuple(s / t for s, t in zip(curve.sizes, seconds, strict=True)))
+
+
+def cluster(row: Mapping[str, str]) -> Hardware:
+    """Return the cluster of a row: a preset, with the links that its source names."""
+    name = row["hw"].lower()
+    if name.startswith("v100"):
+        return load_hardware("v100-16" if "16gb" in name else "v100-32")
+    if name == "a100-80gb":  # BLOOM's cluster: 4 Omni-Path links of 100 Gb/s per node of 8 (tr11-176B-ml/README.md)
+        preset = load_hardware("a100-80")
+        return dataclasses.replace(
+            preset, name="a100-80, Omni-Path", between_nodes=scaled_links(preset.between_nodes, 0.25)
+        )
+    presets = {"a100_80gb": "a100-80", "a100_40gb": "a100-40", "dgx-h100": "h100", "dgx-b200": "b200"}
+    return load_hardware(presets[name])
+
+
+def _layout_run(index: int, row: Mapping[str, str]) -> PublishedRun | None:
+    derived: list[str] = []
+    shape = _shape(row, derived)
+    if shape is None:
+        return None
+    layout, contradictory = _layout(row, derived)
+    costs = transformer_costs(shape, row["model"])
+    if row["source"].startswith("llm-foundry"):
+        costs = _fused_cross_entropy(costs)
+    if "LoRA" in row["table"]:  # adapters of rank 32 are under 1 % of the parameters
+        costs = dataclasses.replace(costs, frozen_parameters=int(costs.parameters * 0.99))
+    memory = _number(row["mem_gb"])
+    return PublishedRun(
+        index,
+        "measured_layouts.csv",
+        row["source"],
+        _group(row),
+        row["model"],
+        costs,
+        layout,
+        _number_format(row, derived),
+        cluster(row),
+        _seconds(row, layout),
+        None if memory is None else memory * BYTES_PER_PRINTED_GB,
+        "OOM" in (row["mem_gb"], row["step_s"]),
+        tuple(derived),
+        contradictory,
+        row["note"],
+    )
+
+
+def _shape(row: Mapping[str, str], derived: list[str]) -> TransformerShape | None:
+    hidden, layers, ffn, heads = (_whole(row[key]) for key in ("hidden", "layers", "ffn", "heads"))
+    name = row["model"]
+    if hidden is None:
+        return None
+    is_llama = "LLAMA" in name.upper()
+    is_megatron = row["source"].startswith("bigscience")
+    vocabulary = _whole(row["vocab"])
+    if vocabulary is None:
+        vocabulary = VOCABULARIES[row["vocab"] if row["vocab"] in VOCABULARIES else name.split("-")[0]]
+        derived.append("vocabulary")
+    if (
+        "58B" in row["table"]
+    ):  # the source says the size of its MLP was wrong and the model one of 58 billion parameters
+        assert layers is not None
+        ffn = int(((58e9 - vocabulary * hidden) / layers - 4 * hidden**2) / (2 * hidden)) // 64 * 64
+        derived.append("ffn")
+    ffn = ffn or 4 * hidden
+    if layers is None:  # "layers tweaked to fit": the multiple of the stages nearest to the size in the model's name
+        stages, size = int(row["pp"]), float(re.findall(r"(\d+)B", name)[0]) * 1e9
+        layers = stages * round((size - vocabulary * hidden / 2) / (12 * hidden**2) / stages)
+        derived.append("layers")
+    if heads is None:  # the source's text: 96 of the model of 200B, 32 of its 20B, 64 of all others
+        heads = 64 if hidden != 14400 else 96 if layers > 8 else 32
+        derived.append("heads")
+    return TransformerShape(
+        layers,
+        hidden,
+        ffn,
+        heads,
+        vocabulary,
+        int(row["seq"]),
+        key_value_heads=_whole(row["kv"]) or heads,
+        is_gated=is_llama,
+        has_learned_positions=not is_llama and not name.startswith("Nemotron"),
+        has_dropout=is_megatron,
+        has_tied_embedding=not is_llama and not name.startswith("Nemotron"),
+        fused_attention=not is_megatron,
+    )
+
+
+def _fused_cross_entropy(costs: ModelCosts) -> ModelCosts:
+    """FlashAttention's cross-entropy, MPT's default: it writes the gradient over the 16-bit logits."""
+    head = costs.layers[-1]
+    head = dataclasses.replace(head, float32_saved=head.float32_saved / 2, peak_only=0.0, moved=head.moved / 3)
+    return dataclasses.replace(costs, layers=(*costs.layers[:-1], head))
+
+
+def _layout(row: Mapping[str, str], derived: list[str]) -> tuple[PlanLayout, bool]:
+    ranks = int(row["gpus"])
+    tensor, pipeline, context = (int(row[key] or 1) for key in ("tp", "pp", "cp"))
+    model_parallel = tensor * pipeline * context
+    data = int(row["dp"] or 0)
+    contradictory = data > 0 and data * model_parallel != ranks
+    if not data or (contradictory and ranks % model_parallel == 0):
+        data = ranks // model_parallel
+        derived.append("replicas")
+    zero = 3 if row["zero"] == "FULL_SHARD" else int((row["zero"] or "1").split()[0])
+    if not row["zero"]:
+        derived.append("ZeRO stage")  # NeMo's distributed optimizer
+    microbatch = int(row["mbs"] or 1)
+    stages_per_rank = int(row["vp"] or 1) if pipeline > 1 else 1
+    is_nemo, is_megatron = row["source"].startswith("NeMo"), row["source"].startswith("bigscience")
+    layout = PlanLayout(
+        pipeline=pipeline,
+        replicate=1 if zero else data,
+        shard=data if zero else 1,
+        tensor=tensor,
+        context=context,
+        schedule="interleaved" if stages_per_rank > 1 else "1f1b",
+        stages_per_rank=stages_per_rank,
+        microbatch=microbatch,
+        batch=int(row["gbs"] or microbatch * data),
+        zero_stage=zero,
+        recompute="full" if row["recompute"] == "full" else "none",
+        offload=_offload(row),
+        sequence_parallel=is_nemo and tensor > 1,
+        fused_attention=not is_megatron,
+    )
+    return layout, contradictory
+
+
+def _offload(row: Mapping[str, str]) -> frozenset[str]:
+    note, everything = row["note"], frozenset({"parameters", "gradients", "optimizer_states"})
+    if "table at line 464" in note or "table at line 398" in note or "Par Offl=Y" in note:
+        return everything
+    if "Opt Offl=Y" in note or any(f"table at line {line}:" in note for line in (409, 430, 443)):
+        return frozenset({"gradients", "optimizer_states"})
+    return frozenset()
+
+
+def _number_format(row: Mapping[str, str], derived: list[str]) -> NumberFormat:
+    precision = row["precision"]
+    if row["source"].startswith("llm-foundry"):
+        derived.append("FSDP's mixed precision")
+        return _PURE
+    if precision == "FP8":
+        return FORMATS["float8"]
+    if precision == "bf16":
+        return _FLOAT32_SUMS if "Rebalancing" in row["note"] else FORMATS["bf16-true, float32 master weights"]
+    return _EIGHT_BIT_ADAM if "8-bit Adam" in row["note"] else FORMATS["16-true, float32 master weights"]
+
+
+def _seconds(row: Mapping[str, str], layout: PlanLayout) -> float | None:
+    seconds, rate = _number(row["step_s"]), _number(row["tok_s_gpu"])
+    if seconds is None and rate is not None:
+        seconds = layout.batch * int(row["seq"]) / (rate * int(row["gpus"]))
+    return seconds
+
+
+def _group(row: Mapping[str, str]) -> str:
+    """Source, table and, where noted, the day or the section."""
+    days = re.findall(r"(\d{4}-\d\d-\d\d|\d\d-\d\d)(?:;|$)", row["note"]) or [""]
+    return " | ".join(filter(None, (row["source"].split("@")[0], row["table"], days[0])))
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
