@@ -1,8 +1,8 @@
 """The published measurements of this folder as what the planner reads: costs, layout, number format, hardware.
 
-Each row of `measured_layouts.csv` and `measured_memory.csv` with a known or derivable shape is one `PublishedRun`. What a
-row does not say and its source says elsewhere, or what was derived, is named in `PublishedRun.derived`. Nothing here is
-fitted.
+Each row of `measured_layouts.csv` and `measured_memory.csv` with a known or derivable shape is one `PublishedRun`. What
+a row does not say and its source says elsewhere, or what was derived, is named in `PublishedRun.derived`. Nothing here
+is fitted.
 
     PYTHONPATH=benchmarks/published python -c "import published_runs; print(len(published_runs.published_layouts()))"
 """
@@ -24,8 +24,8 @@ from lightning_hybrid.planner.plan_layout import FORMATS, NumberFormat, PlanLayo
 HERE = Path(__file__).parent
 VOCABULARIES = {"~250k": 250880, "GPT3": 51200, "LLAMA2": 32000, "LLAMA3": 128256, "Nemotron": 256000}
 
-# nvidia-smi prints MiB, and BigScience's tables give thousands of them as GB: their "16GB" and "32GB" of runs that worked
-# are more than the 16160 and 32510 MiB of a V100 if they were GiB.
+# nvidia-smi prints MiB, and BigScience's tables give thousands of them as GB: their "16GB" and "32GB" of runs that
+# worked are more than the 16160 and 32510 MiB of a V100 if they were GiB.
 BYTES_PER_PRINTED_GB = 1000 * 2**20
 
 # Adam of bitsandbytes keeps both moments in 8 bits; the 32-bit master weights stay.
