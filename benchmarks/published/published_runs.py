@@ -215,7 +215,7 @@ def _layout(row: Mapping[str, str], derived: list[str]) -> tuple[PlanLayout, boo
         shard=data if zero else 1,
         tensor=tensor,
         context=context,
-        schedule="interleaved" if stages_per_rank > 1 else "1f1b",
+        schedule="interleaved_1f1b" if stages_per_rank > 1 else "1f1b",
         stages_per_rank=stages_per_rank,
         microbatch=microbatch,
         batch=int(row["gbs"] or microbatch * data),
