@@ -67,6 +67,7 @@ class LayerCosts:
         kernels: Kernels started in the forward.
         float32_saved: Elements saved in 32 bits besides ``saved``, such as logits of a loss.
         peak_only: Elements held in 32 bits during the layer's backward alone.
+        is_recomputed: Whether full recomputation applies to it; it does to layers, not to an embedding or a loss.
         routed_tokens: Rows that each of all-to-all carries to experts and back; 0 without experts.
     """
 
@@ -87,6 +88,7 @@ class LayerCosts:
     kernels: int = 0
     float32_saved: float = 0.0
     peak_only: float = 0.0
+    is_recomputed: bool = True
     routed_tokens: float = 0.0
 
     @property

@@ -65,6 +65,7 @@ def transformer_costs(shape: TransformerShape, name: str = "transformer") -> Mod
         outputs=tokens * width,
         reductions=1,
         kernels=4,
+        is_recomputed=False,
     )
     logits = float(tokens) * shape.vocabulary
     head = LayerCosts(
@@ -79,6 +80,7 @@ def transformer_costs(shape: TransformerShape, name: str = "transformer") -> Mod
         peak_only=logits,
         outputs=1.0,
         kernels=12,
+        is_recomputed=False,
     )
     return ModelCosts(
         name,
