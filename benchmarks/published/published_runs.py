@@ -208,7 +208,7 @@ def _sixteen_bit_loss(costs: ModelCosts) -> ModelCosts:
 
 
 def _transformer_engine(costs: ModelCosts, shape: TransformerShape) -> ModelCosts:
-    """Return the costs with what Transformer Engine saves: inputs of products in 8 bits, of norms and functions in 16."""
+    """Return the costs with what Transformer Engine saves: inputs of products in 8 bits, others in 16."""
     layer = costs.layers[1]
     width, queries = shape.hidden, shape.hidden
     keys = queries * (shape.key_value_heads or shape.heads) // shape.heads

@@ -39,16 +39,8 @@ class NumberFormat:
     step: float = 0
 
 
-_MASTER = (
-    2,
-    2,
-    0,
-    2,
-    12,
-    2,
-    2,
-    4,
-)  # 16-bit parameters and gradients, 32-bit master weights and Adam (arXiv 1910.02054)
+# 16-bit parameters and gradients, 32-bit master weights and Adam (arXiv 1910.02054); the step casts gradients.
+_MASTER = (2, 2, 0, 2, 12, 2, 2, 4)
 FORMATS = {
     "32-true": NumberFormat("32-true", "float32", activation=4),
     "bf16-mixed": NumberFormat("bf16-mixed", "bfloat16"),
