@@ -112,7 +112,11 @@ def cluster(row: Mapping[str, str]) -> Hardware:
     if name == "a100-80gb":  # BLOOM's cluster: 4 Omni-Path links of 100 Gb/s per node of 8 (tr11-176B-ml/README.md)
         preset = load_hardware("a100-80")
         return dataclasses.replace(
-            preset, name="a100-80, Omni-Path", between_nodes=scaled_links(preset.between_nodes, 0.25)
+            preset,
+            name="a100-80, Omni-Path",
+            between_nodes=scaled_links(preset.between_nodes, 0.25),
+            efficiency=0.83,
+            overlap=0.0,
         )
     presets = {"a100_80gb": "a100-80", "a100_40gb": "a100-40", "dgx-h100": "h100", "dgx-b200": "b200"}
     return load_hardware(presets[name])
@@ -191,6 +195,7 @@ def _shape(row: Mapping[str, str], derived: list[str]) -> TransformerShape | Non
         has_dropout=is_megatron,
         has_tied_embedding=not is_llama and not name.startswith("Nemotron"),
         fused_attention=not is_megatron,
+        fused_kernels=not row["table"].startswith("HF"),
     )
 
 
@@ -251,6 +256,7 @@ def _layout(row: Mapping[str, str], derived: list[str]) -> tuple[PlanLayout, boo
         offload=_offload(row),
         # DeepSpeed's partitioned activations are not in the layout; what they save is what sequence parallel saves.
         sequence_parallel=(is_nemo and tensor > 1) or "PA_CPU=N" in row["note"],
+        overlapped_tensor_ranks=is_nemo and tensor > 1,
         fused_attention=not is_megatron,
     )
     return layout, contradictory

@@ -72,6 +72,7 @@ class PlanLayout:
         recompute: What the backward recomputes.
         offload: Kinds whose memory is on the host: "optimizer_states", "gradients", "parameters", "activations".
         sequence_parallel: Whether tensor ranks divide the positions between sharded regions.
+        overlapped_tensor_ranks: Whether all-gathers and reduce-scatters of tensor ranks run beside the products.
         fused_attention: Whether attention scores stay in the kernel (FlashAttention).
         chunked_loss: Whether the loss over the vocabulary is computed in chunks.
     """
@@ -91,6 +92,7 @@ class PlanLayout:
     recompute: RecomputeKind = "none"
     offload: frozenset[str] = frozenset()
     sequence_parallel: bool = False
+    overlapped_tensor_ranks: bool = False
     fused_attention: bool = True
     chunked_loss: bool = False
 

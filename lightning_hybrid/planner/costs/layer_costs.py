@@ -56,7 +56,8 @@ class LayerCosts:
         parameters: Number of parameters of one layer, experts included.
         sharded_parameters: Those that tensor ranks divide, experts not included.
         expert_parameters: Those of experts, which expert ranks divide.
-        moved: Elements that memory-bound operations read and write in the forward, besides products.
+        moved: Elements that memory-bound operations read and write in the forward, besides products and scores.
+        moved_scores: Elements of attention scores that a softmax outside the products reads and writes.
         replicated_moved: The part of ``moved`` that tensor ranks do not divide, unless sequence parallel.
         saved: Elements saved for the backward, without attention scores.
         replicated_saved: The part of ``saved`` that tensor ranks do not divide, unless sequence parallel.
@@ -78,6 +79,7 @@ class LayerCosts:
     sharded_parameters: int = 0
     expert_parameters: int = 0
     moved: float = 0.0
+    moved_scores: float = 0.0
     replicated_moved: float = 0.0
     saved: float = 0.0
     replicated_saved: float = 0.0

@@ -31,6 +31,8 @@ class TransformerShape:
         has_dropout: Whether the residual branches have dropout.
         has_tied_embedding: Whether the head uses the embedding's parameter.
         fused_attention: Whether scores of attention stay in the kernel.
+        fused_kernels: Whether activation functions, dropout with residuals, and masks with softmax are one kernel each,
+            as by Megatron-LM or a compiler; otherwise each of their operations reads and writes memory.
         experts: MLPs per layer among which tokens are routed; 0 for one MLP without a router.
         experts_per_token: How many of these compute each token.
     """
@@ -49,6 +51,7 @@ class TransformerShape:
     has_dropout: bool = False
     has_tied_embedding: bool = True
     fused_attention: bool = True
+    fused_kernels: bool = True
     experts: int = 0
     experts_per_token: int = 1
 
@@ -114,8 +117,9 @@ def _transformer_layer(shape: TransformerShape) -> LayerCosts:
     inner_mlp = (4 if shape.is_gated else 2) * shape.ffn * used
     replicated = (5.0 if shape.has_dropout else 4.0) * tokens * width
     sharded = tokens * (queries + 2 * keys + queries + inner_mlp)
-    moved_replicated = (10.0 if shape.has_dropout else 8.0) * tokens * width
-    moved = tokens * (2.0 * (queries + 2 * keys) + (3.0 if shape.is_gated else 2.0) * shape.ffn * used)
+    moved_replicated = (10.0 if shape.has_dropout else 8.0) * tokens * width * (1.0 if shape.fused_kernels else 1.6)
+    around_mlp = (3.0 if shape.is_gated else 2.0) * (1.0 if shape.fused_kernels else 8.0)
+    moved = tokens * (2.0 * (queries + 2 * keys) + around_mlp * shape.ffn * used)
     return LayerCosts(
         "layer",
         count=shape.layers,
@@ -123,7 +127,8 @@ def _transformer_layer(shape: TransformerShape) -> LayerCosts:
         parameters=attention_weights + mlp_weights * max(held, 1) + 4 * width + held * width,
         sharded_parameters=attention_weights + (0 if held else mlp_weights),
         expert_parameters=mlp_weights * held,
-        moved=moved_replicated + moved + 6.0 * scores,
+        moved=moved_replicated + moved,
+        moved_scores=(4.5 if shape.fused_kernels else 15.0) * scores,
         replicated_moved=moved_replicated,
         saved=replicated + sharded,
         replicated_saved=replicated,
@@ -131,6 +136,6 @@ def _transformer_layer(shape: TransformerShape) -> LayerCosts:
         selective_saved=replicated + sharded,
         outputs=float(tokens * width),
         reductions=2,
-        kernels=24 if shape.fused_attention else 30,
+        kernels=24 if shape.fused_kernels else 40,
         routed_tokens=float(tokens * used) if held else 0.0,
     )

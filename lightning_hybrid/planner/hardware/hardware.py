@@ -59,6 +59,8 @@ class Hardware:
         between_nodes: Bus bandwidth per node over all its adapters, when all its devices take part.
         latency_within: Seconds of one message within a node.
         latency_between: The same between nodes.
+        overlap: Share of the computation's time in which collectives over replicas run beside it: near 1 where adapters
+            read the devices' memory, 0 where the host drives them (Omni-Path).
         host_bandwidth: Bytes per second between a device and its host, in one direction.
         host_update_rate: Parameters per second and device that an optimizer on the host updates.
     """
@@ -75,6 +77,7 @@ class Hardware:
     between_nodes: BandwidthCurve
     latency_within: float
     latency_between: float
+    overlap: float
     host_bandwidth: float
     host_update_rate: float
 

@@ -1,0 +1,84 @@
+"""Seconds of collectives over a group of ranks, by algorithm, size and the place of the ranks in nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_hybrid.planner.hardware.hardware import Hardware
+
+
+class Shares(NamedTuple):
+    """Shares of the bandwidth of links that collectives achieve, within a node and between nodes."""
+
+    within: float
+    between: float
+
+
+FULL = Shares(1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """A group of ranks of one mesh axis, and its place in the cluster.
+
+    Attributes:
+        size: Ranks of the group.
+        per_node: Members of the group in one node.
+        groups_per_node: Groups of this axis that communicate at once in one node and share its links to others.
+    """
+
+    size: int
+    per_node: int
+    groups_per_node: int
+
+
+def group_of_axis(size: int, stride: int, devices_per_node: int) -> RankGroup:
+    """Return the group of an axis whose neighbours are ``stride`` ranks apart.
+
+    Args:
+        size: Ranks of the axis.
+        stride: Product of the sizes of the axes inside it, by which consecutive members differ.
+        devices_per_node: Devices of a node.
+    """
+    per_node = max(1, min(size, devices_per_node // stride)) if stride < devices_per_node else 1
+    return RankGroup(size, per_node, max(1, devices_per_node // per_node))
+
+
+def all_reduce_seconds(size: float, group: RankGroup, hardware: Hardware, shares: Shares = FULL) -> float:
+    """Return the seconds of an all-reduce of ``size`` bytes: a ring moves ``2 (n - 1) / n`` of them."""
+    return 2.0 * _ring_seconds(size, group, hardware, shares)
+
+
+def gather_seconds(size: float, group: RankGroup, hardware: Hardware, shares: Shares = FULL) -> float:
+    """Return the seconds of an all-gather to, or a reduce-scatter of, ``size`` bytes: a ring moves ``(n - 1) / n``."""
+    return _ring_seconds(size, group, hardware, shares)
+
+
+def all_to_all_seconds(size: float, group: RankGroup, hardware: Hardware, shares: Shares = FULL) -> float:
+    """Return the seconds of an all-to-all in which each rank sends ``size`` bytes in total."""
+    return _ring_seconds(size, group, hardware, shares)
+
+
+def message_seconds(size: float, crosses_nodes: bool, senders: int, hardware: Hardware) -> float:
+    """Return the seconds of one message, while ``senders`` ranks of the node send at once."""
+    if not crosses_nodes:
+        return hardware.latency_within + size / hardware.within_node.bandwidths[-1]
+    return hardware.latency_between + size * senders / hardware.between_nodes.bandwidths[-1]
+
+
+def _ring_seconds(size: float, group: RankGroup, hardware: Hardware, shares: Shares) -> float:
+    """Half an all-reduce: each rank passes on ``(n - 1) / n`` of the bytes in ``n - 1`` steps."""
+    if group.size <= 1 or size <= 0:
+        return 0.0
+    moved = size * (group.size - 1) / group.size
+    within = moved / (hardware.within_node.bandwidth(size) * shares.within)
+    if group.per_node >= group.size:
+        return within + hardware.latency_within
+    nodes = group.size / group.per_node
+    between = (
+        moved
+        * group.groups_per_node
+        / (hardware.between_nodes.bandwidth(size * group.groups_per_node) * shares.between)
+    )
+    return max(within, between) + hardware.latency_between * nodes

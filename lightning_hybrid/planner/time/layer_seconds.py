@@ -1,0 +1,122 @@
+"""Seconds of one layer's forward and backward for one microbatch on one rank: a roofline per operation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lightning_hybrid.planner.costs.layer_costs import LayerCosts, Product
+from lightning_hybrid.planner.hardware.hardware import Hardware
+from lightning_hybrid.planner.plan_layout import NumberFormat, PlanLayout
+from lightning_hybrid.planner.time.efficiency_constants import EfficiencyConstants
+
+# A softmax with dropout reads and writes 4.5 times the scores in the forward, and 5.5 times in the backward.
+SCORES_BACKWARD = 5.5 / 4.5
+
+
+class LayerSeconds(NamedTuple):
+    """Seconds of one layer for one microbatch, without communication.
+
+    Attributes:
+        forward: Of the forward.
+        backward: Of the backward, without recomputation.
+        recomputed: Of what the backward computes again.
+        kernel_starts: The part of all three in which the device waits for kernels to start.
+    """
+
+    forward: float
+    backward: float
+    recomputed: float
+    kernel_starts: float
+
+
+def layer_seconds(
+    layer: LayerCosts,
+    layout: PlanLayout,
+    number_format: NumberFormat,
+    hardware: Hardware,
+    constants: EfficiencyConstants,
+) -> LayerSeconds:
+    """Return the seconds of one layer for one microbatch of ``layout.microbatch`` samples on one rank."""
+    linear = attention = attention_backward = casts = 0.0
+    for product in layer.products:
+        if number_format.products == "float8" and product.has_weight:
+            casts += cast_elements(product, layout)
+        seconds = product_seconds(product, layout, number_format, hardware, constants)
+        if not product.has_weight:
+            attention += seconds
+            attention_backward += seconds * (constants.attention_backward if layout.fused_attention else 2.0)
+        else:
+            linear += seconds
+    rate = hardware.memory_bandwidth * constants.memory_share / (layout.microbatch * number_format.activation)
+    shared = layout.tensor if layout.sequence_parallel else 1
+    moved = (layer.replicated_moved / shared + (layer.moved - layer.replicated_moved) / layout.tensor) / layout.context
+    around = (moved + casts / layout.microbatch) / rate
+    scores = layer.moved_scores / (layout.tensor * layout.context) / rate
+    device = linear + attention + around + scores
+    device_backward = 2.0 * linear + attention_backward + constants.backward_moved * around + SCORES_BACKWARD * scores
+    starts = layer.kernels * hardware.kernel_seconds
+    forward, backward = max(device, starts), max(device_backward, 2.0 * starts)
+    waits = forward - device + backward - device_backward
+    recomputed = 0.0
+    if not layer.is_recomputed:
+        return LayerSeconds(forward, backward, 0.0, waits)
+    if layout.recompute == "full":
+        recomputed = forward
+        waits += forward - device
+    elif layout.recompute == "selective":
+        recomputed = 0.0 if layout.fused_attention else attention + scores
+    return LayerSeconds(forward, backward, recomputed, waits)
+
+
+def cast_elements(product: Product, layout: PlanLayout) -> float:
+    """Elements of 16 bits that casts of a product's operands to 8 bits move in the forward: two read, one written."""
+    rows = product.rows * layout.microbatch * product.count / layout.context
+    shared = layout.tensor if product.sharded == "inner" else 1
+    weights = product.inner * product.columns * product.count / (layout.tensor if product.sharded else 1)
+    return 1.5 * (rows * product.inner / shared + weights)
+
+
+def product_seconds(
+    product: Product,
+    layout: PlanLayout,
+    number_format: NumberFormat,
+    hardware: Hardware,
+    constants: EfficiencyConstants,
+) -> float:
+    """Return the seconds of a layer's products in the forward for one microbatch on one rank."""
+    rows, inner, columns, count = product.rows / layout.context, product.inner, product.columns, product.count
+    if product.has_weight:
+        rows *= layout.microbatch
+    else:
+        count *= layout.microbatch
+    if product.sharded == "columns":
+        columns /= layout.tensor
+    elif product.sharded == "inner":
+        inner /= layout.tensor
+    elif product.sharded == "count":
+        count /= layout.tensor
+    flops = 2.0 * rows * inner * columns * count * product.active_share
+    is_fused = layout.fused_attention and not product.has_weight
+    key = "bfloat16" if not product.has_weight and number_format.products == "float8" else number_format.products
+    peak = hardware.product_flops.get(key, hardware.product_flops["float32"]) * hardware.efficiency
+    if is_fused:
+        head = min(inner, columns)
+        rate = peak * constants.attention * head / (head + constants.half_head)
+        return flops / (rate * alignment(head, constants))
+    reached = 1.0
+    half = constants.half_size * (peak / 271e12) ** 0.5 * (2.0e12 / hardware.memory_bandwidth) ** 0.5
+    for size in (rows, columns):
+        reached *= size / (size + half)
+    reached *= inner / (inner + constants.half_inner)
+    seconds = flops / (peak * reached)
+    if not product.has_weight:  # a batch of small products reads and writes more than it computes
+        elements = (rows * inner + inner * columns + rows * columns) * count
+        seconds = max(
+            seconds, elements * number_format.activation / (hardware.memory_bandwidth * constants.memory_share)
+        )
+    return seconds / min(alignment(inner, constants), alignment(columns, constants))
+
+
+def alignment(size: float, constants: EfficiencyConstants) -> float:
+    """Return the share of its rate that a product keeps whose dimension has this size."""
+    return 1.0 if size % 64 == 0 else constants.misaligned

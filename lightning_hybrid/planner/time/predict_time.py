@@ -1,0 +1,196 @@
+"""`predict_time`: seconds of one optimizer step of a model under a layout on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_hybrid.planner.costs.cut_into_stages import cut_into_stages
+from lightning_hybrid.planner.costs.layer_costs import LayerCosts, ModelCosts
+from lightning_hybrid.planner.hardware.hardware import Hardware
+from lightning_hybrid.planner.plan_layout import NumberFormat, PlanLayout
+from lightning_hybrid.planner.predictions import PredictedTime
+from lightning_hybrid.planner.time.collective_seconds import (
+    Shares,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    gather_seconds,
+    group_of_axis,
+    message_seconds,
+)
+from lightning_hybrid.planner.time.efficiency_constants import CONSTANTS, EfficiencyConstants
+from lightning_hybrid.planner.time.layer_seconds import layer_seconds
+
+LayersOfRank = Sequence[tuple[LayerCosts, int]]
+
+
+def predict_time(
+    costs: ModelCosts,
+    layout: PlanLayout,
+    number_format: NumberFormat,
+    hardware: Hardware,
+    constants: EfficiencyConstants = CONSTANTS,
+) -> PredictedTime:
+    """Predict the seconds of one optimizer step, and what they are made of.
+
+    Args:
+        costs: Of the model, per sample.
+        layout: The layout; its ``batch`` is that of the step over all replicas.
+        number_format: Bytes of parameters, activations and states.
+        hardware: The cluster's.
+        constants: The model's constants.
+    """
+    return _StepModel(costs, layout, number_format, hardware, constants).predict()
+
+
+class _StepModel:
+    """One prediction; the fields are its arguments."""
+
+    def __init__(
+        self,
+        costs: ModelCosts,
+        layout: PlanLayout,
+        number_format: NumberFormat,
+        hardware: Hardware,
+        constants: EfficiencyConstants,
+    ) -> None:
+        self.costs, self.layout, self.format = costs, layout, number_format
+        self.hardware, self.constants = hardware, constants
+        per_node, tensor, context = hardware.devices_per_node, layout.tensor, layout.context
+        self.tensor_group = group_of_axis(tensor, 1, per_node)
+        self.context_group = group_of_axis(context, tensor, per_node)
+        self.shard_group = group_of_axis(layout.shard, tensor * context, per_node)
+        self.replica_group = group_of_axis(layout.data, tensor * context, per_node)
+        self.terms_of_layers: dict[int, dict[str, float]] = {}
+        self.shares = Shares(constants.within_share, constants.between_share)
+        self.waited = Shares(constants.within_share, constants.within_share * constants.between_share)
+        self.stage_stride = tensor * context * layout.data
+        self.backward_share = (costs.parameters - costs.frozen_parameters) / max(costs.parameters, 1)
+
+    def predict(self) -> PredictedTime:
+        layout = self.layout
+        stages = cut_into_stages(self.costs, layout.num_stages)
+        ranks: list[list[tuple[LayerCosts, int]]] = [[] for _ in range(layout.pipeline)]
+        for number, stage in enumerate(stages):
+            ranks[number % layout.pipeline].extend(stage)
+        of_ranks = [self.microbatch_terms(layers) for layers in ranks]
+        busy = [sum(terms.values()) for terms in of_ranks]
+        slowest = max(range(layout.pipeline), key=busy.__getitem__)
+        count = layout.num_microbatches
+        terms = {name: count * seconds for name, seconds in of_ranks[slowest].items()}
+        message = self.message()
+        others = sum(busy) - busy[slowest]
+        terms["bubble"] = self.bubble_share() * others / layout.stages_per_rank
+        late = max(0.0, message - busy[slowest] / (2 * layout.stages_per_rank))
+        terms["pipeline messages"] = 2 * (message * (layout.pipeline - 1) + count * layout.stages_per_rank * late)
+        computed = count * busy[slowest]
+        last = max(ranks, key=lambda layers: self.parameters_of(layers))
+        terms.update(self.replica_terms(last, computed))
+        terms.update(self.optimizer_terms(last))
+        samples = layout.batch
+        flops = 3.0 * self.costs.flops * samples / layout.ranks
+        return PredictedTime(sum(terms.values()), terms, samples, flops)
+
+    def microbatch_terms(self, layers: LayersOfRank) -> dict[str, float]:
+        """Seconds of one microbatch's forward and backward through the layers of one rank, by term."""
+        total: dict[str, float] = {}
+        for layer, count in layers:
+            for name, seconds in self.layer_terms(layer).items():
+                total[name] = total.get(name, 0.0) + count * seconds
+        return total
+
+    def layer_terms(self, layer: LayerCosts) -> dict[str, float]:
+        """The same of one layer; computed once for equal layers."""
+        known = self.terms_of_layers.get(id(layer))
+        if known is not None:
+            return known
+        layout = self.layout
+        seconds = layer_seconds(layer, layout, self.format, self.hardware, self.constants)
+        backward = seconds.backward * (1.0 + self.backward_share) / 2.0
+        terms = {
+            "computation": seconds.forward + backward - seconds.kernel_starts,
+            "recomputation": seconds.recomputed,
+            "kernel starts": seconds.kernel_starts,
+        }
+        passes = 3 if layout.recompute == "full" and layer.is_recomputed else 2
+        size = layer.outputs * layout.microbatch * self.format.activation / layout.context
+        if layer.reductions and layout.tensor > 1:
+            one = all_reduce_seconds(size, self.tensor_group, self.hardware, self.waited)
+            seen = 1.0 - self.constants.tensor_hidden if layout.overlapped_tensor_ranks else 1.0
+            terms["tensor ranks"] = passes * layer.reductions * one * seen
+        if layout.context > 1 and any(product.is_attention for product in layer.products):
+            terms["context ranks"] = self.context_seconds(layer, seconds.forward)
+        if layout.expert > 1 and layer.routed_tokens:
+            routed = size * layer.routed_tokens / max(self.costs.positions, 1)
+            group = self.replica_group if layout.data > 1 else self.context_group
+            terms["expert ranks"] = 2 * passes * all_to_all_seconds(routed, group, self.hardware, self.waited)
+        self.terms_of_layers[id(layer)] = terms
+        return terms
+
+    def context_seconds(self, layer: LayerCosts, forward: float) -> float:
+        """Seconds by which keys and values that circulate exceed the attention that hides them."""
+        heads = self.costs.key_value_heads or 1
+        share = heads / (self.costs.heads or heads)
+        size = 2 * share * layer.outputs * self.layout.microbatch * self.format.activation / self.layout.tensor
+        one = gather_seconds(size, self.context_group, self.hardware, self.waited)
+        return max(0.0, 3.0 * one - forward * self.hardware.overlap)
+
+    def message(self) -> float:
+        """Seconds of one message between stages."""
+        layout = self.layout
+        if layout.pipeline == 1:
+            return 0.0
+        size = max(layer.outputs for layer in self.costs.layers) * layout.microbatch * self.format.activation
+        size /= layout.tensor * layout.context
+        per_node = self.hardware.devices_per_node
+        crosses = self.stage_stride >= per_node
+        return message_seconds(size, crosses, per_node, self.hardware)
+
+    def bubble_share(self) -> float:
+        """Share of the other ranks' busy time for one microbatch that the slowest rank waits for.
+
+        1F1B waits for all of it, ZB-H1 for a third and ZB-V for next to nothing (Qi et al., arXiv 2401.10241, table 2).
+        """
+        return {"zero_bubble": 1 / 3, "zero_bubble_v": 0.05, "dualpipe_v": 0.1}.get(self.layout.schedule, 1.0)
+
+    def parameters_of(self, layers: LayersOfRank) -> float:
+        """Parameters that one rank of a group of tensor and expert ranks holds of some layers."""
+        total = 0.0
+        for layer, count in layers:
+            fixed = layer.parameters - layer.sharded_parameters - layer.expert_parameters
+            sharded = layer.sharded_parameters / self.layout.tensor
+            experts = layer.expert_parameters / (self.layout.expert * self.layout.tensor)
+            total += count * (fixed + sharded + experts)
+        return total
+
+    def replica_terms(self, layers: LayersOfRank, computed: float) -> dict[str, float]:
+        """Seconds of gathers and reductions over replicas that computation does not hide."""
+        layout, constants, hardware = self.layout, self.constants, self.hardware
+        if layout.data == 1:
+            return {"replicas": 0.0}
+        parameters = self.parameters_of(layers)
+        if layout.zero_stage < 3:
+            one = all_reduce_seconds(parameters * self.format.reduced, self.replica_group, hardware, self.shares)
+            hidden = hardware.overlap * computed / layout.num_microbatches * (2 / 3)
+            return {"replicas": max(0.0, one - hidden) if layout.pipeline == 1 else one}
+        nodes = self.shard_group.size / self.shard_group.per_node
+        rest = 1.0 - constants.gather_share
+        shares = Shares(constants.within_share, constants.gather_share + rest / (1.0 + nodes / constants.gather_nodes))
+        passes = layout.num_microbatches if layout.reshard_after_forward else 1
+        seconds = 0.0
+        for layer, count in layers:
+            held = self.parameters_of([(layer, 1)])
+            gather = gather_seconds(held * self.format.gathered, self.shard_group, hardware, shares)
+            reduce = gather_seconds(held * self.format.reduced, self.shard_group, hardware, shares)
+            seconds += count * ((2 if layout.reshard_after_forward else 1) * gather + reduce)
+        return {"replicas": max(0.0, passes * seconds - hardware.overlap * computed)}
+
+    def optimizer_terms(self, layers: LayersOfRank) -> dict[str, float]:
+        """Seconds of the optimizer's step, which reads and writes all states, or runs on the host."""
+        parameters = self.parameters_of(layers) / (self.layout.shard if self.layout.zero_stage else 1)
+        parameters *= self.backward_share
+        form = self.format
+        if "optimizer_states" in self.layout.offload:
+            copied = parameters * (form.gradient + form.parameter) / self.hardware.host_bandwidth
+            return {"host": max(copied, parameters / self.hardware.host_update_rate)}
+        moved = parameters * (2 * form.state + 2 * form.parameter + form.gradient)
+        return {"optimizer": moved / (self.hardware.memory_bandwidth * self.constants.memory_share)}
