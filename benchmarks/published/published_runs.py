@@ -30,9 +30,12 @@ BYTES_PER_PRINTED_GB = 1000 * 2**20
 
 # Adam of bitsandbytes keeps both moments in 8 bits; the 32-bit master weights stay.
 _EIGHT_BIT_ADAM = dataclasses.replace(FORMATS["16-true, float32 master weights"], name="16-true, 8-bit Adam", state=6)
+# NeMo's distributed Adam (Apex) keeps as master weights the 16 bits that the bfloat16 parameters lack, and reads
+# gradients in bfloat16.
+_NEMO = dataclasses.replace(FORMATS["float8"], name="float8, 16-bit remainders", state=10, step=0)
 # DeepSpeed's BF16_Optimizer sums gradients in 32 bits, "not sharded across gpus" (the source's section on rebalancing).
 _FLOAT32_SUMS = dataclasses.replace(
-    FORMATS["bf16-true, float32 master weights"], name="bf16-true, float32 gradient sums", gradient=6, reduced=4
+    FORMATS["bf16-true, float32 master weights"], name="bf16-true, float32 gradient sums", gradient=6, reduced=4, step=0
 )
 # FSDP's mixed precision "PURE", the default of the benchmark's script: 16 bits on the wire, 32-bit shards.
 _PURE = dataclasses.replace(FORMATS["bf16-mixed"], name="bf16-mixed, 16-bit gathers", gathered=2, reduced=2)
@@ -128,6 +131,10 @@ def _layout_run(index: int, row: Mapping[str, str]) -> PublishedRun | None:
     costs = transformer_costs(shape, row["model"])
     if row["source"].startswith("llm-foundry"):
         costs = _fused_cross_entropy(costs)
+    if row["table"].startswith("HF"):  # fp16 throughout: neither copies nor gradients of logits in 32 bits
+        costs = _sixteen_bit_loss(costs)
+    if row["source"].startswith("NeMo"):
+        costs = _transformer_engine(costs, shape)
     if "LoRA" in row["table"]:  # adapters of rank 32 are under 1 % of the parameters
         costs = dataclasses.replace(costs, frozen_parameters=int(costs.parameters * 0.99))
     memory = _number(row["mem_gb"])
@@ -199,6 +206,26 @@ def _fused_cross_entropy(costs: ModelCosts) -> ModelCosts:
     return dataclasses.replace(costs, layers=(*costs.layers[:-1], head))
 
 
+def _sixteen_bit_loss(costs: ModelCosts) -> ModelCosts:
+    head = costs.layers[-1]
+    head = dataclasses.replace(head, float32_saved=head.float32_saved / 2, peak_only=head.peak_only / 2)
+    return dataclasses.replace(costs, layers=(*costs.layers[:-1], head))
+
+
+def _transformer_engine(costs: ModelCosts, shape: TransformerShape) -> ModelCosts:
+    """Return the costs with what Transformer Engine saves: inputs of products in 8 bits, others in 16."""
+    layer = costs.layers[1]
+    width, queries = shape.hidden, shape.hidden
+    keys = queries * (shape.key_value_heads or shape.heads) // shape.heads
+    first, second = (2, 1) if shape.is_gated else (1, 1)
+    sharded = shape.positions * (queries + 2 * keys + 1.5 * queries + (first + second / 2) * shape.ffn)
+    replicated = shape.positions * 3.0 * width
+    layer = dataclasses.replace(
+        layer, saved=replicated + sharded, selective_saved=replicated + sharded, replicated_saved=replicated
+    )
+    return dataclasses.replace(costs, layers=(costs.layers[0], layer, costs.layers[2]))
+
+
 def _layout(row: Mapping[str, str], derived: list[str]) -> tuple[PlanLayout, bool]:
     ranks = int(row["gpus"])
     tensor, pipeline, context = (int(row[key] or 1) for key in ("tp", "pp", "cp"))
@@ -227,7 +254,8 @@ def _layout(row: Mapping[str, str], derived: list[str]) -> tuple[PlanLayout, boo
         zero_stage=zero,
         recompute="full" if row["recompute"] == "full" else "none",
         offload=_offload(row),
-        sequence_parallel=is_nemo and tensor > 1,
+        # DeepSpeed's partitioned activations are not in the layout; what they save is what sequence parallel saves.
+        sequence_parallel=(is_nemo and tensor > 1) or "PA_CPU=N" in row["note"],
         overlapped_tensor_ranks=is_nemo and tensor > 1,
         fused_attention=not is_megatron,
     )
@@ -235,12 +263,13 @@ def _layout(row: Mapping[str, str], derived: list[str]) -> tuple[PlanLayout, boo
 
 
 def _offload(row: Mapping[str, str]) -> frozenset[str]:
-    note, everything = row["note"], frozenset({"parameters", "gradients", "optimizer_states"})
-    if "table at line 464" in note or "table at line 398" in note or "Par Offl=Y" in note:
-        return everything
-    if "Opt Offl=Y" in note or any(f"table at line {line}:" in note for line in (409, 430, 443)):
-        return frozenset({"gradients", "optimizer_states"})
-    return frozenset()
+    note, everything = row["note"], {"parameters", "gradients", "optimizer_states"}
+    if "ZeRO (old branch)" in row["table"]:  # its scripts set PA_CPU=true: inputs of recomputed layers on the host
+        activations = set() if "PA_CPU=N" in note else {"activations"}
+        return frozenset(activations | (everything if "table at line 398" in note else set()))
+    if "table at line 464" in note or "Par Offl=Y" in note:
+        return frozenset(everything)
+    return frozenset({"gradients", "optimizer_states"} if "Opt Offl=Y" in note else ())
 
 
 def _number_format(row: Mapping[str, str], derived: list[str]) -> NumberFormat:
@@ -248,8 +277,8 @@ def _number_format(row: Mapping[str, str], derived: list[str]) -> NumberFormat:
     if row["source"].startswith("llm-foundry"):
         derived.append("FSDP's mixed precision")
         return _PURE
-    if precision == "FP8":
-        return FORMATS["float8"]
+    if precision == "FP8":  # Megatron's distributed optimizer shards its states over context ranks too
+        return dataclasses.replace(_NEMO, state=_NEMO.state / int(row["cp"] or 1))
     if precision == "bf16":
         return _FLOAT32_SUMS if "Rebalancing" in row["note"] else FORMATS["bf16-true, float32 master weights"]
     return _EIGHT_BIT_ADAM if "8-bit Adam" in row["note"] else FORMATS["16-true, float32 master weights"]

@@ -23,6 +23,8 @@ class NumberFormat:
         state: Bytes of the optimizer's states per parameter, a copy of master weights included.
         gathered: Bytes in which ZeRO gathers parameters.
         reduced: Bytes in which gradients are reduced.
+        step: Bytes that the optimizer's step takes for a moment, per parameter whose states a rank holds, such as
+            32-bit copies of 16-bit gradients.
     """
 
     name: str
@@ -34,17 +36,17 @@ class NumberFormat:
     state: float = 8
     gathered: int = 4
     reduced: int = 4
+    step: float = 0
 
 
-_MASTER = (2, 2, 0, 2, 12, 2, 2)  # 16-bit parameters and gradients, 32-bit master weights and Adam (arXiv 1910.02054)
+# 16-bit parameters and gradients, 32-bit master weights and Adam (arXiv 1910.02054); the step casts gradients.
+_MASTER = (2, 2, 0, 2, 12, 2, 2, 4)
 FORMATS = {
     "32-true": NumberFormat("32-true", "float32", activation=4),
     "bf16-mixed": NumberFormat("bf16-mixed", "bfloat16"),
     "16-mixed": NumberFormat("16-mixed", "float16"),
     "bf16-true": NumberFormat("bf16-true", "bfloat16", 2, 2, 0, 2, 4, 2, 2),
-    "bf16-true, float32 master weights": NumberFormat(
-        "bf16-true, float32 master weights", "bfloat16", 2, 2, 0, 2, 12, 2, 2
-    ),
+    "bf16-true, float32 master weights": NumberFormat("bf16-true, float32 master weights", "bfloat16", *_MASTER),
     "16-true, float32 master weights": NumberFormat("16-true, float32 master weights", "float16", *_MASTER),
     "float8": NumberFormat("float8", "float8", *_MASTER),
 }
@@ -68,7 +70,7 @@ class PlanLayout:
         zero_stage: 0 to 3.
         reshard_after_forward: Whether ZeRO-3 gathers parameters again for each backward.
         recompute: What the backward recomputes.
-        offload: Kinds whose memory is on the host: "optimizer_states", "gradients", "parameters".
+        offload: Kinds whose memory is on the host: "optimizer_states", "gradients", "parameters", "activations".
         sequence_parallel: Whether tensor ranks divide the positions between sharded regions.
         overlapped_tensor_ranks: Whether all-gathers and reduce-scatters of tensor ranks run beside the products.
         fused_attention: Whether attention scores stay in the kernel (FlashAttention).

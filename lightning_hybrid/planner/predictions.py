@@ -35,19 +35,33 @@ class PredictedMemory:
 
     Attributes:
         ranks: For each pipeline rank, its parts in bytes by name: "parameters", "gradients", "optimizer states",
-            "activations", "loss", "gathered", "communication buffers", "framework".
+            "activations", "loss", "gathered", "communication buffers", "optimizer step", "framework".
         capacity: Bytes of a device.
+        reclaimable: For each pipeline rank, bytes of these that the allocator keeps for later and gives back before it
+            fails: fragments, and the smaller one of what the backward and the optimizer's step take.
     """
 
     ranks: tuple[Mapping[str, float], ...]
     capacity: float = float("inf")
+    reclaimable: tuple[float, ...] = ()
 
     @property
     def peak(self) -> float:
-        """Bytes of the pipeline rank that holds most."""
+        """Bytes of the pipeline rank that holds most, where memory is not short."""
         return max(sum(rank.values()) for rank in self.ranks)
 
     @property
+    def tensors(self) -> float:
+        """Bytes of tensors alone of the rank that holds most of them, without what the framework takes."""
+        return max(sum(rank.values()) - rank.get("framework", 0.0) for rank in self.ranks)
+
+    @property
+    def least(self) -> float:
+        """Bytes with which a step still runs."""
+        given_back = self.reclaimable or (0.0,) * len(self.ranks)
+        return max(sum(rank.values()) - spare for rank, spare in zip(self.ranks, given_back, strict=True))
+
+    @property
     def fits(self) -> bool:
-        """Whether the peak is at most the device's memory."""
-        return self.peak <= self.capacity
+        """Whether a step runs in the device's memory."""
+        return self.least <= self.capacity

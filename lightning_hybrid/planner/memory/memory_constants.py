@@ -1,0 +1,27 @@
+"""The constants of the memory model, the same for all models, layouts and hardware."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MemoryConstants:
+    """What a device holds besides what the sums of tensors give.
+
+    Attributes:
+        fragmentation: Bytes that the allocator reserves but no tensor takes, relative to those that tensors take.
+        backward_share: Gradients of activations held at once, relative to what one layer saves.
+        loss_gradients: Gradients of the logits held at once: of the loss and of its softmax.
+        reclaimed: Share of the fragments that the allocator gives back when memory is short.
+        bucketed: Elements of gradients, at most, in the buckets of reductions over replicas.
+    """
+
+    fragmentation: float = 0.1
+    backward_share: float = 0.0
+    loss_gradients: float = 2.0
+    reclaimed: float = 0.75
+    bucketed: float = 1e9
+
+
+CONSTANTS = MemoryConstants()

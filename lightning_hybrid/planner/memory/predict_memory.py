@@ -1,0 +1,211 @@
+"""Bytes of each pipeline rank at the peak of a step: `predict_memory`.
+
+Sums of tensors after Rajbhandari et al. (arXiv 1910.02054, model states by ZeRO stage) and Korthikanti et al. (arXiv
+2205.05198, section 4, activations by recomputation and position in the pipeline), and the few terms that these leave
+out: what the backward of one layer needs besides, buckets of reductions, 32-bit copies of 16-bit gradients in the
+optimizer's step, fragmentation, and what the framework takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightning_hybrid.planner.costs.cut_into_stages import cut_into_stages
+from lightning_hybrid.planner.costs.layer_costs import LayerCosts, ModelCosts
+from lightning_hybrid.planner.hardware.hardware import Hardware
+from lightning_hybrid.planner.memory.in_flight_by_rank import in_flight_by_rank
+from lightning_hybrid.planner.memory.memory_constants import CONSTANTS, MemoryConstants
+from lightning_hybrid.planner.plan_layout import NumberFormat, PlanLayout
+from lightning_hybrid.planner.predictions import PredictedMemory
+
+Stage = Sequence[tuple[LayerCosts, int]]
+
+
+class _Parameters(NamedTuple):
+    """Numbers of parameters that one rank computes with.
+
+    Attributes:
+        dense: Those outside experts.
+        experts: Those of experts.
+    """
+
+    dense: float
+    experts: float
+
+    def __add__(self, other: object) -> _Parameters:
+        assert isinstance(other, _Parameters)
+        return _Parameters(self.dense + other.dense, self.experts + other.experts)
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts
+
+
+def predict_memory(
+    costs: ModelCosts,
+    layout: PlanLayout,
+    number_format: NumberFormat,
+    hardware: Hardware,
+    constants: MemoryConstants = CONSTANTS,
+) -> PredictedMemory:
+    """Predict the bytes that each pipeline rank holds at the peak of a step.
+
+    Args:
+        costs: The model.
+        layout: How it is laid out.
+        number_format: Bytes of parameters, gradients, states and activations.
+        hardware: The device.
+        constants: Of the model.
+
+    Raises:
+        ValueError: The model has fewer layers than the layout has stages.
+    """
+    stages = cut_into_stages(costs, layout.num_stages)
+    in_flight = in_flight_by_rank(layout.schedule, layout.pipeline, layout.num_microbatches, layout.stages_per_rank)
+    ranks, reclaimable = [], []
+    for rank in range(layout.pipeline):
+        own = range(rank, layout.num_stages, layout.pipeline)
+        held = [stages[stage] for stage in own]
+        has_copy = costs.has_tied_embedding and own[-1] == layout.num_stages - 1 and own[0] != 0
+        terms = _states(held, costs, has_copy, layout, number_format, constants)
+        gathered = _gathered([each for stage in held for each in stage], layout, number_format, _trained(costs))
+        has_loss = own[-1] == layout.num_stages - 1
+        terms |= _activations(held, in_flight[rank], has_loss, gathered, layout, number_format, constants)
+        fragments = constants.fragmentation * sum(terms.values())
+        terms["framework"] = hardware.reserved + fragments
+        backward = sum(terms[term] for term in ("activations", "loss", "gathered", "communication buffers"))
+        ranks.append(terms)
+        reclaimable.append(constants.reclaimed * fragments + min(backward, terms["optimizer step"]))
+    return PredictedMemory(tuple(ranks), hardware.memory, tuple(reclaimable))
+
+
+def _states(
+    stages: Sequence[Stage],
+    costs: ModelCosts,
+    has_copy: bool,
+    layout: PlanLayout,
+    number_format: NumberFormat,
+    constants: MemoryConstants,
+) -> dict[str, float]:
+    """Bytes of parameters, gradients and states of one rank, and of buckets of reductions.
+
+    ``has_copy`` tells whether the rank computes with a copy of the tied embedding, whose owner is the first rank.
+    """
+    layers = [(layer, count) for stage in stages for layer, count in stage]
+    trained = _trained(costs)
+    held = _parameters(layers, layout)
+    if has_copy:
+        held += _Parameters(costs.layers[0].sharded_parameters / layout.tensor, 0.0)
+    expert_shards = max(1, layout.shard * layout.context // layout.expert)
+    sharded = held.dense / layout.shard + held.experts / min(expert_shards, layout.shard)
+    parameters = sharded if layout.zero_stage >= 3 else held.total
+    gradients = (sharded if layout.zero_stage >= 2 else held.total) * trained
+    states = (sharded if layout.zero_stage >= 1 else held.total) * trained
+    terms = {
+        "parameters": parameters * (number_format.parameter + number_format.compute_copy),
+        "gradients": gradients * number_format.gradient,
+        "optimizer states": states * number_format.state,
+        "optimizer step": states * number_format.step,
+        "communication buffers": 0.0,
+    }
+    if "optimizer_states" in layout.offload:
+        terms["optimizer step"] = 0.0
+    for kind in layout.offload - {"activations"}:
+        terms[kind.replace("_", " ")] = 0.0
+    if layout.data > 1 and layout.zero_stage < 3:
+        terms["communication buffers"] = min(constants.bucketed, held.total * trained) * number_format.reduced
+    return terms
+
+
+class _Gathered(NamedTuple):
+    """Bytes of full parameters and gradients that ZeRO holds for a moment.
+
+    Attributes:
+        always: Parameters outside layers and of one layer.
+        layer: Besides, in a layer's backward: the next layer's parameters, and this one's gradients.
+        loss: Besides, in the loss: gradients outside layers.
+    """
+
+    always: float
+    layer: float
+    loss: float
+
+
+def _gathered(layers: Stage, layout: PlanLayout, number_format: NumberFormat, trained: float) -> _Gathered:
+    is_gathered = (layout.zero_stage >= 3 and layout.shard > 1) or "parameters" in layout.offload
+    is_reduced = layout.zero_stage >= 2 and layout.shard > 1
+    outside = _parameters([each for each in layers if not each[0].is_recomputed], layout).total
+    inside = max((_parameters([(layer, 1)], layout).total for layer, _ in layers if layer.is_recomputed), default=0.0)
+    element = number_format.gathered if is_gathered else 0
+    gradient = (number_format.gathered if is_gathered else number_format.gradient) * trained if is_reduced else 0.0
+    if is_gathered and not layout.reshard_after_forward:
+        return _Gathered(_parameters(layers, layout).total * element, inside * gradient, outside * gradient)
+    return _Gathered((outside + inside) * element, inside * (element + gradient), outside * gradient)
+
+
+def _activations(
+    stages: Sequence[Stage],
+    in_flight: Sequence[int],
+    has_loss: bool,
+    gathered: _Gathered,
+    layout: PlanLayout,
+    number_format: NumberFormat,
+    constants: MemoryConstants,
+) -> dict[str, float]:
+    """Bytes saved for the backward of all microbatches in flight, and those of one layer's backward, or of the loss."""
+    saved = one_layer = loss = 0.0
+    for stage, microbatches in zip(stages, in_flight, strict=True):
+        for layer, count in stage:
+            kept, full = _saved(layer, layout, number_format), _saved_bytes(layer, layout, number_format, "none")
+            # Where activations are on the host, those of two layers are on the device.
+            saved = max(saved, 2 * kept) if "activations" in layout.offload else saved + microbatches * count * kept
+            one_layer = max(one_layer, full - kept + constants.backward_share * full)
+            logit = 4 + number_format.activation % 4
+            in_loss = layer.float32_saved * logit + layer.peak_only * 4 * constants.loss_gradients
+            loss = max(loss, in_loss * layout.microbatch / (layout.tensor * layout.context))
+        if not (has_loss and stage is stages[-1]):  # what was sent on is held until its gradient is back
+            saved += microbatches * _outputs(stage[-1][0], layout, number_format)
+    if layout.chunked_loss:
+        loss = 0.0
+    if layout.pipeline > 1:
+        saved += 2 * _outputs(stages[0][-1][0], layout, number_format)
+    if loss + gathered.loss >= one_layer + gathered.layer:
+        return {"activations": saved, "loss": loss, "gathered": gathered.always + gathered.loss}
+    return {"activations": saved + one_layer, "loss": 0.0, "gathered": gathered.always + gathered.layer}
+
+
+def _trained(costs: ModelCosts) -> float:
+    """Share of the parameters that take gradients."""
+    return 1.0 - costs.frozen_parameters / max(costs.parameters, 1)
+
+
+def _saved(layer: LayerCosts, layout: PlanLayout, number_format: NumberFormat) -> float:
+    policy = layout.recompute if layer.is_recomputed else "none"
+    return _saved_bytes(layer, layout, number_format, policy)
+
+
+def _saved_bytes(layer: LayerCosts, layout: PlanLayout, number_format: NumberFormat, policy: str) -> float:
+    """Bytes that one layer saves for the backward of one microbatch, besides logits of a loss."""
+    if policy == "full":
+        return _outputs(layer, layout, number_format)
+    sharded = (layer.selective_saved if policy == "selective" else layer.saved) - layer.replicated_saved
+    scores = 0.0 if policy == "selective" or layout.fused_attention else layer.saved_scores
+    elements = (sharded + scores) / layout.tensor
+    elements += layer.replicated_saved / (layout.tensor if layout.sequence_parallel else 1)
+    return elements * layout.microbatch / layout.context * number_format.activation
+
+
+def _outputs(layer: LayerCosts, layout: PlanLayout, number_format: NumberFormat) -> float:
+    tensor = layout.tensor if layout.sequence_parallel else 1
+    return layer.outputs * layout.microbatch / (layout.context * tensor) * number_format.activation
+
+
+def _parameters(layers: Stage, layout: PlanLayout) -> _Parameters:
+    """Parameters that tensor and expert ranks leave to one rank."""
+    dense = experts = 0.0
+    for layer, count in layers:
+        replicated = layer.parameters - layer.sharded_parameters - layer.expert_parameters
+        dense += count * (replicated + layer.sharded_parameters / layout.tensor)
+        experts += count * layer.expert_parameters / layout.expert
+    return _Parameters(dense, experts)
