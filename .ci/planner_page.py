@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / ".ci" / "pictures"), str(ROOT / "benchmarks" / "published")]
+sys.path[:0] = [str(ROOT / ".ci" / "pictures"), str(ROOT / "benchmarks" / "published"), str(ROOT / "benchmarks")]
 
+import planner_memory  # noqa: E402
 from compare_times import (  # noqa: E402
     Comparison,
     compare,
@@ -20,6 +21,7 @@ from compare_times import (  # noqa: E402
     groups_of,
     layout_text,
     rank_correlation,
+    size_text,
     source_of,
 )
 from scatter import draw_scatter  # noqa: E402
@@ -90,11 +92,43 @@ def repeated(comparisons: Sequence[Comparison]) -> str:
     )
 
 
+def memory_by_source() -> str:
+    """Errors of predicted peaks by source."""
+    groups: dict[str, list[float]] = {}
+    for run, _, error in planner_memory.errors():
+        groups.setdefault(run.group.split(" | 20")[0].split(" (")[0].replace(" | ", ", "), []).append(error)
+    rows = []
+    for source, found in groups.items():
+        numbers = (np.mean(np.abs(found)), np.max(np.abs(found)))
+        rows.append([source, str(len(found)), *(f"{value:.1%}" for value in numbers), f"{np.mean(found):+.1%}"])
+    return table(["source", "runs", "mean error", "largest", "mean, signed"], rows)
+
+
+def memory_worst() -> str:
+    """The ten largest errors of predicted peaks."""
+    rows = []
+    for run, size, error in sorted(planner_memory.errors(), key=lambda each: -abs(each[2]))[:10]:
+        sizes = (f"{run.memory / 1e9:.1f} GB", f"{size / 1e9:.1f} GB", f"{error:+.0%}")
+        rows.append([f"{run.model}, {size_text(run)}", *sizes, ", ".join(run.group.split(" | ")[1:])])
+    return table(["run", "measured", "predicted", "error", "table"], rows)
+
+
+def misjudged() -> str:
+    """Runs that worked and are refused, and those that ran out of memory and are accepted."""
+    rows = []
+    for title, runs in zip(("worked, called impossible", "ran out, accepted"), planner_memory.misjudged(), strict=True):
+        for run in runs:
+            predicted, capacity = planner_memory.predict(run).least / 1e9, run.hardware.memory / 1e9
+            sizes = (f"{predicted:.1f} GB", f"{capacity:.1f} GB")
+            rows.append([title, f"{run.model}, {size_text(run)}", *sizes])
+    return table(["what happened", "run", "predicted least", "device"], rows)
+
+
 def page() -> str:
     """Return the text of the page."""
     comparisons = compare()
     known = [each for each in comparisons if each.run.known_shape]
-    found = errors(known)
+    found, peaks = errors(known), planner_memory.errors()
     values = {
         "known": str(len(known)),
         "all": str(len(comparisons)),
@@ -105,6 +139,11 @@ def page() -> str:
         "sc21": sc21_orders(comparisons),
         "worst": worst(comparisons),
         "repeated": repeated(comparisons),
+        "memory_runs": str(len(peaks)),
+        "memory_mean": f"{np.mean([abs(error) for *_, error in peaks]):.1%}",
+        "memory_by_source": memory_by_source(),
+        "memory_worst": memory_worst(),
+        "misjudged": misjudged(),
     }
     text = TEXT.read_text(encoding="utf-8")
     for name, value in values.items():
@@ -119,8 +158,14 @@ def pictures() -> dict[str, str]:
         source: [(each.measured, each.predicted.seconds) for each in group]
         for source, group in groups_of(compare(), lambda each: source_of(each).split(",")[0]).items()
     }
-    title = "Seconds of one step: published runs"
-    return {"planner_time": draw_scatter(title, lambda value: f"{value:g} s", points)}
+    peaks: dict[str, list[tuple[float, float]]] = {}
+    for run, size, _ in planner_memory.errors():
+        assert run.memory is not None
+        peaks.setdefault(run.source.split("@")[0], []).append((run.memory / 1e9, size / 1e9))
+    return {
+        "planner_time": draw_scatter("Seconds of one step: published runs", lambda value: f"{value:g} s", points),
+        "planner_memory": draw_scatter("Peak memory of a device: published runs", lambda value: f"{value:g} GB", peaks),
+    }
 
 
 if __name__ == "__main__":

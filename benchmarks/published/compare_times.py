@@ -90,7 +90,12 @@ def fastest_is_tied(comparisons: Sequence[Comparison]) -> bool:
 
 def layout_text(comparison: Comparison) -> str:
     """The sizes of a layout that are not 1."""
-    layout = comparison.run.layout
+    return size_text(comparison.run)
+
+
+def size_text(run: PublishedRun) -> str:
+    """The same of a run."""
+    layout = run.layout
     sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.data, "cp": layout.context}
     words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
     if layout.zero_stage:
