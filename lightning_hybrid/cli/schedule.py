@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hybrid.cli.exit_status_and_json_output import OK, UsageError, print_json, usage_errors
-from lightning_hybrid.schedule import SCHEDULE_NAMES, Kind, Schedule, chain, make_schedule, simulate, to_svg, to_text
+from lightning_hybrid.schedule import SCHEDULE_NAMES, chain, make_schedule, simulate, to_svg, to_text
+from lightning_hybrid.schedule.microbatches_in_flight import most_in_flight
 
 _EXAMPLE = """example:
   lightning-hybrid schedule zero_bubble --ranks 4 --microbatches 8
@@ -87,15 +88,3 @@ def run(parsed: argparse.Namespace) -> int:
         }
     )
     return OK
-
-
-def most_in_flight(schedule: Schedule) -> list[int]:
-    """Return for each rank how many forwards have at most run whose backward, in full, has not."""
-    peaks = []
-    for row in schedule.actions:
-        now = peak = 0
-        for action in row:
-            now += (action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W))
-            peak = max(peak, now)
-        peaks.append(peak)
-    return peaks
