@@ -14,8 +14,6 @@ from lightning_hybrid.schedule.simulator import simulate
 from lightning_hybrid.schedule.zero_bubble.list_scheduler import Rules, Sizes, StageCosts, list_schedule
 from lightning_hybrid.schedule.zero_bubble.schedules_in_v_placement import unsplit_first_stage
 
-__all__ = ["StageCosts", "search_schedule"]
-
 # Actions that a search may place in all of its attempts: some seconds of one core.
 _MAX_PLACED = 500_000
 
