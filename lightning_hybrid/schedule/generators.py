@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import lru_cache
 
 from lightning_hybrid.schedule.schedule_and_actions import (
     Action,
@@ -132,6 +133,7 @@ def zero_bubble(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1)
     return _schedule("zero_bubble", num_ranks, num_microbatches, 1, rows)
 
 
+@lru_cache(maxsize=64)
 def zero_bubble_searched(
     num_ranks: int,
     num_microbatches: int,

@@ -126,7 +126,7 @@ def test_forwards_in_v_placement():
 
 
 @pytest.mark.parametrize("each", [1, 2])
-@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("p", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_search_is_not_longer_than_known_schedules(p, each):
     known = (one_f_one_b, zero_bubble) if each == 1 else (zero_bubble_v,)
     shorter = 0
@@ -170,6 +170,14 @@ def test_search_depends_on_costs():
     assert any(zero_bubble_searched(4, 8, 2, costs=uneven(8, seed)) != equal for seed in range(4))
     with pytest.raises(ValueError, match="forward costs are 3 for 2 stages"):
         zero_bubble_searched(2, 8, costs=StageCosts((1.0, 1.0, 1.0)))
+
+
+def test_search_with_stages_that_cost_nothing():
+    for forward in ((0.0, 1.0, 0.0, 2.0), (0.0,) * 4):
+        costs = StageCosts(forward, tuple(2 * seconds for seconds in forward))
+        schedule = zero_bubble_searched(4, 5, costs=costs, max_in_flight=2)
+        check_schedule(schedule, chain(4))
+        check_program(lower(schedule, chain(4)))
 
 
 def test_first_stage_defers_no_weights_without_need():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 from lightning_hybrid.schedule.linked_stages_and_messages import chain
 from lightning_hybrid.schedule.microbatches_in_flight import most_in_flight
@@ -18,7 +17,6 @@ from lightning_hybrid.schedule.zero_bubble.schedules_in_v_placement import unspl
 _MAX_PLACED = 500_000
 
 
-@lru_cache(maxsize=64)
 def search_schedule(name: str, fixed: tuple[Schedule, ...], max_in_flight: int, costs: StageCosts) -> Schedule:
     """The shortest of some schedules and of those that `list_schedule` makes by all rules.
 
