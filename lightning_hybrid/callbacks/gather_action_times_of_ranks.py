@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.schedule import Kind, MemorySample, Portals, Schedule, Span, Timeline
+from lightning_hybrid.schedule import Kind, MemorySample, Placement, Portals, Schedule, Span, Timeline
 from lightning_hybrid.schedule.simulator import without_losses, without_waits
 
 Ranks = Literal["first", "all"] | dict[str, int]
@@ -110,10 +110,10 @@ def gather_step(strategy: Any, ranks: Ranks) -> MeasuredStep | None:
     has_all = all(any(span.rank == lane for span in spans) for lane in range(len(chosen)))
     if not (is_whole and has_all and strategy.run.is_pipelined) or plan is None or plan.first is None:
         return step
-    return with_bubbles(step, plan.first.assignment)
+    return with_bubbles(step, plan.first.assignment, plan.placement)
 
 
-def with_bubbles(step: MeasuredStep, assignment: Any) -> MeasuredStep:
+def with_bubbles(step: MeasuredStep, assignment: Any, placement: Placement = "round_robin") -> MeasuredStep:
     """Returns a step of full pipelines without the times for which actions waited, with its bubbles."""
     size = step.group_size
     worked: list[Span] = []
@@ -122,7 +122,7 @@ def with_bubbles(step: MeasuredStep, assignment: Any) -> MeasuredStep:
         own = [span for span in step.timeline.spans if first <= span.rank < first + size]
         worked += [span for span in own if span.action.kind is Kind.OPTIMIZER]
         scheduled = [span._replace(rank=span.rank - first) for span in own if span.action.kind is not Kind.OPTIMIZER]
-        pair = work_and_bound(Timeline(tuple(scheduled), size), assignment)
+        pair = work_and_bound(Timeline(tuple(scheduled), size), assignment, placement)
         worked += [span._replace(rank=span.rank + first) for span in pair[0].spans]
         pairs.append(pair)
     longest = [max(pair[index].makespan_seconds for pair in pairs) for index in (0, 1)]
@@ -136,7 +136,9 @@ def with_bubbles(step: MeasuredStep, assignment: Any) -> MeasuredStep:
     )
 
 
-def work_and_bound(timeline: Timeline, assignment: Any) -> tuple[Timeline, Timeline]:
+def work_and_bound(
+    timeline: Timeline, assignment: Any, placement: Placement = "round_robin"
+) -> tuple[Timeline, Timeline]:
     """Returns the measured actions of one pipeline without waiting times, and the same as if run without gaps."""
     rows: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
     for span in sorted(timeline.spans, key=lambda span: span.start):
@@ -147,6 +149,7 @@ def work_and_bound(timeline: Timeline, assignment: Any) -> tuple[Timeline, Timel
         stages_per_rank=assignment.num_stages // timeline.num_ranks,
         num_microbatches=1 + max(span.action.microbatch for span in timeline.spans),
         actions=tuple(tuple(span.action for span in row) for row in rows),
+        placement=placement,
     )
     portals = Portals.of(assignment)
     worked = without_waits(timeline, schedule, portals)

@@ -141,7 +141,7 @@ class PlanningStrategy(Hybrid3DStrategy):
         if recorded is not None:
             policies = {} if run.recomputation is None else run.recomputation.policies
             stages = [dataclasses.replace(stages[0], activations=activation_bytes(recorded, policies)[0])]
-        return memory_of_ranks(stages, run.plan.num_ranks if run.is_pipelined and run.plan is not None else 1)
+        return memory_of_ranks(stages, run)
 
     def on_exception(self, exception: BaseException) -> None:
         """Do nothing: there is no other rank to tell."""
