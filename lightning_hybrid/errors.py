@@ -54,6 +54,12 @@ class LayoutError(HybridError, ValueError):
     docs = "reference/exceptions.md#layouterror"
 
 
+class PlanError(HybridError, ValueError):
+    """The planner finds no layout of a model that fits a cluster, or there is no such cluster."""
+
+    docs = "reference/exceptions.md#planerror"
+
+
 class RecomputeError(HybridError, ValueError):
     """The layers that ``recompute`` names do not exist, the module has no layers, or a budget is below the floor."""
 

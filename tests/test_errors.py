@@ -45,6 +45,7 @@ BASES = {
     "NotOnThisRank": pickle.PicklingError,
     "OffloadError": OSError,
     "BackwardStepError": ValueError,
+    "PlanError": ValueError,
     "PrecisionError": ValueError,
     "PartitionError": ValueError,
     "QuantizedStatesError": ValueError,

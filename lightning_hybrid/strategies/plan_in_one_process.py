@@ -162,6 +162,8 @@ def make_plan(
     options: Mapping[str, Any],
     precision: str,
     on_phase: Callable[[str], None] | None = None,
+    *,
+    strategy_class: type[PlanningStrategy] = PlanningStrategy,
 ) -> PlanningStrategy:
     """Plan a run on ``devices`` ranks in this process, which must have no process groups; an error of it is raised.
 
@@ -173,9 +175,10 @@ def make_plan(
         options: Arguments of the strategy.
         precision: Lightning's name of the precision.
         on_phase: Receives the name of each phase as it begins.
+        strategy_class: What plans.
     """
     with _quiet(lightning), _fake_ranks(devices), phases_reported_to(on_phase):
-        strategy = PlanningStrategy(**{**options, "process_group_backend": "fake"})
+        strategy = strategy_class(**{**options, "process_group_backend": "fake"})
         off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         trainer = lightning.Trainer(
             accelerator="cpu",
