@@ -1,4 +1,4 @@
-"""The command ``lightning-hybrid dryrun path.to:Module --layout dp=6,tp=8,pp=64``: ranks of a world without the world."""
+"""The command ``lightning-hybrid dryrun path.to:Module --layout dp=6,tp=8,pp=64``: ranks without their world."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def add_to(commands: Any) -> None:
         "--rank",
         action="append",
         metavar="R",
-        help="ranks to describe: numbers and ranges such as 0,8,16-23, 'stages' for the first rank of each pipeline rank"
-        " (default), or 'all'; repeat for several",
+        help="ranks to describe: numbers and ranges such as 0,8,16-23, 'stages' for the first rank of each pipeline"
+        " rank (default), or 'all'; repeat for several",
     )
     parser.add_argument("--num-nodes", type=int, default=1, help="nodes of the world (%(default)s)")
     parser.add_argument("--devices", type=int, help="ranks of a node (those of the layout / nodes)")
@@ -181,10 +181,11 @@ def in_world(layout: Layout, num_nodes: int, devices: int | None) -> Layout:
         same = layout.devices // layout.replicas
         if world % same:
             raise UsageError(
-                f"{num_nodes} nodes x {devices} devices = {world} ranks, which is no multiple of the {same} ranks of one"
-                f" replica in --layout {layout.name}; set other sizes"
+                f"{num_nodes} nodes x {devices} devices = {world} ranks, which is no multiple of the {same} ranks of"
+                f" one replica in --layout {layout.name}; set other sizes"
             )
-        return layout_of_options({**layout.strategy, "data_parallel_size": world // same}, world)
+        others = {name: value for name, value in layout.strategy.items() if name != "data_parallel_size"}
+        return layout_of_options({"data_parallel_size": world // same, **others}, world)
     if layout.devices != world:
         raise UsageError(
             f"--layout {layout.name} has {layout.devices} ranks, and {num_nodes} nodes x {devices} devices are {world};"
@@ -220,7 +221,9 @@ def _numbers(text: str, world: int) -> list[int]:
     for entry in text.split(","):
         first, dash, last = entry.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UsageError(f"--rank {text!r}: {entry.strip()!r} is no number, no range such as 16-23, 'stages' or 'all'")
+            raise UsageError(
+                f"--rank {text!r}: {entry.strip()!r} is no number, no range such as 16-23, 'stages' or 'all'"
+            )
         ranks = range(int(first), int(last or first) + 1)
         outside = next((rank for rank in ranks if rank >= world), None)
         if outside is not None:

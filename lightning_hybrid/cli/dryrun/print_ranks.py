@@ -63,7 +63,9 @@ def _message_rows(ranks: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     axes = [axis for axis in ("pipeline", "data", "tensor") if any(axis in rank["sent_bytes"] for rank in ranks)]
     if not axes:
         return [("a step sends no tensors of the model to other ranks",)]
-    rows: list[tuple[str, ...]] = [("sent in a training step", *(f"{a} {w}" for a in axes for w in ("messages", "bytes")))]
+    rows: list[tuple[str, ...]] = [
+        ("sent in a training step", *(f"{a} {w}" for a in axes for w in ("messages", "bytes")))
+    ]
     for rank in ranks:
         cells: list[str] = []
         for axis in axes:
@@ -86,9 +88,13 @@ def _print_rank(rank: dict[str, Any], *, verbose: bool) -> None:
             nodes = rank["nodes_of_groups"][axis]
             print(f"  {name}: {_members(rank['groups'][axis])} on {nodes} node{'s' * (nodes != 1)}")
     if rank["messages"]:
-        rows: list[tuple[str, ...]] = [("  sends in a training step", "axis", "as", "messages", "bytes put in", "bytes sent")]
+        rows: list[tuple[str, ...]] = [
+            ("  sends in a training step", "axis", "as", "messages", "bytes put in", "bytes sent")
+        ]
         for each in rank["messages"]:
-            how = each["operation"].replace("_", "-") + (f" over {each['num_ranks']}" if each["operation"] != "send" else "")
+            how = each["operation"].replace("_", "-") + (
+                f" over {each['num_ranks']}" if each["operation"] != "send" else ""
+            )
             counts = f"{each['count']:,}", f"{each['nbytes']:,}", f"{each['sent_bytes']:,}"
             rows.append((f"  {each['content']}", each["axis"], how, *counts))
         _print_rows(rows)

@@ -1,4 +1,4 @@
-"""Modules built with parameters on the meta device, and no record of their values: for plans, which need shapes only."""
+"""Modules built with parameters on the meta device, and no record of their values: plans need shapes only."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -27,6 +29,7 @@ from lightning_hybrid.strategies.dry_run.run_of_other_rank import run_of_rank
 from lightning_hybrid.strategies.dry_run.tensor_ranks_of_units import TensorUnits
 from lightning_hybrid.strategies.plan_in_one_process import make_plan
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.verify.records.run_record_and_recorder import describe_failure
 
 ChooseRanks = Callable[[ParallelLayout], Sequence[int]]
 
@@ -59,7 +62,15 @@ def dry_run(
         on_phase: Receives the name of each phase as it begins.
     """
     strategy = make_plan(
-        lightning, module, fit_arguments, devices, options, precision, on_phase, num_nodes=num_nodes, kind=DryRunStrategy
+        lightning,
+        module,
+        fit_arguments,
+        devices,
+        options,
+        precision,
+        on_phase,
+        num_nodes=num_nodes,
+        kind=DryRunStrategy,
     )
     run = strategy.run_as_planned
     assert run is not None
@@ -68,6 +79,9 @@ def dry_run(
     content |= {"samples": strategy.samples, "num_microbatches": strategy.num_microbatches, "table": strategy.table}
     if run.zero3_fallback is not None:
         content["refused"] = run.zero3_fallback.refusal
+        error = None if strategy.partition is None else strategy.partition.fallback_error
+        if error is not None and not describe_failure(error, steps_done=0).refused:
+            traceback.print_exception(error)
         return content
     on_phase("building the program of the pipeline")
     described = _Described(strategy, run, layout.world_size // num_nodes, with_shapes=with_shapes)
@@ -111,7 +125,7 @@ class _Described:
             "coordinates": dataclasses.asdict(mesh.coordinates),
             "stages": stages,
             "units": self._units_of(stages),
-            "parameters": sum(numel for _, _, numel in self._shards(run)),
+            "parameters": sum(math.prod(local) for _, (_, local) in self._shapes(run)),
             "groups": {axis: list(group.ranks) for axis, group in mesh.groups.items() if group.size() > 1},
             "nodes_of_groups": {
                 axis: len({each // self._per_node for each in group.ranks})
@@ -123,12 +137,17 @@ class _Described:
             "sent_bytes": sent_by_axis(messages),
         }
         if self._with_shapes:
-            described["shapes"] = {name: {"local": list(local), "full": list(full)} for name, (full, local) in self._shapes(run)}
+            described["shapes"] = {
+                name: {"local": list(local), "full": list(full)} for name, (full, local) in self._shapes(run)
+            }
         return described
 
     def _memory(self, run: Run, stages: Sequence[int]) -> RankMemory:
         """Estimate the memory of a rank: that of a rank with the same shards in its pipeline."""
-        key = run.mesh.rank_in("tp"), *(each.group.rank() for each in ([] if run.parts is None else run.parts.shardings))
+        key = (
+            run.mesh.rank_in("tp"),
+            *(each.group.rank() for each in ([] if run.parts is None else run.parts.shardings)),
+        )
         if key not in self._memories:
             self._memories[key] = self._memory_of_pipeline(run)
         return self._memories[key][stages[0] % len(self._memories[key])]
@@ -154,13 +173,6 @@ class _Described:
         pairs = zip(self._assignment.graph.nodes, self._assignment.node_stage, strict=True)
         return list(dict.fromkeys(node.unit for node, stage in pairs if stage in stages and node.unit is not None))
 
-    def _shards(self, run: Run) -> Iterable[tuple[str, tuple[int, ...], int]]:
-        for name, (_, local) in self._shapes(run):
-            numel = 1
-            for size in local:
-                numel *= size
-            yield name, local, numel
-
     def _shapes(self, run: Run) -> Iterable[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]]:
         parameters = dict(run.setting.module.named_parameters())
         shardings = [] if run.parts is None else run.parts.shardings
@@ -173,11 +185,13 @@ class _Described:
         layout, found = self._run.setting.layout, []
         if unproved := self._strategy.unproved:
             found.append(
-                f"the plans for tensor ranks of {len(unproved)} kinds of layers (up to {max(unproved):,} parameters; more"
-                f" than {MOST_PROVED_NUMEL:,}) were chosen by shapes, and the proof that a run makes was not run"
+                f"the plans for tensor ranks of {len(unproved)} kinds of layers (up to {max(unproved):,} parameters;"
+                f" more than {MOST_PROVED_NUMEL:,}) were chosen by shapes, and the proof that a run makes was not run"
             )
         for fqn, error in self._units.unmeasured.items():
-            found.append(f"messages of {fqn} between tensor ranks are not counted: it does not run on meta tensors: {error}")
+            found.append(
+                f"messages of {fqn} between tensor ranks are not counted: it does not run on meta tensors: {error}"
+            )
         if layout.context_parallel_size > 1:
             found.append("messages between context ranks are not counted")
         if layout.expert_parallel_size > 1:

@@ -150,22 +150,29 @@ def _local(run: Run, *, sharded: bool = True) -> Iterator[tuple[str, Any, tuple[
 
 def _average_messages(run: Run) -> Iterator[Messages]:
     mesh, plan = run.mesh, run.plan
-    experts = {n for each in ([] if run.parts is None else run.parts.shardings) if each.axis == "ep" for n in each.placements}
+    experts = {
+        n for each in ([] if run.parts is None else run.parts.shardings) if each.axis == "ep" for n in each.placements
+    }
     sharded = set() if run.parts is None else run.parts.names
     reducers: dict[tuple[str, Any], list[tuple[torch.dtype, int, Any]]] = {}
     for name, parameter, shape in _local(run):
         if not parameter.requires_grad:
             continue
-        stage, ranks = None, (0,)
+        stage: int | None = None
+        ranks: tuple[int, ...] = (0,)
         if plan is not None and plan.is_partitioned:
             stage, ranks = stage_of_gradient(plan, name), plan.ranks_of(name)
         copies = mesh.size("data") > 2 and (len(ranks) > 1 or (mesh.size("tp") > 1 and name not in sharded))
         group = "ep_replicate" if name in experts else "data"
         numel = torch.Size(shape).numel()
-        reducers.setdefault((group, stage), []).append((parameter.dtype, numel, (ranks, name not in sharded) if copies else None))
+        reducers.setdefault((group, stage), []).append(
+            (parameter.dtype, numel, (ranks, name not in sharded) if copies else None)
+        )
     dtype = message_dtypes(run.setting.precision)["reduce_dtype"]
     for axis in ("data", "ep_replicate"):
-        buckets = [each for (group, _), members in reducers.items() if group == axis for each in _buckets(members, dtype)]
+        buckets = [
+            each for (group, _), members in reducers.items() if group == axis for each in _buckets(members, dtype)
+        ]
         if buckets and mesh.size(axis) > 1:
             yield Messages("data", "averages of gradients", "all_reduce", mesh.size(axis), len(buckets), sum(buckets))
 
@@ -212,7 +219,13 @@ def _zero_messages(run: Run, num_microbatches: int, layer_reads: Collection[str]
         sizes = {name: numel_of_largest_shard(shapes[name], placements.get(name)) for name in members}
         shard = sum(size for name, size in sizes.items() if name in placements)
         passes = 2 * num_microbatches if frees and layer else 1
-        add("parameters", "all_gather", shard_axis, passes if shard else 0, shard * (dtypes["gather_dtype"] or dtype).itemsize)
+        add(
+            "parameters",
+            "all_gather",
+            shard_axis,
+            passes if shard else 0,
+            shard * (dtypes["gather_dtype"] or dtype).itemsize,
+        )
         trained = [name for name, parameter in members.items() if parameter.requires_grad]
         row = (sum(sizes[name] for name in trained) + len(trained)) * (dtypes["reduce_dtype"] or dtype).itemsize
         times = num_microbatches if per_layer and stage is not None else 1

@@ -34,7 +34,9 @@ class TensorUnits:
         self._calls: Mapping[str, Any] = {} if planner is None else planner.planned_calls.arguments
         self._uses: dict[Hashable, UnitUse | None] = {}
 
-    def messages(self, assignment: Assignment | None, stages: set[int], num_microbatches: int, rank: int) -> list[Messages]:
+    def messages(
+        self, assignment: Assignment | None, stages: set[int], num_microbatches: int, rank: int
+    ) -> list[Messages]:
         """Return the collectives of a rank in one training step.
 
         Args:
@@ -49,10 +51,12 @@ class TensorUnits:
             use = self._use(fqn, rank) if times else None
             if use is None:
                 continue
-            passes = 1 + (self._policy(fqn) == "full")  # a recomputed forward sums again
-            for direction, collectives, count in (("forward", use.forward, passes), ("backward", use.backward, 1)):
-                for each in collectives:
-                    found.setdefault((direction, each.kind), []).extend([each] * (count * times))
+            parts = {"forward": use.forward, "backward": use.backward}
+            if self._policy(fqn) == "full":
+                parts["recomputed forward"] = use.recomputed
+            for direction, done in parts.items():
+                for each in done:
+                    found.setdefault((direction, each.kind), []).extend([each] * times)
         size = self._run.setting.layout.tensor_parallel_size
         messages = []
         for (direction, kind), collectives in found.items():
@@ -66,14 +70,18 @@ class TensorUnits:
         nodes = []
         for node in assignment.graph.nodes:
             share = self._saved_share(node.unit, rank) if node.unit is not None and node.saved_bytes else 1.0
-            nodes.append(node if share == 1.0 else dataclasses.replace(node, saved_bytes=round(share * node.saved_bytes)))
+            nodes.append(
+                node if share == 1.0 else dataclasses.replace(node, saved_bytes=round(share * node.saved_bytes))
+            )
         return dataclasses.replace(assignment, graph=dataclasses.replace(assignment.graph, nodes=tuple(nodes)))
 
     def _saved_share(self, unit: str, rank: int) -> float:
         """The bytes that a node saves on a tensor rank, as a share of what the full layers save."""
         inside = [fqn for fqn in self._plans if fqn == unit or fqn.startswith(f"{unit}.")]
         pairs = [(self._use(fqn, rank), self._use(fqn, None)) for fqn in inside]
-        known = [(local.saved_bytes, full.saved_bytes) for local, full in pairs if local is not None and full is not None]
+        known = [
+            (local.saved_bytes, full.saved_bytes) for local, full in pairs if local is not None and full is not None
+        ]
         total = sum(full for _, full in known)
         return sum(local for local, _ in known) / total if total else 1.0
 
@@ -81,7 +89,9 @@ class TensorUnits:
         recomputation = self._run.recomputation
         if recomputation is None:
             return None
-        return next((p for layer, p in recomputation.policies.items() if fqn == layer or fqn.startswith(f"{layer}.")), None)
+        return next(
+            (p for layer, p in recomputation.policies.items() if fqn == layer or fqn.startswith(f"{layer}.")), None
+        )
 
     def _use(self, fqn: str, rank: int | None) -> UnitUse | None:
         """Measure a unit, sharded or with no rank unsharded, unless a unit of its kind has been."""
@@ -95,7 +105,7 @@ class TensorUnits:
             sharded = None if rank is None or not plan.num_sharded else plan
             try:
                 context = self._run.setting.precision.forward_context()
-                self._uses[key] = measure_unit(unit, sharded, *call, rank or 0, context)
+                self._uses[key] = measure_unit(unit, sharded, call[0], call[1], rank or 0, context)
             except Exception as error:
                 self._uses[key] = None
                 self.unmeasured[fqn] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -123,7 +133,10 @@ def _calls_on(assignment: Assignment | None, fqn: str, stages: set[int]) -> int:
         return 1
     pairs = zip(assignment.graph.nodes, assignment.node_stage, strict=True)
     counts = Counter(
-        node.unit for node, stage in pairs
-        if stage in stages and node.unit is not None and (fqn == node.unit or fqn.startswith(f"{node.unit}.") or node.unit.startswith(f"{fqn}."))
+        node.unit
+        for node, stage in pairs
+        if stage in stages
+        and node.unit is not None
+        and (fqn == node.unit or fqn.startswith(f"{node.unit}.") or node.unit.startswith(f"{fqn}."))
     )
     return max(counts.values(), default=0)

@@ -34,8 +34,8 @@ from lightning_hybrid.tensor.search.unit_search import plan_unit
 class TensorPlanner:
     """Plans the units of one full module while its first step is recorded.
 
-    ``plan`` is the user's (pattern -> style), ``folder`` that of cached plans, if any; ``find`` plans one unit. A pattern that matches nothing
-    raises a TensorPlanError, on every rank.
+    ``plan`` is the user's (pattern -> style), ``folder`` that of cached plans, if any; ``find`` plans one unit. A
+    pattern that matches nothing raises a TensorPlanError, on every rank.
 
     Attributes:
         summary: Where the plans came from; on the first rank.

@@ -202,7 +202,7 @@ def _layer_of_parameters(
     if not seen_when_read:
         assert plan.first is not None
         by_step |= plan.first.recording.parameters_read_outside().keys()
-    by_step |= {name for name, parameter in module.named_parameters() if not can_guard(parameter)}
+    by_step |= {n for n, parameter in module.named_parameters() if not (can_guard(parameter) or is_absent(parameter))}
     layer_of: dict[str, str] = {}
     several: set[str] = set()
     for fqn, layer in layers.items():

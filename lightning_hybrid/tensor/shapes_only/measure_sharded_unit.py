@@ -28,12 +28,14 @@ class UnitUse:
 
     Attributes:
         forward: Its collectives between tensor ranks.
+        recomputed: Those of a recomputed forward, which ends with the last tensor that is saved.
         backward: Those of its backward.
         saved_bytes: Of tensors saved for the backward, without parameters and inputs.
         has_loss: Whether a cross entropy over a sharded vocabulary is included: the output is a part of the logits.
     """
 
     forward: tuple[Collective, ...]
+    recomputed: tuple[Collective, ...]
     backward: tuple[Collective, ...]
     saved_bytes: int
     has_loss: bool = False
@@ -79,15 +81,16 @@ def measure_unit(
     else:
         local = dict(twin.named_parameters())
     call_args, call_kwargs, inputs = example_on_meta(args, kwargs).call()
-    saved = _SavedBytes([*local.values(), *inputs.values(), *twin.parameters()])
+    saved = _SavedBytes([*local.values(), *inputs.values(), *twin.parameters()], ranks)
     with torch.enable_grad(), saved.counting():
         with running, context:
             outputs = [leaf for leaf in flatten(twin(*call_args, **call_kwargs))[0] if isinstance(leaf, Tensor)]
+        recomputed = tuple(ranks.done[: saved.num_collectives])
         has_loss = any(isinstance(output, VocabularyShard) for output in outputs)
         ends = [_end_of(output) for output in outputs]
         forward = tuple(ranks.done)
         _run_backward(ends, [*inputs.values(), *(p for p in local.values() if p.requires_grad)])
-    return UnitUse(forward, tuple(ranks.done[len(forward) :]), saved.nbytes, has_loss)
+    return UnitUse(forward, recomputed, tuple(ranks.done[len(forward) :]), saved.nbytes, has_loss)
 
 
 def _end_of(output: Tensor) -> Tensor:
@@ -114,10 +117,12 @@ class _SavedBytes:
 
     Attributes:
         nbytes: So far.
+        num_collectives: Those of the rank before the latest tensor was saved.
     """
 
-    def __init__(self, ignored: list[Tensor]) -> None:
-        self.nbytes = 0
+    def __init__(self, ignored: list[Tensor], ranks: CountedRanks) -> None:
+        self.nbytes = self.num_collectives = 0
+        self._ranks = ranks
         self._seen = {tensor.untyped_storage()._cdata for tensor in ignored}
         self._kept: list[Tensor] = []  # an address may be used again otherwise
 
@@ -127,6 +132,7 @@ class _SavedBytes:
             yield
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        self.num_collectives = len(self._ranks.done)
         local = tensor.local if isinstance(tensor, VocabularyShard) else tensor
         key = local.untyped_storage()._cdata
         if key not in self._seen:
