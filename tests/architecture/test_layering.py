@@ -33,6 +33,7 @@ FLOORS = [
     {"tensor/discovery", "tensor/trial"},
     {"tensor/requests"},
     {"tensor/search"},
+    {"tensor/shapes_only"},
     {"pipeline/runtime", "pipeline/results"},
     {"pipeline/loss_weights", "pipeline/side_effects"},
     {"pipeline"},
@@ -51,6 +52,7 @@ FLOORS = [
     {"strategies/description"},
     {"strategies/execution"},
     {"strategies"},
+    {"strategies/dry_run"},
     {"register_strategies_on_import", "for_lightning", "for_pytorch_lightning"},
     {"cli", "__init__"},
 ]
