@@ -17,13 +17,15 @@ from lightning_hybrid.schedule.measured.lost_time_by_cause import (
     mean_of_pipelines,
     measured_schedule,
 )
-from lightning_hybrid.schedule.measured.propose_cuts import CutProposal, propose_cuts
+from lightning_hybrid.schedule.measured.propose_cuts import NOISE, CutProposal, propose_cuts
 from lightning_hybrid.schedule.measured.stage_seconds import (
     StageSeconds,
     describe_range,
     seconds_of_stages,
     unit_ranges,
 )
+
+_MOST_STEPS = 100  # the latest ones; each has the times of all its actions
 
 
 @dataclass(frozen=True)
@@ -89,22 +91,24 @@ class MeasuredSteps:
     """The analyzed steps of a run under one partition.
 
     Attributes:
-        steps: In the order in which they ran.
+        steps: In the order in which they ran; the latest 100.
         assignment: The stages; None without.
     """
 
     def __init__(self) -> None:
         self.steps: list[AnalyzedStep] = []
         self.assignment: Assignment | None = None
-        self._proposal: tuple[int, CutProposal | None] = 0, None  # after that many steps
+        self._proposal: tuple[bool, CutProposal | None] = False, None  # whether it is known, and what it is
 
     def add(self, step: int, measured: MeasuredStep, assignment: Assignment | None) -> AnalyzedStep | None:
         """Analyze a step; those before it are forgotten if it ran in other stages. None if it cannot be analyzed."""
         analyzed = analyze_step(step, measured, assignment)
         if assignment is not self.assignment:
-            self.steps, self.assignment, self._proposal = [], assignment, (0, None)
+            self.steps, self.assignment, self._proposal = [], assignment, (False, None)
         if analyzed is not None:
             self.steps.append(analyzed)
+            del self.steps[:-_MOST_STEPS]
+            self._proposal = False, None
         return analyzed
 
     @property
@@ -112,6 +116,11 @@ class MeasuredSteps:
         """The step of median length."""
         by_length = sorted(self.steps, key=lambda step: step.lost.total.step_seconds)
         return by_length[(len(by_length) - 1) // 2]
+
+    @property
+    def step_seconds(self) -> float:
+        """The seconds of that step."""
+        return self.typical.lost.total.step_seconds
 
     @property
     def stages(self) -> list[StageSeconds]:
@@ -122,12 +131,12 @@ class MeasuredSteps:
         return seconds_of_stages(timelines, self.assignment.num_stages)
 
     def proposal(self) -> CutProposal | None:
-        """The cuts that are predicted to be faster than the present ones; None if there are none."""
+        """The cuts that are predicted to save more of a step than the noise of measurements; None if none are."""
         if self.assignment is None or not self.steps:
             return None
-        if self._proposal[0] != len(self.steps):
-            found = propose_cuts(self.assignment, self.stages, self.typical.schedule)
-            self._proposal = len(self.steps), found
+        if not self._proposal[0]:
+            found, seconds = propose_cuts(self.assignment, self.stages, self.typical.schedule), self.step_seconds
+            self._proposal = True, None if found is None or found.gain(seconds) <= NOISE else found
         return self._proposal[1]
 
     def lines(self) -> list[str]:
@@ -137,21 +146,18 @@ class MeasuredSteps:
         if self.assignment is None:
             return lines
         lines.append(_describe_slowest(self.stages, self.assignment))
-        seconds, proposal = typical.lost.total.step_seconds, self.proposal()
-        if proposal is None:
-            return [*lines, "no other pipeline_cuts are predicted to be faster"]
-        after = seconds - (proposal.seconds - proposal.proposed_seconds)
+        if (proposal := self.proposal()) is None:
+            return [*lines, f"no other pipeline_cuts are predicted to save more than {NOISE:.0%} of a step"]
         return [
             *lines,
-            f"pipeline_cuts={list(proposal.cuts)} is predicted to take {1000 * after:.1f} ms per step instead of"
-            f" {1000 * seconds:.1f} ms ({-proposal.gain(seconds):+.1%}); the seconds of stages are measured, and shared"
-            " among their units by estimated cost",
+            f"{proposal.describe(self.step_seconds)}; the seconds of stages are measured, and shared among their units"
+            " by estimated cost",
         ]
 
     def as_json(self) -> dict[str, Any]:
         """All steps and stages, and the proposed cuts, for a file."""
         ranges = [] if self.assignment is None else unit_ranges(self.assignment)
-        proposal, seconds = self.proposal(), self.typical.lost.total.step_seconds
+        proposal = self.proposal()
         return {
             "steps": [
                 {
@@ -176,7 +182,7 @@ class MeasuredSteps:
                 for one, units in zip(self.stages, ranges, strict=True)
             ],
             "pipeline_cuts": None if proposal is None else list(proposal.cuts),
-            "predicted_gain": 0.0 if proposal is None else proposal.gain(seconds),
+            "predicted_gain": 0.0 if proposal is None else proposal.gain(self.step_seconds),
         }
 
 

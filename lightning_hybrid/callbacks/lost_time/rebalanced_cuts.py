@@ -10,7 +10,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_hybrid.callbacks.lost_time.measured_steps import MeasuredSteps
-from lightning_hybrid.schedule.measured.propose_cuts import NOISE
 
 
 class RebalancedCuts:
@@ -34,26 +33,26 @@ class RebalancedCuts:
             step: The latest step of the optimizer.
         """
         plan = strategy.run.plan
-        chosen: tuple[tuple[str, ...], float] | None = None
+        before = self.pending
+        chosen: tuple[tuple[str, ...], str] | None = None
         if strategy.global_rank == 0 and (proposal := steps.proposal()) is not None:
-            gain = proposal.gain(steps.typical.lost.total.step_seconds)
-            if gain > NOISE:
-                chosen = proposal.cuts, gain
+            chosen = proposal.cuts, proposal.describe(steps.step_seconds)
         chosen = strategy.broadcast(chosen)
         self._proposed = {}
         if chosen is None or not strategy.run.is_pipelined:
             return
-        cuts, gain = chosen
+        cuts, description = chosen
         self._proposed = {
             "pipeline_cuts": list(cuts),
             "replaces": _as_list(strategy.options.pipeline_cuts),
             "num_stages": plan.num_stages,
             "parameters": _digest(plan.root),
         }
-        rank_zero_info(
-            f"step {step}: pipeline_cuts={list(cuts)} is predicted to save {gain:.1%} of a step; the stages"
-            " change at the next epoch, and in a run that resumes from a later checkpoint"
-        )
+        if self.pending != before:
+            rank_zero_info(
+                f"step {step}: {description}; the stages change at the next epoch, and in a run that resumes from a"
+                " later checkpoint"
+            )
 
     def applied(self) -> None:
         """Take note that the stages have the cuts."""

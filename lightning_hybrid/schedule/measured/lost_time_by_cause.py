@@ -12,8 +12,9 @@ time that it adds to the step::
     + input         the ranks begin when their batch has come
     + optimizer     from the last action to the end of the step
 
-The last sum is the measured step. A rank's own row has what it did or waited for itself: its messages, its reduction,
-its batch; what remains is waiting for other ranks, the bubble's seconds first.
+The last sum is the measured step, from the time when the last rank had ended the step before. A rank's own row has what
+it did or waited for itself: its messages, its reduction, its batch; what remains is waiting for other ranks, the
+bubble's seconds first.
 """
 
 from __future__ import annotations
@@ -114,14 +115,14 @@ def lost_time(
     """
     first = [min((s.start for s in worked.spans if s.rank == rank), default=0.0) for rank in range(worked.num_ranks)]
     waits = [
-        (start, start) if known is None else (min(known[0], start), min(known[1], start))
+        (min(first), min(first)) if known is None else (min(known[0], start), min(known[1], start))
         for known, start in zip(inputs, first, strict=True)
     ]
-    origin = min(begin for begin, _ in waits)
-    released = [ready - origin for _, ready in waits]
+    origin = max(begin for begin, _ in waits)
+    waits = [(begin - origin, ready - origin) for begin, ready in waits]  # begins are 0 or less
     seconds = {span.action: span.end - span.start for span in worked.spans}
-    gaps, is_message = _gaps(worked, schedule, portals, [ready for _, ready in waits])
-    levels = _levels(schedule, portals, seconds, gaps, is_message, released)
+    gaps, is_message = _gaps(worked, schedule, portals, [ready + origin for _, ready in waits])
+    levels = _levels(schedule, portals, seconds, gaps, is_message, waits)
     last = max((span.end for span in worked.spans), default=origin) - origin
     optimizer = max(0.0, end - origin - last)
     # A condition that is better than the one before, as uneven stages may be for some schedules, adds nothing.
@@ -137,7 +138,7 @@ def lost_time(
         reduce = sum(seconds[action] for action in row if action.kind is Kind.REDUCE)
         messages = reduce + sum(gaps[action] for action in row if is_message[action])
         other = sum(gaps[action] for action in row if not is_message[action])
-        waited = waits[rank][1] - waits[rank][0]
+        waited = max(0.0, waits[rank][1])
         rest = max(0.0, last - work - messages - other - waited)
         bubble = min(rest, total.bubble)
         rows.append(
@@ -189,13 +190,14 @@ def _levels(
     seconds: Mapping[Action, float],
     gaps: Mapping[Action, float],
     is_message: Mapping[Action, bool],
-    released: Sequence[float],
+    waits: Sequence[tuple[float, float]],
 ) -> dict[str, float]:
-    """The seconds of the actions under each condition, the most ideal one first."""
+    """The end of the actions under each condition, the most ideal one first."""
+    begins, ready = [begin for begin, _ in waits], [ready for _, ready in waits]
     computed = {action: 0.0 if action.kind is Kind.REDUCE else spent for action, spent in seconds.items()}
 
-    def makespan(spent: Mapping[Action, float], begins: Sequence[float] = ()) -> float:
-        return max((span.end for span in replay(schedule, portals, spent, begins).spans), default=0.0)
+    def makespan(spent: Mapping[Action, float], released: Sequence[float] = begins) -> float:
+        return max((span.end for span in replay(schedule, portals, spent, released).spans), default=0.0)
 
     hosted = {action: spent + gaps[action] * (not is_message[action]) for action, spent in computed.items()}
     delayed = {action: spent + gaps[action] for action, spent in seconds.items()}
@@ -206,7 +208,7 @@ def _levels(
         "variation": makespan(computed),
         "other": makespan(hosted),
         "communication": makespan(delayed),
-        "input": makespan(delayed, released),
+        "input": makespan(delayed, ready),
     }
 
 

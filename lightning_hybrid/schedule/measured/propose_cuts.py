@@ -54,6 +54,14 @@ class CutProposal:
         """The share of a measured step that the cuts are predicted to save."""
         return (self.seconds - self.proposed_seconds) / step_seconds if step_seconds > 0 else 0.0
 
+    def describe(self, step_seconds: float) -> str:
+        """The cuts, and the predicted change of a measured step."""
+        after = step_seconds - (self.seconds - self.proposed_seconds)
+        return (
+            f"pipeline_cuts={list(self.cuts)} is predicted to take {1000 * after:.1f} ms per step instead of"
+            f" {1000 * step_seconds:.1f} ms ({-self.gain(step_seconds):+.1%})"
+        )
+
 
 def propose_cuts(assignment: Assignment, stages: Sequence[StageSeconds], schedule: Schedule) -> CutProposal | None:
     """Find the cuts of least predicted time.

@@ -114,6 +114,20 @@ def test_late_batch_is_input(came):
     assert [row.input for row in lost.ranks] == pytest.approx([0.5 + ready for ready in came])
 
 
+def test_the_step_begins_when_the_last_rank_has_ended_the_one_before():
+    """Until then the others only wait for it, whether their batch comes or not."""
+    schedule, portals = make_schedule("1f1b", NUM_RANKS, NUM_MICROBATCHES), chain(NUM_RANKS)
+    timeline = simulate(schedule, portals, forward_seconds=1.0, backward_seconds=2.0)
+    end = timeline.makespan_seconds
+    lost = lost_time(timeline, schedule, portals, inputs=[(-0.25, 0.0), (-9.0, -3.0)], end=end)
+    assert lost.total.step_seconds == pytest.approx(end + 0.25)
+    assert lost.total.input == pytest.approx(0.25)
+    assert [row.input for row in lost.ranks] == pytest.approx([0.25, 0.0])
+    assert [row.step_seconds for row in lost.ranks] == pytest.approx([end + 0.25] * 2)
+    unknown = lost_time(timeline, schedule, portals, inputs=[None, None], end=end)
+    assert unknown.total.step_seconds == pytest.approx(end) and unknown.total.input == 0
+
+
 def test_unequal_microbatches_are_variation():
     schedule, portals = make_schedule("1f1b", NUM_RANKS, NUM_MICROBATCHES), chain(NUM_RANKS)
     spans = simulate(schedule, portals, forward_seconds=1.0, backward_seconds=2.0).spans
