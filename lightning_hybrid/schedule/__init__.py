@@ -3,7 +3,8 @@
 Read in this order: `schedule_and_actions` (the alphabet), `generators` (GPipe, 1F1B, eager 1F1B, interleaved 1F1B, zero
 bubble), `linked_stages_and_messages` (which stages hand values to which), `simulator` (when would it run), `program`
 (sends and receives added), `deadlock_check` (proof that it runs to the end), `picture` (a timeline, simulated or
-measured), `memory_picture`, `trace_events` (the same for trace viewers).
+measured), `memory_picture`, `trace_events` (the same for trace viewers), `measured` (time that measured steps lost, and
+faster cuts).
 
     schedule = make_schedule("1f1b", num_ranks=4, num_microbatches=8)
     portals = chain(schedule.num_stages)
@@ -17,6 +18,9 @@ from lightning_hybrid.errors import ScheduleError
 from lightning_hybrid.schedule.deadlock_check import check_program
 from lightning_hybrid.schedule.generators import SCHEDULE_NAMES, forward_only, make_schedule
 from lightning_hybrid.schedule.linked_stages_and_messages import Message, Portals, chain
+from lightning_hybrid.schedule.measured.lost_time_by_cause import TimeByCause
+from lightning_hybrid.schedule.measured.measured_costs_file import MeasuredCosts, load_measured_costs
+from lightning_hybrid.schedule.measured.stage_seconds import StageSeconds, UnitSeconds
 from lightning_hybrid.schedule.memory_picture import MemorySample, memory_to_svg
 from lightning_hybrid.schedule.picture import to_svg, to_text
 from lightning_hybrid.schedule.program import Channel, Compute, Instruction, Program, Receive, Send, lower, peer_of
@@ -31,6 +35,7 @@ __all__ = [
     "Compute",
     "Instruction",
     "Kind",
+    "MeasuredCosts",
     "MemorySample",
     "Message",
     "Portals",
@@ -40,10 +45,14 @@ __all__ = [
     "ScheduleError",
     "Send",
     "Span",
+    "StageSeconds",
+    "TimeByCause",
     "Timeline",
+    "UnitSeconds",
     "chain",
     "check_program",
     "forward_only",
+    "load_measured_costs",
     "lower",
     "make_schedule",
     "memory_to_svg",
