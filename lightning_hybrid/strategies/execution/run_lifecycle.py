@@ -16,6 +16,7 @@ from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.precision.message_dtypes import check_gather_dtype
 from lightning_hybrid.strategies.description.connect_monitors import connect_monitors
 from lightning_hybrid.strategies.description.print_run_start_lines import announce_run
+from lightning_hybrid.strategies.execution.apply_rebalanced_cuts import with_cuts_of_checkpoint
 from lightning_hybrid.strategies.execution.change_layout_during_run import LayoutChooser
 from lightning_hybrid.strategies.execution.first_step_check import FirstStepCheck
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
@@ -76,7 +77,8 @@ class RunLifecycle:
         check_is_full(module)
         silence_sync_dist_advice()
         is_fitting = trainer.state.fn == "fit"
-        world, options, precision = strategy.world, strategy.options, strategy.precision_plugin
+        world, precision = strategy.world, strategy.precision_plugin
+        options = with_cuts_of_checkpoint(trainer, strategy.options, world.layout)
         if (float8 := getattr(precision, "float8", None)) is not None:
             float8.check_layout(world.layout)
         if recompute is not None:
