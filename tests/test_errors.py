@@ -48,6 +48,7 @@ BASES = {
     "PrecisionError": ValueError,
     "PartitionError": ValueError,
     "QuantizedStatesError": ValueError,
+    "RankOutOfMemory": RuntimeError,
     "RanksDiffer": RuntimeError,
     "RanksDisagree": RuntimeError,
     "RecomputeError": ValueError,

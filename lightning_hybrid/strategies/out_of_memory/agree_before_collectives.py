@@ -133,7 +133,8 @@ class MemoryGuard:
             return "another rank ran out of memory"
         lines = str(error).strip().splitlines() or [""]
         kind = _OUT_OF_MEMORY.get(self._mesh.device_mesh.device_type, _OUT_OF_MEMORY["cpu"])
-        reason = f"{kind} on rank {self._mesh.rank}: {type(error).__name__}: {lines[0][:_SHOWN_CHARS]}"
+        shown = f"{type(error).__name__}: {lines[0][:_SHOWN_CHARS]}"
+        reason = f"{kind} on rank {self._mesh.rank}, and all ranks have stopped the step: {shown}"
         if self._size > 1:
             self._store.compare_set(self._key("failed"), "", reason)
         return reason
