@@ -75,8 +75,7 @@ class MicrobatchRunner(ABC):
         guards: Track whether user code runs, which reads full parameters, or a backward.
         around_units: Entered around each step; replaces the forwards of layers.
         around_step: Entered around each run of the user's step.
-        is_fatal: Whether an error in a comparison of microbatches is one of the step. If not None, only parts of one
-            microbatch are compared, as two may not fit.
+        is_fatal: Whether an error in a comparison of microbatches is raised; they weigh by samples otherwise.
         settle: Called after a forward, before this rank waits for others: it may have called other layers.
     """
 

@@ -327,8 +327,7 @@ class PlainRunner(MicrobatchRunner):
             self._leaves_changes = self._sharing.any_rank(is_written or changes.something())
             count *= self._sharing.size
         elif self.splitter is None and (self._num_microbatches or 1) > 1:
-            compared = count if self.is_fatal is None else 2 * count  # as much as memory has room for
-            batch, count = self._weighting.two_parts(batch, compared), min(count, 2)
+            batch, count = self._weighting.two_parts(batch, count), min(count, 2)  # as much as memory has room for
         else:
             return
         if self._leaves_changes or not compares:

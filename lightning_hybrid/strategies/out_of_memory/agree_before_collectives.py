@@ -223,12 +223,13 @@ class MemoryGuard:
         """Yield the seconds to sleep between reads of the store.
 
         Raises:
-            RuntimeError: A rank has failed by another error, or does not come within the timeout.
+            DistNetworkError: A rank has failed by another error.
+            RuntimeError: It does not come within the timeout.
         """
         begin, pause = time.monotonic(), _FIRST_PAUSE
         for count in range(1, 2**62):
             if count % _READS_PER_CHECK == 0 and self._any_failed():
-                raise RuntimeError("another rank has failed while this one waited for it; its error is the cause")
+                raise dist.DistNetworkError("another rank has failed while this one waited for it")
             if time.monotonic() - begin > self._timeout:
                 raise RuntimeError(
                     f"rank {self._mesh.rank} has waited {self._timeout:.0f} s for another one in a step that is guarded"

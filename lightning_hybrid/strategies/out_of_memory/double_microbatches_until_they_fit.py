@@ -85,16 +85,14 @@ class FittingMicrobatches:
             self._left -= 1
         return result
 
-    def guard(self, function: Callable[[], None]) -> None:
-        """Run code beside the step, guarded as the step is.
+    def guard(self, compare: Callable[[], None]) -> None:
+        """Compare microbatches before a step, to find their weights: two of them, without their activations.
 
         Raises:
-            RankOutOfMemory: It ran out of memory on some rank.
+            RankOutOfMemory: That ran out of memory on some rank.
         """
-        if self.is_guarding:
-            self._guard.run(function)
-        else:
-            function()
+        self._has_written = False
+        self._guard.run(compare)
 
     def meet(self) -> None:
         """Wait in a guarded step for all ranks, before effects that cannot be undone."""
