@@ -48,7 +48,7 @@ FLOORS = [
     {"strategies/world"},
     {"strategies/logs", "strategies/start", "strategies/techniques", "strategies/optimizer_steps"},
     {"strategies/run"},
-    {"strategies/slow_links"},
+    {"strategies/slow_links", "strategies/out_of_memory"},
     {"strategies/description"},
     {"strategies/execution"},
     {"strategies"},

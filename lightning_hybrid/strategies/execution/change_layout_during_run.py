@@ -152,10 +152,17 @@ class LayoutChooser:
         return result
 
     def _decide(self, runner: PlainRunner, args: Sequence[Any], *, is_written: bool) -> None:
-        setting, run = self._setting, self._run
-        with setting.contexts.training_step_hook(), run.gathered():
-            context, compares = run.context("training_step"), setting.checks_objective
-            runner.decide(setting.module.training_step, args, context, compares=compares, is_written=is_written)
+        setting, run, fit = self._setting, self._run, self._execution.fit
+
+        def decide() -> None:
+            with setting.contexts.training_step_hook(), run.gathered():
+                context, compares = run.context("training_step"), setting.checks_objective
+                runner.decide(setting.module.training_step, args, context, compares=compares, is_written=is_written)
+
+        if fit is None:
+            decide()
+        else:
+            fit.guard(decide)
 
     # -- pipelined ----------------------------------------------------------------------------------------------------
 
