@@ -1,4 +1,4 @@
-"""Four schedules of one model on one scale, and the activations that ranks hold, from the simulator."""
+"""Five schedules of one model on one scale, and the activations that ranks hold, from the simulator."""
 
 from canvas import BLUE, GREEN, INK, MUTED, ORANGE, PAPER, RULE, WIDTH, YELLOW, Canvas, tint
 
@@ -38,16 +38,17 @@ def most_held(timeline: Timeline) -> float:
 
 
 def draw() -> str:
-    """The four schedules, one below the other."""
+    """The five schedules, one below the other."""
     panels = (
         ('schedule="gpipe"', timeline_of("gpipe")),
         ('schedule="1f1b" (default)', timeline_of("1f1b")),
         ('schedule="1f1b", stages_per_rank=2', timeline_of("interleaved_1f1b", 2)),
         ('schedule="zero_bubble"', timeline_of("zero_bubble")),
+        ('schedule="zero_bubble_v"', timeline_of("zero_bubble_v", 2)),
     )
     scale = (WIDTH - LEFT - 20) / max(timeline.makespan_seconds for _, timeline in panels)
     height = RANKS * (LANE + GAP) + 58
-    canvas = Canvas(72 + len(panels) * height + 12, "Four pipeline schedules on one scale")
+    canvas = Canvas(72 + len(panels) * height + 12, "Five pipeline schedules on one scale")
     canvas.key(LEFT, 30, [(FILL[Kind.F], "forward"), (FILL[Kind.B], "backward")], 100)
     canvas.key(LEFT + 210, 30, [(FILL[Kind.I], "gradient of inputs"), (FILL[Kind.W], "gradient of weights")], 170)
     canvas.text(LEFT, 54, "numbers are microbatches; lighter: the second stage of a rank; grey: idle", fill=MUTED)

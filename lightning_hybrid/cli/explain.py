@@ -128,7 +128,7 @@ def explain(
     plan = partition.run.plan
     if plan is not None and plan.first is not None and content["refused"] is None:
         content["units"] = units_of(plan.first.assignment, sizes)
-        content["stages"] = stages_of(plan.first.assignment, sizes, plan.num_ranks)
+        content["stages"] = stages_of(plan.first.assignment, sizes, plan.rank_of)
     if partition.run.shards is not None:
         content["tensor_plans"] = {fqn: list(plan.lines()) for fqn, plan in partition.run.shards.plans.items()}
     if partition.expert_planner is not None:
@@ -159,7 +159,7 @@ def units_of(assignment: Assignment, sizes: dict[str, int]) -> list[dict[str, An
     ]
 
 
-def stages_of(assignment: Assignment, sizes: dict[str, int], num_ranks: int) -> list[dict[str, Any]]:
+def stages_of(assignment: Assignment, sizes: dict[str, int], rank_of: Callable[[int], int]) -> list[dict[str, Any]]:
     """Return the stages: rank, parameters before tensor ranks, experts and ZeRO shard them, cost, messages."""
     from lightning_hybrid.memory.estimate_rank_memory import value_bytes
 
@@ -175,7 +175,7 @@ def stages_of(assignment: Assignment, sizes: dict[str, int], num_ranks: int) -> 
         stages.append(
             {
                 "stage": stage,
-                "pipeline_rank": stage % num_ranks,
+                "pipeline_rank": rank_of(stage),
                 **_sizes(names, graph.parameter_bytes, sizes),
                 "cost_share": costs[stage] / (sum(costs) or 1.0),
                 "sends_bytes": sends,

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hybrid.cli.exit_status_and_json_output import OK, UsageError, print_json, usage_errors
-from lightning_hybrid.schedule import SCHEDULE_NAMES, Kind, Schedule, chain, make_schedule, simulate, to_svg, to_text
+from lightning_hybrid.schedule import SCHEDULE_NAMES, StageCosts, chain, make_schedule, simulate, to_svg, to_text
+from lightning_hybrid.schedule.microbatches_in_flight import most_in_flight
 
 _EXAMPLE = """example:
   lightning-hybrid schedule zero_bubble --ranks 4 --microbatches 8
@@ -27,7 +28,12 @@ def add_to(commands: Any) -> None:
     parser.add_argument("name", choices=SCHEDULE_NAMES, help=", ".join(SCHEDULE_NAMES), metavar="name")
     parser.add_argument("--ranks", type=int, required=True, help="ranks of the pipeline")
     parser.add_argument("--microbatches", type=int, required=True, help="of a batch")
-    parser.add_argument("--stages-per-rank", type=int, default=1, help="(%(default)s)")
+    parser.add_argument(
+        "--stages-per-rank", type=int, default=1, help="(%(default)s; zero_bubble_v and dualpipe_v always have 2)"
+    )
+    parser.add_argument(
+        "--max-microbatches-in-flight", type=int, help="of a rank, a limit for zero_bubble_searched (its --ranks)"
+    )
     parser.add_argument("--forward-ms", type=float, default=1.0, help="of one microbatch on a stage (%(default)s)")
     parser.add_argument("--backward-ms", type=float, default=2.0, help="the same (%(default)s)")
     parser.add_argument("--transfer-ms", type=float, default=0.0, help="of a message between ranks (%(default)s)")
@@ -46,7 +52,14 @@ def run(parsed: argparse.Namespace) -> int:
     if min(parsed.forward_ms, parsed.backward_ms, parsed.transfer_ms) < 0 or parsed.width < 1:
         raise UsageError("times must be 0 or more, and --width 1 or more")
     with usage_errors():
-        schedule = make_schedule(parsed.name, parsed.ranks, parsed.microbatches, parsed.stages_per_rank)
+        schedule = make_schedule(
+            parsed.name,
+            parsed.ranks,
+            parsed.microbatches,
+            parsed.stages_per_rank,
+            max_in_flight=parsed.max_microbatches_in_flight,
+            costs=StageCosts(parsed.forward_ms, parsed.backward_ms, parsed.transfer_ms),
+        )
     timeline = simulate(
         schedule,
         chain(schedule.num_stages),
@@ -63,7 +76,7 @@ def run(parsed: argparse.Namespace) -> int:
             raise UsageError(f"--svg: {error}") from error
     if not parsed.json:
         print(to_text(timeline, parsed.width))
-        what = "microbatches" if parsed.stages_per_rank == 1 else "microbatches, counted per stage,"
+        what = "microbatches" if schedule.stages_per_rank == 1 else "microbatches, counted per stage,"
         print(f"most {what} in flight, by rank: {', '.join(map(str, in_flight))}")
         return OK
     print_json(
@@ -87,15 +100,3 @@ def run(parsed: argparse.Namespace) -> int:
         }
     )
     return OK
-
-
-def most_in_flight(schedule: Schedule) -> list[int]:
-    """Return for each rank how many forwards have at most run whose backward, in full, has not."""
-    peaks = []
-    for row in schedule.actions:
-        now = peak = 0
-        for action in row:
-            now += (action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W))
-            peak = max(peak, now)
-        peaks.append(peak)
-    return peaks

@@ -58,7 +58,6 @@ class StepRunner(MicrobatchRunner):
         group: torch.distributed.ProcessGroup,
         randomness: KeyedRandomness,
         *,
-        schedule: str,
         num_microbatches: int | None,
         splitter: BatchSplitter | None,
         replica: int,
@@ -74,7 +73,6 @@ class StepRunner(MicrobatchRunner):
             transport: Carries messages between stages.
             group: The ranks of this pipeline.
             randomness: Keys the random numbers of steps.
-            schedule: Name of the schedule.
             num_microbatches: The number that the user requested; None for an automatic choice.
             splitter: Splits batches, where the user has passed one.
             replica: Data-parallel rank.
@@ -93,7 +91,7 @@ class StepRunner(MicrobatchRunner):
         self._traces = TraceCache(root, plan, randomness)
         self._loss_shares = LossMeanWeights(root, plan, self._traces, randomness)
         self._batch_metrics = BatchMetrics(find_sinks(root), metrics.counted.weigh_means)
-        self._transport, self._programs = transport, Programs(plan, transport, schedule)
+        self._transport, self._programs = transport, Programs(plan, transport)
         self._unsplit = UnsplitSteps(self._traces, warn_unsplit)
         self._chosen: ChosenTraces | None = None  # for the training batch that comes next
         self._agree_on_broken_step: Callable[[bool], bool] | None = None  # a step that diverges ends the run if None
@@ -208,6 +206,7 @@ class StepRunner(MicrobatchRunner):
             train=train is not None,
             metrics=self._batch_metrics,
             by_samples=(self.weighting.keys, chosen.weights),
+            rank_of=self.plan.rank_of,
         )
         self._batch_metrics.begin(count)
         snapshot = None
@@ -232,7 +231,7 @@ class StepRunner(MicrobatchRunner):
             outcome = self._executor.run(job)
         self._synchronize(exchange, outcome, snapshot)
         for variant in dict.fromkeys(variants):
-            self._metrics.record_feeding_ranks(variant.assignment.sinks, self.plan.num_ranks)
+            self._metrics.record_feeding_ranks(variant.assignment.sinks, self.plan.rank_of)
         result = self._result(
             chosen, outcome, exchange, weights, train=train is not None, appended=appended, side_effects=side_effects
         )
@@ -371,7 +370,7 @@ class StepRunner(MicrobatchRunner):
         """Exchange the results of the ranks, fill absent tensors, and join the microbatches."""
         variants, microbatches = chosen.variants, chosen.microbatches
         runs = [outcome.runs[index] for index in range(len(variants))]
-        logged, content = exchange.finish(outcome.runs, self.plan.num_ranks)
+        logged, content = exchange.finish(outcome.runs)
         outputs = []
         for run, values in zip(runs, content, strict=True):
             fill_placeholders(run, values)

@@ -66,7 +66,7 @@ class PlanLayout:
         expert: Ranks that share the experts, among replicas and context ranks.
         schedule: Name of the pipeline schedule.
         stages_per_rank: Stages that each pipeline rank holds.
-        balanced_by: What stages have about the same of: "flops", as the strategies partition, or "layers" (Megatron-LM).
+        balanced_by: What stages have about the same of: "flops" (the strategies), or "layers" (Megatron-LM).
         microbatch: Samples of one microbatch on one replica.
         batch: Samples of one optimizer step over all replicas.
         zero_stage: 0 to 3.

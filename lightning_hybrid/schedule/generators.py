@@ -10,8 +10,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import lru_cache
 
-from lightning_hybrid.schedule.schedule_and_actions import Action, Kind, Schedule
+from lightning_hybrid.schedule.schedule_and_actions import (
+    Action,
+    Kind,
+    Placement,
+    Schedule,
+    check_sizes,
+    stages_of_rank,
+    with_reductions,
+)
+from lightning_hybrid.schedule.zero_bubble.list_scheduler import StageCosts
+from lightning_hybrid.schedule.zero_bubble.schedules_in_v_placement import dualpipe_v, zero_bubble_v
+from lightning_hybrid.schedule.zero_bubble.search_under_memory_limit import search_schedule
 
 
 def gpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
@@ -23,11 +35,11 @@ def gpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Sc
     # rank 0  F0 F1 F2 F3 .. .. .. .. B0 B1 B2 B3 R
     # rank 1  .. F0 F1 F2 F3 .. .. B0 B1 B2 B3 R
     # rank 2  .. .. F0 F1 F2 F3 B0 B1 B2 B3 R      (B0 waits for the last forward)
-    _check_sizes(num_ranks, num_microbatches, stages_per_rank)
+    check_sizes(num_ranks, num_microbatches, stages_per_rank)
     microbatches = range(num_microbatches)
     rows = []
     for rank in range(num_ranks):
-        stages = range(rank, num_ranks * stages_per_rank, num_ranks)
+        stages = stages_of_rank(rank, num_ranks, stages_per_rank)
         forwards = [Action(Kind.F, stage, m) for stage in stages for m in microbatches]
         backwards = [Action(Kind.B, stage, m) for stage in reversed(stages) for m in microbatches]
         rows.append(forwards + backwards)
@@ -45,7 +57,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1)
     # rank 2  .. .. F0 B0 F1 B1 F2 B2 F3 B3 R          no warm-up
     if stages_per_rank != 1:
         return interleaved_1f1b(num_ranks, num_microbatches, stages_per_rank)
-    _check_sizes(num_ranks, num_microbatches, stages_per_rank)
+    check_sizes(num_ranks, num_microbatches, stages_per_rank)
     return _one_stage_each("1f1b", num_ranks, num_microbatches, warmup_per_rank=1)
 
 
@@ -61,7 +73,7 @@ def eager_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) 
     # rank 0  F0 F1 F2 F3 F4 .. B0 F5 B1 .. B2 .. B3    warm-up of 4 forwards
     # rank 1  .. F0 F1 F2 .. B0 F3 B1 F4 B2             warm-up of 2
     # rank 2  .. .. F0 B0 F1 B1 F2 B2                   no warm-up
-    _check_sizes(num_ranks, num_microbatches, stages_per_rank)
+    check_sizes(num_ranks, num_microbatches, stages_per_rank)
     _check_one_stage("eager_1f1b", stages_per_rank)
     return _one_stage_each("eager_1f1b", num_ranks, num_microbatches, warmup_per_rank=2)
 
@@ -76,13 +88,13 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int
     # 2 ranks with 2 stages each: (0, 2) and (1, 3); 2F1 is stage 2, forward, microbatch 1
     # rank 0  0F0 0F1 2F0 2F1 ... 2B0 2B1 0B0 0B1     each stage in turn takes a group of microbatches, so the next
     # rank 1  ... 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1     stage's input is back just when it is wanted
-    _check_sizes(num_ranks, num_microbatches, stages_per_rank)
+    check_sizes(num_ranks, num_microbatches, stages_per_rank)
     if stages_per_rank == 1:
         return one_f_one_b(num_ranks, num_microbatches)
     groups = _groups(num_microbatches, num_ranks)
     rows = []
     for rank in range(num_ranks):
-        stages = range(rank, num_ranks * stages_per_rank, num_ranks)
+        stages = stages_of_rank(rank, num_ranks, stages_per_rank)
         forwards = [Action(Kind.F, s, m) for group in groups for s in stages for m in group]
         backwards = [Action(Kind.B, s, m) for group in groups for s in reversed(stages) for m in group]
         warmup = 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * len(groups[0])
@@ -103,7 +115,7 @@ def zero_bubble(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1)
     # rank 0  F0 F1 F2 .. .. B0- F3 B1- .. B2- B3-       nobody waits for its gradients
     # rank 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     # rank 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
-    _check_sizes(num_ranks, num_microbatches, stages_per_rank)
+    check_sizes(num_ranks, num_microbatches, stages_per_rank)
     _check_one_stage("zero_bubble", stages_per_rank)
     rows = []
     for rank, unsplit in enumerate(one_f_one_b(num_ranks, num_microbatches).actions):
@@ -121,17 +133,64 @@ def zero_bubble(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1)
     return _schedule("zero_bubble", num_ranks, num_microbatches, 1, rows)
 
 
-def forward_only(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+@lru_cache(maxsize=64)
+def zero_bubble_searched(
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int = 1,
+    *,
+    max_in_flight: int | None = None,
+    costs: StageCosts | None = None,
+) -> Schedule:
+    """The shortest schedule with split backwards that a search finds under a memory limit (Qi et al. 2023, section 3).
+
+    Two stages per rank have the V placement. Never longer, under the same costs, than `zero_bubble` or `zero_bubble_v`
+    where these keep the limit.
+
+    Args:
+        num_ranks: ranks of the pipeline.
+        num_microbatches: of a batch.
+        stages_per_rank: 1 or 2.
+        max_in_flight: microbatches that a rank may hold at most, each in all of its stages; those of 1F1B,
+            `num_ranks`, if None.
+        costs: what forwards, backwards and messages take; equal for all stages if None.
+
+    Raises:
+        ValueError: a size is below 1, or a rank has more than two stages.
+    """
+    check_sizes(num_ranks, num_microbatches, stages_per_rank)
+    if stages_per_rank > 2:
+        raise ValueError(
+            f"schedule='zero_bubble_searched' runs one or two stages per rank, not stages_per_rank={stages_per_rank};"
+            " set stages_per_rank=2, or schedule='interleaved_1f1b'"
+        )
+    fixed: tuple[Schedule, ...]
+    if stages_per_rank == 1:
+        fixed = zero_bubble(num_ranks, num_microbatches), one_f_one_b(num_ranks, num_microbatches)
+    else:
+        fixed = zero_bubble_v(num_ranks, num_microbatches), dualpipe_v(num_ranks, num_microbatches)
+    limit = num_ranks if max_in_flight is None else max_in_flight
+    return search_schedule("zero_bubble_searched", fixed, limit, costs or StageCosts())
+
+
+def forward_only(
+    num_ranks: int, num_microbatches: int, stages_per_rank: int = 1, placement: Placement = "round_robin"
+) -> Schedule:
     """Forwards alone, for validation, testing and prediction; nothing to reduce."""
     # rank 0  F0 F1 F2 F3
     # rank 1  .. F0 F1 F2 F3
-    _check_sizes(num_ranks, num_microbatches, stages_per_rank)
+    check_sizes(num_ranks, num_microbatches, stages_per_rank)
     rows = []
     for rank in range(num_ranks):
-        stages = range(rank, num_ranks * stages_per_rank, num_ranks)
+        stages = stages_of_rank(rank, num_ranks, stages_per_rank, placement)
+        if placement == "v":  # the second stage of a rank gets its first microbatch when 2 (p - r) - 1 have gone down
+            first, second = ([Action(Kind.F, stage, m) for m in range(num_microbatches)] for stage in stages)
+            rows.append(_alternate(first, second, warmup=2 * (num_ranks - rank - 1)))
+            continue
         groups = _groups(num_microbatches, num_ranks)
         rows.append([Action(Kind.F, s, m) for group in groups for s in stages for m in group])
-    return _schedule("forward_only", num_ranks, num_microbatches, stages_per_rank, rows)
+    actions = tuple(map(tuple, rows))
+    return Schedule("forward_only", num_ranks, stages_per_rank, num_microbatches, actions, placement)
 
 
 _GENERATORS: dict[str, Callable[[int, int, int], Schedule]] = {
@@ -140,27 +199,61 @@ _GENERATORS: dict[str, Callable[[int, int, int], Schedule]] = {
     "eager_1f1b": eager_1f1b,
     "interleaved_1f1b": interleaved_1f1b,
     "zero_bubble": zero_bubble,
+    "zero_bubble_v": zero_bubble_v,
+    "dualpipe_v": dualpipe_v,
+    "zero_bubble_searched": zero_bubble_searched,
 }
 
 SCHEDULE_NAMES = tuple(_GENERATORS)
 
+_IN_V_PLACEMENT = ("zero_bubble_v", "dualpipe_v")
 
-def make_schedule(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+
+def stages_of_each_rank(name: str, stages_per_rank: int) -> int:
+    """The stages per rank of a schedule; two where it always has two and the default of one is requested."""
+    return 2 if name in _IN_V_PLACEMENT and stages_per_rank == 1 else stages_per_rank
+
+
+def placement_of(name: str, stages_per_rank: int) -> Placement:
+    """The placement of the stages of a schedule."""
+    is_v = name in _IN_V_PLACEMENT or (name == "zero_bubble_searched" and stages_per_rank == 2)
+    return "v" if is_v else "round_robin"
+
+
+def make_schedule(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int = 1,
+    *,
+    max_in_flight: int | None = None,
+    costs: StageCosts | None = None,
+) -> Schedule:
     """The training schedule with a name from `SCHEDULE_NAMES`.
 
+    Args:
+        name: of the schedule.
+        num_ranks: ranks of the pipeline.
+        num_microbatches: of a batch.
+        stages_per_rank: stages that each rank holds; schedules that always have two take 1 as 2.
+        max_in_flight: as for `zero_bubble_searched`, which alone has such a limit.
+        costs: as for `zero_bubble_searched`; the other schedules do not depend on costs.
+
     Raises:
-        ValueError: there is no schedule of this name, or a size is below 1.
+        ValueError: there is no schedule of this name, or a size is below 1, or no limit can be set.
     """
     if name not in _GENERATORS:
         raise ValueError(f"no schedule is named {name!r}; choose one of {', '.join(map(repr, SCHEDULE_NAMES))}")
-    return _GENERATORS[name](num_ranks, num_microbatches, stages_per_rank)
-
-
-def _check_sizes(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> None:
-    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"a schedule needs {name} >= 1 but got {name}={size}")
+    if name == "zero_bubble_searched":
+        return zero_bubble_searched(
+            num_ranks, num_microbatches, stages_per_rank, max_in_flight=max_in_flight, costs=costs
+        )
+    if max_in_flight is not None:
+        raise ValueError(
+            f"max_microbatches_in_flight={max_in_flight} limits the search of schedule='zero_bubble_searched', and"
+            f" schedule={name!r} has a fixed order; set schedule='zero_bubble_searched', or leave the limit out"
+        )
+    return _GENERATORS[name](num_ranks, num_microbatches, stages_of_each_rank(name, stages_per_rank))
 
 
 def _check_one_stage(name: str, stages_per_rank: int) -> None:
@@ -203,14 +296,4 @@ def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> 
 def _schedule(
     name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int, rows: list[list[Action]]
 ) -> Schedule:
-    """Put each stage's REDUCE right behind its last backward, where the reduction can hide behind other stages."""
-    complete = []
-    for row in rows:
-        last_backward = {action.stage: i for i, action in enumerate(row) if action.kind in (Kind.B, Kind.W)}
-        complete_row: list[Action] = []
-        for i, action in enumerate(row):
-            complete_row.append(action)
-            if last_backward.get(action.stage) == i:
-                complete_row.append(Action(Kind.REDUCE, action.stage))
-        complete.append(tuple(complete_row))
-    return Schedule(name, num_ranks, stages_per_rank, num_microbatches, tuple(complete))
+    return Schedule(name, num_ranks, stages_per_rank, num_microbatches, tuple(map(with_reductions, rows)))

@@ -19,3 +19,15 @@ def microbatches_in_flight(schedule: Schedule) -> list[int]:
             elif action.kind in (Kind.B, Kind.W):
                 now[action.stage] -= 1
     return most
+
+
+def most_in_flight(schedule: Schedule) -> list[int]:
+    """For each rank, how many forwards of its stages have at most run whose backward, in full, has not."""
+    peaks = []
+    for row in schedule.actions:
+        now = peak = 0
+        for action in row:
+            now += (action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W))
+            peak = max(peak, now)
+        peaks.append(peak)
+    return peaks

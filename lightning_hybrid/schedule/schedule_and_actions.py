@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 
 class Kind(str, Enum):
@@ -48,12 +48,30 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
 
+# Which rank holds a stage. "round_robin": stage s is on rank s % p. "v", for two stages per rank: the first p stages go
+# to the ranks in turn and the others back, so rank r holds stages r and 2p - 1 - r, and rank 0 the first and the last.
+Placement: TypeAlias = Literal["round_robin", "v"]
+
+
+def rank_of_stage(stage: int, num_ranks: int, placement: Placement = "round_robin") -> int:
+    """The rank that holds a stage."""
+    turn, rank = divmod(stage, num_ranks)
+    return num_ranks - 1 - rank if placement == "v" and turn % 2 else rank
+
+
+def stages_of_rank(
+    rank: int, num_ranks: int, stages_per_rank: int, placement: Placement = "round_robin"
+) -> tuple[int, ...]:
+    """The stages that a rank holds, in ascending order."""
+    stages = range(num_ranks * stages_per_rank)
+    return tuple(stage for stage in stages if rank_of_stage(stage, num_ranks, placement) == rank)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """For every pipeline rank, its actions in order.
 
-    Stages go to the ranks in turn: with 2 ranks and 2 stages per rank, rank 0 has stages 0 and 2.
-    Ranks here are pipeline coordinates, not global ranks.
+    Ranks here are pipeline coordinates, not global ranks. `placement` tells which rank holds a stage.
     """
 
     name: str
@@ -61,6 +79,7 @@ class Schedule:
     stages_per_rank: int
     num_microbatches: int
     actions: tuple[tuple[Action, ...], ...]
+    placement: Placement = "round_robin"
 
     @property
     def num_stages(self) -> int:
@@ -74,4 +93,35 @@ class Schedule:
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage."""
-        return stage % self.num_ranks
+        return rank_of_stage(stage, self.num_ranks, self.placement)
+
+
+def with_reductions(row: list[Action]) -> tuple[Action, ...]:
+    """A row with the REDUCE of each stage behind its last backward, where it can hide behind other stages.
+
+    Later stages reduce first, whatever the number of microbatches: replicas that have different numbers meet in one
+    order of collectives.
+    """
+    last_backward = {action.stage: i for i, action in enumerate(row) if action.kind in (Kind.B, Kind.W)}
+    due: dict[int, list[int]] = {}
+    latest = -1
+    for stage in sorted(last_backward, reverse=True):
+        latest = max(latest, last_backward[stage])
+        due.setdefault(latest, []).append(stage)
+    complete: list[Action] = []
+    for i, action in enumerate(row):
+        complete.append(action)
+        complete += [Action(Kind.REDUCE, stage) for stage in due.get(i, ())]
+    return tuple(complete)
+
+
+def check_sizes(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> None:
+    """Refuse sizes that no schedule has.
+
+    Raises:
+        ValueError: a size is below 1.
+    """
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"a schedule needs {name} >= 1 but got {name}={size}")

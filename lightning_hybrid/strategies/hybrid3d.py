@@ -62,8 +62,14 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             its context rank's positions.
         num_microbatches: Microbatches of each replica's batch; "auto" is 1 without stages and at most four times the
             number of stages with them.
-        schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b" or "zero_bubble".
-        stages_per_rank: Stages that each pipeline rank holds; more than one makes 1F1B interleaved.
+        microbatch: "auto" finds the largest microbatch that fits: where a rank runs out of memory in a training step,
+            that step is run again with twice as many microbatches, from ``num_microbatches`` on.
+        schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v", "dualpipe_v" or
+            "zero_bubble_searched".
+        stages_per_rank: Stages that each pipeline rank holds; more than one makes 1F1B interleaved. "zero_bubble_v" and
+            "dualpipe_v" always have two.
+        max_microbatches_in_flight: Microbatches whose activations a rank may hold under "zero_bubble_searched"; those
+            of 1F1B, the number of pipeline ranks, if None.
         pipeline_cuts: FQNs of the first unit of each stage but the first; balanced by cost if None.
         batch_splitter: ``function(batch, count) -> list of microbatches`` for batches that are no trees of tensors.
         zero_stage: What is sharded over replicas (ZeRO): 1 optimizer states, 2 gradients too, 3 parameters too; 0
@@ -132,9 +138,11 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         *,
+        microbatch: Literal["auto"] | None = None,
         context_parallel_size: int = 1,
         expert_parallel_size: int = 1,
         expert_chunks: int = 1,
+        max_microbatches_in_flight: int | None = None,
         sequence_parallel: bool = False,
         zero_stage: Literal[0, 1, 2, 3] = 0,
         shard_size: int | None = None,
@@ -224,7 +232,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         self._state = FullOrShardedState(module, self.world)
         self._files.connect(module, self.world, self._state)
         if module._trainer is not None:
-            check_callbacks(module._trainer, self.layout, is_recorded=is_recorded)
+            check_callbacks(module._trainer, self.world.mesh, is_recorded=is_recorded)
             self.world.watch_failures(module._trainer)
             self._files.check(self._checkpoint_io)
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning_hybrid.schedule import stages_of_each_rank
+
 _SHORT = {
     "dp": "data_parallel_size",
     "tp": "tensor_parallel_size",
@@ -67,7 +69,8 @@ class Layout:
     @property
     def num_stages(self) -> int:
         """Number of pipeline stages over all ranks."""
-        return int(self.strategy.get("pipeline_parallel_size", 1)) * int(self.strategy.get("stages_per_rank", 1))
+        each = stages_of_each_rank(self.strategy.get("schedule", "1f1b"), int(self.strategy.get("stages_per_rank", 1)))
+        return int(self.strategy.get("pipeline_parallel_size", 1)) * each
 
     def options(self, num_microbatches: int | None) -> dict[str, Any]:
         """Options of the strategy, with a number of microbatches where the layout names none."""

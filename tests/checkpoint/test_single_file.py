@@ -18,6 +18,7 @@ from harness.checkpoint_runs import (
     PP2TP2,
     PP4,
     TP2,
+    V_PLACEMENT,
     Layout,
     assert_same_state,
     load,
@@ -57,7 +58,7 @@ def train_and_save(case: str, layout: Layout, path: str):
 
 def each_written():
     """Both default cases have stages; one adds shards of tied weights, the other several stages per rank."""
-    layouts = {"pp2": PP2, "interleaved": INTERLEAVED, "tp2": TP2, "pp2 x tp2": PP2TP2}
+    layouts = {"pp2": PP2, "interleaved": INTERLEAVED, "v": V_PLACEMENT, "tp2": TP2, "pp2 x tp2": PP2TP2}
     for name, layout in layouts.items():
         for case in ("GPT2", "BuildsOptimizerInInit"):
             default = (case, layout) in (("GPT2", PP2TP2), ("BuildsOptimizerInInit", INTERLEAVED))

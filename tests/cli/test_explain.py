@@ -56,6 +56,8 @@ def test_units_and_stages(capsys):
     for rows in (plan["units"], plan["stages"]):
         assert sum(row["parameters"] for row in rows) == sizes and sum(row["bytes"] for row in rows) == 4 * sizes
         assert sum(row["cost_share"] for row in rows) == pytest.approx(1)
+    status, in_v = explained(capsys, f"{CLASSES}:Stack", "--layout", "pp=2,schedule=zero_bubble_v")
+    assert status == 0 and [stage["pipeline_rank"] for stage in in_v["stages"]] == [0, 1, 1, 0]
     names = {unit["unit"] for unit in plan["units"]}
     assert {"layers.0", "layers.3", "head", None} <= names
 

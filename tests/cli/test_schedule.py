@@ -25,10 +25,25 @@ def test_drawing(name, bubble, most, capsys):
     assert "rank 3 ..." in out and f"bubble {bubble}" in out and f"in flight, by rank: {most}" in out
 
 
+def test_search_for_the_given_times(capsys):
+    for limit, bubble in (("4", "27.3%"), ("6", "15.8%")):
+        arguments = ["zero_bubble_searched", *SIZES, "--transfer-ms", "0.5", "--max-microbatches-in-flight", limit]
+        assert main(["schedule", *arguments]) == 0
+        out = capsys.readouterr().out
+        assert f"bubble {bubble}" in out and f"in flight, by rank: {', '.join([limit] * 4)}" in out
+
+
+def test_stages_in_v_placement(capsys):
+    assert main(["schedule", "zero_bubble_v", *SIZES, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["stages_per_rank"] == 2 and report["bubble"] == pytest.approx(3 / 51)
+    assert {span["action"][0] for span in report["spans"] if span["rank"] == 0} == {"0", "7"}
+
+
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_microbatches_in_flight(name):
     schedule = make_schedule(name, 4, 8)
-    assert tuple(most_in_flight(schedule)) == check_schedule(schedule, chain(4))
+    assert tuple(most_in_flight(schedule)) == check_schedule(schedule, chain(schedule.num_stages))
 
 
 def test_json_and_svg(tmp_path, capsys):
@@ -45,6 +60,8 @@ def test_json_and_svg(tmp_path, capsys):
     [
         (["1f1b", "--ranks", "0", "--microbatches", "8"], "num_ranks=0"),
         (["zero_bubble", *SIZES, "--stages-per-rank", "2"], "one stage per rank"),
+        (["dualpipe_v", *SIZES, "--stages-per-rank", "3"], "two stages per rank"),
+        (["1f1b", *SIZES, "--max-microbatches-in-flight", "3"], "zero_bubble_searched"),
         (["1f1b", *SIZES, "--forward-ms", "-1"], "0 or more"),
         (["1f1b", *SIZES, "--svg", "/no/such/folder/picture.svg"], "--svg"),
     ],

@@ -76,6 +76,7 @@ TP2, PP2TP2 = Layout(1, tp=2), Layout(2, tp=2)
 
 
 INTERLEAVED = Layout(2, options=(("schedule", "interleaved_1f1b"), ("stages_per_rank", 2)))
+V_PLACEMENT = Layout(2, options=(("schedule", "zero_bubble_v"),))
 
 
 def loader_of(module, layout: Layout, trainer) -> DataLoader:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from harness.one_process_pipeline import assert_same_gradients
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.schedule import Kind
+from lightning_hybrid.schedule import Kind, placement_of, stages_of_each_rank, stages_of_rank
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from models.cases import Samples, make
 
@@ -273,14 +273,17 @@ def assert_bitwise_equal(ranks: Sequence[Fitted], expected: Sequence[Fitted]) ->
 
 def assert_stages(ranks: list[Fitted], run: Run) -> None:
     """Asserts the number of stages, none of them empty, and that each rank has only its own."""
-    num_stages = run.pp * run.strategy.get("stages_per_rank", 1) if run.pp > 1 else 1
+    schedule = run.strategy.get("schedule", "1f1b")
+    each = stages_of_each_rank(schedule, run.strategy.get("stages_per_rank", 1))
+    num_stages = run.pp * each if run.pp > 1 else 1
     for index, rank in enumerate(ranks):
         assert rank.num_microbatches == run.microbatches or run.microbatches == 1
         if num_stages == 1:
             continue
         assert len(rank.units) == num_stages and all(rank.units), rank.units
         pipeline_rank = index // (run.dp * run.tp * run.cp)
-        local_names = {n for n, stages in rank.stages.items() if any(s % run.pp == pipeline_rank for s in stages)}
+        own = set(stages_of_rank(pipeline_rank, run.pp, each, placement_of(schedule, each)))
+        local_names = {name for name, stages in rank.stages.items() if own.intersection(stages)}
         assert local_names
         for grads in rank.grads:
             assert grads.keys() <= local_names, f"rank {index} has gradients of {sorted(grads.keys() - local_names)}"

@@ -342,7 +342,7 @@ class Measured(Hybrid3DStrategy):
     def optimizer_step(self, optimizer, *args, **kwargs):
         result = super().optimizer_step(optimizer, *args, **kwargs)
         stages = memory_of_stages(self.run, self.optimizers, 4)
-        ranks = memory_of_ranks(stages, self.run.plan.num_ranks if self.run.is_pipelined else 1)
+        ranks = memory_of_ranks(stages, self.run)
         self.estimated = dataclasses.asdict(ranks[self.mesh.rank_in("pp")] if len(ranks) > 1 else ranks[0])
         local = [p for p in self.lightning_module.parameters() if type(p) is nn.Parameter]
         states = [value for p in local for value in optimizer.state[p].values() if isinstance(value, torch.Tensor)]

@@ -12,10 +12,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_hybrid.callbacks.monitors.draw_rank_memory import draw_rank_memory, memory_table
-from lightning_hybrid.callbacks.monitors.explain_out_of_memory import explain_out_of_memory, is_out_of_memory
+from lightning_hybrid.callbacks.monitors.explain_out_of_memory import explain_out_of_memory
 from lightning_hybrid.callbacks.monitors.gather_rows import gather_rows
 from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter, bytes_by_kind, find_holders
 from lightning_hybrid.callbacks.write_and_log_pictures import log_picture
+from lightning_hybrid.errors import is_out_of_memory
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
 from lightning_hybrid.step.standins.absent_tensors import is_absent

@@ -113,18 +113,18 @@ class MetricSync:
         finally:
             self._inside_step = before
 
-    def record_feeding_ranks(self, sinks: Mapping[str, int], num_ranks: int) -> None:
+    def record_feeding_ranks(self, sinks: Mapping[str, int], rank_of: Callable[[int], int]) -> None:
         """Record the rank that updates each metric.
 
         Args:
             sinks: Stage by pseudo-parameter.
-            num_ranks: Number of ranks of the pipeline.
+            rank_of: Returns the pipeline rank of a stage.
 
         Raises:
             ValueError: Different steps update one metric on different ranks.
         """
         for sink, stage in sinks.items():
-            outer, rank = sink.removeprefix(SINK), stage % num_ranks
+            outer, rank = sink.removeprefix(SINK), rank_of(stage)
             for name in self.metrics:
                 if name == outer or name.startswith(outer + "."):
                     first = self._feeding_rank.setdefault(name, rank)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class StepResultExchange:
         train: bool,
         metrics: BatchMetrics,
         by_samples: tuple[frozenset[Key], Sequence[float]],
+        rank_of: Callable[[int], int],
     ) -> None:
         """Prepare the exchange.
 
@@ -59,9 +60,11 @@ class StepResultExchange:
             train: Whether a backward follows.
             metrics: Metrics of the full batch.
             by_samples: Logged keys that weigh by samples, and these weights.
+            rank_of: Returns the pipeline rank of a stage.
         """
         self._metrics, self._by_samples = metrics, by_samples
-        self._group = group
+        self._group, self._rank_of = group, rank_of
+        self._has_last_stage = group.rank() == rank_of(variants[0].assignment.num_stages - 1)
         self._device = device
         self._variants = variants
         self._logs = logs
@@ -103,7 +106,7 @@ class StepResultExchange:
                 made = batch.value(value)
             numbers.append(math.nan if made is None else float(made))
         if self._has_guesses:
-            is_last = self._group.rank() == self._group.size() - 1  # it has most values; one number of each is sent
+            is_last = self._has_last_stage  # it has most values; one number of each is sent
             numbers += [guess if is_last else math.nan for entry in self._entries for guess in entry.guesses]
         names = zlib.crc32("|".join(entry.name for entry in self._entries).encode())
         self._exchange = NumberExchange(
@@ -138,14 +141,11 @@ class StepResultExchange:
         assert self._exchange is not None
         self._numbers = self._exchange.finish()
 
-    def finish(
-        self, runs: Mapping[int, StageRun], num_ranks: int
-    ) -> tuple[list[tuple[Entry, float]], list[dict[int, Tensor]]]:
+    def finish(self, runs: Mapping[int, StageRun]) -> tuple[list[tuple[Entry, float]], list[dict[int, Tensor]]]:
         """Broadcast the tensors, after ``wait``.
 
         Args:
             runs: As for ``begin``.
-            num_ranks: Number of ranks of the pipeline.
 
         Returns:
             Each logged entry with its number, and by microbatch the exchanged values by index, in their full shapes.
@@ -169,7 +169,7 @@ class StepResultExchange:
             content[index][value] = torch.tensor(number, dtype=dtype, device=device)
         for index, value in self._tensors:
             assignment = self._variants[index].assignment
-            source = assignment.value_stage[value] % num_ranks
+            source = self._rank_of(assignment.value_stage[value])
             made = runs[index].made.get(value) if source == self._group.rank() else None
             content[index][value] = broadcast_tensor(
                 assignment.graph.values[value], made, source, self._group, self._device

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.schedule import Portals, Program, check_program, forward_only, lower, make_schedule
+from lightning_hybrid.schedule import Portals, Program, check_program, lower
 
 # Posting a receive early pays where the sender waits for a message about it, as in gloo; it costs buffers.
 _POST_AHEAD = {"queue": 1, "tags": 2}
@@ -19,9 +19,9 @@ _EARLY_BYTES = 1 << 20
 class Programs:
     """Builds and caches the program of each number of microbatches and each set of messages."""
 
-    def __init__(self, plan: StagePlan, transport: Transport, schedule: str) -> None:
-        """Set up for the stages of a plan, whose messages ``transport`` carries, and the schedule of this name."""
-        self._plan, self._transport, self._schedule = plan, transport, schedule
+    def __init__(self, plan: StagePlan, transport: Transport) -> None:
+        """Set up for the stages and the schedule of a plan, whose messages ``transport`` carries."""
+        self._plan, self._transport = plan, transport
         self._programs: dict[Any, Program] = {}
 
     def of(self, variants: Sequence[TraceVariant], *, train: bool) -> Program:
@@ -42,11 +42,8 @@ class Programs:
         )
         key = train, len(variants), forward, backward, dynamic
         if key not in self._programs:
-            ranks, each = self._plan.num_ranks, self._plan.stages_per_rank
-            if train:
-                schedule = make_schedule(self._schedule, ranks, len(variants), each)
-            else:
-                schedule = forward_only(ranks, len(variants), each)
+            count = len(variants)
+            schedule = self._plan.training_schedule(count) if train else self._plan.evaluation_schedule(count)
             # A receive with a header is waited for when it is posted, so it must not move in the order of transfers.
             ahead = 0 if dynamic else _POST_AHEAD[self._transport.channel]
             within = 0 if dynamic else _EARLY_BYTES // max(1, *(variant.largest_message for variant in kinds))

@@ -161,8 +161,9 @@ class _Run:
         self._forwards_left = len(job.steps) * len(self._backwards_left)
         self._states = StageModuleStates(executor.root, self._backwards_left, self._forwards_left, job.repeated_buffers)
         self._has_backward = job.program.schedule.has_backward
-        # The last rank goes straight on to its last backward, and waits for the others only after that.
-        is_last = executor.rank == job.program.schedule.num_ranks - 1
+        # The rank of the last stage goes straight on to its last backward, and waits for the others only after that.
+        schedule = job.program.schedule
+        is_last = executor.rank == schedule.rank_of(schedule.num_stages - 1)
         self._idle_after = (Kind.B, Kind.I) if is_last and self._has_backward else (Kind.F,)
         self.broken: Exception | None = None
         self._broken: set[tuple[int, int]] = set()  # stages and microbatches without a forward

@@ -217,7 +217,7 @@ def finish(deferred: Sequence[DeferredGradient]) -> None:
         if input._version != version:
             raise RuntimeError(
                 f"the input of a linear, of shape {tuple(input.shape)}, was written in place between its backward and"
-                " the gradient of its weight, which schedule='zero_bubble' computes later; write into a copy, or set"
+                " the gradient of its weight, which this schedule computes later; write into a copy, or set"
                 " schedule='1f1b'"
             )
         if gradient.is_cuda:

@@ -10,14 +10,17 @@ from lightning_hybrid.graph.step_graph import Node
 
 
 def check_parameter_owners(
-    assignment: Assignment, owner_stages: Mapping[str, int], num_ranks: int, ranks_of: Callable[[str], tuple[int, ...]]
+    assignment: Assignment,
+    owner_stages: Mapping[str, int],
+    rank_of: Callable[[int], int],
+    ranks_of: Callable[[str], tuple[int, ...]],
 ) -> None:
     """Refuse a step that reads a parameter on ranks that do not own it.
 
     Args:
         assignment: Assignment of a step that was recorded after the first one.
         owner_stages: Owner stage of each parameter, as the first step decided.
-        num_ranks: Number of ranks of the pipeline.
+        rank_of: Returns the rank of a stage.
         ranks_of: Returns the owner ranks of a parameter.
 
     Raises:
@@ -26,7 +29,7 @@ def check_parameter_owners(
     graph = assignment.graph
     for node, stage in zip(graph.nodes, assignment.node_stage, strict=True):
         for name in node.parameters:
-            if name in assignment.sinks or stage % num_ranks in ranks_of(name):
+            if name in assignment.sinks or rank_of(stage) in ranks_of(name):
                 continue
             earlier = _colocated_source(assignment, owner_stages, node)
             if earlier is None:

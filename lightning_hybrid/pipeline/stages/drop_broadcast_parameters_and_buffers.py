@@ -64,7 +64,7 @@ def buffer_owners(plan: StagePlan, copy: nn.Module | None = None) -> list[tuple[
         ranks = buffer_ranks(plan)
         pairs = zip(plan.root.buffers(), copy.buffers(), strict=True)
         return [(copied, ranks[id(buffer)]) for buffer, copied in pairs if id(buffer) in ranks]
-    owners = {id(buffer): (buffer, stage % plan.num_ranks) for buffer, stage in plan.unit_buffers()}
+    owners = {id(buffer): (buffer, plan.rank_of(stage)) for buffer, stage in plan.unit_buffers()}
     for name, buffer in plan.root.named_buffers():
         if name in plan.tracked_buffers:
             owners[id(buffer)] = buffer, plan.ranks_of(name)[0]

@@ -105,7 +105,8 @@ def _record_and_assign(plan: StagePlan, recorded: Callable[[], Recording]) -> tu
     agreed = plan.agree(decided)
     if isinstance(agreed, str):
         raise StepError(f"on the first rank: {agreed}", entry="first-rank")
-    plan.unit_choice.opened, plan.unit_choice.closed, plan.tracked_buffers, plan.owner_stages, changes = agreed
+    plan.unit_choice.opened, plan.unit_choice.closed, plan.tracked_buffers, plan.owner_stages, *others = agreed
+    changes, plan.stage_costs = others
     if plan.unit_choice.choose().keys() != recording.units.keys():
         recording = recorded()
     if changes:
@@ -118,15 +119,15 @@ def _record_and_assign(plan: StagePlan, recorded: Callable[[], Recording]) -> tu
 
 
 def _best_partition(plan: StagePlan, recorded: Callable[[], Recording]) -> tuple[Any, ...]:
-    """The recording that balances best, its opened units, tracked buffers, owner stages, and if it has guards."""
+    """The recording that balances best, opened units, tracked buffers, owner stages, if it has guards, stage costs."""
     recording = recorded()
-    best: tuple[float, Recording, dict[str, int], set[str]] | None = None
+    best: tuple[list[float], Recording, dict[str, int], set[str]] | None = None
     for _ in range(_MAX_RECORDINGS):
         try:
             owner_stages = partition.owner_stages(recording.graph, plan.num_stages, plan.cuts)
             costs = partition.assign(recording.graph, owner_stages, plan.num_stages).costs()
-            if best is None or plan.cuts is not None or max(costs) < 0.97 * best[0]:
-                best = max(costs), recording, owner_stages, set(plan.tracked_buffers)
+            if best is None or plan.cuts is not None or max(costs) < 0.97 * max(best[0]):
+                best = costs, recording, owner_stages, set(plan.tracked_buffers)
             unbalanced = max(costs) > _UNBALANCED * sum(costs) / plan.num_stages
             # A pipeline cut inside a unit opens it, whatever the balance.
             wanted = sum(costs) / plan.num_stages / 4 if unbalanced or plan.cuts is not None else None
@@ -149,9 +150,9 @@ def _best_partition(plan: StagePlan, recorded: Callable[[], Recording]) -> tuple
     if best is None:
         partition.owner_stages(recording.graph, plan.num_stages, plan.cuts)  # raises the reason
     assert best is not None
-    _, recording, owner_stages, tracked = best
+    costs, recording, owner_stages, tracked = best
     opened = {name for name in plan.unit_choice.opened if name not in recording.units}
-    return recording, opened, plan.unit_choice.closed, tracked, owner_stages, bool(recording.unguarded_state)
+    return recording, opened, plan.unit_choice.closed, tracked, owner_stages, bool(recording.unguarded_state), costs
 
 
 def _record(

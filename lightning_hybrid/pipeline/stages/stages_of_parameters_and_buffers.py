@@ -18,6 +18,15 @@ from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.pipeline.stages.check_parameters_used_by_owners import check_parameter_owners
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.schedule import (
+    Schedule,
+    StageCosts,
+    forward_only,
+    make_schedule,
+    placement_of,
+    rank_of_stage,
+    stages_of_rank,
+)
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
 from lightning_hybrid.step.recording.choose_units import UnitChoice
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording
@@ -32,6 +41,8 @@ class StagePlan:
         unit_choice: The choice of units of the next recording.
         units: The modules that are one node each in the latest recording, by FQN.
         tracked_buffers: FQNs of the buffers that have owners as parameters do.
+        placement: Which rank holds which stage.
+        stage_costs: Costs of a forward of each stage, as the first rank estimated them; empty before the partition.
         on_all_stages: FQNs of parameters that a step with guards has not read so far, and may read on any stage.
     """
 
@@ -41,7 +52,9 @@ class StagePlan:
         group: dist.ProcessGroup,
         randomness: KeyedRandomness,
         *,
+        schedule: str = "1f1b",
         stages_per_rank: int = 1,
+        max_microbatches_in_flight: int | None = None,
         cuts: Sequence[str] | None = None,
         agree: Callable[[Any], Any] = lambda decision: decision,
     ) -> None:
@@ -51,12 +64,17 @@ class StagePlan:
             root: The user's module.
             group: The ranks of this pipeline.
             randomness: Keys the random numbers of recorded steps.
+            schedule: Name of the training schedule, which decides the rank of each stage.
             stages_per_rank: Number of stages of each rank.
+            max_microbatches_in_flight: Limit for a schedule that is searched.
             cuts: FQNs of the first unit of each stage but the first; balanced if None.
             agree: Returns the first rank's argument on every rank; replicas must have the same partition.
         """
         self.num_ranks, self.rank, self.stages_per_rank = group.size(), group.rank(), stages_per_rank
         self.num_stages = self.num_ranks * stages_per_rank
+        self._schedule, self._max_in_flight = schedule, max_microbatches_in_flight
+        self.placement = placement_of(schedule, stages_per_rank)
+        self.stage_costs: list[float] = []
         self.owner_stages: dict[str, int] = {}
         self.first: TraceVariant | None = None
         self.root, self.group, self.randomness = root, group, randomness
@@ -68,11 +86,31 @@ class StagePlan:
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages of this rank."""
-        return tuple(range(self.rank, self.num_stages, self.num_ranks))
+        return stages_of_rank(self.rank, self.num_ranks, self.stages_per_rank, self.placement)
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that holds a stage."""
+        return rank_of_stage(stage, self.num_ranks, self.placement)
+
+    def training_schedule(self, num_microbatches: int) -> Schedule:
+        """The schedule of a training step."""
+        costs = StageCosts(tuple(self.stage_costs), tuple(2 * cost for cost in self.stage_costs))
+        return make_schedule(
+            self._schedule,
+            self.num_ranks,
+            num_microbatches,
+            self.stages_per_rank,
+            max_in_flight=self._max_in_flight,
+            costs=costs if self.stage_costs else None,
+        )
+
+    def evaluation_schedule(self, num_microbatches: int) -> Schedule:
+        """The schedule of a step without backward."""
+        return forward_only(self.num_ranks, num_microbatches, self.stages_per_rank, self.placement)
 
     def ranks_of(self, fqn: str) -> tuple[int, ...]:
         """Pipeline ranks that own a parameter or tracked buffer; the first one counts it."""
-        return tuple(dict.fromkeys(stage % self.num_ranks for stage in self.stages_of(fqn)))
+        return tuple(dict.fromkeys(map(self.rank_of, self.stages_of(fqn))))
 
     def stages_of(self, fqn: str) -> tuple[int, ...]:
         """Stages that own a parameter or tracked buffer."""
@@ -148,7 +186,7 @@ class StagePlan:
                 " on_train_batch_end",
                 entry="parameter-writes",
             )
-        check_parameter_owners(assignment, self.owner_stages, self.num_ranks, self.ranks_of)
+        check_parameter_owners(assignment, self.owner_stages, self.rank_of, self.ranks_of)
         return assignment
 
     def unit_buffers(self) -> list[tuple[Tensor, int]]:

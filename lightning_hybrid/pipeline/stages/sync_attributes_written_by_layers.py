@@ -47,7 +47,7 @@ def _owners(plan: StagePlan) -> dict[str, int]:
     owners: dict[str, int] = {}
     for fqn, stage in plan.first.unit_stages.items():
         for inner, _ in units[fqn].named_modules(prefix=fqn):
-            owners.setdefault(inner, stage % plan.num_ranks)
+            owners.setdefault(inner, plan.rank_of(stage))
     return owners
 
 

@@ -17,8 +17,8 @@ def cut_into_stages(
 
     By "layers", a run of equal layers with most of the FLOPs is divided into equal numbers where that is possible, as
     Megatron-LM does: with what precedes it (an embedding) in the first stage and what follows (a head) in the last, or
-    with one layer fewer in the first, the last or both of these. Otherwise, and by "flops", the boundaries are those nearest to
-    equal FLOPs, as the strategies of this package partition.
+    with one layer fewer in the first, the last or both of these. Otherwise, and by "flops", the boundaries are those
+    nearest to equal FLOPs, as the strategies of this package partition.
 
     Args:
         costs: The model.

@@ -118,7 +118,7 @@ class _StepModel:
             seen = 1.0 - self.constants.tensor_hidden if layout.overlapped_tensor_ranks else 1.0
             terms["tensor ranks"] = passes * layer.reductions * one * seen
         if layout.context > 1 and any(product.is_attention for product in layer.products):
-            terms["context ranks"] = self.context_seconds(layer, seconds.forward)
+            terms["context ranks"] = self.context_seconds(layer, seconds.forward + backward)
         if layout.expert > 1 and layer.routed_tokens:
             routed = size * layer.routed_tokens / max(self.costs.positions, 1)
             group = self.replica_group if layout.data > 1 else self.context_group
@@ -126,13 +126,13 @@ class _StepModel:
         self.terms_of_layers[id(layer)] = terms
         return terms
 
-    def context_seconds(self, layer: LayerCosts, forward: float) -> float:
-        """Seconds by which keys and values that circulate exceed the attention that hides them."""
+    def context_seconds(self, layer: LayerCosts, computed: float) -> float:
+        """Seconds by which keys and values, and their gradients, exceed the computation that hides them."""
         heads = self.costs.key_value_heads or 1
         share = heads / (self.costs.heads or heads)
         size = 2 * share * layer.outputs * self.layout.microbatch * self.format.activation / self.layout.tensor
         one = gather_seconds(size, self.context_group, self.hardware, self.waited)
-        return max(0.0, 3.0 * one - forward * self.hardware.overlap)
+        return max(0.0, 3.0 * one - computed * self.hardware.overlap)
 
     def message(self) -> float:
         """Seconds of one message between stages."""

@@ -58,7 +58,7 @@ def _memory_of_rank(run: Run, partition: ModulePartition | None) -> RankMemory:
     stages = memory_of_stages(run, optimizers, 1 if batch is None else batch.num_microbatches)
     if not run.is_pipelined or run.plan is None:
         return stages[0]
-    return memory_of_ranks(stages, run.plan.num_ranks)[run.mesh.rank_in("pp")]
+    return memory_of_ranks(stages, run)[run.mesh.rank_in("pp")]
 
 
 def _saved_bytes(graph: StepGraph) -> dict[str, int]:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_hybrid.gloo_via_host.choose_backend import describe_sharing
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.memory.estimate_rank_memory import Place, RankMemory
-from lightning_hybrid.schedule import Portals, make_schedule, simulate
+from lightning_hybrid.schedule import Portals, simulate
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.strategies.run.partition_module_over_ranks import RecordedBatch
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
@@ -93,8 +93,7 @@ def describe_batch_norm(setting: Setting, batch: RecordedBatch | None) -> list[s
 def predicted_bubble(run: Run, assignment: Assignment, num_microbatches: int) -> float:
     """Return the idle share of rank-time in the simulated schedule; a backward is taken to cost two forwards."""
     assert run.plan is not None
-    options, plan = run.setting.options, run.plan
-    schedule = make_schedule(options.schedule, plan.num_ranks, num_microbatches, plan.stages_per_rank)
+    schedule = run.plan.training_schedule(num_microbatches)
     portals = Portals.of(assignment)
     costs = assignment.costs()
     return simulate(schedule, portals, forward_seconds=costs, backward_seconds=[2 * cost for cost in costs]).bubble

@@ -19,7 +19,6 @@ from lightning_hybrid.memory.estimate_rank_memory import (
 )
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 from lightning_hybrid.parts.shard_boxes import shard_of
-from lightning_hybrid.schedule import make_schedule
 from lightning_hybrid.schedule.microbatches_in_flight import microbatches_in_flight
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
@@ -89,11 +88,13 @@ def without_techniques(run: Run) -> Run:
     return dataclasses.replace(run, setting=setting, parts=parts, zero_shardings=(), zero=None, recomputation=None)
 
 
-def memory_of_ranks(stages: Sequence[RankMemory], num_ranks: int) -> list[RankMemory]:
-    """Return the memory of each pipeline rank, of those of the stages that it holds."""
-    ranks = list(stages[:num_ranks])
-    for number, stage in enumerate(stages[num_ranks:], start=num_ranks):
-        ranks[number % num_ranks] += stage
+def memory_of_ranks(stages: Sequence[RankMemory], run: Run) -> list[RankMemory]:
+    """Return the memory of each pipeline rank of a run, of those of the stages that it holds."""
+    if not run.is_pipelined or run.plan is None:
+        return list(stages[:1])
+    ranks = list(stages[: run.plan.num_ranks])  # in every placement rank r has stage r, and further ones
+    for number, stage in enumerate(stages[run.plan.num_ranks :], start=run.plan.num_ranks):
+        ranks[run.plan.rank_of(number)] += stage
     return ranks
 
 
@@ -160,6 +161,6 @@ def _activations(run: Run, num_microbatches: int, num_stages: int) -> Sequence[i
     if not run.is_pipelined or plan is None or plan.first is None:
         return [None] * num_stages
     policies = {} if run.recomputation is None else run.recomputation.policies
-    schedule = make_schedule(run.setting.options.schedule, plan.num_ranks, num_microbatches, plan.stages_per_rank)
+    schedule = plan.training_schedule(num_microbatches)
     saved = activation_bytes(plan.first.assignment, policies)
     return [each * count for each, count in zip(saved, microbatches_in_flight(schedule), strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
 
@@ -86,18 +86,19 @@ def describe_run(run: Run, partition: ModulePartition | None, optimizers: Sequen
     if first is not None and first.num_stages == 1:
         first = None
     head = [_describe_layout(layout) + ("" if first is None else f", schedule {options.schedule}")]
+    rank_of = (lambda stage: 0) if run.plan is None else run.plan.rank_of
     details: list[str] = []
     rest: list[str] = []
     if setting.is_fitting:
         batch = None if partition is None else partition.batch
         memory = memory_of_stages(run, optimizers, 1 if batch is None else batch.num_microbatches)
         head += [describe_batch(run, batch, first), *describe_batch_norm(setting, batch), describe_parameters(setting)]
-        ranks = memory_of_ranks(memory, run.plan.num_ranks if run.is_pipelined and run.plan is not None else 1)
+        ranks = memory_of_ranks(memory, run)
         is_upper_bound = layout.tensor_parallel_size * layout.context_parallel_size > 1
         rest.append(describe_memory(ranks, is_upper_bound=is_upper_bound))
-        details += [] if first is None else _stage_rows(first, layout, memory)
+        details += [] if first is None else _stage_rows(first, rank_of, memory)
     elif first is not None:
-        details += _stage_rows(first, layout, None)
+        details += _stage_rows(first, rank_of, None)
     rest += [] if first is None else _shared_and_means(run, first)
     if run.zero3_fallback is not None:
         head.insert(1, run.zero3_fallback.line)
@@ -148,7 +149,9 @@ def _describe_layout(layout: ParallelLayout) -> str:
     return head
 
 
-def _stage_rows(assignment: Assignment, layout: ParallelLayout, memory: Sequence[RankMemory] | None) -> list[str]:
+def _stage_rows(
+    assignment: Assignment, rank_of: Callable[[int], int], memory: Sequence[RankMemory] | None
+) -> list[str]:
     """Return a row per stage: its rank and units, what the rank holds for it, its cost, and what it sends."""
     graph, costs = assignment.graph, assignment.costs()
     rows = [["stage", "pipeline rank", "units", *(_COLUMNS if memory else ()), "cost", "sends per microbatch"]]
@@ -161,7 +164,7 @@ def _stage_rows(assignment: Assignment, layout: ParallelLayout, memory: Sequence
         share = f"{100 * costs[stage] / sum(costs):.0f} %"
         held = () if memory is None else [getattr(memory[stage], kind) for kind in KINDS]
         cells = ["?" if size is None else format_bytes(size) for size in held]
-        rank = str(stage % layout.pipeline_parallel_size)
+        rank = str(rank_of(stage))
         rows.append([str(stage), rank, _units(assignment, stage), *cells, share, ", ".join(sends) or "-"])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.memory.recompute_policies import Recompute, check_recompute
-from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule
+from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule, stages_of_each_rank
 from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter
 from lightning_hybrid.strategies.options.weigh_microbatches_by_count import MicrobatchWeight
 from lightning_hybrid.tensor.requests.user_plan import check_styles
@@ -53,6 +53,8 @@ class Options:
     tensor_parallel_plan: dict[str, str] | None
     compile: Literal["units"] | dict[str, Any] | None
     example_batch: Any
+    max_microbatches_in_flight: int | None = None
+    microbatch: Literal["auto"] | None = None
     expert_chunks: int = 1
     optimizer_in_backward: bool = False
     chunked_loss: bool | int = False
@@ -91,9 +93,21 @@ class Options:
             raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {', '.join(SCHEDULE_NAMES)}")
         if self.num_microbatches != "auto" and not _is_count(self.num_microbatches):
             raise ValueError(f"num_microbatches={self.num_microbatches!r}; use 'auto' or a whole number of 1 or more")
+        if self.microbatch not in (None, "auto"):
+            raise ValueError(
+                f"microbatch={self.microbatch!r}; use 'auto' for the largest microbatch that fits into memory, or set"
+                " num_microbatches"
+            )
         if not _is_count(self.stages_per_rank):
             raise ValueError(f"stages_per_rank={self.stages_per_rank!r}; use a whole number of 1 or more")
-        make_schedule(self.schedule, 1, 1, self.stages_per_rank)  # refuses what it cannot be with any number of ranks
+        limit = self.max_microbatches_in_flight
+        if limit is not None and not _is_count(limit):
+            raise ValueError(
+                f"max_microbatches_in_flight={limit!r}; use a whole number of 1 or more, or None for the number of"
+                " pipeline ranks"
+            )
+        # Refuses what the schedule cannot be with any number of ranks.
+        make_schedule(self.schedule, 1, 1, self.stages_per_rank, max_in_flight=limit)
         cuts = self.pipeline_cuts
         if cuts is not None and (isinstance(cuts, str) or not all(isinstance(name, str) for name in cuts)):
             raise TypeError(
@@ -199,6 +213,11 @@ class Options:
                     " 'optimizer_states' and 'parameters' ('cpu' or 'disk:PATH') and 'gradients' ('cpu')"
                 )
         return dict(given)
+
+    @property
+    def stages_of_each_rank(self) -> int:
+        """The stages per rank: two where the schedule always has two, and no other number is set."""
+        return stages_of_each_rank(self.schedule, self.stages_per_rank)
 
     @property
     def mesh_sizes(self) -> dict[str, int | Literal["auto", "all"]]:

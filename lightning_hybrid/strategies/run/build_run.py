@@ -146,7 +146,6 @@ def _store_activations(run: Run, partition: ModulePartition | None, randomness: 
         setting.module,
         setting.device,
         run.plan if run.is_pipelined else None,
-        schedule=setting.options.schedule,
         num_microbatches=1 if batch is None else batch.num_microbatches,
         is_compiled=setting.options.compile is not None,
         microbatch_key=partial(microbatch_key, setting.trainer, setting.seed, setting.world.data_rank, randomness),

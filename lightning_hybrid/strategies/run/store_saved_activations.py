@@ -22,7 +22,6 @@ from lightning_hybrid.memory.saved_activations.requested_techniques import (
 from lightning_hybrid.memory.saved_activations.stored_storage import Place
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.schedule import make_schedule
 from lightning_hybrid.schedule.microbatches_in_flight import microbatches_in_flight
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
@@ -34,7 +33,6 @@ def store_activations(
     device: torch.device,
     plan: StagePlan | None,
     *,
-    schedule: str,
     num_microbatches: int,
     is_compiled: bool,
     microbatch_key: Callable[[], int],
@@ -47,7 +45,6 @@ def store_activations(
         module: The user's.
         device: Of this rank.
         plan: The pipeline stages, if there are any.
-        schedule: Name of their schedule.
         num_microbatches: Of a batch.
         is_compiled: Whether layers are compiled.
         microbatch_key: Returns a key of the microbatch that runs.
@@ -62,7 +59,7 @@ def store_activations(
         all_layers, stage_of = _layers_of_stages(plan)
         layers = {fqn: layer for fqn, layer in all_layers.items() if stage_of[fqn] in plan.stages}
         count = max(num_microbatches, 1)
-        in_flight = microbatches_in_flight(make_schedule(schedule, plan.num_ranks, count, plan.stages_per_rank))
+        in_flight = microbatches_in_flight(plan.training_schedule(count))
     if not all_layers:
         raise ActivationError(
             f"ActivationOffload and ActivationCompression: {type(module).__name__} has no layers; leave them out",

@@ -49,8 +49,17 @@ def make_runner(
     """
     pipeline, device = mesh.group("pp"), randomness.device
     # Several stages of one rank would compute what one does.
-    each, cuts = (options.stages_per_rank, options.pipeline_cuts) if pipeline.size() > 1 else (1, None)
-    plan = StagePlan(module, pipeline, randomness, stages_per_rank=each, cuts=cuts, agree=world.broadcast)
+    each, cuts = (options.stages_of_each_rank, options.pipeline_cuts) if pipeline.size() > 1 else (1, None)
+    plan = StagePlan(
+        module,
+        pipeline,
+        randomness,
+        schedule=options.schedule,
+        stages_per_rank=each,
+        max_microbatches_in_flight=options.max_microbatches_in_flight,
+        cuts=cuts,
+        agree=world.broadcast,
+    )
     unpartitioned = UnpartitionedSteps(
         module,
         plan,
@@ -74,7 +83,7 @@ def make_runner(
         return plan, PlainRunner(module, plan, randomness, **common)
     transport = transport_of(pipeline, device)
     warn = partial(_warn_unsplit, pipeline.size(), options.strict_layout)
-    common |= {"schedule": options.schedule, "warn_unsplit": warn}
+    common |= {"warn_unsplit": warn}
     return plan, StepRunner(module, plan, transport, pipeline, randomness, **common)
 
 

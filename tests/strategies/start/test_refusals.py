@@ -206,6 +206,17 @@ def changed_under(options):
         ({"schedule": "zigzag"}, ValueError, ["zigzag", "gpipe", "1f1b"]),
         ({"schedule": "zero_bubble", "stages_per_rank": 2}, ValueError, ["stages_per_rank=2", "interleaved_1f1b"]),
         ({"schedule": "eager_1f1b", "stages_per_rank": 2}, ValueError, ["eager_1f1b", "interleaved_1f1b"]),
+        ({"schedule": "zero_bubble_v", "stages_per_rank": 3}, ValueError, ["two stages per rank", "stages_per_rank=3"]),
+        (
+            {"max_microbatches_in_flight": 4},
+            ValueError,
+            ["max_microbatches_in_flight=4", "zero_bubble_searched", "1f1b"],
+        ),
+        (
+            {"schedule": "zero_bubble_searched", "max_microbatches_in_flight": 0},
+            ValueError,
+            ["max_microbatches_in_flight=0", "1 or more"],
+        ),
         ({"num_microbatches": 0}, ValueError, ["num_microbatches=0", "1 or more"]),
         ({"num_microbatches": "four"}, ValueError, ["num_microbatches='four'", "'auto'"]),
         ({"num_microbatches": 2.0}, ValueError, ["num_microbatches=2.0"]),

@@ -67,6 +67,7 @@ RUNS = {
     "stages and zero": Run("Tied", pp=2, dp=2, num_batches=3, strategy=zero(3, reshard_after_forward=True)),
     "interleaved": Run("GPT2", pp=2, num_batches=3, strategy={"stages_per_rank": 2, "schedule": "interleaved_1f1b"}),
     "zero bubble": Run("GPT2", pp=2, num_batches=3, strategy={"schedule": "zero_bubble"}),
+    "v placement": Run("Tied", pp=2, dp=2, num_batches=3, strategy={"schedule": "zero_bubble_v"}),
 }
 
 

@@ -1,0 +1,5 @@
+"""The command ``lightning-hybrid dryrun``: what any rank of any world would hold and send, without the cluster."""
+
+from lightning_hybrid.cli.dryrun.command import add_to
+
+__all__ = ["add_to"]

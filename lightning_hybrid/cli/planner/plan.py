@@ -1,0 +1,206 @@
+"""The command ``lightning-hybrid plan path.to:Module --hardware h100 --devices 8``: the layout of a run, and why."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, UsageError, print_json, usage_errors
+from lightning_hybrid.cli.module_and_data_from_cli import FLAGS
+from lightning_hybrid.cli.progress_bar import Progress
+from lightning_hybrid.cli.user_classes_from_arguments import existing_file
+from lightning_hybrid.cli.verify import add_classes_to, configured
+from lightning_hybrid.errors import HybridError, PlanError
+from lightning_hybrid.memory.budget.byte_sizes import parse_budget
+from lightning_hybrid.planner.costs.costs_from_config import costs_from_config
+from lightning_hybrid.planner.hardware.hardware import Hardware, load_hardware, preset_names
+from lightning_hybrid.planner.number_format_of_precision import number_format_of
+from lightning_hybrid.planner.report.html_report import html_report
+from lightning_hybrid.planner.report.plan_tables import explained_layout, plans_table
+from lightning_hybrid.planner.report.planned_run import PlannedRun
+from lightning_hybrid.planner.search import Plan, search_layouts
+from lightning_hybrid.planner.search.layout_options import fixed_fields, layout_from_options
+from lightning_hybrid.planner.search.plans_and_rejections import OBJECTIVES
+from lightning_hybrid.planner.search.search_layouts import cluster_of, predict_plan
+
+if TYPE_CHECKING:
+    from lightning_hybrid.planner.costs.layer_costs import ModelCosts
+    from lightning_hybrid.planner.plan_layout import NumberFormat
+
+_EXAMPLE = """example:
+  lightning-hybrid plan examples/quickstart.py:Classifier --hardware cpu --devices 4
+  lightning-hybrid plan --config-json config.json --sequence 4096 --hardware h100 --devices 8 --num-nodes 4 \\
+    --batch 512 --precision bf16-true --html plan.html
+  lightning-hybrid plan --config-json config.json --sequence 4096 --devices 8 --batch 64 --why tp=8,zero=1
+
+exit status: 0 ok; 2 invalid command line; 3 no layout fits the cluster, or there is no such cluster"""
+
+
+def add_to(commands: Any) -> None:
+    """Add the subcommand to the subparsers of argparse."""
+    parser = commands.add_parser(
+        "plan",
+        help="choose the layout of a module on a cluster, and say why not the others",
+        description="Predicts the memory and the step time of layouts of a model on a cluster, and prints the best, the"
+        " reason against each family of the others, and the arguments of the Trainer. The model is a module, whose step"
+        " is recorded on one batch in this process, or a configuration of a transformer as Hugging Face writes it."
+        f" {FLAGS}",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_classes_to(parser)
+    parser.add_argument("--config-json", metavar="FILE", help="a transformer's config.json, instead of a module")
+    parser.add_argument("--sequence", type=int, help="tokens of a sample, with --config-json (2048)")
+    parser.add_argument("--hardware", default="a100-80", help=f"{', '.join(preset_names())}, or a file (%(default)s)")
+    parser.add_argument("--devices", type=int, default=8, help="of each node (%(default)s)")
+    parser.add_argument("--num-nodes", type=int, default=1, help="(%(default)s)")
+    parser.add_argument("--batch", type=int, help="samples of an optimizer step (the loader's, of each replica)")
+    parser.add_argument(
+        "--precision", help="as Lightning spells it (config's or 32-true; bf16-mixed with --config-json)"
+    )
+    parser.add_argument("--objective", choices=OBJECTIVES, default="throughput", help="(%(default)s)")
+    parser.add_argument("--max-memory", metavar="20GiB", help="of a device that may be used (all)")
+    parser.add_argument("--fix", metavar="tp=2,zero=1", help="sizes and options that are not chosen")
+    parser.add_argument("--why", metavar="tp=8,pp=2", help="explain this layout against the chosen one")
+    parser.add_argument("--plans", type=int, default=5, help="to print (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report to this file too")
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Plan, print the plans, and return the exit status.
+
+    Raises:
+        UsageError: An invalid path, layout, number or argument of a class.
+    """
+    with Progress("plan") as progress:
+        hardware = _hardware(parsed.hardware)
+        costs, number_format, samples, precision = _model(parsed, progress)
+        progress.phase("searching layouts")
+        try:
+            planned = _search(parsed, hardware, costs, number_format, samples, precision)
+        except PlanError as error:
+            if parsed.json:
+                print_json({"refused": str(error)})
+            else:
+                print(f"refused: {error}")
+            return REFUSED
+    explained = None if parsed.why is None else _explained(parsed, planned)
+    if parsed.html is not None:
+        try:
+            parsed.html.write_text(html_report(planned, parsed.plans), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--html: {error}") from error
+    if parsed.json:
+        content = planned.content(parsed.plans)
+        print_json(content if explained is None else {**content, "why": planned.plan_content(explained)})
+    else:
+        print(plans_table(planned, parsed.plans) if explained is None else explained_layout(planned, explained))
+    return OK
+
+
+def _hardware(name: str) -> Hardware:
+    with usage_errors():
+        return load_hardware(name)
+
+
+def _model(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, NumberFormat, int | None, str]:
+    """Return the costs, the number format, the loader's batch size and the precision."""
+    if parsed.config_json is None:
+        if parsed.sequence is not None:
+            raise UsageError("--sequence is for --config-json; a module's samples are those of its loader")
+        return _recorded(parsed, progress)
+    if parsed.module is not None or parsed.config:
+        raise UsageError("--config-json describes the model; leave the module and --config out")
+    precision = parsed.precision or "bf16-mixed"
+    path = existing_file(parsed.config_json)
+    with usage_errors():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise UsageError(f"--config-json {parsed.config_json}: no mapping of names to values")
+        sequence = 2048 if parsed.sequence is None else parsed.sequence
+        if sequence < 1:
+            raise UsageError(f"--sequence {sequence}; use 1 or more")
+        return costs_from_config(config, sequence), number_format_of(precision), None, precision
+
+
+def _recorded(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, NumberFormat, int, str]:
+    progress.phase("importing the classes")
+    made, config = configured(parsed)
+    import torch  # late: it takes seconds
+
+    from lightning_hybrid.namespaces.lightning_namespaces import NAMESPACES
+    from lightning_hybrid.verify.run_experiment import fit_arguments, namespace_of
+
+    torch.manual_seed(0)
+    progress.phase("making the module and its data")
+    module, data = made.make_module(), made.make_data()
+    lightning = namespace_of(module)
+    namespace = next(known for known in NAMESPACES if known.package == lightning.__name__)
+    namespace.load("Hybrid3DStrategy")  # refuses a version of Lightning that lacks what is used
+    recording = importlib.import_module(f"{namespace.home}.strategies.record_planner_costs")
+    precision = parsed.precision or config.precision or "32-true"
+    arguments = fit_arguments(lightning, data)
+    recorded = recording.record_costs(lightning, module, arguments, precision, progress.phase)
+    return recorded.costs, recorded.number_format, recorded.samples, precision
+
+
+def _search(
+    parsed: argparse.Namespace,
+    hardware: Hardware,
+    costs: ModelCosts,
+    number_format: NumberFormat,
+    samples: int | None,
+    precision: str,
+) -> PlannedRun:
+    batch, is_replica_batch = parsed.batch, False
+    if batch is None:
+        if samples is None:
+            raise UsageError("--batch is needed with --config-json: samples of an optimizer step over all replicas")
+        batch, is_replica_batch = samples, True
+    budget = None if parsed.max_memory is None else parse_budget(parsed.max_memory)
+    if parsed.max_memory is not None and (budget is None or budget.nbytes is None):
+        raise UsageError(f"--max-memory {parsed.max_memory}; use a number of bytes with its unit such as 20GiB")
+    fixed = {} if parsed.fix is None else fixed_fields(_options(parsed.fix, "--fix"))
+    result = search_layouts(
+        costs,
+        number_format,
+        hardware,
+        parsed.devices,
+        parsed.num_nodes,
+        batch=batch,
+        is_replica_batch=is_replica_batch,
+        objective=parsed.objective,
+        max_memory=None if budget is None else budget.nbytes,
+        fixed=fixed,
+    )
+    cluster = cluster_of(hardware, parsed.devices, parsed.num_nodes, None if budget is None else budget.nbytes)
+    return PlannedRun(result, costs, number_format, cluster, parsed.devices, parsed.num_nodes, precision)
+
+
+def _options(text: str, flag: str) -> dict[str, Any]:
+    from lightning_hybrid.verify.layouts import parse_layout  # loads torch
+
+    with usage_errors():
+        try:
+            return dict(parse_layout(text.replace(" ", ",") if "{" not in text else text).strategy)
+        except ValueError as error:
+            raise UsageError(str(error).replace("--layout", flag)) from error
+
+
+def _explained(parsed: argparse.Namespace, planned: PlannedRun) -> Plan:
+    """Predict the layout of ``--why`` on the cluster."""
+    best = planned.result.best.layout
+    options = _options(parsed.why, "--why")
+    ranks = parsed.devices * parsed.num_nodes
+    try:
+        layout = layout_from_options(options, ranks, best.batch, microbatch=best.microbatch)
+        if layout.ranks != ranks:
+            raise UsageError(f"--why {parsed.why}: {layout.ranks} ranks do not fill {ranks} devices")
+        return predict_plan(planned.costs, layout, planned.number_format, planned.hardware)
+    except HybridError as error:
+        raise UsageError(f"--why {parsed.why}: {error}") from error

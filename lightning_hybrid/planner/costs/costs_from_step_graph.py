@@ -1,0 +1,275 @@
+"""Costs of an unmodified module, from the graph of its recorded step or, where it has none, from its parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightning_hybrid.graph.step_graph import Node, StepGraph, Value
+from lightning_hybrid.planner.costs.layer_costs import LayerCosts, ModelCosts, Product
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+# Share of the saved bytes that recompute="selective" keeps, as the strategy's option has it.
+_SELECTIVE_SHARE = 0.4
+# Kernels of a forward, per product and per parameter of one dimension (a norm or a bias), besides those.
+_KERNELS_PER_PRODUCT, _KERNELS_PER_VECTOR, _KERNELS_PER_LAYER = 3, 2, 4
+# FLOPs of forward and backward of an attention kernel, by those of its forward: five products after two.
+_ATTENTION_STEP = 3.5
+_DTYPE_BITS = re.compile(r"(\d+)")
+_LAYER_INDEX = re.compile(r"^(.*?\.\d+)(?:\.|$)")
+_PROOF = "which layers tensor ranks can shard is proved at the start of a run; the plan is subject to that proof"
+
+
+def costs_from_step_graph(
+    graph: StepGraph, shapes: Shapes, *, samples: int, name: str = "module", frozen: Iterable[str] = ()
+) -> ModelCosts:
+    """Return the costs per sample of a recorded step: a layer for each unit, and for operations between them.
+
+    A layer's products are those of its parameters of two or more dimensions; the rest of its FLOPs are products
+    without weights. All saved bytes are counted at the sizes of the recording.
+
+    Args:
+        graph: Of the training step, recorded with its layers as units.
+        shapes: Shape of each parameter, by FQN.
+        samples: Samples of the recorded batch.
+        name: For reports.
+        frozen: FQNs of parameters without gradients.
+    """
+    positions = _positions(graph, samples)
+    groups = list(_groups(graph))
+    owner: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        for node in group.nodes:
+            for parameter in node.parameters:
+                owner.setdefault(parameter, number)
+    counted: set[int] = set()
+    layers = []
+    for number, group in enumerate(groups):
+        used = dict.fromkeys(parameter for node in group.nodes for parameter in node.parameters if parameter in shapes)
+        own = sum(math.prod(shapes[parameter]) for parameter in used if owner[parameter] == number)
+        matrices = [shapes[parameter] for parameter in used if len(shapes[parameter]) > 1]
+        vectors = len(used) - len(matrices)
+        layers.append(_layer(group, graph, matrices, vectors, own, samples, positions, counted))
+    users: dict[str, set[int]] = {}
+    for number, group in enumerate(groups):
+        for node in group.nodes:
+            for parameter in node.parameters:
+                users.setdefault(parameter, set()).add(number)
+    ends = {0, len(groups) - 1}
+    tied = any(len(shapes.get(p, ())) > 1 and ends <= found for p, found in users.items()) and len(groups) > 1
+    return ModelCosts(
+        name,
+        tuple(merge_equal(layers)),
+        positions=positions,
+        has_tied_embedding=tied,
+        frozen_parameters=sum(math.prod(shapes[parameter]) for parameter in frozen if parameter in shapes),
+        notes=(_PROOF,),
+    )
+
+
+def costs_from_parameters(
+    shapes: Shapes, *, positions: int = 1, name: str = "module", frozen: Iterable[str] = (), reason: str = ""
+) -> ModelCosts:
+    """Return the costs of a step that cannot be recorded: each matrix of parameters is one product per position.
+
+    Args:
+        shapes: Shape of each parameter, by FQN.
+        positions: Tokens of one sample.
+        name: For reports.
+        frozen: FQNs of parameters without gradients.
+        reason: Why the step could not be recorded.
+    """
+    layers: dict[str, list[tuple[int, ...]]] = {}
+    for parameter, shape in shapes.items():
+        found = _LAYER_INDEX.match(parameter)
+        layers.setdefault(found[1] if found else parameter.rpartition(".")[0] or "parameters", []).append(shape)
+    costs = []
+    for layer, members in layers.items():
+        matrices = [shape for shape in members if len(shape) > 1]
+        products = tuple(_products_of(matrices, float(positions)))
+        through = sum(product.inner + product.columns for product in products) * positions
+        costs.append(
+            LayerCosts(
+                layer,
+                products=products,
+                parameters=sum(math.prod(shape) for shape in members),
+                sharded_parameters=sum(math.prod(shape) for shape in matrices),
+                moved=2.0 * through,
+                saved=through,
+                selective_saved=_SELECTIVE_SHARE * through,
+                outputs=min((product.inner for product in products), default=0.0) * positions,
+                reductions=_reductions(products),
+                kernels=_kernels(len(matrices), len(members) - len(matrices)),
+            )
+        )
+    why = f" ({reason})" if reason else ""
+    note = (
+        f"the step was not recorded{why}: FLOPs are estimated as 2 per parameter and position, and activations from the"
+        " sizes of parameters"
+    )
+    return ModelCosts(
+        name,
+        tuple(merge_equal(costs)),
+        positions=positions,
+        is_traced=False,
+        frozen_parameters=sum(math.prod(shapes[parameter]) for parameter in frozen if parameter in shapes),
+        notes=(note, _PROOF),
+    )
+
+
+def merge_equal(layers: Sequence[LayerCosts]) -> Iterator[LayerCosts]:
+    """Yield layers with equal ones in a row as one, with their number."""
+    last: LayerCosts | None = None
+    for layer in layers:
+        if last is not None and dataclasses.replace(layer, name=last.name, count=last.count) == last:
+            last = dataclasses.replace(last, count=last.count + layer.count)
+            continue
+        if last is not None:
+            yield last
+        last = layer
+    if last is not None:
+        yield last
+
+
+@dataclass
+class _Group:
+    """Nodes of one layer: a unit, or operations between units that read parameters, with what follows them."""
+
+    name: str
+    nodes: list[Node] = field(default_factory=list)
+
+
+def _groups(graph: StepGraph) -> Iterator[_Group]:
+    group = _Group("inputs")
+    known: set[str] = set()
+    for node in graph.nodes:
+        starts = node.unit is not None or (node.parameters and not known.issuperset(node.parameters))
+        known.update(node.parameters)
+        if starts and any(each.parameters for each in group.nodes):
+            yield group
+            group = _Group("")
+        if starts:
+            group.name = node.unit or (node.parameters[0].rpartition(".")[0] if node.parameters else node.name)
+        group.nodes.append(node)
+    if group.nodes:
+        yield group
+
+
+def _layer(
+    group: _Group,
+    graph: StepGraph,
+    matrices: Sequence[tuple[int, ...]],
+    vectors: int,
+    parameters: int,
+    samples: int,
+    positions: int,
+    counted: set[int],
+) -> LayerCosts:
+    flops = sum(map(_forward_flops, group.nodes)) / samples
+    products = _products(matrices, flops, _rows(group, graph, samples))
+    new = {value for node in group.nodes for value in node.saved_values} - counted
+    counted |= new
+    element = _element_bytes(group, graph)
+    inner = sum(node.saved_bytes for node in group.nodes) + sum(_value_bytes(graph.values[value]) for value in new)
+    saved = inner / element / samples
+    made = {value for node in group.nodes for value in node.outputs}
+    inside = {node.index for node in group.nodes}
+    later = (node for node in graph.nodes if node.index not in inside)
+    read = {value for node in later for value in node.inputs}
+    outputs = sum(math.prod(graph.values[value].shape) for value in made & read) / samples
+    has_weight = [product for product in products if product.has_weight]
+    replicated = min(saved, outputs * 2)
+    return LayerCosts(
+        group.name,
+        products=products,
+        parameters=parameters,
+        sharded_parameters=min(parameters, int(sum(product.inner * product.columns for product in has_weight))),
+        moved=2.0 * sum(node.moved_bytes for node in group.nodes) / element / samples,
+        replicated_moved=min(2.0 * sum(node.moved_bytes for node in group.nodes) / element / samples, 4.0 * outputs),
+        saved=saved,
+        replicated_saved=replicated,
+        selective_saved=max(_SELECTIVE_SHARE * saved, min(saved, outputs)),
+        outputs=outputs,
+        reductions=_reductions(has_weight),
+        kernels=_kernels(len(matrices), vectors),
+    )
+
+
+def _forward_flops(node: Node) -> float:
+    """FLOPs of a node's forward; those of CPU kernels of attention are counted in ``step_flops`` alone."""
+    return node.flops + max(0.0, node.step_flops - 3.0 * node.flops) / _ATTENTION_STEP
+
+
+def _products(matrices: Sequence[tuple[int, ...]], flops: float, rows: float) -> tuple[Product, ...]:
+    """Divide the FLOPs of a layer among its parameters, by their sizes, and products without weights."""
+    sizes = [math.prod(shape) for shape in matrices]
+    if not flops:
+        return ()
+    rest = 0.0
+    if sizes:
+        most = flops / (2.0 * sum(sizes))  # rows, if all FLOPs are those of parameters
+        is_linear = all(len(shape) == 2 for shape in matrices)
+        share = min(rows, most) if is_linear else most
+        rest = flops - 2.0 * share * sum(sizes)
+        products = list(_products_of(matrices, share))
+    else:
+        rest, products = flops, []
+    if rest > 1e-6 * flops and rows:
+        # As scores of attention: rows against rows.
+        products.append(Product(rows, rest / (2.0 * rows * rows), rows, 1.0, "count", False, rows > 1))
+    return tuple(products)
+
+
+def _products_of(matrices: Sequence[tuple[int, ...]], rows: float) -> Iterator[Product]:
+    for shape in matrices:
+        columns, inner = shape[0], math.prod(shape[1:])
+        yield Product(rows, inner, columns, sharded="inner" if columns < inner else "columns")
+
+
+def _reductions(products: Sequence[Product]) -> int:
+    """All-reduces of a layer whose products alternate between sharded columns and sharded rows."""
+    return max(1, sum(product.sharded == "inner" for product in products)) if products else 0
+
+
+def _kernels(matrices: int, vectors: int) -> int:
+    return _KERNELS_PER_LAYER + _KERNELS_PER_PRODUCT * matrices + _KERNELS_PER_VECTOR * vectors
+
+
+def _rows(group: _Group, graph: StepGraph, samples: int) -> float:
+    """Rows per sample of the largest floating-point value that the group reads or makes, but for its last dim."""
+    indices = {value for node in group.nodes for value in (*node.inputs, *node.outputs)}
+    shapes = [graph.values[index].shape for index in indices if _is_float(graph.values[index])]
+    rows = [math.prod(shape[:-1]) for shape in shapes if len(shape) > 1]
+    return max(rows, default=samples) / samples
+
+
+def _positions(graph: StepGraph, samples: int) -> int:
+    """Tokens of a sample: the second of three dims, where most values that units read have three."""
+    read = [graph.values[index].shape for node in graph.nodes if node.unit for index in node.inputs]
+    sequences = [shape[1] for shape in read if len(shape) == 3 and shape[0] == samples]
+    return max(sequences) if 2 * len(sequences) > len(read) else 1
+
+
+def _is_float(value: Value) -> bool:
+    return "float" in value.dtype
+
+
+def _value_bytes(value: Value) -> float:
+    found = _DTYPE_BITS.search(value.dtype)
+    size: int = math.prod(value.shape)
+    return size * (int(found[1]) / 8 if found else 1.0)
+
+
+def _element_bytes(group: _Group, graph: StepGraph) -> float:
+    """Bytes of an element of the first floating-point value that the group makes."""
+    for node in group.nodes:
+        for index in node.outputs:
+            value = graph.values[index]
+            size: int = math.prod(value.shape)
+            if _is_float(value) and size:
+                return _value_bytes(value) / size
+    return 4.0

@@ -1,0 +1,136 @@
+"""Plans as text: the ranked plans with the reasons against the others, and one layout in detail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lightning_hybrid.planner.report.planned_run import PlannedRun
+from lightning_hybrid.planner.search.layout_options import spelled
+from lightning_hybrid.planner.search.plans_and_rejections import (
+    MEMORY_ERROR,
+    TIE,
+    TIME_ERROR,
+    Plan,
+    duration,
+    gigabytes,
+)
+from lightning_hybrid.planner.search.rejected_families import larger_than_device, slower_than
+
+_LEAST_SHARE = 0.005  # of a total, below which a term is left out
+
+
+def plans_table(run: PlannedRun, most: int = 5) -> str:
+    """Return the best plans, the reasons against other families, and the Trainer of the first plan.
+
+    Args:
+        run: The search.
+        most: Plans at most.
+    """
+    lines = [run.title, "", *ranked_lines(run, most), ""]
+    lines += [
+        "why not",
+        *columns([(f"  {rejection.family}", rejection.reason) for rejection in run.result.rejected]),
+        "",
+    ]
+    lines += [run.trainer_arguments(run.result.best)]
+    lines += [f"note: {note}" for note in run.costs.notes]
+    return "\n".join(lines)
+
+
+def ranked_lines(run: PlannedRun, most: int = 5) -> list[str]:
+    """Return a line for each of the best plans, below a heading.
+
+    Args:
+        run: The search.
+        most: Plans at most.
+    """
+    _, unit = run.rate(run.result.best)
+    rows = [("", "layout", "step", "memory", unit, "why")]
+    for number, plan in enumerate(run.result.plans[:most], start=1):
+        assert plan.time is not None
+        rate, _ = run.rate(plan)
+        step = f"{duration(plan.time.seconds)} ± {TIME_ERROR:.0%}"
+        memory = f"{gigabytes(plan.memory.least)} ± {MEMORY_ERROR:.0%}"
+        rows.append((str(number), spelled(plan.layout), step, memory, number_of(rate), why(plan, run.result.best)))
+    return columns(rows)
+
+
+def number_of(rate: float) -> str:
+    """Return a rate with three digits or more, without an exponent."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def why(plan: Plan, best: Plan) -> str:
+    """Return in some words why a plan has its rank."""
+    assert plan.time is not None and best.time is not None
+    if plan is best:
+        seconds = sum(plan.time.terms.values())
+        shares = sorted(plan.time.terms.items(), key=lambda term: -term[1])[:2]
+        return "chosen: " + ", ".join(f"{name} {share / seconds:.0%}" for name, share in shares)
+    ratio = plan.seconds_per_sample / best.seconds_per_sample - 1
+    if ratio <= TIE:
+        return "a tie; less simple" if plan.fits_with_error else "a tie, but may not fit"
+    own, other = plan.time, best.time
+    scale = own.samples / other.samples
+    more = {name: seconds - scale * other.terms.get(name, 0.0) for name, seconds in own.terms.items()}
+    name = max(more, key=more.__getitem__)
+    return f"{ratio:.0%} slower: {name} +{duration(more[name])}"
+
+
+def explained_layout(run: PlannedRun, plan: Plan) -> str:
+    """Return one layout in detail, against the chosen plan: time by term, memory by rank.
+
+    Args:
+        run: The search.
+        plan: Of the layout.
+    """
+    best = run.result.best
+    lines = [run.title, "", f"{spelled(plan.layout)} against the chosen {spelled(best.layout)}", ""]
+    lines.append(_verdict(plan, best))
+    if plan.time is not None:
+        assert best.time is not None
+        scale = plan.time.samples / best.time.samples
+        other = {name: scale * seconds for name, seconds in best.time.terms.items()}
+        lines += ["", *_terms("time of a step", plan.time.terms, other)]
+    for rank, terms in enumerate(plan.memory.ranks):
+        if rank in (0, len(plan.memory.ranks) - 1) or sum(terms.values()) == plan.memory.peak:
+            lines += ["", *_memory(rank, terms, best)]
+    return "\n".join(lines)
+
+
+def _verdict(plan: Plan, best: Plan) -> str:
+    if not plan.fits:
+        return f"does not fit: {larger_than_device(plan)}"
+    if plan.layout == best.layout:
+        return "it is the chosen plan"
+    if plan.seconds_per_sample < best.seconds_per_sample:
+        return "it is faster, within the tie of 3 %; the chosen plan is simpler"
+    return slower_than(plan, best)
+
+
+def _terms(heading: str, own: Mapping[str, float], other: Mapping[str, float]) -> list[str]:
+    totals = sum(own.values()), sum(other.values())
+    rows: list[tuple[str, ...]] = [(heading, "this layout", "chosen")]
+    for name in dict.fromkeys([*own, *other]):
+        values = own.get(name, 0.0), other.get(name, 0.0)
+        if any(value > _LEAST_SHARE * total for value, total in zip(values, totals, strict=True)):
+            rows.append((f"  {name}", *map(duration, values)))
+    return columns([*rows, ("  in all", *map(duration, totals))])
+
+
+def _memory(rank: int, own: Mapping[str, float], best: Plan) -> list[str]:
+    largest = max(best.memory.ranks, key=lambda terms: sum(terms.values()))
+    totals = sum(own.values()), sum(largest.values())
+    rows: list[tuple[str, ...]] = [(f"memory of pipeline rank {rank}", "this layout", "chosen, at its peak")]
+    for name in dict.fromkeys([*own, *largest]):
+        values = own.get(name, 0.0), largest.get(name, 0.0)
+        if any(value > _LEAST_SHARE * total for value, total in zip(values, totals, strict=True)):
+            rows.append((f"  {name}", *map(gigabytes, values)))
+    rows.append(("  in all", *map(gigabytes, totals)))
+    return columns([*rows, ("  of a device", gigabytes(best.memory.capacity), "")])
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines with aligned columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,133 @@
+"""`PlannedRun`: a search with what it was made for, as the reports show it; the Trainer's arguments of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_hybrid.planner.costs.layer_costs import ModelCosts
+from lightning_hybrid.planner.hardware.hardware import Hardware
+from lightning_hybrid.planner.plan_layout import NumberFormat
+from lightning_hybrid.planner.search.layout_options import spelled, strategy_options
+from lightning_hybrid.planner.search.plans_and_rejections import MEMORY_ERROR, TIME_ERROR, Plan, SearchResult
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A search and its input.
+
+    Attributes:
+        result: Of the search.
+        costs: Of the model.
+        number_format: Of its parameters.
+        hardware: Of the cluster.
+        devices: Devices of each node.
+        num_nodes: Number of nodes.
+        precision: As the Trainer spells it.
+    """
+
+    result: SearchResult
+    costs: ModelCosts
+    number_format: NumberFormat
+    hardware: Hardware
+    devices: int
+    num_nodes: int
+    precision: str
+
+    @property
+    def title(self) -> str:
+        """The model and the cluster in a line."""
+        costs, devices = self.costs, self.devices * self.num_nodes
+        nodes = f"{self.num_nodes} nodes of {self.devices}" if self.num_nodes > 1 else "one node"
+        return (
+            f"{costs.name}: {_count(costs.parameters)} parameters, {costs.num_layers} layers, on {devices}"
+            f" {self.hardware.name} ({nodes}), {self.precision}"
+        )
+
+    def trainer_arguments(self, plan: Plan) -> str:
+        """Return the Trainer of a plan in Python, with the batch size that its loader should have."""
+        layout = plan.layout
+        options = "".join(f"\n        {name}={value!r}," for name, value in strategy_options(layout).items())
+        devices, nodes = self.devices, self.num_nodes
+        if layout.ranks < devices * nodes:
+            devices, nodes = min(layout.ranks, devices), max(1, layout.ranks // devices)
+        return (
+            f"Trainer(\n    devices={devices},\n    num_nodes={nodes},\n    precision={self.precision!r},\n"
+            f"    strategy=Hybrid3DStrategy({options}\n    ),\n)\n"
+            f"# batch_size={layout.batch // layout.data} of the loader, for each of {layout.data} replicas"
+        ).replace("Hybrid3DStrategy(\n    )", "Hybrid3DStrategy()")
+
+    def rate(self, plan: Plan) -> tuple[float, str]:
+        """Return the throughput over all devices, in tokens, or samples where these are no sequences."""
+        assert plan.time is not None
+        positions = self.costs.positions
+        return plan.time.samples_per_second * positions, "tokens/s" if positions > 1 else "samples/s"
+
+    def content(self, most: int = 5) -> dict[str, Any]:
+        """Return the plans as plain values.
+
+        Args:
+            most: Plans at most.
+        """
+        return {
+            "model": {
+                "name": self.costs.name,
+                "parameters": self.costs.parameters,
+                "layers": self.costs.num_layers,
+                "positions": self.costs.positions,
+                "forward_flops_per_sample": self.costs.flops,
+                "is_traced": self.costs.is_traced,
+                "notes": list(self.costs.notes),
+            },
+            "hardware": self.hardware.name,
+            "devices": self.devices,
+            "num_nodes": self.num_nodes,
+            "precision": self.precision,
+            "evaluated": self.result.evaluated,
+            "plans": [self.plan_content(plan) for plan in self.result.plans[:most]],
+            "rejected": [
+                {
+                    "family": rejection.family,
+                    "reason": rejection.reason,
+                    "layout": None if rejection.layout is None else spelled(rejection.layout),
+                }
+                for rejection in self.result.rejected
+            ],
+            "trainer": self.trainer_arguments(self.result.best),
+        }
+
+    def plan_content(self, plan: Plan) -> dict[str, Any]:
+        """Return one plan as plain values: seconds, bytes."""
+        layout = {
+            field.name: _plain(getattr(plan.layout, field.name)) for field in dataclasses.fields(type(plan.layout))
+        }
+        content: dict[str, Any] = {
+            "layout": spelled(plan.layout),
+            "options": strategy_options(plan.layout),
+            "fields": layout,
+            "fits": plan.fits,
+            "memory": plan.memory.least,
+            "memory_error": MEMORY_ERROR * plan.memory.least,
+            "memory_of_ranks": [dict(rank) for rank in plan.memory.ranks],
+            "capacity": plan.memory.capacity,
+        }
+        if plan.time is not None:
+            content |= {
+                "seconds": plan.time.seconds,
+                "seconds_error": TIME_ERROR * plan.time.seconds,
+                "terms": dict(plan.time.terms),
+                "samples_per_second": plan.time.samples_per_second,
+            }
+        return content
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, frozenset) else value
+
+
+def _count(number: float) -> str:
+    for size, word in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if number >= size:
+            return f"{number / size:,.1f} {word}"
+    return f"{number:,.0f}"

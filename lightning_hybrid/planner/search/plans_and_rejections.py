@@ -1,0 +1,122 @@
+"""What a search returns: `Plan`, `Rejection` and `SearchResult`; what it may choose from: `Allowed`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_hybrid.planner.plan_layout import PlanLayout, RecomputeKind
+from lightning_hybrid.planner.predictions import PredictedMemory, PredictedTime
+
+Objective = Literal["throughput", "fewest_devices", "largest_batch"]
+OBJECTIVES: tuple[Objective, ...] = ("throughput", "fewest_devices", "largest_batch")
+TIE = 0.03  # relative difference of step times that measurements do not resolve
+# Relative error bars of a prediction: the mean errors that the models are required to reach.
+TIME_ERROR, MEMORY_ERROR = 0.08, 0.08
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What the model and the run permit.
+
+    Attributes:
+        pipeline: Whether the layers may be shared among pipeline ranks.
+        tensor: Whether layers may be sharded over tensor ranks.
+        context: Whether sequences may be sharded over context ranks.
+        expert: Whether experts may be sharded.
+        zero_stages: The stages of ZeRO.
+        recompute: What the backward may recompute.
+        schedules: Schedules of a pipeline, by name.
+        offload: Whether the host may hold what ZeRO shards.
+        largest_stages_per_rank: Most stages of one pipeline rank.
+        positions_per_context_rank: Least positions of a context rank.
+    """
+
+    pipeline: bool = True
+    tensor: bool = True
+    context: bool = True
+    expert: bool = True
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    recompute: tuple[RecomputeKind, ...] = ("none", "selective", "full")
+    schedules: tuple[str, ...] = ("1f1b", "zero_bubble")
+    offload: bool = True
+    largest_stages_per_rank: int = 4
+    positions_per_context_rank: int = 1024
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout with its predictions; a layout that does not fit has no time."""
+
+    layout: PlanLayout
+    memory: PredictedMemory
+    time: PredictedTime | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether its peak is at most the memory of a device."""
+        return self.memory.fits
+
+    @property
+    def fits_with_error(self) -> bool:
+        """Whether it fits even if the memory is underestimated by the error bar."""
+        return self.memory.least * (1 + MEMORY_ERROR) <= self.memory.capacity
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """Seconds of a step, per sample of it; infinite without a time."""
+        return float("inf") if self.time is None else self.time.seconds / self.time.samples
+
+    @property
+    def largest_terms(self) -> str:
+        """The two largest terms of its memory, in words."""
+        rank = max(self.memory.ranks, key=lambda terms: sum(terms.values()))
+        largest = sorted(rank.items(), key=lambda item: -item[1])[:2]
+        return ", ".join(f"{name} {gigabytes(size)}" for name, size in largest)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why no plan of a family was chosen.
+
+    Attributes:
+        family: Its name, such as "tensor ranks across nodes".
+        reason: One reason, with both numbers.
+        layout: Its best layout; None if the model or the cluster has none.
+    """
+
+    family: str
+    reason: str
+    layout: PlanLayout | None = None
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Plans in the order of preference.
+
+    Attributes:
+        plans: The best plan of each mesh; the first is the chosen one.
+        rejected: The families that the chosen plan does not belong to.
+        evaluated: Layouts whose memory was predicted.
+        devices: Devices that the chosen plan uses.
+    """
+
+    plans: tuple[Plan, ...]
+    rejected: tuple[Rejection, ...]
+    evaluated: int
+    devices: int
+
+    @property
+    def best(self) -> Plan:
+        """The chosen plan."""
+        return self.plans[0]
+
+
+def gigabytes(size: float) -> str:
+    """A number of bytes in GB, as data sheets of devices give it; in MB below one."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
+def duration(seconds: float) -> str:
+    """A time in seconds or milliseconds."""
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:,.3g} ms"

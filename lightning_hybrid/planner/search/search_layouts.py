@@ -1,0 +1,269 @@
+"""The search: layouts of a model on a cluster, predicted, ranked, with one reason against each family of the others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planner.costs.layer_costs import ModelCosts
+from lightning_hybrid.planner.hardware.hardware import Hardware
+from lightning_hybrid.planner.memory.predict_memory import predict_memory
+from lightning_hybrid.planner.plan_layout import NumberFormat, PlanLayout
+from lightning_hybrid.planner.search.candidate_layouts import Candidates, divisors
+from lightning_hybrid.planner.search.layout_options import simplicity, spelled
+from lightning_hybrid.planner.search.plans_and_rejections import (
+    OBJECTIVES,
+    TIE,
+    Allowed,
+    Objective,
+    Plan,
+    SearchResult,
+    gigabytes,
+)
+from lightning_hybrid.planner.search.rejected_families import rejected_families
+from lightning_hybrid.planner.time.predict_time import predict_time
+
+_STARTS = 16  # meshes from which options are improved one by one
+_LARGEST_CLUSTER = 64  # multiple of the given devices up to which an error looks for a fit
+
+
+def search_layouts(
+    costs: ModelCosts,
+    number_format: NumberFormat,
+    hardware: Hardware,
+    devices: int,
+    num_nodes: int = 1,
+    *,
+    batch: int,
+    is_replica_batch: bool = False,
+    objective: Objective = "throughput",
+    max_memory: float | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    allowed: Allowed | None = None,
+) -> SearchResult:
+    """Search for the best layout.
+
+    Step times within 3 % of each other are a tie, in which the simplest layout wins that fits with its error bar, if
+    there is one.
+
+    Args:
+        costs: Of the model.
+        number_format: Of parameters, gradients and states.
+        hardware: Of the cluster; ``devices`` are those of a node, if there are several nodes.
+        devices: Devices of each node.
+        num_nodes: Number of nodes.
+        batch: Samples of an optimizer step over all replicas.
+        is_replica_batch: ``batch`` is that of each replica instead.
+        objective: "throughput" is the most samples per second, "fewest_devices" the fewest that hold the model,
+            "largest_batch" the most samples that are computed at a time.
+        max_memory: Bytes of a device that may be used, at most; all if None.
+        fixed: Fields of `PlanLayout` that are not chosen; "data" is the number of replicas, and "num_microbatches"
+            that of microbatches.
+        allowed: What the model permits; everything if None.
+
+    Raises:
+        PlanError: There is no such cluster, or no layout fits it.
+        ValueError: An unknown objective.
+    """
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective={objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
+    _check_cluster(hardware, devices, num_nodes, batch)
+    hardware = cluster_of(hardware, devices, num_nodes, max_memory)
+    worlds = [devices * num_nodes]
+    if objective == "fewest_devices":
+        worlds = divisors(devices) + [devices * nodes for nodes in divisors(num_nodes)[1:]]
+    options = fixed or {}, allowed or Allowed()
+    searches = [
+        _Search(Candidates(costs, hardware, ranks, batch, is_replica_batch, *options), number_format, objective)
+        for ranks in worlds
+    ]
+    for search in searches:
+        if found := search.run():
+            return found
+    raise searches[-1].nothing_fits()
+
+
+def cluster_of(hardware: Hardware, devices: int, num_nodes: int = 1, max_memory: float | None = None) -> Hardware:
+    """Return the hardware with the devices of a node, and the memory, that a run uses."""
+    if num_nodes > 1:
+        hardware = dataclasses.replace(hardware, devices_per_node=min(devices, hardware.devices_per_node))
+    if max_memory is not None:
+        hardware = dataclasses.replace(hardware, memory=min(hardware.memory, max_memory))
+    return hardware
+
+
+def predict_plan(costs: ModelCosts, layout: PlanLayout, number_format: NumberFormat, hardware: Hardware) -> Plan:
+    """Predict the memory of a layout and, if it fits, its step time."""
+    plan = Plan(layout, predict_memory(costs, layout, number_format, hardware))
+    if not plan.fits:
+        return plan
+    return dataclasses.replace(plan, time=predict_time(costs, layout, number_format, hardware))
+
+
+def _check_cluster(hardware: Hardware, devices: int, num_nodes: int, batch: int) -> None:
+    for name, number in (("devices", devices), ("num_nodes", num_nodes), ("batch", batch)):
+        if not isinstance(number, int) or number < 1:
+            raise PlanError(f"{name}={number!r}: a plan needs a whole number of 1 or more", entry="plan-cluster")
+    node = hardware.devices_per_node
+    if node % devices and devices % node:
+        raise PlanError(
+            f"devices={devices} per node do not divide the {node} devices of a node of {hardware.name}; set devices to"
+            f" a divisor of {node}, or give a hardware file with devices_per_node = {devices}",
+            entry="plan-cluster",
+        )
+
+
+class _Search:
+    """One search on a fixed number of ranks; predictions are made once for each layout."""
+
+    def __init__(self, candidates: Candidates, number_format: NumberFormat, objective: Objective) -> None:
+        self.candidates, self.number_format = candidates, number_format
+        self.objective: Objective = objective
+        self.plans: dict[PlanLayout, Plan] = {}
+        self._meshes = [self._with_objective(mesh) for mesh in candidates.meshes()]
+
+    def plan(self, layout: PlanLayout) -> Plan:
+        """Return a layout's predictions; the time only if it fits."""
+        found = self.plans.get(layout)
+        if found is None:
+            found = predict_plan(self.candidates.costs, layout, self.number_format, self.candidates.hardware)
+            self.plans[layout] = found
+        return found
+
+    def run(self) -> SearchResult | None:
+        """Search; None if nothing fits."""
+        starts = [start for mesh in self._meshes if (start := self._first_that_fits(mesh)) is not None]
+        starts.sort(key=self._score)
+        for start in starts[:_STARTS]:
+            self._improve(start)
+        fitting = [plan for plan in self.plans.values() if plan.fits]
+        if not fitting:
+            return None
+        best = self._simplest(min(fitting, key=self._score))
+        rejected = rejected_families(best, self.candidates, self.plan, self.plans.values())
+        ranked = self._ranked(best)
+        return SearchResult(tuple(ranked), tuple(rejected), len(self.plans), best.layout.ranks)
+
+    def _score(self, plan: Plan) -> tuple[float, ...]:
+        seconds = plan.seconds_per_sample
+        if self.objective == "largest_batch":
+            return not plan.fits_with_error, -plan.layout.microbatch * plan.layout.data, seconds
+        return (seconds,)
+
+    def _with_objective(self, layout: PlanLayout) -> PlanLayout:
+        """For the largest batch, a step is as many microbatches as its pipeline ranks keep busy."""
+        if self.objective != "largest_batch":
+            return layout
+        count = 2 * layout.pipeline if layout.pipeline > 1 else 1
+        return dataclasses.replace(layout, microbatch=1, batch=layout.data * count)
+
+    def _first_that_fits(self, frugal: PlanLayout) -> Plan | None:
+        """Return the plan of a mesh with the least recomputation, then the lowest stage of ZeRO, that fits."""
+        candidates = self.candidates
+        if not self.plan(frugal).memory.fits:
+            if not candidates.allowed.offload or "offload" in candidates.fixed:
+                return None
+            return self._with_offload(frugal)
+        stages = sorted(candidates.allowed.zero_stages) if frugal.data > 1 else [0]
+        if "zero_stage" in candidates.fixed:
+            stages = [candidates.fixed["zero_stage"]]
+        kinds = candidates.recomputations()
+        for recompute in [candidates.fixed["recompute"]] if "recompute" in candidates.fixed else kinds:
+            for stage in stages:
+                changes = {**candidates.zero_changes(frugal, stage), "recompute": recompute}
+                plan = self.plan(dataclasses.replace(frugal, **changes))
+                if plan.fits:
+                    return plan
+        return self.plan(frugal)
+
+    def _with_offload(self, frugal: PlanLayout) -> Plan | None:
+        for layout in self.candidates.neighbours(frugal):
+            if layout.offload and (plan := self.plan(layout)).fits:
+                return plan
+        return None
+
+    def _neighbours(self, layout: PlanLayout) -> Iterable[PlanLayout]:
+        yield from self.candidates.neighbours(layout)
+        if self.objective == "largest_batch" and "microbatch" not in self.candidates.fixed:
+            count = layout.num_microbatches
+            for microbatch in (layout.microbatch + 1, layout.microbatch * 2, layout.microbatch * 5 // 4):
+                batch = layout.data * count * microbatch
+                yield dataclasses.replace(layout, microbatch=microbatch, batch=batch)
+
+    def _improve(self, plan: Plan) -> Plan:
+        """Change one option at a time for the better, until none is."""
+        while True:
+            better = min(map(self.plan, self._neighbours(plan.layout)), key=self._score, default=plan)
+            if not better.fits or self._score(better) >= self._score(plan):
+                return plan
+            plan = better
+
+    def _simplest(self, best: Plan) -> Plan:
+        """Return the simplest plan within the tie of the best; its neighbours are tried too."""
+        while True:
+            for layout in self._neighbours(best.layout):
+                self.plan(layout)
+            fitting = [plan for plan in self.plans.values() if plan.time is not None]
+            *first, least = min(map(self._score, fitting))
+            tied = [
+                plan
+                for plan in fitting
+                if (score := self._score(plan))[:-1] == tuple(first) and score[-1] <= (1 + TIE) * least
+            ]
+            simplest = min(
+                tied, key=lambda plan: (not plan.fits_with_error, simplicity(plan.layout), self._score(plan))
+            )
+            if simplest is best:
+                return best
+            best = simplest
+
+    def _ranked(self, best: Plan) -> list[Plan]:
+        """Return the chosen plan, then the best of each other mesh."""
+        ranked = [best]
+        meshes = {_mesh(best.layout)}
+        for plan in sorted((plan for plan in self.plans.values() if plan.fits), key=self._score):
+            if _mesh(plan.layout) not in meshes:
+                meshes.add(_mesh(plan.layout))
+                ranked.append(plan)
+        return ranked
+
+    def nothing_fits(self) -> PlanError:
+        """Return the error that names the nearest layout, and what is missing."""
+        candidates, costs = self.candidates, self.candidates.costs
+        if not self.plans:
+            batch = f"{candidates.batch} samples" + (" per replica" if candidates.is_replica_batch else "")
+            return PlanError(
+                f"no layout of {costs.name} fits {candidates.ranks} devices: a batch of {batch}, {costs.num_layers}"
+                f" layers and {costs.heads or 'an unknown number of'} heads cannot be divided over them"
+                f"{_fixed_words(candidates.fixed)}; set the batch or the devices so that one divides the other",
+                entry="plan-nothing-fits",
+            )
+        nearest = min(self.plans.values(), key=lambda plan: plan.memory.least)
+        memory = nearest.memory
+        return PlanError(
+            f"no layout of {costs.name} fits {candidates.ranks} devices of {gigabytes(memory.capacity)}: the nearest,"
+            f" {spelled(nearest.layout)}, needs {gigabytes(memory.least)} ({nearest.largest_terms}), which is"
+            f" {gigabytes(memory.least - memory.capacity)} too much{_fixed_words(candidates.fixed)}; {self._advice()}",
+            entry="plan-nothing-fits",
+        )
+
+    def _advice(self) -> str:
+        factor = 2
+        while factor <= _LARGEST_CLUSTER:
+            ranks = self.candidates.ranks * factor
+            more = dataclasses.replace(self.candidates, ranks=ranks)
+            if any(_Search(more, self.number_format, self.objective).plan(mesh).fits for mesh in more.meshes()):
+                return f"use {ranks} devices, on which it fits, or devices with more memory"
+            factor *= 2
+        return "use a smaller microbatch, shorter samples, or devices with more memory"
+
+
+def _fixed_words(fixed: Mapping[str, Any]) -> str:
+    words = ", ".join(f"{name}={value}" for name, value in fixed.items())
+    return f" (with {words} as set)" if words else ""
+
+
+def _mesh(layout: PlanLayout) -> tuple[int, ...]:
+    return layout.pipeline, layout.data, layout.tensor, layout.context, layout.expert

@@ -1,0 +1,91 @@
+"""The planner's costs of the user's module: its step is recorded in this process, on one batch of its own loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters, costs_from_step_graph
+from lightning_hybrid.planner.costs.layer_costs import ModelCosts
+from lightning_hybrid.planner.number_format_of_precision import number_format_of
+from lightning_hybrid.planner.plan_layout import NumberFormat
+from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
+from lightning_hybrid.strategies.plan_in_one_process import PlanningStrategy, make_plan
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.start.example_batch import take_example
+
+
+@dataclass(frozen=True)
+class RecordedCosts:
+    """What the planner needs to know of a module.
+
+    Attributes:
+        costs: Of its training step.
+        number_format: Of its parameters and of its optimizer's states.
+        samples: Samples of a batch of its loader.
+    """
+
+    costs: ModelCosts
+    number_format: NumberFormat
+    samples: int
+
+
+class _CostRecordingStrategy(PlanningStrategy):
+    """Records the step of one process."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.recorded: Assignment | None = None
+        self.samples: int | None = None
+
+    def _describe(self, run: Run, recorded: Assignment | None) -> None:
+        super()._describe(run, recorded)
+        trainer, batch = run.setting.trainer, run.setting.options.example_batch
+        self.recorded = recorded
+        self.samples = batch_size_of(
+            take_example(trainer, trainer.fit_loop, "max_size_cycle") if batch is None else batch
+        )
+
+
+def record_costs(
+    lightning: ModuleType,
+    module: Any,
+    fit_arguments: Mapping[str, Any],
+    precision: str,
+    on_phase: Callable[[str], None] | None = None,
+    example_batch: Any = None,
+) -> RecordedCosts:
+    """Record the training step of a module in one process, and return its costs.
+
+    A step that cannot be recorded is estimated from the parameters, which the notes of the costs say. This process must
+    have no process groups; an error of the user's code is raised.
+
+    Args:
+        lightning: The namespace of the module.
+        module: The user's module; not to be used afterwards.
+        fit_arguments: Arguments of ``Trainer.fit``.
+        precision: Lightning's name of the precision.
+        on_phase: Receives the name of each phase as it begins.
+        example_batch: A batch to record with; the first of the loader if None.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    name = type(module).__name__
+    options = {} if example_batch is None else {"example_batch": example_batch}
+    strategy = make_plan(
+        lightning, module, fit_arguments, 1, options, precision, on_phase, strategy_class=_CostRecordingStrategy
+    )
+    assert isinstance(strategy, _CostRecordingStrategy)
+    memory = strategy.memory[0]
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    states = None if memory.optimizer_states is None or not trained else memory.optimizer_states / trained
+    number_format = number_format_of(precision, states)
+    samples = strategy.samples or 1
+    if strategy.recorded is None:
+        costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason="it cannot be traced")
+    else:
+        costs = costs_from_step_graph(strategy.recorded.graph, shapes, samples=samples, name=name, frozen=frozen)
+    return RecordedCosts(costs, number_format, samples)

@@ -1,0 +1,109 @@
+"""The `plan` command: plans of a module and of a configuration, reasons, one layout in detail, reports, refusals."""
+
+import json
+import re
+
+import pytest
+
+from lightning_hybrid.cli import main
+
+CONFIG = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "vocab_size": 32000,
+    "model_type": "a decoder",
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return ["--config-json", str(path), "--sequence", "1024", "--hardware", "a100-80", "--devices", "4"]
+
+
+def planned(capsys, *arguments):
+    status = main(["plan", *arguments])
+    return status, capsys.readouterr().out
+
+
+def test_plans_of_a_configuration(capsys, config):
+    status, text = planned(capsys, *config, "--batch", "64")
+    assert status == 0
+    assert re.match(r"a decoder: 13\d\.\d million parameters, 10 layers, on 4 a100-80 \(one node\), bf16-mixed", text)
+    assert re.search(r"1 +dp=4\S* +[\d.]+ ms ± \d+% +[\d.]+ GB ± \d+% +[\d,]+ +chosen: ", text)
+    assert re.search(r"expert ranks +the model has no experts", text)
+    assert "strategy=Hybrid3DStrategy(" in text and "batch_size=16 of the loader, for each of 4 replicas" in text
+
+
+def test_json_has_numbers_and_the_options_of_the_strategy(capsys, config):
+    status, text = planned(capsys, *config, "--batch", "64", "--fix", "tp=2,zero=1", "--json", "--plans", "2")
+    content = json.loads(text)
+    assert status == 0 and len(content["plans"]) == 2
+    for plan in content["plans"]:
+        assert plan["options"]["tensor_parallel_size"] == 2
+        assert sum(plan["terms"].values()) == pytest.approx(plan["seconds"])
+        assert plan["memory"] <= plan["capacity"]
+    assert content["plans"][0]["options"]["zero_stage"] == 1
+    assert content["model"]["is_traced"] and {r["family"] for r in content["rejected"]} >= {"zero 0", "no tensor ranks"}
+
+
+def test_why_compares_one_layout_with_the_chosen(capsys, config):
+    status, text = planned(capsys, *config, "--batch", "64", "--why", "tp=4 pp=1")
+    assert status == 0
+    assert "dp=1,tp=4" in text and "against the chosen dp=4" in text
+    assert re.search(r"tensor ranks +[\d.]+ m?s +0 ms", text)
+    assert re.search(r"memory of pipeline rank 0 +this layout +chosen, at its peak", text)
+
+
+def test_html_report_loads_nothing(capsys, config, tmp_path):
+    path = tmp_path / "plan.html"
+    status, _ = planned(capsys, *config, "--batch", "64", "--fix", "pp=2", "--html", str(path))
+    page = path.read_text()
+    assert status == 0
+    assert page.count("<svg") == 1 and "pipeline rank 1" in page and "Hybrid3DStrategy" in page
+    assert not re.search(r'(src|href)="', page.replace('xmlns="http://www.w3.org/2000/svg"', ""))
+
+
+def test_plan_of_a_module(capsys):
+    module = "tests/models/command_line_classes.py:Stack"
+    status, text = planned(capsys, module, "--hardware", "cpu", "--devices", "2", "--json")
+    content = json.loads(text)
+    assert status == 0 and content["model"]["name"] == "Stack" and content["model"]["is_traced"]
+    # The loader's batch is that of each replica.
+    fields = content["plans"][0]["fields"]
+    assert fields["batch"] == 8 * fields["replicate"] * fields["shard"]
+
+
+def test_nothing_fits(capsys, config):
+    status, text = planned(capsys, *config, "--batch", "64", "--max-memory", "3.1GB")
+    assert status == 3 and re.search(r"refused: no layout of a decoder fits 4 devices of 3\.1 GB: the nearest", text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "name a module"),
+        (["--hardware", "abacus"], "no hardware 'abacus': give one of a100-40"),
+        (["--sequence", "4"], "--sequence is for --config-json"),
+        (["--config-json", "none.json"], "there is no file"),
+    ],
+)
+def test_usage(capsys, arguments, words):
+    assert main(["plan", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--batch is needed"),
+        (["--batch", "8", "--max-memory", "much"], "--max-memory much; use a number of bytes"),
+        (["--batch", "8", "--why", "tp"], "--why 'tp': 'tp' is not name=value"),
+        (["--batch", "8", "--why", "tp=3"], "--why tp=3: 3 ranks do not fill 4 devices"),
+    ],
+)
+def test_usage_with_a_configuration(capsys, config, arguments, words):
+    assert main(["plan", *config, *arguments]) == 2
+    assert words in capsys.readouterr().err

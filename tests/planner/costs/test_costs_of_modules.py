@@ -1,0 +1,146 @@
+"""Costs of unmodified modules: of their recorded steps, of their parameters alone, and of configurations."""
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_hybrid.planner.costs.costs_from_config import costs_from_config, shape_from_config
+from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters, costs_from_step_graph
+from lightning_hybrid.strategies import plan_in_one_process
+from lightning_hybrid.strategies.record_planner_costs import record_costs
+from models import command_line_classes
+
+pl = importlib.import_module("lightning.pytorch")
+WIDTH, TOKENS, WORDS, BATCH, LAYERS = 32, 16, 64, 4, 3
+CONFIG = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "hidden_act": "silu",
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+
+
+class _Tokens(Dataset):
+    def __len__(self):
+        return 2 * BATCH
+
+    def __getitem__(self, index):
+        return torch.arange(TOKENS) % WORDS
+
+
+class LanguageModel(pl.LightningModule):
+    """An encoder of equal layers between an embedding and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(LAYERS)
+        )
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.embedding(batch)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def train_dataloader(self):
+        return DataLoader(_Tokens(), batch_size=BATCH)
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return record_costs(pl, LanguageModel(), {}, "32-true")
+
+
+def test_recorded_step(recorded):
+    module, costs = LanguageModel(), recorded.costs
+    assert recorded.samples == BATCH and costs.positions == TOKENS and costs.is_traced
+    assert costs.parameters == sum(parameter.numel() for parameter in module.parameters())
+    linear = LAYERS * (4 * WIDTH**2 + 8 * WIDTH**2) + WIDTH * WORDS
+    attention = LAYERS * 2 * TOKENS * WIDTH
+    assert costs.flops == pytest.approx(2 * TOKENS * (linear + attention), rel=0.02)
+    # Momentum is one state of 4 bytes.
+    assert recorded.number_format.state == pytest.approx(4, rel=0.01)
+
+
+def test_recorded_layers(recorded):
+    encoder = max(recorded.costs.layers, key=lambda layer: layer.flops * layer.count)
+    weights = [product for product in encoder.products if product.has_weight]
+    assert sorted((product.inner, product.columns) for product in weights) == sorted(
+        [(WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)]
+    )
+    assert all(product.rows == pytest.approx(TOKENS) for product in weights)
+    assert [product.is_attention for product in encoder.products if not product.has_weight] == [True]
+    assert encoder.outputs == TOKENS * WIDTH
+    assert encoder.saved > encoder.selective_saved > 0
+    assert recorded.costs.num_layers >= LAYERS + 2
+
+
+def test_step_that_cannot_be_recorded_is_planned_from_parameters(monkeypatch):
+    monkeypatch.setattr(plan_in_one_process, "record_in_one_stage", lambda run, randomness: None)
+    costs = record_costs(pl, LanguageModel(), {}, "32-true").costs
+    assert not costs.is_traced and "the step was not recorded" in costs.notes[0]
+    assert costs.parameters == sum(parameter.numel() for parameter in LanguageModel().parameters())
+
+
+def test_costs_of_parameters():
+    shapes = {name: tuple(parameter.shape) for name, parameter in LanguageModel().named_parameters()}
+    costs = costs_from_parameters(shapes, positions=TOKENS, reason="a reason")
+    assert not costs.is_traced and "(a reason)" in costs.notes[0]
+    matrices = sum(parameter.numel() for parameter in LanguageModel().parameters() if parameter.dim() > 1)
+    assert costs.flops == 2 * TOKENS * matrices
+    assert [layer.count for layer in costs.layers if layer.name.startswith("layers.")] == [LAYERS]
+    assert costs.parameters == sum(parameter.numel() for parameter in LanguageModel().parameters())
+
+
+def test_frozen_parameters():
+    class Frozen(command_line_classes.Stack):
+        def __init__(self):
+            super().__init__()
+            self.head.requires_grad_(False)
+
+    costs = record_costs(pl, Frozen(), {}, "bf16-mixed").costs
+    assert costs.frozen_parameters == sum(parameter.numel() for parameter in Frozen().head.parameters())
+
+
+def test_graph_without_nodes_has_no_costs():
+    from lightning_hybrid.graph.step_graph import StepGraph
+
+    costs = costs_from_step_graph(StepGraph("training_step", (), ()), {}, samples=1)
+    assert costs.flops == 0 and costs.layers == ()
+
+
+def test_configuration_of_a_gated_decoder():
+    costs = costs_from_config(CONFIG, 4096)
+    assert costs.parameters == pytest.approx(8.03e9, rel=0.002)
+    assert (costs.heads, costs.key_value_heads, costs.positions) == (32, 8, 4096)
+
+
+def test_configuration_with_other_names_and_experts():
+    shape = shape_from_config({"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}, 1024)
+    assert (shape.ffn, shape.is_gated, shape.has_learned_positions, shape.has_tied_embedding) == (
+        3072,
+        False,
+        True,
+        True,
+    )
+    shape = shape_from_config({**CONFIG, "num_local_experts": 8, "num_experts_per_tok": 2}, 1024)
+    assert (shape.experts, shape.experts_per_token, shape.is_gated) == (8, 2, True)
+
+
+def test_configuration_of_no_transformer():
+    with pytest.raises(ValueError, match="the configuration has none of num_hidden_layers, n_layer"):
+        costs_from_config({"channels": 3}, 16)
