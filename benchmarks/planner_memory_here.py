@@ -45,7 +45,7 @@ class Case:
 
 
 def case(title: str, devices: int, options: dict[str, Any], microbatch: int, **sizes: Any) -> Case:
-    layout = PlanLayout(microbatch=microbatch, batch=BATCH, balanced_by="flops", **sizes)
+    layout = PlanLayout(**{"microbatch": microbatch, "batch": BATCH, "balanced_by": "flops"} | sizes)
     return Case(title, devices, options, layout, layout.ranks // layout.pipeline)
 
 
@@ -70,7 +70,18 @@ CASES = [
         recompute="full",
     ),
     case("two stages", 2, {"pipeline_parallel_size": 2, "num_microbatches": 4}, 4, pipeline=2),
-    case("four stages", 4, {"pipeline_parallel_size": 4, "num_microbatches": 8}, 2, pipeline=4),
+    case(  # the strategy would cut inside blocks
+        "four stages of two blocks",
+        4,
+        {
+            "pipeline_parallel_size": 4,
+            "num_microbatches": 8,
+            "pipeline_cuts": ["blocks.2", "blocks.4", "blocks.6"],
+        },
+        2,
+        pipeline=4,
+        balanced_by="layers",
+    ),
     case(
         "two stages, GPipe, recomputed",
         2,

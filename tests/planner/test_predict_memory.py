@@ -101,12 +101,22 @@ def test_earlier_ranks_of_1f1b_hold_more_activations():
     assert held == sorted(held, reverse=True) and held[0] > 3 * held[3]
 
 
+def test_the_first_rank_of_a_v_holds_the_first_and_the_last_stage():
+    layout = PlanLayout(pipeline=4, batch=8, schedule="zero_bubble_v", stages_per_rank=2)
+    predicted = predict(layout)
+    assert [rank["loss"] > 0 for rank in predicted.ranks] == [True, False, False, False]
+    again = predict(dataclasses.replace(layout, stages_per_rank=1))
+    assert again.ranks == predicted.ranks
+
+
 def test_the_loss_is_on_the_last_rank_and_chunks_remove_it():
     layout = PlanLayout(pipeline=2, batch=4, recompute="full")
     logits = S * 50257
     assert terms(layout)["loss"] == 0
     assert terms(layout, rank=1)["loss"] == pytest.approx(14 * logits)
     assert terms(dataclasses.replace(layout, chunked_loss=True), rank=1)["loss"] == 0
+    gpipe = dataclasses.replace(layout, schedule="gpipe")  # whose last rank has all microbatches in flight
+    assert terms(gpipe, rank=1)["loss"] == pytest.approx((14 + 3 * 4) * logits)
 
 
 def test_zero_3_gathers_layers_and_keeps_all_where_it_does_not_reshard():

@@ -8,6 +8,7 @@ optimizer's step, fragmentation, and what the framework takes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from lightning_hybrid.planner.memory.in_flight_by_rank import in_flight_by_rank
 from lightning_hybrid.planner.memory.memory_constants import CONSTANTS, MemoryConstants
 from lightning_hybrid.planner.plan_layout import NumberFormat, PlanLayout
 from lightning_hybrid.planner.predictions import PredictedMemory
+from lightning_hybrid.schedule.generators import placement_of, stages_of_each_rank
+from lightning_hybrid.schedule.schedule_and_actions import stages_of_rank
 
 Stage = Sequence[tuple[LayerCosts, int]]
 
@@ -61,16 +64,18 @@ def predict_memory(
     Raises:
         ValueError: The model has fewer layers than the layout has stages.
     """
-    stages = cut_into_stages(costs, layout.num_stages, layout.balanced_by)
+    each = stages_of_each_rank(layout.schedule, layout.stages_per_rank)
+    placement, num_stages = placement_of(layout.schedule, each), layout.pipeline * each
+    stages = cut_into_stages(costs, num_stages, layout.balanced_by)
     in_flight = in_flight_by_rank(layout.schedule, layout.pipeline, layout.num_microbatches, layout.stages_per_rank)
     ranks, reclaimable = [], []
     for rank in range(layout.pipeline):
-        own = range(rank, layout.num_stages, layout.pipeline)
+        own = stages_of_rank(rank, layout.pipeline, each, placement)
         held = [stages[stage] for stage in own]
-        has_copy = costs.has_tied_embedding and own[-1] == layout.num_stages - 1 and own[0] != 0
+        has_copy = costs.has_tied_embedding and own[-1] == num_stages - 1 and own[0] != 0
         terms = _states(held, costs, has_copy, layout, number_format, constants)
-        gathered = _gathered([each for stage in held for each in stage], layout, number_format, _trained(costs))
-        has_loss = own[-1] == layout.num_stages - 1
+        gathered = _gathered(list(itertools.chain.from_iterable(held)), layout, number_format, _trained(costs))
+        has_loss = own[-1] == num_stages - 1
         terms |= _activations(held, in_flight[rank], has_loss, gathered, layout, number_format, constants)
         later = _drop_what_comes_later(terms, layout)
         fragments = constants.fragmentation * sum(terms.values())
@@ -169,7 +174,8 @@ def _activations(
     constants: MemoryConstants,
 ) -> dict[str, float]:
     """Bytes saved for the backward of all microbatches in flight, and those of one layer's backward, or of the loss."""
-    saved = one_layer = loss = 0.0
+    saved = one_layer = loss = waiting = 0.0
+    samples = layout.microbatch / (layout.tensor * layout.context)
     for stage, microbatches in zip(stages, in_flight, strict=True):
         for layer, count in stage:
             kept, full = _saved(layer, layout, number_format), _saved_bytes(layer, layout, number_format, "none")
@@ -180,16 +186,17 @@ def _activations(
             one_layer = max(one_layer, full - kept + constants.backward_share * full)
             logit = 4 + number_format.activation % 4
             in_loss = layer.float32_saved * logit + layer.peak_only * 4 * constants.loss_gradients
-            loss = max(loss, in_loss * layout.microbatch / (layout.tensor * layout.context))
+            loss = max(loss, in_loss * samples)
+            waiting += (microbatches - 1) * layer.float32_saved * 4 * samples
         if not (has_loss and stage is stages[-1]):  # what was sent on is held until its gradient is back
             saved += microbatches * _outputs(stage[-1][0], layout, number_format)
     if layout.chunked_loss:
-        loss = 0.0
+        loss = waiting = 0.0
     if layout.pipeline > 1:
         saved += 2 * _outputs(stages[0][-1][0], layout, number_format)
     if loss >= one_layer + gathered.layer:
-        return {"activations": saved, "loss": loss, "gathered": gathered.always}
-    return {"activations": saved + one_layer, "loss": 0.0, "gathered": gathered.always + gathered.layer}
+        return {"activations": saved, "loss": waiting + loss, "gathered": gathered.always}
+    return {"activations": saved + one_layer, "loss": waiting, "gathered": gathered.always + gathered.layer}
 
 
 def _trained(costs: ModelCosts) -> float:
