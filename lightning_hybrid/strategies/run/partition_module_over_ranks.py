@@ -271,7 +271,8 @@ class ModulePartition:
     def _recomputation(self, recompute: Recompute, plan: StagePlan) -> Recomputation:
         setting = self._setting
         module, is_compiled = setting.module, setting.options.compile is not None
-        budget = budgeted_layers(recompute, setting.device, setting.world.num_processes)
+        syncs_norms = setting.norms is not None
+        budget = budgeted_layers(recompute, setting.world, setting.options, syncs_norms=syncs_norms)
         if not self.run.is_pipelined:
             return recompute_plain_layers(module, recompute, compiled=is_compiled, budget=budget)
         assert plan.first is not None
