@@ -137,7 +137,7 @@ def _states(
     for kind in layout.offload - {"activations"}:
         terms[kind.replace("_", " ")] = 0.0
     if layout.zero_stage in (1, 2) and layout.shard > 1:
-        terms["communication buffers"] = min(constants.bucketed, held.total * trained) * number_format.reduced
+        terms["communication buffers"] = min(constants.bucketed, held.total * trained / 2) * number_format.reduced
     return terms
 
 
@@ -183,7 +183,7 @@ def _activations(
                 saved += count * _autocast_copies(layer, layout, number_format)
             # Where activations are on the host, those of two layers are on the device.
             saved = max(saved, 2 * kept) if "activations" in layout.offload else saved + microbatches * count * kept
-            one_layer = max(one_layer, full - kept + constants.backward_share * full)
+            one_layer = max(one_layer, full - kept)
             logit = 4 + number_format.activation % 4
             in_loss = layer.float32_saved * logit + layer.peak_only * 4 * constants.loss_gradients
             loss = max(loss, in_loss * samples)
