@@ -259,7 +259,8 @@ def _is_float(value: Value) -> bool:
 
 
 def _value_bytes(value: Value) -> float:
-    found, size = _DTYPE_BITS.search(value.dtype), math.prod(value.shape)
+    found = _DTYPE_BITS.search(value.dtype)
+    size: int = math.prod(value.shape)
     return size * (int(found[1]) / 8 if found else 1.0)
 
 
@@ -268,6 +269,7 @@ def _element_bytes(group: _Group, graph: StepGraph) -> float:
     for node in group.nodes:
         for index in node.outputs:
             value = graph.values[index]
-            if _is_float(value) and math.prod(value.shape):
-                return _value_bytes(value) / math.prod(value.shape)
+            size: int = math.prod(value.shape)
+            if _is_float(value) and size:
+                return _value_bytes(value) / size
     return 4.0

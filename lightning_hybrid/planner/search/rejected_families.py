@@ -69,6 +69,10 @@ def _no_experts(candidates: Candidates) -> str:
     return f"{experts} experts and the replicas have no common divisor" if experts else "the model has no experts"
 
 
+def _has_zero(stage: int) -> Callable[[PlanLayout], bool]:
+    return lambda plan: plan.zero_stage == stage
+
+
 def _families(node: int) -> list[_Family]:
     def has_no_kind(layout: PlanLayout) -> bool:
         return layout.pipeline == layout.tensor == layout.context == layout.expert == 1
@@ -83,10 +87,7 @@ def _families(node: int) -> list[_Family]:
         _Family("no pipeline ranks", lambda plan: plan.pipeline == 1, _no_pipeline),
         _Family("context ranks", lambda plan: plan.context > 1, _no_context),
         _Family("expert ranks", lambda plan: plan.expert > 1, _no_experts),
-        *(
-            _Family(f"zero {stage}", lambda plan, stage=stage: plan.zero_stage == stage, field="zero_stage")
-            for stage in range(4)
-        ),  # type: ignore[misc]
+        *(_Family(f"zero {stage}", _has_zero(stage), field="zero_stage") for stage in range(4)),
         _Family("no recomputation", lambda plan: plan.recompute == "none", field="recompute"),
         _Family("selective recomputation", lambda plan: plan.recompute == "selective", field="recompute"),
         _Family("full recomputation", lambda plan: plan.recompute == "full", field="recompute"),
