@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import itertools
 import reprlib
@@ -23,6 +24,7 @@ from typing_extensions import Unpack
 
 from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
+from lightning_hybrid.planner.search.plans_and_rejections import Objective
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.schedule import Action, Kind, Span
 from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter
@@ -51,7 +53,9 @@ class Hybrid3DStrategy(CheckpointedStrategy):
 
     Args:
         data_parallel_size: Replicas that see different batches; "auto" takes all remaining ranks.
-        tensor_parallel_size: Ranks that each layer is sharded over; how is found, and proved, at the start.
+        tensor_parallel_size: Ranks that each layer is sharded over; how is found, and proved, at the start. If this or
+            another size below is "auto", it is planned before the ranks meet, with ``zero_stage``, recomputation and
+            the rest of the layout as far as these are not set: replicas alone where they fit.
         pipeline_parallel_size: Ranks that share the layers.
         context_parallel_size: Ranks that the positions of each sequence are sharded over, layer by layer; each of them
             may be several tensor ranks.
@@ -106,6 +110,9 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             parameter changes if a loss or gradient differs.
         strict_layout: A step that cannot be run in stages is an error; otherwise the ranks of a pipeline then hold
             shards of all parameters, gradients and optimizer states, and each runs the step on a share of the batch.
+        objective: What the planner looks for: "throughput" is the most samples per second, "largest_batch" the most
+            samples that are computed at a time.
+        max_memory: Memory of each device that the planner may use, such as "20GiB" or "80%".
         process_group_backend: "nccl" or "gloo"; by device if None. On GPUs "gloo" communicates over the host.
         ranks_per_device: Ranks that share each device; on a GPU they communicate over the host, for tests of layouts.
         timeout: Of collective operations.
@@ -128,8 +135,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
     def __init__(
         self,
         data_parallel_size: int | Literal["auto"] = "auto",
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
+        tensor_parallel_size: int | Literal["auto"] = 1,
+        pipeline_parallel_size: int | Literal["auto"] = 1,
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "1f1b",
         stages_per_rank: int = 1,
@@ -139,8 +146,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         timeout: timedelta | None = timedelta(minutes=30),
         *,
         microbatch: Literal["auto"] | None = None,
-        context_parallel_size: int = 1,
-        expert_parallel_size: int = 1,
+        context_parallel_size: int | Literal["auto"] = 1,
+        expert_parallel_size: int | Literal["auto"] = 1,
         expert_chunks: int = 1,
         max_microbatches_in_flight: int | None = None,
         sequence_parallel: bool = False,
@@ -159,6 +166,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         async_checkpoint: bool = False,
         verify_first_step: bool = False,
         strict_layout: bool = False,
+        objective: Objective = "throughput",
+        max_memory: str | None = None,
         ranks_per_device: int = 1,
         start_method: Literal["popen", "fork"] = "popen",
         accelerator: Any = None,
@@ -221,13 +230,14 @@ class Hybrid3DStrategy(CheckpointedStrategy):
 
     def setup_environment(self) -> None:
         """Join the process groups, and start to watch for failures of ranks."""
-        is_recorded = needs_runner(self.options, self.layout)
+        is_recorded = self.options.is_planned or needs_runner(self.options, self.layout)
         if is_recorded:
             HybridPrecision.of(self.precision_plugin)  # refuses plugins that several ranks cannot run
         super().setup_environment()
         module = self.lightning_module
         if module is None:
             return
+        is_recorded = needs_runner(self.options, self.layout)
         self._lifecycle = None
         self._state = FullOrShardedState(module, self.world)
         self._files.connect(module, self.world, self._state)
@@ -235,6 +245,15 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             check_callbacks(module._trainer, self.world.mesh, is_recorded=is_recorded)
             self.world.watch_failures(module._trainer)
             self._files.check(self._checkpoint_io)
+
+    def plan_options(self) -> dict[str, Any]:
+        """Return the options that "auto" sizes stand for."""
+        module = self.lightning_module
+        if module is None or module._trainer is None:
+            raise RuntimeError("sizes of 'auto' are planned for a module; fit one with a Trainer, or set numbers")
+        # It derives a strategy from this one.
+        planning = importlib.import_module(f"{__package__}.choose_planned_options")
+        return dict(planning.planned_options(self, module._trainer))
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Synchronize the ranks, record and partition the step, drop other stages, build optimizers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.errors import LayoutError
+from lightning_hybrid.memory.budget.byte_sizes import SPELLINGS, parse_budget
 from lightning_hybrid.memory.recompute_policies import Recompute, check_recompute
+from lightning_hybrid.planner.search.plans_and_rejections import Objective
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule, stages_of_each_rank
 from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter
 from lightning_hybrid.strategies.options.weigh_microbatches_by_count import MicrobatchWeight
@@ -66,6 +68,8 @@ class Options:
     ranks_per_device: int = 1
     timeout: timedelta | None = None
     start_method: Literal["popen", "fork"] = "popen"
+    objective: Objective = "throughput"
+    max_memory: str | None = None
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Options:
@@ -87,6 +91,7 @@ class Options:
     def __post_init__(self) -> None:
         """Refuse options that no number of devices can fulfil."""
         self._check_sizes()
+        self._check_plan()
         self._check_zero()
         check_recompute(self.recompute)
         if self.schedule not in SCHEDULE_NAMES:
@@ -141,19 +146,40 @@ class Options:
 
     def _check_sizes(self) -> None:
         for name, size in self.sizes.items():
-            is_data = name == "data_parallel_size"
-            if _is_count(size) or (is_data and size == "auto"):
-                continue
-            advice = "'auto' or a whole number of 1 or more" if is_data else "a whole number of 1 or more"
-            if size == "auto":
-                advice += ": only data_parallel_size is chosen, as the ranks that the other sizes leave"
-            raise LayoutError(f"{name}={size!r}; use {advice}", entry="size-type")
+            if not _is_count(size) and size != "auto":
+                raise LayoutError(f"{name}={size!r}; use 'auto' or a whole number of 1 or more", entry="size-type")
         if self.sequence_parallel and self.sizes["tensor_parallel_size"] == 1:
             raise ValueError(
                 "sequence_parallel=True shards positions over the ranks of tensor parallelism, and"
                 " tensor_parallel_size=1; set tensor_parallel_size=2 or more, or context_parallel_size to shard"
                 " sequences alone"
             )
+
+    def _check_plan(self) -> None:
+        if self.objective not in ("throughput", "largest_batch"):
+            raise ValueError(
+                f"objective={self.objective!r}; use 'throughput' or 'largest_batch': a run uses all devices of its"
+                " Trainer, and the command lightning-hybrid plan finds the fewest"
+            )
+        if self.max_memory is not None and parse_budget(self.max_memory) is None:
+            raise ValueError(f"max_memory={self.max_memory!r}; use {SPELLINGS}")
+        if not self.is_planned and (self.max_memory is not None or self.objective != "throughput"):
+            what = f"max_memory={self.max_memory!r}" if self.max_memory is not None else f"objective={self.objective!r}"
+            raise ValueError(
+                f"{what} is for sizes that are planned, and each of {', '.join(_SIZES[1:])} is a number; set one of"
+                " them to 'auto'"
+            )
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether sizes besides that of the data axis are left to the planner, and not planned yet."""
+        return any(self.sizes[name] == "auto" for name in _SIZES[1:])
+
+    def with_planned(self, planned: Mapping[str, Any]) -> Options:
+        """Return the options with those that were planned, by the names of the strategy's arguments."""
+        sizes = {name: planned.get(name, size) for name, size in self.sizes.items()}
+        others = {name: value for name, value in planned.items() if name not in sizes}
+        return replace(self, sizes=sizes, objective="throughput", max_memory=None, **others)
 
     def _check_zero(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3) or isinstance(self.zero_stage, bool):
@@ -221,7 +247,9 @@ class Options:
 
     @property
     def mesh_sizes(self) -> dict[str, int | Literal["auto", "all"]]:
-        """The sizes of the layout."""
+        """The sizes of the layout; a RuntimeError while they are not planned."""
+        if self.is_planned:
+            raise RuntimeError("the layout is planned when the processes meet; read it in setup() or later")
         shard: int | Literal["all"] = 1
         if self.zero_stage:
             shard = "all" if self.shard_size is None else self.shard_size

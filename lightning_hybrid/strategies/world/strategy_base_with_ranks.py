@@ -259,14 +259,16 @@ class RankedStrategy(ParallelStrategy):
             # Lightning's launcher divides the cores on the first rank alone; each other rank would take them all.
             _set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
-        layout, timeout = self._resolve_layout(), self.options.timeout
+        is_planned, timeout = self.options.is_planned, self.options.timeout
+        # One process plans, which has no process groups; the others wait for it where they meet.
+        planned = self._plan() if is_planned and self._launcher_rank == 0 else None
         sharing = (self.parallel_devices or []).count(self.root_device)
         chosen = choose_backend(self.options.process_group_backend, self.root_device, sharing)
         backend = chosen or _get_default_process_group_backend_for_device(self.root_device)
         self._backend = backend
         limit_memory(self.root_device, sharing)
         # See [Note: groups bound to a device].
-        in_stages = layout.pipeline_parallel_size > 1
+        in_stages = is_planned or self._resolve_layout().pipeline_parallel_size > 1
         is_bound = not in_stages and self.root_device.type != "cpu" and backend != BACKEND
         device_id = self.root_device if is_bound else None
         if self._is_one_process and not _distributed_is_initialized():
@@ -278,6 +280,9 @@ class RankedStrategy(ParallelStrategy):
                 "pipeline_parallel_size > 1 needs a process group whose pairs of ranks have separate channels, but"
                 " init_process_group was called with device_id=...; leave device_id out, or let the Trainer call it"
             )
+        if is_planned:
+            self._adopt_plan(planned)
+        layout = self._resolve_layout()
         # Groups that are still there when the interpreter collects its garbage can keep the process from ending;
         # Lightning sees to that for NCCL alone.
         atexit.unregister(_destroy_dist_connection)
@@ -292,6 +297,29 @@ class RankedStrategy(ParallelStrategy):
         module = self.lightning_module
         if module is not None and module._trainer is not None:  # None where the strategy is used without a Trainer
             self._world.connect(module._trainer, module)
+
+    def plan_options(self) -> dict[str, Any]:
+        """Return the options that "auto" sizes stand for; called on the first rank."""
+        raise NotImplementedError
+
+    def _plan(self) -> dict[str, Any] | Exception:
+        """Plan on the first rank; an error is raised by all ranks, once they have met."""
+        try:
+            return self.plan_options()
+        except Exception as error:
+            return error
+
+    def _adopt_plan(self, planned: dict[str, Any] | Exception | None) -> None:
+        """Take the options that the first rank has planned, or raise its error, on all ranks."""
+        box = [planned]
+        if not self._is_one_process:
+            dist.broadcast_object_list(box, 0)
+        agreed = box[0]
+        if isinstance(agreed, Exception):
+            raise agreed
+        assert agreed is not None
+        self.options = self.options.with_planned(agreed)
+        self._recompute = self._recompute or self.options.recompute
 
     def on_exception(self, exception: BaseException) -> None:
         """Report the error to the other ranks."""

@@ -1,0 +1,135 @@
+"""The options that "auto" sizes stand for: one rank plans the run on a copy of the module, before the ranks meet."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_hybrid.memory.budget.byte_sizes import parse_budget
+from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters
+from lightning_hybrid.planner.hardware.hardware import Hardware, load_hardware, preset_names
+from lightning_hybrid.planner.number_format_of_precision import number_format_of
+from lightning_hybrid.planner.plan_layout import PlanLayout
+from lightning_hybrid.planner.report.plan_tables import ranked_lines
+from lightning_hybrid.planner.report.planned_run import PlannedRun
+from lightning_hybrid.planner.search import Allowed, search_layouts
+from lightning_hybrid.planner.search.layout_options import fixed_fields, strategy_options
+from lightning_hybrid.planner.search.plans_and_rejections import SearchResult
+from lightning_hybrid.planner.search.search_layouts import cluster_of, predict_plan
+from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
+from lightning_hybrid.strategies.hybrid3d import OPTION_DEFAULTS, Hybrid3DStrategy
+from lightning_hybrid.strategies.record_planner_costs import RecordedCosts, record_costs
+from lightning_hybrid.verify.check_available_memory import free_on_host
+
+_PLANS = 3  # printed
+
+
+def planned_options(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> dict[str, Any]:
+    """Return options of the strategy by their names: one for each size that is "auto", and what else is planned.
+
+    Plain replicas are kept where they fit. What the user has set is kept. This process must have no process groups.
+
+    Args:
+        strategy: With sizes that are "auto".
+        trainer: About to run.
+
+    Raises:
+        PlanError: No layout fits.
+    """
+    sizes: dict[str, Any] = {name: 1 for name, size in strategy.options.sizes.items() if size == "auto"}
+    sizes.pop("data_parallel_size", None)
+    if trainer.state.fn is not TrainerFn.FITTING or strategy.world_size == 1:
+        return sizes
+    states = GeneratorStates(torch.device("cpu"))
+    try:
+        recorded = _recorded(strategy, trainer)
+    finally:
+        states.restore()
+    run = _planned_run(strategy, recorded)
+    plan = run.result.best
+    lines = ranked_lines(run, _PLANS)
+    rank_zero_info(
+        "\n".join([f"hybrid3d: plan of {run.title}", *lines, *(f"note: {note}" for note in run.costs.notes)])
+    )
+    user = strategy.options.changed(OPTION_DEFAULTS)
+    options = {
+        name: value for name, value in strategy_options(plan.layout).items() if name in sizes or name not in user
+    }
+    if strategy.options.objective == "largest_batch":
+        options.pop("num_microbatches", None)
+        size = plan.layout.microbatch
+        rank_zero_info(f"hybrid3d: the largest batch of a replica that is computed at a time has {size} samples")
+    return {**sizes, **options}
+
+
+def _recorded(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> RecordedCosts:
+    """Record the step of a copy of the module on a batch of a copy of its loader."""
+    module = strategy.lightning_module
+    assert module is not None
+    precision = str(getattr(strategy.precision_plugin, "precision", "32-true"))
+    data = trainer.datamodule or trainer.fit_loop._data_source.instance
+    try:
+        copied, data = copy.deepcopy((module, None if data is module else data), {id(trainer): None})
+        kind = "datamodule" if trainer.datamodule is not None else "train_dataloaders"
+        arguments = {} if data is None else {kind: data}
+        lightning = importlib.import_module(pl.__name__)
+        example = strategy.options.example_batch
+        return record_costs(lightning, copied, arguments, precision, example_batch=example)
+    except Exception as error:  # of the user's code too: the run itself raises it, where its place is known
+        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        costs = costs_from_parameters(shapes, name=type(module).__name__, frozen=frozen, reason=reason)
+        return RecordedCosts(costs, number_format_of(precision), 1)
+
+
+def _planned_run(strategy: Hybrid3DStrategy, recorded: RecordedCosts) -> PlannedRun:
+    options, costs, number_format = strategy.options, recorded.costs, recorded.number_format
+    devices, num_nodes = strategy.num_processes, strategy.num_nodes
+    hardware = _hardware(strategy.root_device, devices)
+    if options.max_memory is not None:
+        budget = parse_budget(options.max_memory)
+        assert budget is not None
+        limit = hardware.memory * (budget.share or 0.0) if budget.nbytes is None else float(budget.nbytes)
+        hardware = cluster_of(hardware, devices, num_nodes, limit)
+    user = options.changed(OPTION_DEFAULTS)
+    fixed = fixed_fields({**user, **options.sizes})
+    ranks, samples = devices * num_nodes, recorded.samples
+    plain = PlanLayout(replicate=ranks, microbatch=samples, batch=samples * ranks)
+    is_free = all(getattr(plain, field, value) == value for field, value in fixed.items())
+    result = None
+    if is_free and options.objective == "throughput":
+        plan = predict_plan(costs, plain, number_format, hardware)
+        result = SearchResult((plan,), (), 1, ranks) if plan.fits_with_error else None
+    result = result or search_layouts(
+        costs,
+        number_format,
+        hardware,
+        devices,
+        num_nodes,
+        batch=samples,
+        is_replica_batch=True,
+        objective=options.objective,
+        fixed=fixed,
+        allowed=Allowed(offload=strategy.root_device.type != "cpu"),  # the host's memory is the device's own there
+    )
+    return PlannedRun(result, costs, number_format, hardware, devices, num_nodes, number_format.name)
+
+
+def _hardware(device: torch.device, devices: int) -> Hardware:
+    """The preset of a device, with its own memory; that of a CPU is what is free, divided by the ranks of the node."""
+    if device.type != "cuda":
+        return dataclasses.replace(load_hardware("cpu"), memory=free_on_host() / devices, devices_per_node=devices)
+    found = torch.cuda.get_device_properties(device)
+    name = found.name.lower()
+    known = [preset for preset in preset_names() if preset.split("-")[0] in name]
+    hardware = [load_hardware(preset) for preset in known or ["a100-80"]]
+    nearest = min(hardware, key=lambda each: abs(each.memory - found.total_memory))
+    return dataclasses.replace(nearest, memory=float(found.total_memory), devices_per_node=devices)
