@@ -7,9 +7,10 @@ the bytes that it saves. The layers that keep them are chosen by an integer prog
 
     maximize  sum work[l] * y[l]    subject to    peak[t] + sum bytes[t, l] * y[l] <= budget    for each interval t
 
-``bytes[t, l]`` are those of all runs of the layer whose forward has begun and whose backward has not: during its
-backward a layer has them in memory whatever is chosen. Compiled code saves about as much as the same code uncompiled,
-or less: the partitioner of torch.compile takes the minimum cut between forward and backward.
+``bytes[t, l]`` are those of all runs of the layer whose forward has ended and whose backward has not begun, and in a
+forward what it takes more if it releases nothing: during its backward a layer has them in memory whatever is chosen.
+Compiled code saves about as much as the same code uncompiled, or less: the partitioner of torch.compile takes the
+minimum cut between forward and backward.
 """
 
 from __future__ import annotations
@@ -84,11 +85,13 @@ class BudgetedCompiledLayers(BudgetedLayers):
             # Autograd may save outputs, but they stay alive as inputs of other code in any case.
             inputs = {storage_id(tensor) for tensor in _tensors((args, kwargs))}
             outputs = [tensor for tensor in _tensors(out) if storage_id(tensor) not in inputs]
+            layer_run.forward_bytes = profile.live.peak - before
             layer_run.saved_bytes = max(0, profile.live.now - before - _storage_bytes(outputs))
             profile.end_recomputation(layer_run)
             return out
 
         layer_run = profile.enter(fqn, input_bytes)
+        layer_run.bytes_before = profile.live.now
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with set_checkpoint_early_stop(False):  # at the end of the forward, what it saves is all that is left of it
@@ -131,14 +134,17 @@ def _constraints(profile: StepProfile, layers: list[str]) -> tuple[np.ndarray, n
     now, in_flight = np.zeros(len(layers)), set()
     number_of = {fqn: number for number, fqn in enumerate(layers)}
     for kind, run, _, peak in profile.intervals:
-        if run is not None and kind == "enter":
+        if run is not None and kind == "leave":
             in_flight.add(run)
             now[number_of[run.fqn]] += run.saved_bytes or 0
         elif run in in_flight and kind == "restore":
             in_flight.remove(run)
             now[number_of[run.fqn]] -= run.saved_bytes or 0
-        key = now.tobytes()
-        peaks[key] = now.copy(), max(peak, peaks[key][1] if key in peaks else 0)
+        row = now.copy()
+        if run is not None and kind == "enter" and run.saved_bytes is not None:
+            row[number_of[run.fqn]] += max(0, run.bytes_before + run.forward_bytes - peak)
+        key = row.tobytes()
+        peaks[key] = row, max(peak, peaks[key][1] if key in peaks else 0)
     rows, highest = zip(*peaks.values(), strict=True)
     return np.array(rows), np.array(highest, dtype=float)
 

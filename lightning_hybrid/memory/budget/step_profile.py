@@ -30,6 +30,8 @@ class LayerRun:
         input_bytes: Of the tensors that it was called with.
         structure: None until its forward has ended, and for compiled layers.
         saved_bytes: That autograd saves in a compiled layer; None until it was recomputed.
+        bytes_before: That were alive before its forward.
+        forward_bytes: The peak of its forward if nothing that it saves is released, above what was alive before.
         work: Of the forward of a compiled layer, in floating-point operations.
         events: Of its backward so far.
     """
@@ -39,6 +41,8 @@ class LayerRun:
     structure: LayerStructure | None = None
     events: list[Event] = field(default_factory=list)
     saved_bytes: int | None = None
+    bytes_before: int = 0
+    forward_bytes: int = 0
     work: float = 0.0
     _saves: dict[int, weakref.ref[Any]] = field(default_factory=dict)
 
