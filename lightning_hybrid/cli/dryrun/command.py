@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from lightning_hybrid.layout import ParallelLayout
     from lightning_hybrid.verify import Layout
 
-_EXAMPLE = """examples:
-  lightning-hybrid dryrun examples/quickstart.py:Classifier --layout dp=2,pp=2
-  lightning-hybrid dryrun gpt.py:GPT --data gpt.py:Tokens --layout dp=6,tp=8,pp=64,m=256 --num-nodes 384 --rank 1777 -v
-  lightning-hybrid dryrun gpt.py:GPT --layout tp=8,pp=64 --num-nodes 384 --devices 8 --rank 0,1024-1031 --json
+_EXAMPLE = """example:
+  lightning-hybrid dryrun examples/quickstart.py:Classifier --layout dp=64,pp=8 --num-nodes 64 --rank 511 -v
+  lightning-hybrid dryrun examples/gpt_cli.py --layout tp=4,pp=2 --num-nodes 16 --devices 8 --rank 0,120-127 --json
 
 exit status: 0 the step can be run under the layout; 2 invalid command line; 3 it cannot: the reason is printed,
 with the traceback if it is an error of your step. Other errors of your code give their traceback and 1"""

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+
+_LARGE_NUMEL = 2**24
 
 
 @contextlib.contextmanager
@@ -20,9 +23,22 @@ def parameters_on_meta() -> Iterator[None]:
     """
     handle = nn.modules.module.register_module_parameter_registration_hook(_move_to_meta)
     try:
-        yield
+        with _LargeOnMeta():
+            yield
     finally:
         handle.remove()
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """A function mode in which large uninitialised tensors have no storage: the host may refuse to reserve it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None and "out" not in kwargs:
+            meta = func(*args, **{**kwargs, "device": "meta"})
+            if meta.numel() > _LARGE_NUMEL:
+                return meta
+        return func(*args, **kwargs)
 
 
 def _move_to_meta(module: nn.Module, name: str, parameter: Any) -> None:

@@ -82,7 +82,7 @@ def measure_unit(
         local = dict(twin.named_parameters())
     call_args, call_kwargs, inputs = example_on_meta(args, kwargs).call()
     saved = _SavedBytes([*local.values(), *inputs.values(), *twin.parameters()], ranks)
-    with torch.enable_grad(), saved.counting():
+    with torch.enable_grad(), torch.device("meta"), saved.counting():
         with running, context:
             outputs = [leaf for leaf in flatten(twin(*call_args, **call_kwargs))[0] if isinstance(leaf, Tensor)]
         recomputed = tuple(ranks.done[: saved.num_collectives])

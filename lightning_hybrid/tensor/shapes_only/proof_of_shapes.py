@@ -19,6 +19,7 @@ from lightning_hybrid.tensor.trial.run_unit_trials import Outcome, Setting, Tria
 from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof
 from lightning_hybrid.tensor.trial.threaded_ranks import TrialFailed
 
+_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -64,6 +65,39 @@ def example_on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Example:
     return Example(tuple(moved), spec)
 
 
+def small_example(unit: nn.Module, example: Example, size: int) -> Example:
+    """An example in which sizes that no weight has are small primes, if the unit runs on it; else the example itself.
+
+    Sizes that equal the number of ranks, or a number of features by chance, would be taken for another.
+
+    Args:
+        unit: On the meta device.
+        example: Of meta tensors.
+        size: Number of tensor ranks.
+    """
+    weights = {length for tensor in (*unit.parameters(), *unit.buffers()) for length in tensor.shape}
+    tensors = [leaf for leaf in example.leaves if isinstance(leaf, Tensor)]
+    lengths = dict.fromkeys(length for tensor in tensors for length in tensor.shape if length > 1)
+    free = [length for length in lengths if length not in weights]
+    primes = [prime for prime in _PRIMES if prime % size and size % prime and prime not in weights]
+    small = dict(zip(free, primes, strict=False))
+
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not small.keys() & set(leaf.shape):
+            return leaf
+        shape = [small.get(length, length) for length in leaf.shape]
+        return torch.empty(shape, dtype=leaf.dtype, device="meta").requires_grad_(leaf.requires_grad)
+
+    found = Example(tuple(map(resized, example.leaves)), example.spec)
+    args, kwargs, _ = found.call()
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            unit(*args, **kwargs)
+    except Exception:
+        return example
+    return found
+
+
 class _OneRank(TrialRanks):
     """Runs a plan on the first rank alone, and no backward."""
 
@@ -92,7 +126,8 @@ class _OneRank(TrialRanks):
         ranks: Any = CountedRanks(0, self.size)
         alone: Any = CountedRanks(0, 1)
         try:
-            return [self._one(ranks, alone, plan, example, setting, learning, without)[0]]
+            with torch.device("meta"):  # what user code makes without a device
+                return [self._one(ranks, alone, plan, example, setting, learning, without)[0]]
         except Exception as error:
             raise TrialFailed(f"{type(error).__name__}: {error}") from error
 
@@ -105,7 +140,8 @@ class ShapeProof(Proof):
         """Prepare the trials of a unit over `size` tensor ranks; arguments are those of one call."""
         twin = copy_on_meta(unit)
         dtype = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.get_default_dtype())
-        return cls(twin, example_on_meta(args, kwargs), _OneRank(twin, size), dtype)
+        example = small_example(twin, example_on_meta(args, kwargs), size)
+        return cls(twin, example, _OneRank(twin, size), dtype)
 
     def difference(
         self,
@@ -125,9 +161,15 @@ class ShapeProof(Proof):
         """The outcome of the unsharded forward."""
         cached = self._references.get("")
         if cached is None:
-            outcome = run_unsharded(self.unit, self.example, setting, without, backward=False)
+            with torch.device("meta"):
+                outcome = run_unsharded(self.unit, self.example, setting, without, backward=False)
             cached = self._references[""] = outcome, frozenset()
         return cached[0]
+
+    def run_unit(self) -> None:
+        """Run the unsharded unit once on its example."""
+        with torch.device("meta"):
+            super().run_unit()
 
     def runs_as_first(self, setting: Setting) -> bool:
         """Whether a setting needs no trial: the first one stands for all."""
