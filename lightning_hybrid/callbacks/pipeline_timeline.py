@@ -24,6 +24,7 @@ from lightning_hybrid.callbacks.lost_time.rebalanced_cuts import RebalancedCuts
 from lightning_hybrid.callbacks.lost_time.record_input_waits import record_input_waits
 from lightning_hybrid.callbacks.lost_time.write_measurements import write_lost_time, write_measured_costs
 from lightning_hybrid.callbacks.write_and_log_pictures import figure_of, log_picture, write_picture
+from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.schedule import memory_to_svg, to_svg, to_trace
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 
@@ -171,7 +172,7 @@ class PipelineTimeline(Callback):
         self._undo.close()
         if self._steps.steps:
             where = [write_lost_time(self._steps, self.paths[0]), self._write_costs(trainer)]
-            rank_zero_info("\n".join(self._steps.lines()))
+            rank_zero_info("\n".join(self._steps.lines(_assignment_of(trainer))))
             rank_zero_info(f"written: {', '.join(str(path) for path in where if path is not None)}")
         if _is_recorded(trainer.strategy) and trainer.global_step < self._wanted_step:
             rank_zero_warn(
@@ -191,10 +192,8 @@ class PipelineTimeline(Callback):
         return write_measured_costs(trainer, self._steps, self._batch_size) if self._steps.steps else None
 
     def _analyze(self, trainer: Trainer, measured: MeasuredStep, step: int, batch: Any) -> None:
-        run = trainer.strategy.run  # type: ignore[attr-defined]
-        assignment = run.plan.first.assignment if run.is_pipelined and run.plan and run.plan.first else None
         self._batch_size = batch_size_of(batch)
-        analyzed = self._steps.add(step, measured, assignment)
+        analyzed = self._steps.add(step, measured, _assignment_of(trainer))
         if analyzed is None:
             return
         for logger in trainer.loggers:
@@ -256,6 +255,12 @@ class PipelineTimeline(Callback):
         )
         for logger in trainer.loggers:
             logger.log_metrics({"pipeline_bubble": bubble, "pipeline_bubble_bound": bound}, step=step)
+
+
+def _assignment_of(trainer: Trainer) -> Assignment | None:
+    """The stages of the run; None without."""
+    run = trainer.strategy.run  # type: ignore[attr-defined]
+    return run.plan.first.assignment if run.is_pipelined and run.plan and run.plan.first else None
 
 
 def _is_recorded(strategy: Any) -> bool:

@@ -139,13 +139,19 @@ class MeasuredSteps:
             self._proposal = True, None if found is None or found.gain(seconds) <= NOISE else found
         return self._proposal[1]
 
-    def lines(self) -> list[str]:
-        """The table of the lost time, the slowest stage and the proposed cuts."""
+    def lines(self, present: Assignment | None) -> list[str]:
+        """The table of the lost time, the slowest stage and the proposed cuts.
+
+        Args:
+            present: The stages of the run; None without.
+        """
         typical = self.typical
         lines = table_of(typical, len(self.steps))
         if self.assignment is None:
             return lines
         lines.append(_describe_slowest(self.stages, self.assignment))
+        if present is not self.assignment:
+            return [*lines, "the stages have changed since; set every_n_steps to measure later steps too"]
         if (proposal := self.proposal()) is None:
             return [*lines, f"no other pipeline_cuts are predicted to save more than {NOISE:.0%} of a step"]
         return [

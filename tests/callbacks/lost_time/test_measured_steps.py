@@ -79,7 +79,7 @@ def measured(*steps):
     ids=["equal stages", "slow stage", "slow link", "late batch"],
 )
 def test_the_planted_cause_is_named(step, cause):
-    first, headings, *rows = measured(step).lines()
+    first, headings, *rows = measured(step).lines(STAGES)
     assert first.startswith("step 10 took ") and f"the largest loss is {cause}, " in first
     assert headings.split() == [
         *("ms", "work", "bubble", "imbalance", "variation", "communication", "input", "other", "optimizer")
@@ -94,29 +94,31 @@ def test_the_planted_cause_is_named(step, cause):
 
 
 def test_the_slowest_stage_and_the_cuts_are_named():
-    lines = measured(pipeline([0.01, 0.03])).lines()
+    lines = measured(pipeline([0.01, 0.03])).lines(STAGES)
     assert lines[-2] == (
         "slowest stage: 1 (blocks.4 to blocks.7), forward 30.0 ms, backward 60.0 ms per microbatch,"
         " 1.50 times the mean stage"
     )
     # Stages of 52.5 and 67.5 ms in place of 30 and 90.
     assert lines[-1].startswith("pipeline_cuts=['blocks.5'] is predicted to take 597.5 ms per step instead of 755.0 ms")
-    split = measured(pipeline([0.01, 0.03], schedule="zero_bubble")).lines()
+    split = measured(pipeline([0.01, 0.03], schedule="zero_bubble")).lines(STAGES)
     assert "forward 30.0 ms, backward 30.0 ms, weights 30.0 ms per microbatch" in split[-2]
-    assert measured(pipeline()).lines()[-1] == "no other pipeline_cuts are predicted to save more than 3% of a step"
+    assert (
+        measured(pipeline()).lines(STAGES)[-1] == "no other pipeline_cuts are predicted to save more than 3% of a step"
+    )
 
 
 def test_the_step_of_median_length_is_shown():
     collected = measured(pipeline(0.02), pipeline(0.01), pipeline(0.03))
     assert collected.typical.step == 10
-    assert collected.lines()[0].startswith("step 10 (of median length of 3) took 545.0 ms")
+    assert collected.lines(STAGES)[0].startswith("step 10 (of median length of 3) took 545.0 ms")
     assert collected.stages[0].forward == pytest.approx(0.02)  # median of all
 
 
 def test_rows_of_all_pipelines():
     two = measured(pipeline([0.01, 0.02], num_pipelines=2))
     assert two.typical.lost.total == measured(pipeline([0.01, 0.02])).typical.lost.total
-    assert [line.split("  ")[0] for line in two.lines()[4:8]] == [f"rank {rank}" for rank in range(4)]
+    assert [line.split("  ")[0] for line in two.lines(STAGES)[4:8]] == [f"rank {rank}" for rank in range(4)]
 
 
 def test_other_stages_forget_the_steps_before():
@@ -124,7 +126,8 @@ def test_other_stages_forget_the_steps_before():
     other = assignment()
     collected.add(30, pipeline([0.01, 0.02]), other)
     assert [step.step for step in collected.steps] == [30] and collected.assignment is other
-    assert collected.proposal() is not None
+    assert collected.proposal() is not None and collected.lines(other)[-1].startswith("pipeline_cuts=")
+    assert "the stages have changed since" in collected.lines(assignment())[-1]
 
 
 def test_parts_of_pipelines_and_repeated_actions_are_not_analyzed():
@@ -157,7 +160,7 @@ def test_runs_without_stages_have_no_bubble():
     first, second = collected.typical.lost.ranks
     assert (first.work, first.communication, first.input) == pytest.approx((3.0, 4.0, 1.0))
     assert (second.work, second.communication, second.input) == pytest.approx((3.0, 1.0, 4.0))
-    lines = collected.lines()
+    lines = collected.lines(None)
     assert len(lines) == 6 and lines[1].split() == ["ms", "work", "communication", "input", "other", "optimizer"]
 
 

@@ -54,6 +54,7 @@ def first_unit(trainer):
 
 LAYOUTS = {
     "pp2": {"pp": 2},
+    "pp2, two stages per rank": {"pp": 2, "strategy": {"stages_per_rank": 2}},
     "pp2 x dp2, zero 1": {"pp": 2, "dp": 2, "strategy": {"zero_stage": 1}},
     "pp2 x dp2, zero 3": {"pp": 2, "dp": 2, "strategy": {"zero_stage": 3}},
     "pp2 x tp2": {"pp": 2, "tp": 2},
@@ -68,6 +69,7 @@ LAYOUTS = {
             pytest.param(case, layout, marks=pytest.mark.slow)
             for case, layout in (
                 *(("Tied", "pp2"), ("BatchNorms", "pp2"), ("GPT2", "pp2 x tp2")),
+                ("GPT2", "pp2, two stages per rank"),
                 *(("Layers", "pp2 x dp2, zero 1"), ("Tied", "pp2 x dp2, zero 3")),
             )
         ),
