@@ -28,9 +28,9 @@ def check_callbacks(trainer: Any, mesh: Mesh, *, is_recorded: bool) -> None:
         is_search = isinstance(callback, BatchSizeFinder) and world_size > 1
         if is_search and trainer.state.fn != TrainerFn.FITTING:
             raise ValueError(
-                f"{type(callback).__name__} in trainer.{trainer.state.fn.value} tries batches inside of an evaluation, whose"
-                f" samples {world_size} ranks have divided already; search in trainer.fit, or with devices=1, and make"
-                " another Trainer without the callback"
+                f"{type(callback).__name__} in trainer.{trainer.state.fn.value} tries batches inside of an evaluation,"
+                f" whose samples {world_size} ranks have divided already; search in trainer.fit, or with devices=1, and"
+                " make another Trainer without the callback"
             )
         if is_search and (why := why_ranks_cannot_stop_together(trainer, mesh)):
             raise ValueError(
