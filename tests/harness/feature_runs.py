@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from dataclasses import dataclass, field
@@ -57,7 +58,8 @@ class Run:
 
     def data(self, batch_size=8, num=32, **options):
         """Batches of which the union over the replicas is the one process's."""
-        replicas = self.size // (self.pp * self.strategy.get("tensor_parallel_size", 1))
+        inner = ("tensor_parallel_size", "context_parallel_size")
+        replicas = self.size // math.prod([self.pp, *(self.strategy.get(size, 1) for size in inner)])
         return loader(batch_size // replicas, num, replicas=1 if replicas == 1 else None, **options)
 
     def val_data(self, num=16):

@@ -1,6 +1,7 @@
 """A module whose layers run out of memory on one rank above a number of rows: another rank for each size."""
 
 import os
+import traceback
 from dataclasses import dataclass, field
 
 import torch
@@ -42,6 +43,7 @@ class Plant:
             or where != self.where
             or is_absent(x)
             or type(x) is not torch.Tensor
+            or any(frame.name == "run_on_stand_ins" for frame in traceback.extract_stack())  # a step is recorded
         ):
             return
         rows = len(x)

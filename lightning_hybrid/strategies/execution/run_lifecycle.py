@@ -96,6 +96,7 @@ class RunLifecycle:
         self.state, self._files = state, files
         self._partition: ModulePartition | None = None  # of a layout that is not announced yet
         self._is_announced = False
+        self._modes: list[tuple[nn.Module, bool]] = []  # of modules, before a trial of a batch size
         self.optimization = Optimization()
         self.setting = Setting(
             trainer=trainer,
@@ -171,6 +172,7 @@ class RunLifecycle:
             world.until_end.callback(guard_trials(world, guard, self._begin_trial, self._abandon_trial))
 
     def _begin_trial(self) -> None:
+        self._modes = [(each, each.training) for each in self.setting.module.modules()]
         if self.run.runner is not None:
             self.run.runner.forget_batch_sizes()
 
@@ -178,6 +180,12 @@ class RunLifecycle:
         self.execution.abandon()
         if self.run.zero is not None:
             self.run.zero.end_evaluation()
+        for module, is_training in self._modes:
+            module.training = is_training
+        trainer = self.setting.trainer
+        trainer.training = True  # a validation may have failed
+        trainer._logger_connector.reset_results()
+        trainer._logger_connector.reset_metrics()
         self._begin_trial()
 
     # -- the owner of the run -----------------------------------------------------------------------------------------

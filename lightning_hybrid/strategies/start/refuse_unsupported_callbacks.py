@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
 from lightning_hybrid.callbacks.slow_links.local_sgd import LocalSGD
@@ -25,6 +26,12 @@ def check_callbacks(trainer: Any, mesh: Mesh, *, is_recorded: bool) -> None:
     is_sharded = world_size > layout.data_replicate_size or layout.expert_parallel_size > 1
     for callback in trainer.callbacks:
         is_search = isinstance(callback, BatchSizeFinder) and world_size > 1
+        if is_search and trainer.state.fn != TrainerFn.FITTING:
+            raise ValueError(
+                f"{type(callback).__name__} in trainer.{trainer.state.fn.value} tries batches inside of an evaluation,"
+                f" whose samples {world_size} ranks have divided already; search in trainer.fit, or with devices=1, and"
+                " make another Trainer without the callback"
+            )
         if is_search and (why := why_ranks_cannot_stop_together(trainer, mesh)):
             raise ValueError(
                 f"{type(callback).__name__} tries sizes until memory runs out, and {why}; find the batch size of one"

@@ -54,3 +54,29 @@ def survive(worlds, tmp_path, layout, expected, rows, where, kind=torch.OutOfMem
 def test_a_step_that_does_not_fit_runs_again(worlds, tmp_path, expected, layout, where):
     failures = survive(worlds, tmp_path, layout, expected, 1, where)
     assert sum(failures) >= {"dp2": 2, "pp2": 1, "tp2": 3, "dp2 x zero3": 2}[layout], failures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "size, pp, options",
+    [
+        (4, 2, {}),
+        (4, 1, {"tensor_parallel_size": 2, "zero_stage": 3}),
+        (4, 2, {"tensor_parallel_size": 2}),
+        (4, 2, {"zero_stage": 1}),
+        (2, 1, {"zero_stage": 2}),
+        (2, 2, {"schedule": "zero_bubble"}),
+        (2, 2, {"stages_per_rank": 2, "schedule": "interleaved_1f1b"}),
+        (2, 1, {"zero_stage": 3, "recompute": "full"}),
+        (2, 1, {"context_parallel_size": 2}),
+    ],
+    ids=str,
+)
+def test_combined_layouts(worlds, tmp_path, expected, size, pp, options, where):
+    found = worlds.run(
+        size, rank_with_room_for, size, pp, str(tmp_path), options, 1, where, torch.OutOfMemoryError, timeout=120
+    )
+    for numbers, _ in found:
+        compare(numbers, expected)
+    assert sum(failures for _, failures in found)
