@@ -30,6 +30,7 @@ FLOORS = [
     {"tensor/vocabulary", "tensor/ring_attention"},
     {"tensor/runtime"},
     {"tensor/discovery", "tensor/trial"},
+    {"tensor/narrow"},
     {"tensor/requests"},
     {"tensor/search"},
     {"pipeline/runtime", "pipeline/results"},
