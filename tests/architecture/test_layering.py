@@ -31,6 +31,7 @@ FLOORS = [
     {"tensor/vocabulary", "tensor/ring_attention"},
     {"tensor/runtime"},
     {"tensor/discovery", "tensor/trial"},
+    {"tensor/narrow"},
     {"tensor/requests"},
     {"tensor/search"},
     {"tensor/shapes_only"},
