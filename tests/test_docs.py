@@ -137,6 +137,12 @@ def test_the_page_of_exceptions_is_up_to_date():
     assert REFERENCE["exceptions"] == run_script("exceptions_page.py")["page"](), "run python .ci/exceptions_page.py"
 
 
+@pytest.mark.slow
+def test_advice_pages_are_up_to_date():
+    for name, text in run_script("advice_pages.py")["pages"]().items():
+        assert (DOCS / "advice" / f"{name}.md").read_text() == text, "run python .ci/advice_pages.py"
+
+
 def test_each_example_of_an_option_makes_a_strategy():
     script = run_script("options_table.py")
     for options in script["notes"]()["subjects"].values():
