@@ -184,10 +184,11 @@ def _activations(
             # Where activations are on the host, those of two layers are on the device.
             saved = max(saved, 2 * kept) if "activations" in layout.offload else saved + microbatches * count * kept
             one_layer = max(one_layer, full - kept)
-            logit = 4 + number_format.activation % 4
-            in_loss = layer.float32_saved * logit + layer.peak_only * 4 * constants.loss_gradients
+            logit = max(4, number_format.activation)
+            copies = number_format.activation if number_format.activation < 4 else 0
+            in_loss = layer.float32_saved * (logit + copies) + layer.peak_only * logit * constants.loss_gradients
             loss = max(loss, in_loss * samples)
-            waiting += (microbatches - 1) * layer.float32_saved * 4 * samples
+            waiting += (microbatches - 1) * layer.float32_saved * logit * samples
         if not (has_loss and stage is stages[-1]):  # what was sent on is held until its gradient is back
             saved += microbatches * _outputs(stage[-1][0], layout, number_format)
     if layout.chunked_loss:
