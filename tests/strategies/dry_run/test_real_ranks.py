@@ -100,3 +100,42 @@ def test_sharded_sequences_are_estimated(worlds, axis, devices, options):
     for rank, (held, sent, _) in zip(ranks, worlds.run(devices, fit, devices, options, PlainGPT), strict=True):
         assert {kind: rank["bytes"][kind] for kind in EXACT} == {kind: held[kind] for kind in EXACT}
         assert rank["sent_bytes"][axis] == pytest.approx(sent[axis], rel=0.15)
+
+
+class Saving(Measured):
+    """Counts the bytes of tensors that the step saves for its backward, without parameters; each storage once."""
+
+    def training_step(self, *args, **kwargs):
+        own = {parameter.untyped_storage().data_ptr() for parameter in self.lightning_module.parameters()}
+        kept = {}
+
+        def pack(tensor):
+            storage = getattr(tensor, "local", tensor).untyped_storage()  # the shard of sharded logits
+            kept[storage.data_ptr()] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = super().training_step(*args, **kwargs)
+        self.saved = sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in own)
+        return output
+
+
+def saved_by_step(devices, options):
+    ignore_warnings()
+    strategy = Saving(**options)
+    loader = DataLoader(Samples("tokens", 4 * BATCH), batch_size=BATCH)
+    trainer_of(devices, strategy, [], max_steps=2).fit(make(NanoGPT), loader)
+    return strategy.saved
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("devices", [2, 4])
+def test_activations_of_tensor_ranks(worlds, devices):
+    options = {"tensor_parallel_size": devices}
+    full = predicted(1, {})[0]["bytes"]["activations"]
+    for rank, saved in zip(
+        predicted(devices, options), worlds.run(devices, saved_by_step, devices, options), strict=True
+    ):
+        assert rank["bytes"]["activations"] == pytest.approx(saved, rel=0.05)
+        assert saved < 0.7 * full
