@@ -60,7 +60,9 @@ def _memory_rows(ranks: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _message_rows(ranks: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    axes = [axis for axis in ("pipeline", "data", "tensor") if any(axis in rank["sent_bytes"] for rank in ranks)]
+    axes = [
+        axis for axis in ("pipeline", "data", "context", "tensor") if any(axis in rank["sent_bytes"] for rank in ranks)
+    ]
     if not axes:
         return [("a step sends no tensors of the model to other ranks",)]
     rows: list[tuple[str, ...]] = [

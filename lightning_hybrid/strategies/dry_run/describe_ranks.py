@@ -116,7 +116,7 @@ class _Described:
         stages = [0] if run.plan is None or not run.is_pipelined else list(run.plan.stages)
         memory = self._memory(run, stages)
         messages = [*pipeline_messages(run, self._program), *gradient_messages(run, self._count, self._layer_reads)]
-        messages += self._units.messages(self._assignment, set(stages), self._count, mesh.rank_in("tp"))
+        messages += self._units.messages(self._assignment, set(stages), self._count, _place(run))
         sizes = {kind: value for kind, value in dataclasses.asdict(memory).items() if kind != "offloaded"}
         buffers = buffers_of_messages(run, self._program)
         described = {
@@ -145,7 +145,7 @@ class _Described:
     def _memory(self, run: Run, stages: Sequence[int]) -> RankMemory:
         """Estimate the memory of a rank: that of a rank with the same shards in its pipeline."""
         key = (
-            run.mesh.rank_in("tp"),
+            *_place(run),
             *(each.group.rank() for each in ([] if run.parts is None else run.parts.shardings)),
         )
         if key not in self._memories:
@@ -157,7 +157,7 @@ class _Described:
         of_stages = memory_of_stages(run, self._strategy.optimizers, self._count)
         if self._assignment is not None:
             policies = {} if run.recomputation is None else run.recomputation.policies
-            local = self._units.with_local_activations(self._assignment, run.mesh.rank_in("tp"))
+            local = self._units.with_local_activations(self._assignment, _place(run))
             saved = activation_bytes(local, policies)
             counts = [1] if self._program is None else microbatches_in_flight(self._program.schedule)
             of_stages = [
@@ -191,8 +191,17 @@ class _Described:
             found.append(
                 f"messages of {fqn} between tensor ranks are not counted: it does not run on meta tensors: {error}"
             )
-        if layout.context_parallel_size > 1:
-            found.append("messages between context ranks are not counted")
+        plans = {} if self._run.shards is None else self._run.shards.plans
+        if any(plan.positions is not None for plan in plans.values()):
+            found.append(
+                "sequences are sharded between layers: their messages are an estimate, counted as if each layer got and"
+                " gave full sequences"
+            )
         if layout.expert_parallel_size > 1:
             found.append("tokens that are sent to experts are not counted: the router decides on them")
         return found
+
+
+def _place(run: Run) -> tuple[int, int]:
+    """The indices of a rank among its tensor ranks, and among its context ranks."""
+    return run.mesh.rank_in("tp"), run.mesh.rank_in("cp")

@@ -19,6 +19,8 @@ from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.shapes_only.counted_ranks import Collective
 from lightning_hybrid.tensor.shapes_only.measure_sharded_unit import UnitUse, measure_unit
 
+Place = tuple[int, int]  # indices among tensor ranks and among context ranks
+
 
 class TensorUnits:
     """The calls of tensor-parallel units in the step, each kind of which is measured once.
@@ -35,7 +37,7 @@ class TensorUnits:
         self._uses: dict[Hashable, UnitUse | None] = {}
 
     def messages(
-        self, assignment: Assignment | None, stages: set[int], num_microbatches: int, rank: int
+        self, assignment: Assignment | None, stages: set[int], num_microbatches: int, place: Place
     ) -> list[Messages]:
         """Return the collectives of a rank in one training step.
 
@@ -43,12 +45,12 @@ class TensorUnits:
             assignment: The recorded step; None where nothing is recorded: each unit is called once by a microbatch.
             stages: Of the rank.
             num_microbatches: Of the batch of a replica.
-            rank: Index of the rank among its tensor ranks.
+            place: Indices of the rank among its tensor ranks, and among its context ranks.
         """
-        found: dict[tuple[str, str], list[Collective]] = {}
+        found: dict[tuple[str, str, str], list[Collective]] = {}
         for fqn in self._plans:
             times = _calls_on(assignment, fqn, stages)
-            use = self._use(fqn, rank) if times else None
+            use = self._use(fqn, place) if times else None
             if use is None:
                 continue
             parts = {"forward": use.forward, "backward": use.backward}
@@ -56,29 +58,30 @@ class TensorUnits:
                 parts["recomputed forward"] = use.recomputed
             for direction, done in parts.items():
                 for each in done:
-                    found.setdefault((direction, each.kind), []).extend([each] * times)
-        size = self._run.setting.layout.tensor_parallel_size
+                    found.setdefault((direction, each.kind, each.axis), []).extend([each] * times)
+        layout = self._run.setting.layout
+        sizes = {"tensor": layout.tensor_parallel_size, "context": layout.context_parallel_size}
         messages = []
-        for (direction, kind), collectives in found.items():
+        for (direction, kind, axis), collectives in found.items():
             count, nbytes = len(collectives) * num_microbatches, sum(c.nbytes for c in collectives) * num_microbatches
             operation: Operation = kind  # type: ignore[assignment]
-            messages.append(Messages("tensor", f"layers, {direction}", operation, size, count, nbytes))
+            messages.append(Messages(axis, f"layers, {direction}", operation, sizes[axis], count, nbytes))
         return messages
 
-    def with_local_activations(self, assignment: Assignment, rank: int) -> Assignment:
-        """Return a recorded step whose units save what a tensor rank saves of their shards."""
+    def with_local_activations(self, assignment: Assignment, place: Place) -> Assignment:
+        """Return a recorded step whose units save what a rank saves of their shards; ``place`` as in `messages`."""
         nodes = []
         for node in assignment.graph.nodes:
-            share = self._saved_share(node.unit, rank) if node.unit is not None and node.saved_bytes else 1.0
+            share = self._saved_share(node.unit, place) if node.unit is not None and node.saved_bytes else 1.0
             nodes.append(
                 node if share == 1.0 else dataclasses.replace(node, saved_bytes=round(share * node.saved_bytes))
             )
         return dataclasses.replace(assignment, graph=dataclasses.replace(assignment.graph, nodes=tuple(nodes)))
 
-    def _saved_share(self, unit: str, rank: int) -> float:
-        """The bytes that a node saves on a tensor rank, as a share of what the full layers save."""
+    def _saved_share(self, unit: str, place: Place) -> float:
+        """The bytes that a node saves on a rank, as a share of what the full layers save."""
         inside = [fqn for fqn in self._plans if fqn == unit or fqn.startswith(f"{unit}.")]
-        pairs = [(self._use(fqn, rank), self._use(fqn, None)) for fqn in inside]
+        pairs = [(self._use(fqn, place), self._use(fqn, None)) for fqn in inside]
         known = [
             (local.saved_bytes, full.saved_bytes) for local, full in pairs if local is not None and full is not None
         ]
@@ -93,19 +96,21 @@ class TensorUnits:
             (p for layer, p in recomputation.policies.items() if fqn == layer or fqn.startswith(f"{layer}.")), None
         )
 
-    def _use(self, fqn: str, rank: int | None) -> UnitUse | None:
-        """Measure a unit, sharded or with no rank unsharded, unless a unit of its kind has been."""
+    def _use(self, fqn: str, place: Place | None) -> UnitUse | None:
+        """Measure a unit, sharded or with no place unsharded, unless a unit of its kind has been."""
         plan, call = self._plans[fqn], self._calls.get(fqn)
         if call is None:
             return None
         unit = self._run.setting.module.get_submodule(fqn)
-        is_first = None if rank is None else rank if _differs_by_rank(plan) else 0
-        key = (_kind(plan), _shapes(call), _shapes(tuple(unit.parameters())), type(unit), is_first)
+        where = (0, 0) if place is not None and not _differs_by_rank(plan) else place
+        key = (_kind(plan), _shapes(call), _shapes(tuple(unit.parameters())), type(unit), where)
         if key not in self._uses:
-            sharded = None if rank is None or not plan.num_sharded else plan
+            is_sharded = place is not None and (plan.num_sharded or plan.positions is not None)
+            rank, context_rank = place or (0, 0)
             try:
-                context = self._run.setting.precision.forward_context()
-                self._uses[key] = measure_unit(unit, sharded, call[0], call[1], rank or 0, context)
+                around = self._run.setting.precision.forward_context()
+                of_rank = plan if is_sharded else None
+                self._uses[key] = measure_unit(unit, of_rank, call[0], call[1], rank, around, context_rank)
             except Exception as error:
                 self._uses[key] = None
                 self.unmeasured[fqn] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -114,12 +119,16 @@ class TensorUnits:
 
 def _differs_by_rank(plan: UnitPlan) -> bool:
     """Whether ranks have shards of different sizes."""
-    return bool(plan.vocabulary) or any(getattr(p, "is_uneven", False) for p in plan.placements.values())
+    return (
+        bool(plan.vocabulary)
+        or plan.positions is not None
+        or any(getattr(p, "is_uneven", False) for p in plan.placements.values())
+    )
 
 
 def _kind(plan: UnitPlan) -> Hashable:
-    """What two units with one plan have in common: their placements."""
-    return tuple((name, str(placement)) for name, placement in plan.placements.items())
+    """What two units with one plan have in common: their placements, and how positions are sharded."""
+    return str(plan.positions), tuple((name, str(placement)) for name, placement in plan.placements.items())
 
 
 def _shapes(value: Any) -> Hashable:

@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_hybrid.tensor.plan.unit_plan import Axis
+
 Kind = Literal["all_reduce", "all_gather", "all_to_all"]
 
 
@@ -16,10 +18,12 @@ class Collective(NamedTuple):
     Attributes:
         kind: Its name.
         nbytes: Of the tensor that the rank puts in.
+        axis: "tensor" or "context".
     """
 
     kind: Kind
     nbytes: int
+    axis: Axis = "tensor"
 
 
 class CountedRanks:
@@ -28,12 +32,12 @@ class CountedRanks:
     Attributes:
         rank: The number of this rank.
         size: The number of ranks.
-        done: The collectives so far.
+        done: The collectives so far; ranks of two axes may share one list.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.done: list[Collective] = []
+    def __init__(self, rank: int, size: int, axis: Axis = "tensor", done: list[Collective] | None = None) -> None:
+        self.rank, self.size, self._axis = rank, size, axis
+        self.done: list[Collective] = [] if done is None else done
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Count an all-reduce; the tensor, of any shape, stays as it is."""
@@ -47,9 +51,9 @@ class CountedRanks:
     def exchange(self, blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
         """Count an all-to-all; a tensor from each rank, in these shapes."""
         if self.size > 1:
-            self.done.append(Collective("all_to_all", sum(block.nbytes for block in blocks)))
+            self.done.append(Collective("all_to_all", sum(block.nbytes for block in blocks), self._axis))
         return [blocks[0].new_empty(shape) for shape in shapes]
 
     def _add(self, kind: Kind, tensor: Tensor) -> None:
         if self.size > 1:
-            self.done.append(Collective(kind, tensor.nbytes))
+            self.done.append(Collective(kind, tensor.nbytes, self._axis))

@@ -47,7 +47,8 @@ def measure_unit(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     rank: int,
-    context: AbstractContextManager[Any],
+    around: AbstractContextManager[Any],
+    context_rank: int = 0,
 ) -> UnitUse:
     """Run a unit and its backward on meta tensors, as one of the tensor ranks.
 
@@ -57,7 +58,8 @@ def measure_unit(
         args: Arguments of one call, of the shapes of a microbatch.
         kwargs: Its keyword arguments.
         rank: The number of the rank among the tensor ranks.
-        context: Entered around the forward, such as that of a precision.
+        around: A context entered around the forward, such as that of a precision.
+        context_rank: The number of the rank among the context ranks.
 
     Raises:
         Exception: The unit does not run on meta tensors, for example because it reads values.
@@ -73,9 +75,9 @@ def measure_unit(
             for name, tensor in (*twin.named_parameters(), *twin.named_buffers())
         }
         none = contextlib.nullcontext
-        one: Any = CountedRanks(0, 1)
+        context: Any = CountedRanks(context_rank, plan.context, "context", ranks.done)
         sharded = ShardedUnit(
-            twin, plan, ranks, context=one, tensors=lambda: local, around_draw=none, around_local_draw=none
+            twin, plan, ranks, context=context, tensors=lambda: local, around_draw=none, around_local_draw=none
         )
         running = sharded.running()
     else:
@@ -83,7 +85,7 @@ def measure_unit(
     call_args, call_kwargs, inputs = example_on_meta(args, kwargs).call()
     saved = _SavedBytes([*local.values(), *inputs.values(), *twin.parameters()], ranks)
     with torch.enable_grad(), torch.device("meta"), saved.counting():
-        with running, context:
+        with running, around:
             outputs = [leaf for leaf in flatten(twin(*call_args, **call_kwargs))[0] if isinstance(leaf, Tensor)]
         recomputed = tuple(ranks.done[: saved.num_collectives])
         has_loss = any(isinstance(output, VocabularyShard) for output in outputs)

@@ -15,6 +15,7 @@ from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on
 from lightning_hybrid.strategies.dry_run.describe_ranks import dry_run
 from models.cases import Samples, make
 from models.nano_gpt import NanoGPT
+from models.plain_gpt import PlainGPT
 
 BATCH = 8
 EXACT = ("parameters", "optimizer_states")
@@ -42,23 +43,24 @@ class Measured(Hybrid3DStrategy):
         return result
 
 
-def fit(devices, options):
+def fit(devices, options, kind=NanoGPT):
     ignore_warnings()
     strategy = Measured(**options)
     loader = DataLoader(Samples("tokens", 4 * BATCH), batch_size=BATCH)
-    trainer_of(devices, strategy, [], max_steps=2).fit(make(NanoGPT), loader)
+    trainer_of(devices, strategy, [], max_steps=2).fit(make(kind), loader)
     return strategy.seen
 
 
-def predicted(devices, options):
+def predicted(devices, options, kind=NanoGPT):
     with parameters_on_meta():
-        module = make(NanoGPT)
+        module = make(kind)
     loader = DataLoader(Samples("tokens", 4 * BATCH), batch_size=BATCH)
     precision = "64-true" if next(module.parameters()).dtype is torch.float64 else "32-true"
     content = dry_run(
         pl, module, {"train_dataloaders": loader}, devices, options, precision, lambda layout: range(devices)
     )
-    assert content["refused"] is None and content["notes"] == []
+    assert content["refused"] is None
+    assert ["sequences are sharded" in note for note in content["notes"]] == [True] * (kind is PlainGPT)
     return content["rank"]
 
 
@@ -80,3 +82,60 @@ def test_ranks_hold_and_send_what_was_predicted(worlds, devices, options):
         assert {axis: rank["groups"].get(axis, [rank["rank"]]) for axis in groups} == groups
         for axis, most in SMALL_MESSAGES.items():
             assert 0 <= sent[axis] - rank["sent_bytes"].get(axis, 0) <= most, axis
+
+
+SEQUENCES = [
+    ("context", 2, {"context_parallel_size": 2}),
+    ("tensor", 2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
+    ("tensor", 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "sequence_parallel": True}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("axis", "devices", "options"), SEQUENCES, ids=str)
+def test_sharded_sequences_are_estimated(worlds, axis, devices, options):
+    """Shards that one layer hands to the next are not known from one layer."""
+    ranks = predicted(devices, options, PlainGPT)
+    for rank, (held, sent, _) in zip(ranks, worlds.run(devices, fit, devices, options, PlainGPT), strict=True):
+        assert {kind: rank["bytes"][kind] for kind in EXACT} == {kind: held[kind] for kind in EXACT}
+        assert rank["sent_bytes"][axis] == pytest.approx(sent[axis], rel=0.15)
+
+
+class Saving(Measured):
+    """Counts the bytes of tensors that the step saves for its backward, without parameters; each storage once."""
+
+    def training_step(self, *args, **kwargs):
+        own = {parameter.untyped_storage().data_ptr() for parameter in self.lightning_module.parameters()}
+        kept = {}
+
+        def pack(tensor):
+            storage = getattr(tensor, "local", tensor).untyped_storage()  # the shard of sharded logits
+            kept[storage.data_ptr()] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = super().training_step(*args, **kwargs)
+        self.saved = sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in own)
+        return output
+
+
+def saved_by_step(devices, options):
+    ignore_warnings()
+    strategy = Saving(**options)
+    loader = DataLoader(Samples("tokens", 4 * BATCH), batch_size=BATCH)
+    trainer_of(devices, strategy, [], max_steps=2).fit(make(NanoGPT), loader)
+    return strategy.saved
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("devices", [2, 4])
+def test_activations_of_tensor_ranks(worlds, devices):
+    options = {"tensor_parallel_size": devices}
+    full = predicted(1, {})[0]["bytes"]["activations"]
+    for rank, saved in zip(
+        predicted(devices, options), worlds.run(devices, saved_by_step, devices, options), strict=True
+    ):
+        assert rank["bytes"]["activations"] == pytest.approx(saved, rel=0.05)
+        assert saved < 0.7 * full
