@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_hybrid.callbacks.lost_time.measured_steps import MeasuredSteps
+from lightning_hybrid.callbacks.slow_links.callback_with_state_of_run import SlowLinkCallback
 
 
 class RebalancedCuts:
@@ -49,9 +50,9 @@ class RebalancedCuts:
             "parameters": _digest(plan.root),
         }
         if self.pending != before:
+            at_epoch = "at the next epoch, and " if can_change_in_run(strategy.lightning_module.trainer) else ""
             rank_zero_info(
-                f"step {step}: {description}; the stages change at the next epoch, and in a run that resumes from a"
-                " later checkpoint"
+                f"step {step}: {description}; the stages change {at_epoch}in a run that resumes from a later checkpoint"
             )
 
     def applied(self) -> None:
@@ -90,6 +91,11 @@ class RebalancedCuts:
         if chosen != own["replaces"]:
             rank_zero_info(f"pipeline_cuts={chosen}, chosen by measured steps of the run that is resumed")
         return list(chosen)
+
+
+def can_change_in_run(trainer: Any) -> bool:
+    """Whether the stages can change at an epoch: not where replicas differ, or send gradients with error feedback."""
+    return not any(isinstance(callback, SlowLinkCallback) for callback in trainer.callbacks)
 
 
 def _as_list(cuts: Sequence[str] | None) -> list[str] | None:

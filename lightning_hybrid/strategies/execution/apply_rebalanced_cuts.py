@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_hybrid.callbacks.lost_time.rebalanced_cuts import RebalancedCuts
+from lightning_hybrid.callbacks.lost_time.rebalanced_cuts import RebalancedCuts, can_change_in_run
 from lightning_hybrid.callbacks.pipeline_timeline import PipelineTimeline
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.strategies.options.strategy_options import Options
@@ -36,7 +36,7 @@ def with_cuts_of_checkpoint(trainer: pl.Trainer, options: Options, layout: Paral
 
 def pending_cuts(trainer: pl.Trainer) -> Sequence[str] | None:
     """Return the cuts with which the next epoch begins; None if its stages stay, or at another batch of an epoch."""
-    if trainer.fit_loop.epoch_loop.batch_idx:
+    if trainer.fit_loop.epoch_loop.batch_idx or not can_change_in_run(trainer):
         return None
     return next((chosen.pending for chosen in _chosen(trainer) if chosen.pending is not None), None)
 

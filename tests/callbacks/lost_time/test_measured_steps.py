@@ -213,6 +213,7 @@ class Strategy:
     def __init__(self, module):
         self.run = SimpleNamespace(is_pipelined=True, plan=SimpleNamespace(num_stages=2, root=module))
         self.options = SimpleNamespace(pipeline_cuts=None)
+        self.lightning_module = SimpleNamespace(trainer=SimpleNamespace(callbacks=[]))
 
     def broadcast(self, value):
         return value
