@@ -6,7 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import LossWeighting
-from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, batch_size_of, split
+from lightning_hybrid.step.batch.split_batch_into_microbatches import (
+    BatchSplitter,
+    batch_size_of,
+    neighbouring_microbatches,
+    split,
+)
 from lightning_hybrid.step.batch_means.find_loss_denominator_in_batch import Count, uneven_masks, weights_differ
 
 _MAX_TRIED = 8  # masks that turned out not to be those of the loss
@@ -39,8 +44,14 @@ class LossWeightFinder:
         return len(self._tried) < _MAX_TRIED and bool(self._new_masks(batch, count))
 
     def two_parts(self, batch: Any, count: int) -> Any:
-        """Two neighbours of ``count`` microbatches, as one batch; a pair with different mask counts if there is one."""
-        pairs = split(batch, max(1, count // 2), self._splitter)[0]
+        """Two neighbours of ``count`` microbatches, as one batch; a pair with different mask counts if there is one.
+
+        A splitter of the user has no rows to take: then it is one of half as many parts.
+        """
+        if self._splitter is None and count > 1 and self._can_be_split(batch, count):
+            pairs = neighbouring_microbatches(batch, count)
+        else:
+            pairs = split(batch, max(1, count // 2), self._splitter)[0]
         return next((pair for pair in pairs if self.is_open(pair, 2)), pairs[0])
 
     def learn(self, found: LossWeighting, batch: Any, count: int) -> None:

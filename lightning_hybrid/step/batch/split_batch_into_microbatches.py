@@ -134,9 +134,25 @@ def split(batch: Any, count: int, splitter: BatchSplitter | None = None) -> tupl
         return [batch], [1.0]
     size = batch_size_of(batch)
     assert size is not None and count <= size
-    each, more = divmod(size, count)
-    counts = [each + (index < more) for index in range(count)]
+    counts = _sizes_of_microbatches(size, count)
     return _split_value(batch, size, counts), [samples / size for samples in counts]
+
+
+def neighbouring_microbatches(batch: Any, count: int) -> list[Any]:
+    """Return each two neighbours of ``count`` microbatches, as ``split`` makes them, as one batch."""
+    size = batch_size_of(batch)
+    assert size is not None and 2 <= count <= size
+    counts = _sizes_of_microbatches(size, count)
+    pairs = []
+    for index in range(count - 1):
+        before, rows = sum(counts[:index]), counts[index] + counts[index + 1]
+        pairs.append(_split_value(batch, size, [before, rows, size - before - rows])[1])
+    return pairs
+
+
+def _sizes_of_microbatches(size: int, count: int) -> list[int]:
+    each, more = divmod(size, count)
+    return [each + (index < more) for index in range(count)]
 
 
 def copied_batch(batch: Any) -> Any:
