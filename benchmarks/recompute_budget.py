@@ -2,6 +2,7 @@
 
     python benchmarks/recompute_budget.py                # three budgets, two models
     python benchmarks/recompute_budget.py --contexts     # the same kept results by both mechanisms, two models
+    python benchmarks/recompute_budget.py --compiled     # budgets of layers that inductor compiles, two models
 
 Peaks are those of all tensors that are alive at a time of a forward and backward: parameters, gradients, activations
 and what is recomputed. Seconds are CPU-seconds of a forward and backward; all variants take turns in one process, and
@@ -29,7 +30,9 @@ from small_gpt import SmallGPT, batch_of, loss_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers
+from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter
+from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers, BudgetReport
+from lightning_hybrid.memory.budget.compiled_layers import BudgetedCompiledLayers
 from lightning_hybrid.memory.budget.live_bytes import LiveBytes
 from lightning_hybrid.memory.recompute_layers import Recomputation
 from lightning_hybrid.memory.recompute_policies import Recompute, layer_policies
@@ -231,17 +234,86 @@ def compare_contexts(case: Case, rounds: int) -> None:
         print(f"        CPU, tape / contexts, {share}: {middle:.3f} [{low:.3f} {high:.3f}]")
 
 
+class CompiledCase(Case):
+    """A model whose layers run compiled: peaks are those of what torch's profiler records."""
+
+    def __init__(self, name: str, size: int) -> None:
+        super().__init__(name, size)
+        torch._dynamo.config.recompile_limit = 8 + 4 * len(self.layers)
+        self.forwards = {fqn: torch.compile(layer.forward) for fqn, layer in self.layers.items()}
+
+    def compiled(self, recomputation: Recomputation) -> Running:
+        @contextmanager
+        def running() -> Iterator[None]:
+            with (
+                replaced_forwards(self.layers, lambda fqn, _: self.forwards[fqn], reason="runs compiled layers"),
+                recomputation.running(),
+            ):
+                yield
+
+        return running
+
+    def peak_of(self, running: Running) -> int:
+        self.step(running)  # compiles
+        self.model.zero_grad()
+        meter = PeakMeter(CPU)
+        meter.start()
+        self.step(running)
+        return meter.stop(sum(parameter.nbytes for parameter in self.model.parameters()))
+
+    def chosen(self, budget: int) -> tuple[Running, BudgetReport]:
+        layers = BudgetedCompiledLayers(CPU, lambda before: budget)
+        running = self.compiled(Recomputation(self.layers, dict.fromkeys(self.layers, 0.0), budget=layers))
+        self.model.zero_grad()
+        layers.begin_batch(self.model.parameters())
+        self.step(running)
+        layers.end_batch(has_stepped=True)
+        assert layers.report is not None
+        return running, layers.report
+
+
+def compare_compiled(case: CompiledCase, rounds: int) -> None:
+    """Budgets at the peaks of uniform policies, all of compiled layers."""
+    policies: list[Recompute] = ["keep", 4, 3, 2, "full"]
+    uniform = {
+        f"uniform {policy}": case.compiled(Recomputation(case.layers, layer_policies(policy, case.layers)))
+        for policy in policies
+    }
+    peaks = {name: case.peak_of(running) for name, running in uniform.items()}
+    variants, budgets = dict(uniform), dict[str, int]()
+    for policy in (4, 3, 2):
+        name, budget = f"budget of {policy}", peaks[f"uniform {policy}"]
+        variants[name], report = case.chosen(budget)
+        peaks[name], budgets[name] = case.peak_of(variants[name]), budget
+        kept = [fqn for fqn, share in report.kept_share.items() if share == 1]
+        print(f"  {name}: {budget:,} bytes; expected {report.peak:,}; kept: {', '.join(kept)}")
+    seconds = take_turns(case, variants, rounds)
+    print(f"\n{case.name}, compiled: peak, CPU-seconds of a forward and backward ({rounds} rounds)")
+    for name, taken in seconds.items():
+        print_row(name, taken, seconds["uniform keep"], f"{peaks[name] / 2**20:8.1f} MiB")
+    for name, budget in budgets.items():
+        share = peaks[name] / budget
+        verdict(f"{name}: peak / budget", (share, share, share), at_most=1.0)
+        within = [other for other in uniform if peaks[other] <= budget]
+        best = min(within, key=lambda other: quartiles(seconds[other])[1])
+        verdict(f"{name}: CPU / {best}", ratios(seconds[name], seconds[best]), at_most=1.0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--contexts", action="store_true")
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--models", nargs="+", choices=("GPT", "ConvNet"), default=["GPT", "ConvNet"])
     args = parser.parse_args()
     if os.environ.get("MALLOC_ARENA_MAX") != "1":  # read when the process starts: freed memory stays with it
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **_HEAP})
     torch.set_num_threads(1)
     for name in args.models:
+        if args.compiled:
+            compare_compiled(CompiledCase(name, args.batch), args.rounds)
+            continue
         (compare_contexts if args.contexts else compare_budgets)(Case(name, args.batch), args.rounds)
 
 

@@ -35,6 +35,7 @@ CALLBACKS: dict[str, Any] = {
     "1bit": ("GradientCompression", {"method": "1bit"}),
     "topk": ("GradientCompression", {"method": "topk", "ratio": 0.01}),
     "bf16": ("GradientCompression", {"method": "bf16"}),
+    "fp16": ("GradientCompression", {"method": "fp16"}),
     "local": ("LocalSGD", {"every": 20}),
     "diloco": ("LocalSGD", {"every": 20, "outer_optimizer": "nesterov"}),
 }

@@ -229,7 +229,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=1, help="ranks that share the positions of each window")
     parser.add_argument("--sequence-parallel", action="store_true", help="tensor ranks share positions too")
     parser.add_argument("--microbatches", type=int, default=4, help="parts of each replica's batch")
-    parser.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b, eager_1f1b, interleaved_1f1b, zero_bubble")
+    parser.add_argument("--schedule", default="1f1b", help="1f1b, gpipe, interleaved_1f1b, zero_bubble_v, ...")
     parser.add_argument("--accelerator", default="cpu", help="as in Lightning's Trainer")
     parser.add_argument("--precision", default="32-true", help="as in Lightning's Trainer")
     parser.add_argument("--steps", type=int, default=100)

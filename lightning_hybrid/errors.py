@@ -12,7 +12,7 @@ describes raises a plain ``ValueError`` or ``TypeError``.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 # The last alternative that a message advises for a step that cannot run in stages.
@@ -229,6 +229,15 @@ class RanksDiffer(HybridError, RuntimeError):
     docs = "reference/exceptions.md#ranksdiffer"
 
 
+class RankOutOfMemory(HybridError, RuntimeError):
+    """A rank ran out of memory in a step; raised on all ranks, when none waits for another.
+
+    Lightning takes it for an out-of-memory error.
+    """
+
+    docs = "reference/exceptions.md#rankoutofmemory"
+
+
 class NotOnAllRanks(HybridError, RuntimeError):
     """Only some ranks make a call that all must make, such as ``trainer.save_checkpoint``."""
 
@@ -278,3 +287,28 @@ class IncompleteCheckpoint(CheckpointError):
     """A save to the checkpoint did not end, or files of its folder are missing or truncated."""
 
     docs = "reference/exceptions.md#incompletecheckpoint"
+
+
+# -- errors of others --------------------------------------------------------------------------------------------------
+
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA out of memory", "CUDA error: out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one that it was raised from, says that memory could not be allocated."""
+    return any(_says_so(each) for each in causes_of(error))
+
+
+def _says_so(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # that of torch
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those that it was raised from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

@@ -49,6 +49,7 @@ BASES = {
     "PrecisionError": ValueError,
     "PartitionError": ValueError,
     "QuantizedStatesError": ValueError,
+    "RankOutOfMemory": RuntimeError,
     "RanksDiffer": RuntimeError,
     "RanksDisagree": RuntimeError,
     "RecomputeError": ValueError,

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.schedule import Kind, MemorySample, Placement, Portals, Schedule, Span, Timeline
+from lightning_hybrid.schedule import Kind, MemorySample, Portals, Span, Timeline
+from lightning_hybrid.schedule.measured.lost_time_by_cause import measured_schedule
 from lightning_hybrid.schedule.simulator import without_losses, without_waits
 
 Ranks = Literal["first", "all"] | dict[str, int]
@@ -30,6 +31,7 @@ class MeasuredStep:
         portals: Which stages send messages to which; None without stages.
         bubbles: The mean bubble of the pipelines, and the mean one by their schedule; None without full pipelines.
         seconds: The longest pipeline, measured and by its schedule, without the optimizer's step; None as above.
+        inputs: When each lane began to wait for its batch, and when it had it; None for lanes that did not record it.
     """
 
     timeline: Timeline
@@ -39,6 +41,7 @@ class MeasuredStep:
     portals: Portals | None = None
     bubbles: tuple[float, float] | None = None
     seconds: tuple[float, float] | None = None
+    inputs: tuple[tuple[float, float] | None, ...] = ()
 
 
 def check_ranks(ranks: Any, layout: ParallelLayout | None = None) -> None:
@@ -81,20 +84,24 @@ def gather_step(strategy: Any, ranks: Ranks) -> MeasuredStep | None:
     layout: ParallelLayout = strategy.layout
     group, chosen = strategy.mesh.group("world"), select_ranks(layout, ranks)
     offset, recorder = time() - perf_counter(), strategy.recorder
-    local = (offset, recorder.spans(0), recorder.memory(0)) if strategy.global_rank in chosen else None
+    is_chosen = strategy.global_rank in chosen
+    local = (offset, recorder.spans(0), recorder.memory(0), recorder.input_wait()) if is_chosen else None
     rows: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
     dist.gather_object(local, rows, group=group, group_dst=0)
     if rows is None:
         return None
     spans: list[Span] = []
     memory: list[MemorySample] = []
+    inputs: list[tuple[float, float] | None] = []
     for lane, rank in enumerate(chosen):
-        offset, own, sampled = rows[rank]
+        offset, own, sampled, waited = rows[rank]
+        inputs.append(None if waited is None else (waited[0] + offset, waited[1] + offset))
         spans += [span._replace(rank=lane, start=span.start + offset, end=span.end + offset) for span in own]
         memory += [sample._replace(rank=lane, time=sample.time + offset) for sample in sampled]
     begin = min((span.start for span in spans), default=0.0)
     spans = [span._replace(start=span.start - begin, end=span.end - begin) for span in spans]
     memory = [sample._replace(time=max(0.0, sample.time - begin)) for sample in memory]
+    inputs = [None if waited is None else (waited[0] - begin, waited[1] - begin) for waited in inputs]
     sizes = _sizes(layout)
     columns = {"rank": chosen} | {
         axis: [_coordinates(layout, rank)[axis] for rank in chosen] for axis in AXES if sizes[axis] > 1
@@ -105,15 +112,16 @@ def gather_step(strategy: Any, ranks: Ranks) -> MeasuredStep | None:
         memory=tuple(memory),
         columns=columns,
         group_size=layout.pipeline_parallel_size if is_whole else 1,
+        inputs=tuple(inputs),
     )
     plan = strategy.run.plan
     has_all = all(any(span.rank == lane for span in spans) for lane in range(len(chosen)))
     if not (is_whole and has_all and strategy.run.is_pipelined) or plan is None or plan.first is None:
         return step
-    return with_bubbles(step, plan.first.assignment, plan.placement)
+    return with_bubbles(step, plan.first.assignment)
 
 
-def with_bubbles(step: MeasuredStep, assignment: Any, placement: Placement = "round_robin") -> MeasuredStep:
+def with_bubbles(step: MeasuredStep, assignment: Any) -> MeasuredStep:
     """Returns a step of full pipelines without the times for which actions waited, with its bubbles."""
     size = step.group_size
     worked: list[Span] = []
@@ -122,7 +130,7 @@ def with_bubbles(step: MeasuredStep, assignment: Any, placement: Placement = "ro
         own = [span for span in step.timeline.spans if first <= span.rank < first + size]
         worked += [span for span in own if span.action.kind is Kind.OPTIMIZER]
         scheduled = [span._replace(rank=span.rank - first) for span in own if span.action.kind is not Kind.OPTIMIZER]
-        pair = work_and_bound(Timeline(tuple(scheduled), size), assignment, placement)
+        pair = work_and_bound(Timeline(tuple(scheduled), size), assignment)
         worked += [span._replace(rank=span.rank + first) for span in pair[0].spans]
         pairs.append(pair)
     longest = [max(pair[index].makespan_seconds for pair in pairs) for index in (0, 1)]
@@ -136,21 +144,10 @@ def with_bubbles(step: MeasuredStep, assignment: Any, placement: Placement = "ro
     )
 
 
-def work_and_bound(
-    timeline: Timeline, assignment: Any, placement: Placement = "round_robin"
-) -> tuple[Timeline, Timeline]:
+def work_and_bound(timeline: Timeline, assignment: Any) -> tuple[Timeline, Timeline]:
     """Returns the measured actions of one pipeline without waiting times, and the same as if run without gaps."""
-    rows: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
-    for span in sorted(timeline.spans, key=lambda span: span.start):
-        rows[span.rank].append(span)
-    schedule = Schedule(
-        name="measured",
-        num_ranks=timeline.num_ranks,
-        stages_per_rank=assignment.num_stages // timeline.num_ranks,
-        num_microbatches=1 + max(span.action.microbatch for span in timeline.spans),
-        actions=tuple(tuple(span.action for span in row) for row in rows),
-        placement=placement,
-    )
+    schedule = measured_schedule(timeline, assignment.num_stages)
+    assert schedule is not None  # each action of a pipeline runs once
     portals = Portals.of(assignment)
     worked = without_waits(timeline, schedule, portals)
     return worked, without_losses(worked, schedule, portals)

@@ -3,10 +3,13 @@
 Each rank records when its actions ran. This callback gathers the records on one clock, and draws them as swim-lanes,
 each action from the time when its inputs were available. The bound of a pipeline is the same actions, with the same
 durations, without gaps between them: time lost beyond it went to transfers, dispatch and waiting for a core.
+
+At the end of the run it prints which cause lost how much time, the slowest stage, and better cuts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +19,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hybrid.callbacks.gather_action_times_of_ranks import MeasuredStep, Ranks, check_ranks, gather_step
+from lightning_hybrid.callbacks.lost_time.measured_steps import MeasuredSteps, metrics_of
+from lightning_hybrid.callbacks.lost_time.rebalanced_cuts import RebalancedCuts
+from lightning_hybrid.callbacks.lost_time.record_input_waits import record_input_waits
+from lightning_hybrid.callbacks.lost_time.write_measurements import write_lost_time, write_measured_costs
 from lightning_hybrid.callbacks.write_and_log_pictures import figure_of, log_picture, write_picture
+from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.schedule import memory_to_svg, to_svg, to_trace
+from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 
 _PICTURES = (".svg", ".png")
 
@@ -29,6 +38,12 @@ class PipelineTimeline(Callback):
     "pipeline_bubble_bound" where the trainer has loggers. Loggers that take images receive the pictures as
     "pipeline_timeline" and "memory_timeline" (needs matplotlib). Runs without stages are drawn too: forwards,
     backwards, the average over replicas as far as it follows the backward, and the optimizer's step.
+
+    At the end of training it prints the lost time of the step of median length by cause (bubble, imbalance of stages,
+    variation, communication, input), for the step and for each rank, the slowest stage, and ``pipeline_cuts`` that are
+    predicted to be faster. All measured steps go to a JSON file beside the picture ("timeline_lost_time.json"), their
+    shares to the loggers ("lost_time/..."), and the seconds of stages and units to "measured_costs.json" beside the
+    checkpoints.
 
     A measurement is taken between two steps and costs one small collective. On a GPU the times are those of the device,
     by two CUDA events for each action of any step; a measurement waits for them.
@@ -44,9 +59,12 @@ class PipelineTimeline(Callback):
             "pipeline", "context" and "tensor", such as ``{"tensor": 0, "context": 0}`` for a pipeline per replica.
         memory_path: where a picture of the memory over the step goes (".svg" or ".png"): on a GPU that of tensors, on a
             CPU that of the process, read at the start and the end of each action. None for none.
+        rebalance: changes the stages at the start of the next epoch to the proposed cuts where they are predicted to
+            save more than 3 % of a step; checkpoints have the cuts, and a run that resumes begins with them. The full
+            module and its optimizer states must fit into each rank for the change.
 
     Raises:
-        TypeError: a number of steps is no int.
+        TypeError: a number of steps is no int, `rebalance` is no bool.
         ValueError: a number of steps is below 1, a path has another suffix, or `ranks` selects none.
     """
 
@@ -58,6 +76,7 @@ class PipelineTimeline(Callback):
         *,
         ranks: Ranks = "first",
         memory_path: str | Path | None = None,
+        rebalance: bool = False,
     ) -> None:
         self.paths = [Path(one) for one in ([path] if isinstance(path, str | Path) else path)]
         self.memory_path = None if memory_path is None else Path(memory_path)
@@ -73,9 +92,31 @@ class PipelineTimeline(Callback):
                 raise TypeError(f"{name}={value!r} must be an int; steps are counted from 1")
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1; steps are counted from 1")
+        if not isinstance(rebalance, bool):
+            raise TypeError(f"rebalance={rebalance!r} must be True or False")
         check_ranks(ranks)
+        self.rebalance, self.cuts, self._steps = rebalance, RebalancedCuts(), MeasuredSteps()
+        self._undo = contextlib.ExitStack()
+        self._batch_size: int | None = None
         self.step, self.every_n_steps, self.ranks = step, every_n_steps, ranks
         self._last_step = self._wanted_step = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle without what belongs to a run."""
+        return {**self.__dict__, "_steps": MeasuredSteps(), "_undo": contextlib.ExitStack()}
+
+    @property
+    def state_key(self) -> str:
+        """One state in checkpoints for the callback that rebalances; others have none."""
+        return f"PipelineTimeline(rebalance={self.rebalance}){'' if self.rebalance else id(self)}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rebalanced cuts as a checkpoint has them."""
+        return self.cuts.state_dict() if self.rebalance else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the cuts of a checkpoint, with which the run begins."""
+        self.cuts.load_state_dict(state_dict)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Broadcasts what to measure from the first rank.
@@ -92,8 +133,10 @@ class PipelineTimeline(Callback):
             )
             return
         # A rank that waited for one with another step would hang.
-        chosen = strategy.broadcast((self.step, self.every_n_steps, self.ranks))
-        self.step, self.every_n_steps, self.ranks = chosen
+        chosen = strategy.broadcast((self.step, self.every_n_steps, self.ranks, self.rebalance))
+        self.step, self.every_n_steps, self.ranks, self.rebalance = chosen
+        self._steps = MeasuredSteps()
+        self._undo.callback(record_input_waits(trainer))
         check_ranks(self.ranks, strategy.layout)
         self._wanted_step = self.step
         if trainer.global_step >= self.step and self.every_n_steps is None:
@@ -103,6 +146,11 @@ class PipelineTimeline(Callback):
             )
         self._prepare(strategy, trainer.global_step + 1)
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Records that the batch has come."""
+        if _is_recorded(trainer.strategy):
+            trainer.strategy.recorder.end_input()  # type: ignore[attr-defined]
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -111,17 +159,45 @@ class PipelineTimeline(Callback):
         is_new, self._last_step = step > self._last_step, step  # batches that are only accumulated end no step
         if not (is_new and _is_recorded(strategy)):
             return
-        if self._is_wanted(step) and (measured := gather_step(strategy, self.ranks)) is not None:
-            self._report(trainer, measured, step)
+        if self._is_wanted(step):
+            if (measured := gather_step(strategy, self.ranks)) is not None:
+                self._report(trainer, measured, step)
+                self._analyze(trainer, measured, step, batch)
+            if self.rebalance:
+                self.cuts.propose(strategy, self._steps, step)
         self._prepare(strategy, step + 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warns if training ended before the step."""
+        """Prints the lost time of the measured steps, or warns if training ended before the first one."""
+        self._undo.close()
+        if self._steps.steps:
+            where = [write_lost_time(self._steps, self.paths[0]), self._write_costs(trainer)]
+            rank_zero_info("\n".join(self._steps.lines(_assignment_of(trainer))))
+            rank_zero_info(f"written: {', '.join(str(path) for path in where if path is not None)}")
         if _is_recorded(trainer.strategy) and trainer.global_step < self._wanted_step:
             rank_zero_warn(
                 f"PipelineTimeline wrote no picture: training ended after step {trainer.global_step}, before step"
                 f" {self._wanted_step}; set a smaller step"
             )
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Restores what was replaced."""
+        self._undo.close()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Writes the measured costs beside the checkpoint."""
+        self._write_costs(trainer)
+
+    def _write_costs(self, trainer: Trainer) -> Path | None:
+        return write_measured_costs(trainer, self._steps, self._batch_size) if self._steps.steps else None
+
+    def _analyze(self, trainer: Trainer, measured: MeasuredStep, step: int, batch: Any) -> None:
+        self._batch_size = batch_size_of(batch)
+        analyzed = self._steps.add(step, measured, _assignment_of(trainer))
+        if analyzed is None:
+            return
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics_of(analyzed.lost.total), step=step)
 
     def _is_wanted(self, step: int) -> bool:
         if self.every_n_steps is None or step < self.step:
@@ -179,6 +255,12 @@ class PipelineTimeline(Callback):
         )
         for logger in trainer.loggers:
             logger.log_metrics({"pipeline_bubble": bubble, "pipeline_bubble_bound": bound}, step=step)
+
+
+def _assignment_of(trainer: Trainer) -> Assignment | None:
+    """The stages of the run; None without."""
+    run = trainer.strategy.run  # type: ignore[attr-defined]
+    return run.plan.first.assignment if run.is_pipelined and run.plan and run.plan.first else None
 
 
 def _is_recorded(strategy: Any) -> bool:

@@ -1,7 +1,8 @@
-"""Callback that plots the loss and the throughput of a run over its steps, where no logger draws them."""
+"""Callback that plots the loss, the throughput and what monitors logged over the steps of a run, without a logger."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -11,6 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_hybrid.callbacks.draw_monitor_panels import Panel, draw_panel, logged_panels
+from lightning_hybrid.callbacks.monitors.logged_series import Series
 from lightning_hybrid.callbacks.write_and_log_pictures import log_picture
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
@@ -21,10 +24,13 @@ _ON_DEVICE = 64  # losses that are copied to the host together: each copy waits 
 
 
 class RunPlot(Callback):
-    """Plots the loss and the samples per second of each batch at the end of training.
+    """Plots the loss and the samples per second of each batch at the end of training, and what monitors have logged.
 
     The loss is the mean over replicas of what ``training_step`` returned; samples are those of all replicas. Seconds
     are the time between the ends of two batches on the first rank, with the loading of data and without validation.
+    Below are panels of the series of the run's `ThroughputMonitor`, `MemoryMonitor` and `GoodputMonitor`: tokens and
+    FLOPs per second, MFU, waits for input, messages, memory, noise scale and goodput, at the steps where the monitors
+    logged them. No logger is needed for that.
     Loggers that take images receive the plot as "run". Needs matplotlib.
 
     Args:
@@ -77,7 +83,7 @@ class RunPlot(Callback):
         sums = strategy.reduce(torch.tensor(self.rates, device=strategy.root_device), reduce_op="sum")
         self.losses, self.rates = means.tolist(), sums.tolist()
         if trainer.is_global_zero:
-            figure = self._draw()
+            figure = self._draw(logged_panels(trainer.callbacks))  # type: ignore[attr-defined]
             log_picture(trainer.loggers, "run", lambda: figure, trainer.global_step)
             rank_zero_info(f"loss and throughput of the run are drawn in {self.path}")
 
@@ -86,13 +92,14 @@ class RunPlot(Callback):
             self.losses += torch.stack(self._on_device).tolist()
             self._on_device = []
 
-    def _draw(self) -> Any:
+    def _draw(self, panels: Sequence[tuple[Panel, Series]] = ()) -> Any:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError(f"{self.path} needs matplotlib; pip install matplotlib, or remove RunPlot") from error
-        figure = Figure(figsize=(9.5, 5.5), dpi=150, layout="constrained")
-        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+        size, heights = (9.5, 5.5 + 1.9 * len(panels)), (3, 2, *[2] * len(panels))
+        figure = Figure(figsize=size, dpi=150, layout="constrained")
+        upper, lower, *others = figure.subplots(2 + len(panels), 1, sharex=True, height_ratios=heights)
         for axes, name, values, colour in (
             (upper, "loss", self.losses, _LOSS),
             (lower, "samples/s", self.rates, _RATE),
@@ -104,11 +111,16 @@ class RunPlot(Callback):
                 end = self.steps[-1], smooth[-1]
                 axes.annotate(f"{end[1]:.4g}", end, (6, 0), textcoords="offset points", va="center", size=9)
             axes.set_ylabel(name, color=_INK)
-            axes.grid(axis="y", color="#e4e4e0", linewidth=0.6)
-            axes.tick_params(length=0, labelsize=9, labelcolor=_MUTED)
-            axes.spines[["top", "right", "left"]].set_visible(False)
         lower.set_ylim(bottom=0)
-        lower.set_xlabel("optimizer step; the thick lines are means over the latest batches", color=_MUTED)
+        for axes, (panel, series) in zip(others, panels, strict=True):
+            draw_panel(axes, panel, series)
+        for axes in figure.axes:
+            axes.grid(axis="y", color="#e4e4e0", linewidth=0.6)
+            axes.tick_params(which="both", length=0, labelsize=9, labelcolor=_MUTED)
+            axes.spines[["top", "right", "left"]].set_visible(False)
+            axes.yaxis.set_label_coords(-0.08, 0.5)
+        means = "the thick lines of the loss and of samples/s are means over the latest batches"
+        figure.axes[-1].set_xlabel(f"optimizer step; {means}", color=_MUTED)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(self.path)
         return figure

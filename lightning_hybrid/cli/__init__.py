@@ -6,8 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_hybrid.cli import checkpoint, env, explain, schedule, verify
+from lightning_hybrid.cli import checkpoint, dryrun, env, explain, schedule, verify
 from lightning_hybrid.cli.exit_status_and_json_output import EXIT_STATUSES, PROBLEM, USAGE, UsageError
+from lightning_hybrid.cli.hardware import list_show_measure as hardware
 from lightning_hybrid.cli.planner import plan
 from lightning_hybrid.cli.user_classes_from_arguments import split_class_flags
 from lightning_hybrid.errors import CheckpointError
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"lightning-hybrid {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for subcommand in (verify, explain, plan, schedule, checkpoint, env):
+    for subcommand in (verify, explain, plan, dryrun, schedule, hardware, checkpoint, env):
         subcommand.add_to(commands)
     others, class_flags = split_class_flags(sys.argv[1:] if arguments is None else arguments)
     parsed, unknown = parser.parse_known_args(others)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers
+from lightning_hybrid.memory.budget.compiled_layers import BudgetedCompiledLayers
 from lightning_hybrid.memory.recomputable_values_and_operations import ParameterGatherer
 from lightning_hybrid.memory.recompute_policies import SELECTIVE_SHARE, Policy
 from lightning_hybrid.memory.selective_activation_checkpointing import SelectiveCheckpointing
@@ -71,6 +73,8 @@ class Recomputation:
         policy = self.policies[fqn]
         if policy == "full":
             return self._checkpointed(fqn, forward)
+        if isinstance(self.budget, BudgetedCompiledLayers):
+            return self.budget.choosing(forward, fqn, partial(self._checkpointed, fqn))
         share = policy if isinstance(policy, float) else SELECTIVE_SHARE
         checkpointing = self.budget or self._selective.setdefault(share, SelectiveCheckpointing(share))
         return checkpointing.wrap(forward, fqn, self._gatherer if fqn in self._gathered_layers else None)

@@ -24,7 +24,7 @@ from lightning_hybrid.memory.recomputation_tape import SavedTensor, Tape, restor
 from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 
 # Cost of moving a byte, in floating-point operations of a matrix product; and of drawing one at random.
-_WORK_PER_BYTE = {"cpu": 16.0, "cuda": 100.0}
+WORK_PER_BYTE = {"cpu": 16.0, "cuda": 100.0}
 _WORK_PER_DRAWN_BYTE = {"cpu": 64.0, "cuda": 100.0}
 _MAX_CHOICES = 512  # size of the cache of choices
 
@@ -167,7 +167,7 @@ def work_of(operation: Operation) -> float:
     results = results_of(operation)
     device = results[0].device.type
     moved = sum(value.nbytes for value in (*operation.reads, *results))
-    work = moved * _WORK_PER_BYTE.get(device, 100.0)
+    work = moved * WORK_PER_BYTE.get(device, 100.0)
     if operation.states:
         work += sum(value.nbytes for value in results) * _WORK_PER_DRAWN_BYTE.get(device, 100.0)
     count = flop_registry.get(operation.function.overloadpacket)

@@ -75,6 +75,7 @@ class MicrobatchRunner(ABC):
         guards: Track whether user code runs, which reads full parameters, or a backward.
         around_units: Entered around each step; replaces the forwards of layers.
         around_step: Entered around each run of the user's step.
+        is_fatal: Whether an error in a comparison of microbatches is raised; they weigh by samples otherwise.
         settle: Called after a forward, before this rank waits for others: it may have called other layers.
     """
 
@@ -93,6 +94,7 @@ class MicrobatchRunner(ABC):
         self.around_units: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.settle: Callable[[], None] = lambda: None
+        self.is_fatal: Callable[[Exception], bool] | None = None
         self._num_microbatches = num_microbatches
         self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
 
@@ -165,6 +167,15 @@ class MicrobatchRunner(ABC):
                 yield
 
         self.around_units = both
+
+    def use_microbatches(self, count: int) -> None:
+        """Split full batches into so many microbatches from now on."""
+        self._num_microbatches = count
+        self._full = {name: (size, max(1, min(count, size))) for name, (size, _) in self._full.items()}
+
+    def forget_batch_sizes(self) -> None:
+        """Let the next batch be the first full one: the user has changed the size of batches."""
+        self._full.clear()
 
     def num_backwards(self, batch: Any) -> int:
         """Number of backwards of each stage of this rank in a training step."""

@@ -101,14 +101,18 @@ class PlainRunner(MicrobatchRunner):
         layers = find_layers(choose_units(root, 1))
         self._uncompiled, self._compiled_around = EagerSwitch(), bool(compiled_wrappers(root, layers.values()))
         self._sharing, self._warn = BatchSharing(shares, everyone), warn
-        # Whether training steps change modules by their batch; None until compared.
-        self._leaves_changes: bool | None = None
+        self._leaves_changes: bool | None = None  # whether steps change modules by their batch; None until compared
         self._first_changes: ModuleChanges | None = None  # by the first training batch
         self._calls = set[int]()  # lines of code that training steps ran when their batches were compared
         self._num_small = 0  # batches that could not be compared with their shares
         self._weighting = LossWeightFinder(splitter, inform)
         self.needs_weighting_check = True
         self._draws = PlainStepRandomness(root, randomness, self.guards)
+
+    @property
+    def mixes_samples(self) -> bool:
+        """Whether no weights of microbatches are known to give the loss of the batch, the same on all ranks."""
+        return self._weighting.now.mixes
 
     def gather_outputs(self, may_be_sharded: bool) -> None:
         """Gather the outputs of layers at the end of a step, if they may be sharded."""
@@ -343,9 +347,8 @@ class PlainRunner(MicrobatchRunner):
                 yield
 
         with self._metrics.step(), self._layers():
-            found = measure_weighting(
-                self._root, lambda part: step(part, *rest), batch, count, self.splitter, self._randomness, around
-            )
+            how = self.splitter, self._randomness, around, self.is_fatal
+            found = measure_weighting(self._root, lambda part: step(part, *rest), batch, count, *how)
             self.settle()
         found = agree_on_weighting(self._sharing.everyone, found)
         if changes is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 RecomputeKind = Literal["none", "selective", "full"]
+Balance = Literal["layers", "flops"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class PlanLayout:
         expert: Ranks that share the experts, among replicas and context ranks.
         schedule: Name of the pipeline schedule.
         stages_per_rank: Stages that each pipeline rank holds.
+        balanced_by: What stages have about the same of: "flops" (the strategies), or "layers" (Megatron-LM).
         microbatch: Samples of one microbatch on one replica.
         batch: Samples of one optimizer step over all replicas.
         zero_stage: 0 to 3.
@@ -85,6 +87,7 @@ class PlanLayout:
     expert: int = 1
     schedule: str = "1f1b"
     stages_per_rank: int = 1
+    balanced_by: Balance = "layers"
     microbatch: int = 1
     batch: int = 1
     zero_stage: int = 0

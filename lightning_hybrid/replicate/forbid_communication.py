@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.patching import around
 
-_COLLECTIVES = (
+COLLECTIVES = (
     "allreduce",
     "allreduce_coalesced",
     "allgather",
@@ -38,6 +38,7 @@ _COLLECTIVES = (
     "reduce_scatter_single",
     "reduce_scatter_single_coalesced",
 )
+POINT_TO_POINT = ("send", "recv", "recv_anysource")
 
 
 @contextlib.contextmanager
@@ -63,7 +64,7 @@ def collectives_forbidden(
         return original(group, *args, **kwargs)
 
     with contextlib.ExitStack() as undo:
-        for name in _COLLECTIVES:
+        for name in COLLECTIVES:
             if name in vars(dist.ProcessGroup):
                 undo.callback(around(dist.ProcessGroup, name, partial(call, name), reason="others do not take part"))
         yield

@@ -195,6 +195,14 @@ class GradientReducer:
         self.arm()
         self.finish()
 
+    def abandon(self) -> None:
+        """Ends a backward that has failed on some rank, without averages; all ranks have launched the same messages."""
+        self._armed = False
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+            bucket.work = bucket.received = None
+
     def close(self) -> None:
         """Removes the hooks; the reducer cannot be used afterwards, the gradients stay."""
         for hook in self._hooks.values():

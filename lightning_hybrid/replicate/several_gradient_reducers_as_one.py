@@ -56,6 +56,11 @@ class JointReducer:
         self.arm()
         self.finish()
 
+    def abandon(self) -> None:
+        """Ends a backward that has failed on some rank."""
+        for reducer in self._reducers:
+            reducer.abandon()
+
     def close(self) -> None:
         """Removes the hooks."""
         for reducer in self._reducers:

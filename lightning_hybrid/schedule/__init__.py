@@ -4,7 +4,8 @@ Read in this order: `schedule_and_actions` (the alphabet, and which rank holds a
 eager 1F1B, interleaved 1F1B, zero bubble), `zero_bubble/` (ZB-V, DualPipeV, a search under a memory limit),
 `linked_stages_and_messages` (which stages hand values to which), `simulator` (when would it run), `program` (sends and
 receives added), `deadlock_check` (proof that it runs to the end), `picture` (a timeline, simulated or measured),
-`memory_picture`, `trace_events` (the same for trace viewers).
+`memory_picture`, `trace_events` (the same for trace viewers), `measured/` (time that measured steps lost, and faster
+cuts).
 
     schedule = make_schedule("1f1b", num_ranks=4, num_microbatches=8)
     portals = chain(schedule.num_stages)
@@ -25,6 +26,9 @@ from lightning_hybrid.schedule.generators import (
     stages_of_each_rank,
 )
 from lightning_hybrid.schedule.linked_stages_and_messages import Message, Portals, chain
+from lightning_hybrid.schedule.measured.lost_time_by_cause import TimeByCause
+from lightning_hybrid.schedule.measured.measured_costs_file import MeasuredCosts, load_measured_costs
+from lightning_hybrid.schedule.measured.stage_seconds import StageSeconds, UnitSeconds
 from lightning_hybrid.schedule.memory_picture import MemorySample, memory_to_svg
 from lightning_hybrid.schedule.picture import to_svg, to_text
 from lightning_hybrid.schedule.program import Channel, Compute, Instruction, Program, Receive, Send, lower, peer_of
@@ -46,6 +50,7 @@ __all__ = [
     "Compute",
     "Instruction",
     "Kind",
+    "MeasuredCosts",
     "MemorySample",
     "Message",
     "Placement",
@@ -57,10 +62,14 @@ __all__ = [
     "Send",
     "Span",
     "StageCosts",
+    "StageSeconds",
+    "TimeByCause",
     "Timeline",
+    "UnitSeconds",
     "chain",
     "check_program",
     "forward_only",
+    "load_measured_costs",
     "lower",
     "make_schedule",
     "memory_to_svg",

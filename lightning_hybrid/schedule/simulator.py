@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -103,7 +103,7 @@ def without_waits(measured: Timeline, schedule: Schedule, portals: Portals) -> T
         schedule: what each rank did.
         portals: as for `simulate`.
     """
-    before = _prerequisites(schedule, portals)
+    before = prerequisites(schedule, portals)
     ends = {span.action: span.end for span in measured.spans}
 
     def begun(span: Span) -> Span:
@@ -128,13 +128,31 @@ def without_losses(measured: Timeline, schedule: Schedule, portals: Portals) -> 
     return Timeline(tuple(_walk(schedule, portals, seconds.__getitem__, 0.0)), schedule.num_ranks)
 
 
+def replay(
+    schedule: Schedule, portals: Portals, seconds: Mapping[Action, float], released: Sequence[float] = ()
+) -> Timeline:
+    """Run a schedule whose actions take given times, without any time for messages.
+
+    Args:
+        schedule: what each rank does.
+        portals: as for `simulate`.
+        seconds: of every action.
+        released: by rank, when its first action may begin; 0 for all if empty.
+    """
+    return Timeline(tuple(_walk(schedule, portals, seconds.__getitem__, 0.0, released)), schedule.num_ranks)
+
+
 def _walk(
-    schedule: Schedule, portals: Portals, seconds: Callable[[Action], float], transfer_seconds: float
+    schedule: Schedule,
+    portals: Portals,
+    seconds: Callable[[Action], float],
+    transfer_seconds: float,
+    released: Sequence[float] = (),
 ) -> Iterator[Span]:
-    before = _prerequisites(schedule, portals)
+    before = prerequisites(schedule, portals)
     finished: dict[Action, tuple[int, float]] = {}  # action -> (rank, end)
     position = [0] * schedule.num_ranks
-    free_at = [0.0] * schedule.num_ranks
+    free_at = list(released) or [0.0] * schedule.num_ranks
     ready_at: dict[int, float] = {}  # ranks whose next action only waits for its turn
 
     def start_of(rank: int) -> float | None:
@@ -166,7 +184,7 @@ def _walk(
             waiting.remove(rank)
 
 
-def _prerequisites(schedule: Schedule, portals: Portals) -> dict[Action, list[Action]]:
+def prerequisites(schedule: Schedule, portals: Portals) -> dict[Action, list[Action]]:
     """For every action of a schedule, the actions that must end before it starts (the rank's own order aside)."""
     present = {action for row in schedule.actions for action in row}
 

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.shared_memory.peer_sockets import PeerSockets, PerGroup, exchange_files
@@ -50,6 +51,11 @@ class SharedMemory:
             for slots, slot in zip(self._slots, memory.split(SLOT_BYTES), strict=True):
                 slots.append(slot)
         self._turn = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks; None once it is gone."""
+        return None if self._streams.group is None else self._streams.group()
 
     @torch.compiler.disable
     def all_reduce(self, tensor: Tensor) -> None:

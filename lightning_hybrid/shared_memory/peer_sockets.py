@@ -97,6 +97,12 @@ class PeerSockets:
             raise self._translated(BlockingIOError(), peer)
         return [ranks[file] for file, event in events if event != select.POLLOUT]
 
+    def has_message(self, peer: int, milliseconds: int) -> bool:
+        """Wait for a message of a rank for so long; return whether there is one, or the connection is closed."""
+        poll = select.poll()
+        poll.register(self.peers[peer].fileno(), select.POLLIN)
+        return bool(poll.poll(milliseconds))
+
     def receive(self, peer: int, most: int) -> bytes:
         """Wait for a message of a rank, of at most so many bytes.
 
@@ -168,6 +174,10 @@ class PerGroup(Generic[T]):
         """Take ``make`` (makes the object; collective over the connected ranks)."""
         self._make = make
         self._made: WeakKeyDictionary[dist.ProcessGroup, tuple[PeerSockets, T] | None] = WeakKeyDictionary()
+
+    def all(self) -> list[T]:
+        """Return the objects of all groups."""
+        return [made[1] for made in self._made.values() if made is not None]
 
     def of(self, group: dist.ProcessGroup) -> T | None:
         """Return the object of a group; the first call is collective.

@@ -68,6 +68,14 @@ class Transfers:
             for sender in self._streams.wait_for_room(peer):
                 self._read_packet(sender)
 
+    def has_arrived(self, peer: int, tag: int, *, milliseconds: int) -> bool:
+        """Wait for the next tensor of one sender and tag for about so long; return whether `receive` need not wait."""
+        while not self._inbox.get((peer, self.generation, tag)):
+            if not self._streams.has_message(peer, milliseconds):
+                return False
+            self._read_packet(peer)
+        return True
+
     @torch.compiler.disable
     def receive(self, peer: int, tag: int, dtype: torch.dtype) -> Tensor:
         """Wait for the next tensor of one sender and tag; returns a copy, of the shape that the message says.
@@ -151,4 +159,11 @@ class _Memory:
 
 # The transfers between the ranks of a group, one for each; None on all of them where they cannot share memory.
 # The first call is collective.
-transfers_of = PerGroup(Transfers).of
+_transfers = PerGroup(Transfers)
+transfers_of = _transfers.of
+
+
+def discard_unread_transfers() -> None:
+    """Discard what was sent and not received, in all groups; all ranks call it, and none sends meanwhile."""
+    for transfers in _transfers.all():
+        transfers.generation += 1

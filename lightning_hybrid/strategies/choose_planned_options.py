@@ -74,10 +74,11 @@ def _recorded(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> RecordedCosts:
     module = strategy.lightning_module
     assert module is not None
     precision = str(getattr(strategy.precision_plugin, "precision", "32-true"))
-    data = trainer.datamodule or trainer.fit_loop._data_source.instance
+    datamodule = getattr(trainer, "datamodule", None)
+    data = datamodule or trainer.fit_loop._data_source.instance
     try:
         copied, data = copy.deepcopy((module, None if data is module else data), {id(trainer): None})
-        kind = "datamodule" if trainer.datamodule is not None else "train_dataloaders"
+        kind = "datamodule" if datamodule is not None else "train_dataloaders"
         arguments = {} if data is None else {kind: data}
         lightning = importlib.import_module(pl.__name__)
         example = strategy.options.example_batch

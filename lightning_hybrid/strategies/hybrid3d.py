@@ -66,6 +66,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             its context rank's positions.
         num_microbatches: Microbatches of each replica's batch; "auto" is 1 without stages and at most four times the
             number of stages with them.
+        microbatch: "auto" finds the largest microbatch that fits: where a rank runs out of memory in a training step,
+            that step is run again with twice as many microbatches, from ``num_microbatches`` on.
         schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v", "dualpipe_v" or
             "zero_bubble_searched".
         stages_per_rank: Stages that each pipeline rank holds; more than one makes 1F1B interleaved. "zero_bubble_v" and
@@ -143,6 +145,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         *,
+        microbatch: Literal["auto"] | None = None,
         context_parallel_size: int | Literal["auto"] = 1,
         expert_parallel_size: int | Literal["auto"] = 1,
         expert_chunks: int = 1,
@@ -239,7 +242,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         self._state = FullOrShardedState(module, self.world)
         self._files.connect(module, self.world, self._state)
         if module._trainer is not None:
-            check_callbacks(module._trainer, self.layout, is_recorded=is_recorded)
+            check_callbacks(module._trainer, self.world.mesh, is_recorded=is_recorded)
             self.world.watch_failures(module._trainer)
             self._files.check(self._checkpoint_io)
 

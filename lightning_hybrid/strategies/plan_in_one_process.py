@@ -11,15 +11,17 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory, activation_bytes
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.standins.absent_tensors import drop
 from lightning_hybrid.strategies.description.estimate_unrecorded_activations import record_in_one_stage
 from lightning_hybrid.strategies.description.memory_of_stages import (
     memory_of_ranks,
@@ -35,6 +37,8 @@ from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrS
 from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.world.strategy_base_with_ranks import RankedStrategy
+from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
+from lightning_hybrid.tensor.search.unit_search import plan_unit
 
 
 class FirstOfManyRanks(LightningEnvironment):
@@ -110,11 +114,14 @@ class PlanningStrategy(Hybrid3DStrategy):
             trainer, module, self, state=state, files=self._files, recompute=self._recompute, evaluated=self._evaluated
         )
         self._lifecycle = lifecycle
+        self._begin(lifecycle)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
+        _drop_meta_parameters(module, self.root_device)
         run, randomness = lifecycle.run, KeyedRandomness(lifecycle.setting.seed, self.root_device)
         if lifecycle.setting.needs_runner:
-            self.partition = ModulePartition(run, randomness, may_retry=lifecycle.changes.may_retry)
+            may_retry, find = lifecycle.changes.may_retry, self._find_tensor_plan
+            self.partition = ModulePartition(run, randomness, may_retry=may_retry, find_tensor_plan=find)
             run = self.partition.decide(None, "")
         else:
             run = recompute_without_runner(run)
@@ -127,6 +134,11 @@ class PlanningStrategy(Hybrid3DStrategy):
         with phase("estimating memory"):
             self._describe(run, recorded)
         raise _PlanIsMade
+
+    def _begin(self, lifecycle: RunLifecycle) -> None:
+        """Change what a run would have, before its first step is recorded."""
+
+    _find_tensor_plan: Callable[..., UnitPlan] = staticmethod(plan_unit)
 
     def _describe(self, run: Run, recorded: Assignment | None) -> None:
         self.table = str(describe_run(run, self.partition, self.optimizers))
@@ -154,6 +166,9 @@ class PlanningStrategy(Hybrid3DStrategy):
             self._world.close()
 
 
+Planning = TypeVar("Planning", bound=PlanningStrategy)
+
+
 def make_plan(
     lightning: ModuleType,
     module: Any,
@@ -163,8 +178,9 @@ def make_plan(
     precision: str,
     on_phase: Callable[[str], None] | None = None,
     *,
-    strategy_class: type[PlanningStrategy] = PlanningStrategy,
-) -> PlanningStrategy:
+    num_nodes: int = 1,
+    strategy_class: type[Planning] = PlanningStrategy,  # type: ignore[assignment]
+) -> Planning:
     """Plan a run on ``devices`` ranks in this process, which must have no process groups; an error of it is raised.
 
     Args:
@@ -175,14 +191,16 @@ def make_plan(
         options: Arguments of the strategy.
         precision: Lightning's name of the precision.
         on_phase: Receives the name of each phase as it begins.
-        strategy_class: What plans.
+        num_nodes: The number of nodes, which divides the number of ranks.
+        strategy_class: The class of the strategy.
     """
-    with _quiet(lightning), _fake_ranks(devices), phases_reported_to(on_phase):
+    with _quiet(lightning), fake_ranks(devices), phases_reported_to(on_phase):
         strategy = strategy_class(**{**options, "process_group_backend": "fake"})
         off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         trainer = lightning.Trainer(
             accelerator="cpu",
-            devices=devices,
+            devices=devices // num_nodes,
+            num_nodes=num_nodes,
             strategy=strategy,
             plugins=[FirstOfManyRanks(devices)],
             precision=precision,
@@ -194,9 +212,17 @@ def make_plan(
     return strategy
 
 
+def _drop_meta_parameters(module: pl.LightningModule, device: torch.device) -> None:
+    """Make parameters on the meta device absent ones, which recordings and estimates take as they take full ones."""
+    for parameter in module.parameters():
+        if parameter.is_meta:
+            drop(parameter, device)
+
+
 @contextlib.contextmanager
-def _fake_ranks(number: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=number)
+def fake_ranks(number: int, rank: int = 0) -> Iterator[None]:
+    """Make this process one of a number of ranks of torch's fake process groups inside; the others are not there."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=number)
     try:
         yield
     finally:

@@ -213,7 +213,7 @@ class ZeroSharding:
                 self._finish()
         finally:
             self._reductions.reset()
-            self._same_microbatches = True
+            self._same_microbatches, self._in_backward = True, False
             for group in self._all:
                 group.reshard()
 

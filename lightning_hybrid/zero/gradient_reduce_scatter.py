@@ -138,6 +138,13 @@ class GradientMessages:
         del work
         self._total = received.sum(0) if received.shape[0] > 1 else received[0]
 
+    def abandon(self) -> None:
+        """Drop a message of a step that has failed on some rank; all ranks have sent it, or none."""
+        if self._work is not None:
+            self._work.wait()
+        self._message = self._work = self._total = None
+        self.is_launched = False
+
     def finish(self) -> Iterator[tuple[str, Tensor | None]]:
         """Wait for the message, if one was sent, and for the ranks that hold copies of the shard.
 

@@ -209,6 +209,7 @@ class ParameterGroup:
     def reshard(self) -> None:
         """Reshard: parameters and their gradients are local shards again."""
         self._is_read = False
+        self.messages.abandon()  # of a step that has failed; there is none otherwise
         unguard(self.parameters.values(), "replicas")
         if self._gathering is not None:  # of a layer that was not called
             self._gathering[0].wait()

@@ -199,7 +199,7 @@ def test_trace_has_a_process_per_rank_and_the_memory():
     fit(callback, max_steps=3, pipeline_parallel_size=2, num_microbatches=2)
     dist.barrier()
     assert sorted(path.name for path in Path("a").iterdir()) == [
-        *("step-2.svg", "step-3.svg", "trace-2.json", "trace-3.json")
+        *("step-2.svg", "step-3.svg", "trace-2.json", "trace-3.json", "trace_lost_time.json")
     ]
     events = json.loads(Path("a/trace-3.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}

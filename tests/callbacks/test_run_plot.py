@@ -11,7 +11,8 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.callbacks import RunPlot, run_plot
+from lightning_hybrid.callbacks import GoodputMonitor, MemoryMonitor, RunPlot, ThroughputMonitor, run_plot
+from lightning_hybrid.callbacks.draw_monitor_panels import PANELS, draw_panel, logged_panels
 from models.regression import Sequential
 
 
@@ -23,7 +24,7 @@ class Losses(Callback):
         self.seen.append(float(outputs["loss"]))
 
 
-def fit(plot, module, **options):
+def fit(plot, module, monitors=(), **options):
     data = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(data, data.sum(1, keepdim=True)), batch_size=4)
     seen = Losses()
@@ -36,7 +37,8 @@ def fit(plot, module, **options):
         val_check_interval=4,
         num_sanity_val_steps=0,
         accumulate_grad_batches=2,
-        callbacks=[plot, seen],
+        callbacks=[plot, seen, *monitors],
+        log_every_n_steps=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -86,3 +88,49 @@ def test_rates_are_samples_over_seconds():
 def test_another_suffix_is_refused():
     with pytest.raises(ValueError, match=r"path='run.txt' must end in .png, .svg, .pdf; set path='run.png'"):
         RunPlot("run.txt")
+
+
+@pytest.mark.world(2)
+def test_series_of_monitors_are_panels_without_a_logger():
+    monitors = [ThroughputMonitor(window_size=2, available_flops=1e9), MemoryMonitor(step=3), GoodputMonitor()]
+    plot = RunPlot("run.svg")
+    with mock.patch.object(run_plot, "log_picture") as logged:
+        fit(plot, Sequential(), monitors=monitors)
+    if dist.get_rank() > 0:
+        return
+    figure = logged.call_args.args[2]()
+    labels = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in figure.axes[2:]]
+    assert labels == [
+        ["of a device"],
+        ["MFU", "time that waits for input"],
+        ["data"],
+        ["peak", "predicted peak", "parameters", "gradients", "optimizer states", "rest"],
+        ["gradient noise scale"],
+        ["throughput", "goodput"],
+    ]
+    steps = plot.steps[-1]
+    sent, memory, goodput = (figure.axes[number].lines[0].get_xdata() for number in (4, 5, 7))
+    assert list(sent) == list(range(1, steps + 1)) and list(memory) == [3] and set(goodput) <= set(sent)
+    text = Path("run.svg").read_text()
+    assert text.startswith("<?xml") and "<!-- optimizer states -->" in text
+
+
+def test_units_of_panels():
+    """The largest unit that is at most the largest value; predicted bytes are a dashed line."""
+    from matplotlib.figure import Figure
+
+    monitor = mock.Mock(series={"memory/peak": [(2, 3 * 2.0**20)], "memory/predicted_peak": [(2, 2.0**20)]})
+    other = mock.Mock(series={"train/device/flops_per_sec": [(5, 2e9), (10, 999e9)], "train/device/mfu": [(5, 0.4)]})
+    panels = logged_panels([monitor, mock.Mock(series=None), other])
+    assert [panel for panel, _ in panels] == [PANELS[1], PANELS[2], PANELS[4]]
+    drawn = []
+    for panel, series in panels:
+        axes = Figure().subplots()
+        draw_panel(axes, panel, series)
+        lines = [(line.get_linestyle(), *line.get_ydata().round(9).tolist()) for line in axes.lines]
+        drawn.append((axes.get_ylabel(), *lines))
+    assert drawn == [
+        ("GFLOP/s", ("-", 2.0, 999.0)),
+        ("%", ("-", 40.0)),
+        ("MiB of memory", ("-", 3.0), ("--", 1.0)),
+    ]

@@ -87,6 +87,8 @@ def test_json_of_a_conversion(source, kinds, checkpoints, monkeypatch, capsys):
         (["schedule", "1f1b", "--ranks", "2", "--microbatches", "2"], OK),
         (["schedule", "1f1b", "--ranks", "two", "--microbatches", "2"], USAGE),
         (["schedule", "no_schedule", "--ranks", "2", "--microbatches", "2"], USAGE),
+        (["hardware", "list"], OK),
+        (["hardware", "show", "missing"], USAGE),
         (["env"], OK),
         (["env", "word"], USAGE),
         (["explain", STACK], OK),
@@ -131,7 +133,7 @@ def examples():
         lines = parser.epilog.split("example:\n")[1].split("\n\n")[0].splitlines()
         assert lines and all(line.startswith(f"  {parser.prog.split()[0]} ") for line in lines), parser.prog
         for line in lines:
-            is_slow = " verify examples" in line or " explain " in line
+            is_slow = any(words in line for words in (" verify examples", " explain ", " hardware measure "))
             found[line] = pytest.param(line.strip(), marks=[pytest.mark.slow] if is_slow else [], id=line.strip())
     return list(found.values())
 
@@ -139,14 +141,14 @@ def examples():
 @pytest.mark.parametrize("line", examples())
 def test_examples_of_the_help(line, checkpoints, monkeypatch, capsys):
     program, *arguments = shlex.split(line)
-    if arguments[0] == "checkpoint":
+    if arguments[0] in ("checkpoint", "hardware"):
         monkeypatch.chdir(checkpoints)
         (checkpoints / "one.ckpt").unlink()
     assert program == "lightning-hybrid" and main(arguments) == OK
     assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["", "verify", "explain", "schedule", "env", "checkpoint convert"])
+@pytest.mark.parametrize("command", ["", "verify", "explain", "schedule", "hardware list", "env", "checkpoint convert"])
 def test_help_has_an_example_and_the_exit_statuses(command, capsys):
     with pytest.raises(SystemExit):
         main([*command.split(), "--help"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from dataclasses import dataclass, field
@@ -14,8 +15,8 @@ from harness.trainer_runs import trainer_of
 from models.tiny import loader
 
 LAYOUTS = {"pp2": (2, 2), "dp2": (2, 1), "dp2 x pp2": (4, 2)}
-SHARED_OUT = {"dp2 x zero3": (2, 1)}  # for what is run by `check`
-_OPTIONS = {"dp2 x zero3": {"zero_stage": 3}}
+SHARED_OUT = {"dp2 x zero3": (2, 1), "tp2": (2, 1)}  # for what is run by `check`
+_OPTIONS = {"dp2 x zero3": {"zero_stage": 3}, "tp2": {"tensor_parallel_size": 2}}
 _references: dict[Any, Any] = {}
 
 
@@ -57,7 +58,8 @@ class Run:
 
     def data(self, batch_size=8, num=32, **options):
         """Batches of which the union over the replicas is the one process's."""
-        replicas = self.size // self.pp
+        inner = ("tensor_parallel_size", "context_parallel_size")
+        replicas = self.size // math.prod([self.pp, *(self.strategy.get(size, 1) for size in inner)])
         return loader(batch_size // replicas, num, replicas=1 if replicas == 1 else None, **options)
 
     def val_data(self, num=16):

@@ -134,6 +134,19 @@ def test_larger_inputs_are_recomputed_until_they_are_profiled():
     assert all(torch.equal(a, b) for a, b in zip(trained.gradients(), plain.gradients(), strict=True))
 
 
+def test_a_smaller_profiled_batch_does_not_loosen_the_choices():
+    """A large batch requests a profile, and the batch that is profiled is small: what is known of others stays."""
+    budget = (floor_of(Trained(budget=1000)) + Trained().peak()) // 2
+    trained = Trained(budget)
+    trained.profiled_step()
+    shares = trained.layers.report.kept_share
+    trained.step(rows=512)
+    assert trained.layers.wants_profile
+    trained.profiled_step(rows=16)
+    assert trained.peak() <= budget and not trained.layers.wants_profile
+    assert trained.layers.report.kept_share == shares
+
+
 def test_other_operations_are_recomputed_until_they_are_profiled():
     class Branches(Mixed):
         is_other = False

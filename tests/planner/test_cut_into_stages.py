@@ -49,3 +49,8 @@ def test_alternating_layers_are_balanced_by_flops():
     first, second = (LayerCosts(name, products=(Product(1, 1, flops),)) for name, flops in (("a", 10), ("b", 20)))
     stages = cut_into_stages(ModelCosts("model", (first, second) * 6), 3)
     assert [sum(number for _, number in stage) for stage in stages] == [4, 4, 4]
+
+
+def test_flops_can_be_balanced_where_the_layers_would_divide():
+    stages = cut_into_stages(model(8, head_flops=120.0), 2, "flops")
+    assert [[number for _, number in stage] for stage in stages] == [[1, 5], [3, 1]]

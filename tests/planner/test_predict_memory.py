@@ -55,7 +55,7 @@ def test_a_layer_saves_what_the_paper_says(expected, layout):
 @pytest.mark.parametrize(("stage", "expected"), [(0, 16), (1, 4 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)])
 def test_states_per_parameter_by_zero_stage(stage, expected):
     """Rajbhandari et al. (arXiv 1910.02054), section 5: Adam in mixed precision."""
-    found = terms(PlanLayout(shard=8, zero_stage=stage, batch=8))
+    found = terms(PlanLayout(shard=8, zero_stage=stage, batch=16))
     states = found["parameters"] + found["gradients"] + found["optimizer states"]
     assert states == pytest.approx(expected * transformer_costs(SHAPE).parameters)
 
@@ -101,26 +101,36 @@ def test_earlier_ranks_of_1f1b_hold_more_activations():
     assert held == sorted(held, reverse=True) and held[0] > 3 * held[3]
 
 
+def test_the_first_rank_of_a_v_holds_the_first_and_the_last_stage():
+    layout = PlanLayout(pipeline=4, batch=8, schedule="zero_bubble_v", stages_per_rank=2)
+    predicted = predict(layout)
+    assert [rank["loss"] > 0 for rank in predicted.ranks] == [True, False, False, False]
+    again = predict(dataclasses.replace(layout, stages_per_rank=1))
+    assert again.ranks == predicted.ranks
+
+
 def test_the_loss_is_on_the_last_rank_and_chunks_remove_it():
     layout = PlanLayout(pipeline=2, batch=4, recompute="full")
     logits = S * 50257
     assert terms(layout)["loss"] == 0
     assert terms(layout, rank=1)["loss"] == pytest.approx(14 * logits)
     assert terms(dataclasses.replace(layout, chunked_loss=True), rank=1)["loss"] == 0
+    gpipe = dataclasses.replace(layout, schedule="gpipe")  # whose last rank has all microbatches in flight
+    assert terms(gpipe, rank=1)["loss"] == pytest.approx((14 + 3 * 4) * logits)
 
 
 def test_zero_3_gathers_layers_and_keeps_all_where_it_does_not_reshard():
-    layout = PlanLayout(shard=8, zero_stage=3, batch=8, recompute="full")
+    layout = PlanLayout(shard=8, zero_stage=3, batch=8, recompute="full", chunked_loss=True)
     kept = terms(dataclasses.replace(layout, reshard_after_forward=False))["gathered"]
     costs = transformer_costs(SHAPE)
-    assert 2 * costs.layers[0].parameters < terms(layout)["gathered"] < kept
+    assert 2 * 2 * costs.layers[1].parameters < terms(layout)["gathered"] < kept
     assert kept >= 2 * costs.parameters
     assert terms(dataclasses.replace(layout, zero_stage=1))["gathered"] == 0
 
 
 @pytest.mark.parametrize("kind", ["parameters", "gradients", "optimizer_states", "activations"])
 def test_what_is_offloaded_takes_no_memory(kind):
-    layout = PlanLayout(shard=2, zero_stage=3, batch=2, recompute="full", offload=frozenset({kind}))
+    layout = PlanLayout(shard=2, zero_stage=3, batch=4, recompute="full", offload=frozenset({kind}))
     before, after = terms(dataclasses.replace(layout, offload=frozenset())), terms(layout)
     name = kind.replace("_", " ")
     assert after[name] < before[name] if kind == "activations" else after[name] == 0 < before[name]
@@ -131,6 +141,31 @@ def test_frozen_parameters_have_neither_gradients_nor_states():
     frozen = dataclasses.replace(costs, frozen_parameters=costs.parameters)
     found = predict_memory(frozen, PlanLayout(), MASTER, A100).ranks[0]
     assert found["gradients"] == found["optimizer states"] == 0 < found["parameters"]
+
+
+@pytest.mark.parametrize(("microbatch", "smaller"), [(8, ("gradients",)), (1, ("activations", "loss"))])
+def test_gradients_of_one_microbatch_grow_while_activations_shrink(microbatch, smaller):
+    layout = PlanLayout(shard=2, zero_stage=3, microbatch=microbatch, batch=2 * microbatch, recompute="full")
+    layout = dataclasses.replace(layout, chunked_loss=microbatch == 1)
+    full, found = terms(dataclasses.replace(layout, batch=4 * microbatch)), terms(layout)
+    assert sum(full[name] for name in smaller) > 0 == sum(found[name] for name in smaller)
+    assert {name for name in ("gradients", "activations") if found[name] == full[name]} == {
+        "gradients",
+        "activations",
+    } - set(smaller)
+    replicas = dataclasses.replace(layout, replicate=2, shard=1, zero_stage=0)
+    assert terms(replicas)["gradients"] > 0 < terms(replicas)["activations"]
+
+
+def test_autocast_saves_parameters_in_the_format_of_products():
+    layout, mixed = PlanLayout(batch=2), FORMATS["bf16-mixed"]
+    sharded = dataclasses.replace(mixed, gathered=2)
+    copies = terms(layout, mixed)["activations"] - terms(layout, sharded)["activations"]
+    assert copies == pytest.approx(2 * transformer_costs(SHAPE).parameters)
+    recomputed = dataclasses.replace(layout, recompute="full")
+    outside = transformer_costs(SHAPE).layers[0].parameters + transformer_costs(SHAPE).layers[2].parameters
+    copies = terms(recomputed, mixed)["activations"] - terms(recomputed, sharded)["activations"]
+    assert copies == pytest.approx(2 * outside)
 
 
 def test_a_step_fits_without_what_the_allocator_gives_back():

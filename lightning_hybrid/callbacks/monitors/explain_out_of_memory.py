@@ -5,37 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 
-import torch
 from torch import nn
 
 from lightning_hybrid.callbacks.monitors.draw_rank_memory import format_bytes
 from lightning_hybrid.callbacks.monitors.memory_of_tensors import Holder, bytes_by_kind
+from lightning_hybrid.errors import causes_of
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory
 
-_OF_CPU_ALLOCATOR = ("can't allocate memory", "not enough memory")
 _ADVICE = (
     'what takes less memory: recompute="full" for activations, more num_microbatches with stages, zero_stage=3 for'
     ' parameters, gradients and states, offload="cpu"; lightning-hybrid explain predicts a layout'
 )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised from, says that memory could not be allocated."""
-    return any(_says_so(each) for each in _chain(error))
-
-
-def _says_so(error: BaseException) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_CPU_ALLOCATOR)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def explain_out_of_memory(
@@ -80,7 +60,7 @@ def _location(error: BaseException, module: nn.Module) -> str:
     """The innermost module of the user whose code was running."""
     names = {id(child): name for name, child in module.named_modules()}
     found = ""
-    for each in _chain(error):
+    for each in causes_of(error):
         for frame, line in _frames(each.__traceback__):
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module) and id(owner) in names:

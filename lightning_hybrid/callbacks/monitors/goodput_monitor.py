@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hybrid.callbacks.adascale import GradientNoise
+from lightning_hybrid.callbacks.monitors.logged_series import Series, keep_series
 from lightning_hybrid.callbacks.write_and_log_pictures import log_picture
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 
@@ -84,6 +85,7 @@ class GoodputMonitor(GradientNoise):
             raise ValueError(f"base_batch_size={base_batch_size} must be at least 1")
         self.base_batch_size = base_batch_size
         self.rows: list[GoodputRow] = []
+        self.series: Series = {}
         self._forget_time()
 
     def _forget_time(self) -> None:
@@ -100,7 +102,7 @@ class GoodputMonitor(GradientNoise):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forgets an earlier run, and checks that there are several single batches per step."""
         super().on_train_start(trainer, pl_module)
-        self.rows = []
+        self.rows, self.series = [], {}
         self._forget_time()
         self._since = perf_counter()
 
@@ -146,6 +148,7 @@ class GoodputMonitor(GradientNoise):
             "goodput/goodput": row.goodput,
             "goodput/gain_of_doubling": row.gain_of_doubling,
         }
+        keep_series(self.series, metrics, row.step)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=row.step)
         if row.batch_size > row.noise_scale and not self._has_advised:

@@ -12,10 +12,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_hybrid.callbacks.monitors.draw_rank_memory import draw_rank_memory, memory_table
-from lightning_hybrid.callbacks.monitors.explain_out_of_memory import explain_out_of_memory, is_out_of_memory
+from lightning_hybrid.callbacks.monitors.explain_out_of_memory import explain_out_of_memory
 from lightning_hybrid.callbacks.monitors.gather_rows import gather_rows
+from lightning_hybrid.callbacks.monitors.logged_series import Series, keep_series
 from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter, bytes_by_kind, find_holders
 from lightning_hybrid.callbacks.write_and_log_pictures import log_picture
+from lightning_hybrid.errors import is_out_of_memory
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
 from lightning_hybrid.step.standins.absent_tensors import is_absent
@@ -76,6 +78,7 @@ class MemoryMonitor(Callback):
         self.step, self.every_n_steps, self.num_largest = step, every_n_steps, num_largest
         self.folder = None if folder is None else Path(folder)
         self.measured: list[dict[str, int]] = []
+        self.series: Series = {}
         self.predicted: RankMemory | None = None
         self._saved_by_layer: Mapping[str, int] = {}
         self._forget_step()
@@ -92,6 +95,10 @@ class MemoryMonitor(Callback):
     def connect_prediction(self, predicted: RankMemory, saved_by_layer: Mapping[str, int]) -> None:
         """Take the predicted memory of this rank, and the bytes that each layer saves for one microbatch."""
         self.predicted, self._saved_by_layer = predicted, saved_by_layer
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forgets the series of an earlier run."""
+        self.series = {}
 
     # -- a measured step ----------------------------------------------------------------------------------------------
 
@@ -151,6 +158,7 @@ class MemoryMonitor(Callback):
         if (predicted := max(rank["predicted_total"] for rank in self.measured)) >= 0:
             metrics["memory/predicted_peak"] = float(predicted)
         metrics |= {f"memory/peak/rank_{number}": float(rank["peak"]) for number, rank in enumerate(self.measured)}
+        keep_series(self.series, metrics, step)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
         rank_zero_info(memory_table(self.measured, step))

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_hybrid.callbacks.monitors.count_sent_bytes import AXIS_NAMES, SentBytes
 from lightning_hybrid.callbacks.monitors.count_step_flops import StepFlopCounter
 from lightning_hybrid.callbacks.monitors.gather_rows import gather_rows
+from lightning_hybrid.callbacks.monitors.logged_series import Series, keep_series
 from lightning_hybrid.patching import around
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 from lightning_hybrid.step.objects.pytree import flatten
@@ -76,6 +77,7 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
         self.flops_per_sample: float | None = None
         self._finds_tokens = length_fn is None
         self._why_no_flops = ""
+        self.series: Series = {}
         self._forget_run()
 
     def _forget_run(self) -> None:
@@ -112,6 +114,7 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
         super().on_train_start(trainer)
         self._undo.close()
         self._forget_run()
+        self.series = {}
         self._since = perf_counter()
         loop: Any = trainer.fit_loop.epoch_loop
         for name, hook in (("_on_before_fetch", self._before_fetch), ("_on_after_fetch", self._after_fetch)):
@@ -213,6 +216,8 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
         if device + "flops_per_sec" in metrics:
             metrics[device + "tflops_per_sec"] = metrics[device + "flops_per_sec"] / 1e12
         named = {f"{stage.value}{throughput.separator}{name}": value for name, value in metrics.items()}
+        if stage == RunningStage.TRAINING:
+            keep_series(self.series, named, trainer.global_step)
         trainer._logger_connector.log_metrics(named, step=iter_num)
 
     def _log_waits_and_messages(self, trainer: Trainer) -> None:
@@ -230,6 +235,7 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
         for name, mean in zip(AXIS_NAMES, rows[:, 1:].mean(0).tolist(), strict=False):
             if mean:
                 metrics[f"train/sent_bytes/{name}"] = mean
+        keep_series(self.series, metrics, trainer.global_step)
         trainer._logger_connector.log_metrics(metrics)
 
 

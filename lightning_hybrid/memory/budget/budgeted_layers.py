@@ -145,7 +145,11 @@ class BudgetedLayers(SelectiveCheckpointing):
             return False
         profile.close()
         self._profile = None
-        if not any(run.structure is not None for run in profile.runs):
+        runs = [run for run in profile.runs if run.structure is not None or run.saved_bytes is not None]
+        if not runs:
+            return False
+        if all(map(self._knows, runs)):  # its inputs are smaller than those that the choices are for
+            self._needs_profile = False
             return False
         self._choose_from(profile)
         return True
@@ -172,13 +176,24 @@ class BudgetedLayers(SelectiveCheckpointing):
             total = sum(step.nbytes for step in group.largest.steps if step.is_saved)
             kept = sum(group.largest.steps[number].nbytes for number in choice.kept or ())
             kept_share[fqn] = 1.0 if choice.kept is None or not total else kept / total
-        num_runs = 0
-        for run in profile.runs:
+        num_runs = self._end_profile(profile)
+        self.report = BudgetReport(budget, solution.peak, lowest.peak, self._before, num_runs, kept_share)
+
+    def _knows(self, run: LayerRun) -> bool:
+        """Return whether there is a choice for a profiled run, made for inputs that are as large."""
+        plan, key = self.plans.get(run.fqn), None if run.structure is None else run.structure.key
+        return plan is not None and key in plan.choices and run.input_bytes <= plan.input_bytes
+
+    def _end_profile(self, profile: StepProfile) -> int:
+        """Note for which inputs the choices hold; return the number of runs."""
+        runs = list(profile.runs)
+        for run in runs:
+            self.plans[run.fqn].input_bytes = 0  # choices for larger inputs, of an earlier profile, are replaced
+        for run in runs:
             plan = self.plans[run.fqn]
-            num_runs += 1
             plan.input_bytes = max(plan.input_bytes, run.input_bytes)
         self._needs_profile = False
-        self.report = BudgetReport(budget, solution.peak, lowest.peak, self._before, num_runs, kept_share)
+        return len(runs)
 
     def _floor_message(self, budget: int, lowest: Solution) -> str:
         run, kind = lowest.time.run, lowest.time.kind

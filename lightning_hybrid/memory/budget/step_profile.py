@@ -28,7 +28,11 @@ class LayerRun:
     Attributes:
         fqn: Of the layer.
         input_bytes: Of the tensors that it was called with.
-        structure: None until its forward has ended.
+        structure: None until its forward has ended, and for compiled layers.
+        saved_bytes: That autograd saves in a compiled layer; None until it was recomputed.
+        bytes_before: That were alive before its forward.
+        forward_bytes: The peak of its forward if nothing that it saves is released, above what was alive before.
+        work: Of the forward of a compiled layer, in floating-point operations.
         events: Of its backward so far.
     """
 
@@ -36,6 +40,10 @@ class LayerRun:
     input_bytes: int
     structure: LayerStructure | None = None
     events: list[Event] = field(default_factory=list)
+    saved_bytes: int | None = None
+    bytes_before: int = 0
+    forward_bytes: int = 0
+    work: float = 0.0
     _saves: dict[int, weakref.ref[Any]] = field(default_factory=dict)
 
 
@@ -102,6 +110,14 @@ class StepProfile:
     def end_restore(self, run: LayerRun, saved: SavedInRun) -> None:
         """End what `begin_restore` began."""
         self._backward_event(run, "restored", saved.number)
+
+    def begin_recomputation(self, run: LayerRun) -> None:
+        """Begin to repeat the forward of a layer, as its backward begins."""
+        self._mark("restore", run)
+
+    def end_recomputation(self, run: LayerRun) -> None:
+        """End what `begin_recomputation` began."""
+        self._mark("restored", run)
 
     def begin_optimizer_step(self) -> None:
         """Begin what comes after the backwards."""

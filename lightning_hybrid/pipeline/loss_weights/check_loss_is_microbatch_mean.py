@@ -82,6 +82,7 @@ def measure_weighting(
     splitter: BatchSplitter | None,
     randomness: KeyedRandomness,
     context: Callable[[], AbstractContextManager[Any]],
+    is_fatal: Callable[[Exception], bool] | None = None,
 ) -> LossWeighting:
     """Measure the weighting of the parts of a batch; by samples also where it cannot be measured.
 
@@ -96,6 +97,7 @@ def measure_weighting(
         splitter: Splits batches, where the user has passed one.
         randomness: Its generators are restored.
         context: Entered around each run of the step.
+        is_fatal: Whether an error of the step is raised; the weighting is not measured otherwise, or if None.
     """
     # Copies, since the step may write into its batch.
     partitions = [split(copied_batch(batch), count, splitter)]
@@ -103,7 +105,7 @@ def measure_weighting(
         partitions.append(split_unevenly(copied_batch(batch)))
     batch = copied_batch(batch)
     partitions = [(parts, weights) for parts, weights in partitions if parts]
-    found = _losses_of(root, step, [[batch], *(parts for parts, _ in partitions)], count, randomness, context)
+    found = _losses_of(root, step, [[batch], *(parts for parts, _ in partitions)], count, randomness, context, is_fatal)
     if found is None:
         return LossWeighting()
     if len(found) < 1 + sum(len(parts) for parts, _ in partitions):
@@ -131,6 +133,7 @@ def _losses_of(
     count: int,
     randomness: KeyedRandomness,
     context: Callable[[], AbstractContextManager[Any]],
+    is_fatal: Callable[[Exception], bool] | None,
 ) -> list[tuple[Tensor, dict[Key, float]]] | None:
     """The loss and the logged means of each part, partition by partition; None if they cannot be compared.
 
@@ -156,7 +159,9 @@ def _losses_of(
                 found += of_parts
             if not before.are_unchanged():
                 return None
-        except Exception:  # the step needs gradients, more samples, or more memory than there is
+        except Exception as error:  # the step needs gradients, more samples, or more memory than there is
+            if is_fatal is not None and is_fatal(error):
+                raise
             if len(found) <= count or not before.are_unchanged():
                 return None
     return found

@@ -50,9 +50,10 @@ class GradientHandoff:
             self._before = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
 
     def undo(self) -> None:
-        """Roll back the step: restore the gradients of earlier batches."""
-        for parameter, gradient in zip(self._parameters, self._before, strict=True):
-            parameter.grad = gradient
+        """Roll back the step: restore the gradients of earlier batches, if it may have changed them."""
+        if self._before:
+            for parameter, gradient in zip(self._parameters, self._before, strict=True):
+                parameter.grad = gradient
         self._before = []
 
     def wrap(self, loss: Tensor) -> Tensor:

@@ -42,24 +42,29 @@ class ActionRecorder:
         self._rows: list[tuple[Action, Mark, Mark, float]] = []
         self._memory: list[tuple[Mark, int]] = []
         self._last: Mark = None
+        self._input: list[Mark] = []
         self._is_recording = not self._is_cuda
+
+    def begin_input(self) -> None:
+        """Record that this rank waits for its batch from now on; on a CUDA device, from the end of launched work."""
+        self._input = [self._now()] if self._is_read else []
+
+    def end_input(self) -> None:
+        """Record that the batch of the next step has come."""
+        if len(self._input) == 1:
+            self._input.append(self._now())
 
     def begin(self) -> None:
         """Forget the earlier step."""
         self._rows, self._memory = [], []
-        self._is_recording = not self._is_cuda or bool(self.time_readers or self.memory_readers)
+        self._is_recording = self._is_read
         self._last = self.mark()
 
     def mark(self) -> Mark:
         """The present time, on a CUDA device an event after all launched work; None in a step that is not recorded."""
         if not self._is_recording:
             return None
-        mark: Mark
-        if self._is_cuda:
-            mark = self._new_event()
-            mark.record()
-        else:
-            mark = time.perf_counter()
+        mark = self._now()
         if self.memory_readers:
             self._memory.append((mark, used_bytes(self._device)))
         return mark
@@ -92,9 +97,28 @@ class ActionRecorder:
         seconds = self._seconds()
         return [MemorySample(rank, seconds(mark), size) for mark, size in self._memory]
 
+    def input_wait(self) -> tuple[float, float] | None:
+        """When this rank began to wait for its batch, and when it had it; None if that was not recorded."""
+        if len(self._input) < 2:
+            return None
+        seconds = self._seconds()
+        return seconds(self._input[0]), seconds(self._input[1])
+
+    @property
+    def _is_read(self) -> bool:
+        """Whether times are recorded: always by the clock of the host, and for readers on a CUDA device."""
+        return not self._is_cuda or bool(self.time_readers or self.memory_readers)
+
+    def _now(self) -> Mark:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = self._new_event()
+        event.record()
+        return event
+
     def _seconds(self) -> Callable[[Mark], float]:
         """A function that returns the host's time of a mark."""
-        if not self._is_cuda or not (self._rows or self._memory):
+        if not self._is_cuda or not (self._rows or self._memory or self._input):
             return lambda mark: mark
         now = self._new_event()
         now.record()

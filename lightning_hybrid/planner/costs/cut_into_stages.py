@@ -7,18 +7,23 @@ import itertools
 from collections.abc import Iterator
 
 from lightning_hybrid.planner.costs.layer_costs import LayerCosts, ModelCosts
+from lightning_hybrid.planner.plan_layout import Balance
 
 
-def cut_into_stages(costs: ModelCosts, num_stages: int) -> list[list[tuple[LayerCosts, int]]]:
+def cut_into_stages(
+    costs: ModelCosts, num_stages: int, balanced_by: Balance = "layers"
+) -> list[list[tuple[LayerCosts, int]]]:
     """Cut a model's layers into contiguous stages.
 
-    A run of equal layers with most of the FLOPs is divided into equal numbers where that is possible, as Megatron-LM
-    does: with what precedes it (an embedding) in the first stage and what follows (a head) in the last, or with one
-    layer fewer in the first, the last or both of these. Otherwise the boundaries are those nearest to equal FLOPs.
+    By "layers", a run of equal layers with most of the FLOPs is divided into equal numbers where that is possible, as
+    Megatron-LM does: with what precedes it (an embedding) in the first stage and what follows (a head) in the last, or
+    with one layer fewer in the first, the last or both of these. Otherwise, and by "flops", the boundaries are those
+    nearest to equal FLOPs, as the strategies of this package partition.
 
     Args:
         costs: The model.
         num_stages: Stages of the pipeline, at least 1.
+        balanced_by: What all stages have about the same of.
 
     Returns:
         For each stage its layers with the number of them, in order of execution; no stage is empty.
@@ -28,7 +33,9 @@ def cut_into_stages(costs: ModelCosts, num_stages: int) -> list[list[tuple[Layer
     """
     if costs.num_layers < num_stages:
         raise ValueError(f"{costs.name} has {costs.num_layers} layers, too few for {num_stages} stages")
-    return [list(_between(costs, start, stop)) for start, stop in itertools.pairwise(_boundaries(costs, num_stages))]
+    by_layers = num_stages == 1 or balanced_by == "layers"
+    boundaries = _boundaries(costs, num_stages) if by_layers else _boundaries_by_flops(costs, num_stages)
+    return [list(_between(costs, start, stop)) for start, stop in itertools.pairwise(boundaries)]
 
 
 def _boundaries(costs: ModelCosts, num_stages: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from lightning_hybrid.schedule.generators import SCHEDULE_NAMES, make_schedule
-from lightning_hybrid.schedule.microbatches_in_flight import microbatches_in_flight
+from lightning_hybrid.schedule.schedule_and_actions import Action, Kind
 
 
 @functools.lru_cache(maxsize=4096)
@@ -15,7 +15,7 @@ def in_flight_by_rank(
     """Return for each rank the microbatches of each of its stages that are between forward and backward at its peak.
 
     The peak is the first backward: a rank then has all forwards of its warm-up in flight, and later as many at most.
-    Schedules without a closed form are generated, and the largest number of each of their stages is taken.
+    Schedules without a closed form are generated, for at most four microbatches per rank.
 
     Args:
         schedule: Name of the schedule; "1f1b" with several stages per rank is the interleaved one.
@@ -35,8 +35,18 @@ def in_flight_by_rank(
     elif schedule in ("1f1b", "interleaved_1f1b"):
         return tuple(_interleaved(m, p, stages_per_rank, rank) for rank in range(p))
     name = schedule if schedule in SCHEDULE_NAMES else "1f1b"
-    by_stage = microbatches_in_flight(make_schedule(name, p, min(m, 4 * p), stages_per_rank))
-    return tuple(tuple(by_stage[rank::p]) for rank in range(p))
+    return tuple(_at_peak(row) for row in make_schedule(name, p, min(m, 4 * p), stages_per_rank).actions)
+
+
+def _at_peak(row: tuple[Action, ...]) -> tuple[int, ...]:
+    """Microbatches of each stage, in ascending order of the stages, when all of them together are most."""
+    now = dict.fromkeys(sorted({action.stage for action in row}), 0)
+    peak: tuple[int, ...] = ()
+    for action in row:
+        now[action.stage] += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(action.kind, 0)
+        if sum(now.values()) > sum(peak):
+            peak = tuple(now.values())
+    return peak
 
 
 def _interleaved(num_microbatches: int, num_ranks: int, stages_per_rank: int, rank: int) -> tuple[int, ...]:

@@ -11,16 +11,14 @@ class MemoryConstants:
 
     Attributes:
         fragmentation: Bytes that the allocator reserves but no tensor takes, relative to those that tensors take.
-        backward_share: Gradients of activations held at once, relative to what one layer saves.
         loss_gradients: Gradients of the logits held at once: of the loss and of its softmax.
         reclaimed: Share of the fragments that the allocator gives back when memory is short.
-        bucketed: Elements of gradients, at most, in the buckets of reductions over replicas.
+        bucketed: Elements of gradients in the buckets of reductions over replicas; of fewer gradients, half of them.
     """
 
-    fragmentation: float = 0.1
-    backward_share: float = 0.0
+    fragmentation: float = 0.12
     loss_gradients: float = 2.0
-    reclaimed: float = 0.75
+    reclaimed: float = 0.7
     bucketed: float = 1e9
 
 

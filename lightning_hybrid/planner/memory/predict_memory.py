@@ -8,6 +8,7 @@ optimizer's step, fragmentation, and what the framework takes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from lightning_hybrid.planner.memory.in_flight_by_rank import in_flight_by_rank
 from lightning_hybrid.planner.memory.memory_constants import CONSTANTS, MemoryConstants
 from lightning_hybrid.planner.plan_layout import NumberFormat, PlanLayout
 from lightning_hybrid.planner.predictions import PredictedMemory
+from lightning_hybrid.schedule.generators import placement_of, stages_of_each_rank
+from lightning_hybrid.schedule.schedule_and_actions import stages_of_rank
 
 Stage = Sequence[tuple[LayerCosts, int]]
 
@@ -61,23 +64,43 @@ def predict_memory(
     Raises:
         ValueError: The model has fewer layers than the layout has stages.
     """
-    stages = cut_into_stages(costs, layout.num_stages)
+    each = stages_of_each_rank(layout.schedule, layout.stages_per_rank)
+    placement, num_stages = placement_of(layout.schedule, each), layout.pipeline * each
+    stages = cut_into_stages(costs, num_stages, layout.balanced_by)
     in_flight = in_flight_by_rank(layout.schedule, layout.pipeline, layout.num_microbatches, layout.stages_per_rank)
     ranks, reclaimable = [], []
     for rank in range(layout.pipeline):
-        own = range(rank, layout.num_stages, layout.pipeline)
+        own = stages_of_rank(rank, layout.pipeline, each, placement)
         held = [stages[stage] for stage in own]
-        has_copy = costs.has_tied_embedding and own[-1] == layout.num_stages - 1 and own[0] != 0
+        has_copy = costs.has_tied_embedding and own[-1] == num_stages - 1 and own[0] != 0
         terms = _states(held, costs, has_copy, layout, number_format, constants)
-        gathered = _gathered([each for stage in held for each in stage], layout, number_format, _trained(costs))
-        has_loss = own[-1] == layout.num_stages - 1
+        gathered = _gathered(list(itertools.chain.from_iterable(held)), layout, number_format, _trained(costs))
+        has_loss = own[-1] == num_stages - 1
         terms |= _activations(held, in_flight[rank], has_loss, gathered, layout, number_format, constants)
+        later = _drop_what_comes_later(terms, layout)
         fragments = constants.fragmentation * sum(terms.values())
-        terms["framework"] = hardware.reserved + fragments
         backward = sum(terms[term] for term in ("activations", "loss", "gathered", "communication buffers"))
+        terms["framework"] = hardware.reserved + fragments
         ranks.append(terms)
-        reclaimable.append(constants.reclaimed * fragments + min(backward, terms["optimizer step"]))
+        reclaimable.append(constants.reclaimed * fragments + min(backward - later, terms["optimizer step"]))
     return PredictedMemory(tuple(ranks), hardware.memory, tuple(reclaimable))
+
+
+def _drop_what_comes_later(terms: dict[str, float], layout: PlanLayout) -> float:
+    """With one microbatch, gradients grow while activations shrink: remove the smaller from ``terms``.
+
+    Returns:
+        Bytes of gradients that are there in the optimizer's step, but no longer in ``terms``.
+    """
+    if layout.num_microbatches > 1 or (layout.data > 1 and not layout.zero_stage):
+        return 0.0  # gradients of earlier microbatches, or the buckets of which gradients are views
+    gradients = terms["gradients"] + terms["communication buffers"]
+    if gradients > terms["activations"] + terms["loss"]:
+        terms["activations"] = terms["loss"] = 0.0
+        return 0.0
+    later = terms["gradients"]
+    terms["gradients"] = terms["communication buffers"] = 0.0
+    return later
 
 
 def _states(
@@ -113,8 +136,8 @@ def _states(
         terms["optimizer step"] = 0.0
     for kind in layout.offload - {"activations"}:
         terms[kind.replace("_", " ")] = 0.0
-    if layout.data > 1 and layout.zero_stage < 3:
-        terms["communication buffers"] = min(constants.bucketed, held.total * trained) * number_format.reduced
+    if layout.zero_stage in (1, 2) and layout.shard > 1:
+        terms["communication buffers"] = min(constants.bucketed, held.total * trained / 2) * number_format.reduced
     return terms
 
 
@@ -122,26 +145,23 @@ class _Gathered(NamedTuple):
     """Bytes of full parameters and gradients that ZeRO holds for a moment.
 
     Attributes:
-        always: Parameters outside layers and of one layer.
-        layer: Besides, in a layer's backward: the next layer's parameters, and this one's gradients.
-        loss: Besides, in the loss: gradients outside layers.
+        always: Of the whole step: parameters that are not resharded.
+        layer: Besides, in a layer's backward: its parameters and those of the next one, and its gradients.
     """
 
     always: float
     layer: float
-    loss: float
 
 
 def _gathered(layers: Stage, layout: PlanLayout, number_format: NumberFormat, trained: float) -> _Gathered:
     is_gathered = (layout.zero_stage >= 3 and layout.shard > 1) or "parameters" in layout.offload
     is_reduced = layout.zero_stage >= 2 and layout.shard > 1
-    outside = _parameters([each for each in layers if not each[0].is_recomputed], layout).total
-    inside = max((_parameters([(layer, 1)], layout).total for layer, _ in layers if layer.is_recomputed), default=0.0)
+    largest = max(_parameters([(layer, 1)], layout).total for layer, _ in layers)
     element = number_format.gathered if is_gathered else 0
     gradient = (number_format.gathered if is_gathered else number_format.gradient) * trained if is_reduced else 0.0
     if is_gathered and not layout.reshard_after_forward:
-        return _Gathered(_parameters(layers, layout).total * element, inside * gradient, outside * gradient)
-    return _Gathered((outside + inside) * element, inside * (element + gradient), outside * gradient)
+        return _Gathered(_parameters(layers, layout).total * element, largest * gradient)
+    return _Gathered(0.0, largest * (2 * element + gradient))
 
 
 def _activations(
@@ -154,30 +174,42 @@ def _activations(
     constants: MemoryConstants,
 ) -> dict[str, float]:
     """Bytes saved for the backward of all microbatches in flight, and those of one layer's backward, or of the loss."""
-    saved = one_layer = loss = 0.0
+    saved = one_layer = loss = waiting = 0.0
+    samples = layout.microbatch / (layout.tensor * layout.context)
     for stage, microbatches in zip(stages, in_flight, strict=True):
         for layer, count in stage:
             kept, full = _saved(layer, layout, number_format), _saved_bytes(layer, layout, number_format, "none")
+            if not (layout.recompute == "full" and layer.is_recomputed):
+                saved += count * _autocast_copies(layer, layout, number_format)
             # Where activations are on the host, those of two layers are on the device.
             saved = max(saved, 2 * kept) if "activations" in layout.offload else saved + microbatches * count * kept
-            one_layer = max(one_layer, full - kept + constants.backward_share * full)
+            one_layer = max(one_layer, full - kept)
             logit = 4 + number_format.activation % 4
             in_loss = layer.float32_saved * logit + layer.peak_only * 4 * constants.loss_gradients
-            loss = max(loss, in_loss * layout.microbatch / (layout.tensor * layout.context))
+            loss = max(loss, in_loss * samples)
+            waiting += (microbatches - 1) * layer.float32_saved * 4 * samples
         if not (has_loss and stage is stages[-1]):  # what was sent on is held until its gradient is back
             saved += microbatches * _outputs(stage[-1][0], layout, number_format)
     if layout.chunked_loss:
-        loss = 0.0
+        loss = waiting = 0.0
     if layout.pipeline > 1:
         saved += 2 * _outputs(stages[0][-1][0], layout, number_format)
-    if loss + gathered.loss >= one_layer + gathered.layer:
-        return {"activations": saved, "loss": loss, "gathered": gathered.always + gathered.loss}
-    return {"activations": saved + one_layer, "loss": 0.0, "gathered": gathered.always + gathered.layer}
+    if loss >= one_layer + gathered.layer:
+        return {"activations": saved, "loss": waiting + loss, "gathered": gathered.always}
+    return {"activations": saved + one_layer, "loss": waiting, "gathered": gathered.always + gathered.layer}
 
 
 def _trained(costs: ModelCosts) -> float:
     """Share of the parameters that take gradients."""
     return 1.0 - costs.frozen_parameters / max(costs.parameters, 1)
+
+
+def _autocast_copies(layer: LayerCosts, layout: PlanLayout, number_format: NumberFormat) -> float:
+    """Bytes of a layer's parameters in the format of products, which autocast makes and saves for the backward."""
+    is_autocast = number_format.parameter > number_format.activation and not number_format.compute_copy
+    if not is_autocast or number_format.gathered <= number_format.activation:
+        return 0.0  # ZeRO gathers that format
+    return _parameters([(layer, 1)], layout).total * number_format.activation
 
 
 def _saved(layer: LayerCosts, layout: PlanLayout, number_format: NumberFormat) -> float:

@@ -68,7 +68,7 @@ class _StepModel:
 
     def predict(self) -> PredictedTime:
         layout = self.layout
-        stages = cut_into_stages(self.costs, layout.num_stages)
+        stages = cut_into_stages(self.costs, layout.num_stages, layout.balanced_by)
         ranks: list[list[tuple[LayerCosts, int]]] = [[] for _ in range(layout.pipeline)]
         for number, stage in enumerate(stages):
             ranks[number % layout.pipeline].extend(stage)

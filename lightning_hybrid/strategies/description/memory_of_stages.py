@@ -19,7 +19,7 @@ from lightning_hybrid.memory.estimate_rank_memory import (
 )
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 from lightning_hybrid.parts.shard_boxes import shard_of
-from lightning_hybrid.schedule.microbatches_in_flight import microbatches_in_flight
+from lightning_hybrid.schedule.microbatches_in_flight import in_flight_at_peak
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.absent_tensors import full_shape
@@ -53,7 +53,7 @@ def memory_of_stages(run: Run, optimizers: Sequence[Optimizer], num_microbatches
             is_trained=parameter.requires_grad,
             layer=layers.get(name, ""),
         )
-        for stage in stages.of(name):
+        for stage in stages.first_on_each_rank(name):
             members[stage].append(here)
     return [
         estimate_rank_memory(
@@ -112,6 +112,11 @@ class _Stages:
     def of(self, name: str) -> tuple[int, ...]:
         return (0,) if self._plan is None else self._plan.stages_of(name)
 
+    def first_on_each_rank(self, name: str) -> Iterable[int]:
+        """The stages that hold a parameter, but of those of one rank, which share it, the first alone."""
+        stages = self.of(name)
+        return stages if self._plan is None else {self._plan.rank_of(stage): stage for stage in stages[::-1]}.values()
+
     def shape(self, name: str, parameter: Tensor, *, sharded: bool = False) -> tuple[int, ...]:
         shardings = self._shardings if sharded else self._before_zero
         return shard_of(shardings, name, full_shape(parameter)).shape
@@ -163,4 +168,4 @@ def _activations(run: Run, num_microbatches: int, num_stages: int) -> Sequence[i
     policies = {} if run.recomputation is None else run.recomputation.policies
     schedule = plan.training_schedule(num_microbatches)
     saved = activation_bytes(plan.first.assignment, policies)
-    return [each * count for each, count in zip(saved, microbatches_in_flight(schedule), strict=True)]
+    return [each * count for each, count in zip(saved, in_flight_at_peak(schedule, saved), strict=True)]

@@ -26,6 +26,7 @@ from lightning_hybrid.pipeline.step_runner_interface_and_results import StepResu
 from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.strategies.execution.apply_rebalanced_cuts import apply_pending_cuts, pending_cuts
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
@@ -86,7 +87,11 @@ class LayoutChooser:
         if isinstance(runner, PlainRunner) and is_inspected:
             runner.recheck_weighting()
         if self._run.is_pipelined:
-            self._keep_pipelined(step_arguments(module, "training_step", batch, batch_idx))
+            arguments = step_arguments(module, "training_step", batch, batch_idx)
+            if pending_cuts(self._setting.trainer) is None or self._has_list_optimizers:
+                self._keep_pipelined(arguments)
+            else:
+                self._rebalance(arguments)
         elif self._num_tries and self._run.zero3_fallback is not None:
             with self._setting.world.as_launcher():
                 self._try_to_partition(step_arguments(module, "training_step", batch, batch_idx))
@@ -147,10 +152,17 @@ class LayoutChooser:
         return result
 
     def _decide(self, runner: PlainRunner, args: Sequence[Any], *, is_written: bool) -> None:
-        setting, run = self._setting, self._run
-        with setting.contexts.training_step_hook(), run.gathered():
-            context, compares = run.context("training_step"), setting.checks_objective
-            runner.decide(setting.module.training_step, args, context, compares=compares, is_written=is_written)
+        setting, run, fit = self._setting, self._run, self._execution.fit
+
+        def decide() -> None:
+            with setting.contexts.training_step_hook(), run.gathered():
+                context, compares = run.context("training_step"), setting.checks_objective
+                runner.decide(setting.module.training_step, args, context, compares=compares, is_written=is_written)
+
+        if fit is None:
+            decide()
+        else:
+            fit.guard(decide)
 
     # -- pipelined ----------------------------------------------------------------------------------------------------
 
@@ -189,6 +201,13 @@ class LayoutChooser:
                 return
             world.rendezvous("a change of the layout")
             self._change_layout(arguments, "" if self._num_tries else world.first_reason(error))
+
+    def _rebalance(self, arguments: Sequence[Any]) -> None:
+        """Partition the module anew, at the cuts that measured steps have chosen on all ranks."""
+        with self._setting.world.as_launcher():
+            self._setting.world.rendezvous("a change of the layout")
+            self._owner.setting = apply_pending_cuts(self._setting)
+            self._change_layout(arguments, "")
 
     def _choose_trace(self, arguments: Sequence[Any]) -> None:
         setting, runner = self._setting, self._run.runner

@@ -16,12 +16,17 @@ from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.precision.message_dtypes import check_gather_dtype
 from lightning_hybrid.strategies.description.connect_monitors import connect_monitors
 from lightning_hybrid.strategies.description.print_run_start_lines import announce_run
+from lightning_hybrid.strategies.execution.apply_rebalanced_cuts import with_cuts_of_checkpoint
 from lightning_hybrid.strategies.execution.change_layout_during_run import LayoutChooser
 from lightning_hybrid.strategies.execution.first_step_check import FirstStepCheck
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
 from lightning_hybrid.strategies.logs.delay_logger_calls import drop_logger_calls
 from lightning_hybrid.strategies.logs.log_reduction import silence_sync_dist_advice
 from lightning_hybrid.strategies.logs.throughput_per_device import count_devices_in_throughput
+from lightning_hybrid.strategies.out_of_memory.agree_before_collectives import MemoryGuard
+from lightning_hybrid.strategies.out_of_memory.double_microbatches_until_they_fit import FittingMicrobatches
+from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import check_microbatch_option
+from lightning_hybrid.strategies.out_of_memory.search_batch_size_over_ranks import guard_trials, searches_batch_size
 from lightning_hybrid.strategies.run.build_run import build_run
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
 from lightning_hybrid.strategies.run.connect_reducers_and_optimizers import connect_optimizers
@@ -76,7 +81,8 @@ class RunLifecycle:
         check_is_full(module)
         silence_sync_dist_advice()
         is_fitting = trainer.state.fn == "fit"
-        world, options, precision = strategy.world, strategy.options, strategy.precision_plugin
+        world, precision = strategy.world, strategy.precision_plugin
+        options = with_cuts_of_checkpoint(trainer, strategy.options, world.layout)
         if (float8 := getattr(precision, "float8", None)) is not None:
             float8.check_layout(world.layout)
         if recompute is not None:
@@ -90,6 +96,7 @@ class RunLifecycle:
         self.state, self._files = state, files
         self._partition: ModulePartition | None = None  # of a layout that is not announced yet
         self._is_announced = False
+        self._modes: list[tuple[nn.Module, bool]] = []  # of modules, before a trial of a batch size
         self.optimization = Optimization()
         self.setting = Setting(
             trainer=trainer,
@@ -115,6 +122,7 @@ class RunLifecycle:
         self.first_step = FirstStepCheck(self)
         if is_fitting and options.verify_first_step:
             self.first_step.begin()
+        self._guard_memory()
 
     def begin(self, empty: EmptyInit | None) -> bool:
         """Synchronize the initial weights of all ranks, and build the run; collective.
@@ -149,6 +157,36 @@ class RunLifecycle:
         if self.setting.is_fitting and not self.optimization.offloaded:
             _optimizers_to_device(optimizers, self.setting.device)
         self.state.pickle_in_full(optimizers)
+
+    def _guard_memory(self) -> None:
+        """Let all ranks stop together where one runs out of memory, if the user wants something larger tried."""
+        setting, world = self.setting, self.setting.world
+        fits = setting.is_fitting and setting.options.microbatch is not None
+        if not fits and not (searches_batch_size(setting.trainer) and world.layout.world_size > 1):
+            return
+        guard = MemoryGuard(world.mesh, world.timeout, world.any_failed)
+        if fits:
+            check_microbatch_option(setting)
+            self.execution.fit = FittingMicrobatches(setting, guard)
+        else:
+            world.until_end.callback(guard_trials(world, guard, self._begin_trial, self._abandon_trial))
+
+    def _begin_trial(self) -> None:
+        self._modes = [(each, each.training) for each in self.setting.module.modules()]
+        if self.run.runner is not None:
+            self.run.runner.forget_batch_sizes()
+
+    def _abandon_trial(self) -> None:
+        self.execution.abandon()
+        if self.run.zero is not None:
+            self.run.zero.end_evaluation()
+        for module, is_training in self._modes:
+            module.training = is_training
+        trainer = self.setting.trainer
+        trainer.training = True  # a validation may have failed
+        trainer._logger_connector.reset_results()
+        trainer._logger_connector.reset_metrics()
+        self._begin_trial()
 
     # -- the owner of the run -----------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.collectives.exchange_and_compare_step_numbers import StepBroken
+from lightning_hybrid.errors import RankOutOfMemory
 from lightning_hybrid.pipeline.results.gradient_handoff import GradientHandoff
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
@@ -20,9 +21,10 @@ from lightning_hybrid.schedule import Action, Kind
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.execution.measure_first_activations import FirstActivations
-from lightning_hybrid.strategies.logs.delay_logger_calls import flush_logger_calls
+from lightning_hybrid.strategies.logs.delay_logger_calls import drop_logger_calls, flush_logger_calls
 from lightning_hybrid.strategies.logs.log_reduction import begin_logs, log_for_all, log_for_replica
 from lightning_hybrid.strategies.options.weigh_microbatches_by_count import weigh_by_count
+from lightning_hybrid.strategies.out_of_memory.double_microbatches_until_they_fit import FittingMicrobatches
 from lightning_hybrid.strategies.run.build_run import RunOwner, running_layers
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
@@ -39,6 +41,7 @@ class StepExecution:
     Attributes:
         recorder: Records when this rank did what in the latest training step.
         gradients_are_complete: Whether gradients are summed over stages and averaged over replicas.
+        fit: Doubles the number of microbatches where they do not fit into memory; None unless the user wants it.
         is_syncing: Whether the backwards of this batch average gradients; those of accumulated batches do not.
     """
 
@@ -50,6 +53,7 @@ class StepExecution:
         self._evaluated = evaluated
         self._activations = FirstActivations(owner.setting)
         self._finish_logs: Callable[[], Callable[[], None]] | None = None
+        self.fit: FittingMicrobatches | None = None
         self._until_backward = contextlib.ExitStack()  # a forward and its recomputation are both compiled
 
     @property
@@ -90,12 +94,13 @@ class StepExecution:
         # Where Lightning will run no backward (SWA's last pass, for BatchNorm), gradients are never handed over.
         unused = trainer.fit_loop._skip_backward
         is_first = trainer.fit_loop.epoch_loop.batch_idx % accumulated == 0
+        is_guarded = self.fit is not None and self.fit.begin(runner, args[0])
         deposit = GradientHandoff(
             [p for _, p in parameters_of(modules_in(setting.module)) if not is_absent(p)],
             zeroed_before_backward=is_first or unused,
             expected_seed=seed_factor,
             shown=unused or old_gradients_are_read(trainer),
-            can_roll_back=runner.can_roll_back_step,
+            can_roll_back=runner.can_roll_back_step or is_guarded,
         )
         restore_feedback = keep_feedback(self._run, self._owner.optimization.reducers, runner.can_roll_back_step)
         weight = setting.options.microbatch_weight
@@ -105,13 +110,23 @@ class StepExecution:
             steps.is_allowed = self.is_syncing and not unused and not may_run_again
         callbacks = self._before_backward, self._after_backward, self._reduce_stage
         train = TrainContext(seed_factor, *callbacks, self.recorder, weigh, self._activations.measure)
+        out_of_memory: RankOutOfMemory | None = None
         try:
             result = run_step("training_step", args, train)
+        except RankOutOfMemory as error:
+            out_of_memory = error
         except StepBroken as broken:
             restore_feedback()
             deposit.undo()
             broken.arguments = args
             raise
+        if out_of_memory is not None:
+            deposit.undo()
+            self.abandon()
+            if self.fit is None:
+                raise out_of_memory
+            self.fit.double(runner, args[0], out_of_memory)
+            return self._scheduled_step(args, runner, run_step)
         if result.was_rolled_back:
             restore_feedback()
             deposit.undo()
@@ -188,20 +203,28 @@ class StepExecution:
         backwards = runner.num_backwards(args[0]) if train is not None else 0
         if run.experts is not None and train is not None:
             run.experts.check_equal_microbatches(backwards)
-        gathered = nullcontext() if manual_optimization else run.gathered(backwards)
+        fit = self.fit if train is not None else None
+
+        def run_gathered() -> StepResult:
+            with nullcontext() if manual_optimization else run.gathered(backwards):
+                result = runner.run(
+                    name,
+                    getattr(module, name),
+                    args,
+                    step_number=number,
+                    context=run.context(name),
+                    train=train,
+                    share_output=share,
+                    manual_optimization=manual_optimization,
+                )
+                if fit is not None:
+                    fit.meet()
+                flush_logger_calls(module)
+                return result
+
         # Once for the step: each forward and backward runs code of the user.
-        with setting.contexts.advice(), setting.world.as_user(), gathered:
-            result = runner.run(
-                name,
-                getattr(module, name),
-                args,
-                step_number=number,
-                context=run.context(name),
-                train=train,
-                share_output=share,
-                manual_optimization=manual_optimization,
-            )
-            flush_logger_calls(module)
+        with setting.contexts.advice(), setting.world.as_user():
+            result = run_gathered() if fit is None else fit.run(runner, run_gathered)
         if result.was_rolled_back:
             return result
         if trains:
@@ -312,6 +335,14 @@ class StepExecution:
             yield
         finally:
             self.is_syncing = True
+
+    def abandon(self) -> None:
+        """End a step that has run out of memory on some rank; on all ranks, when none waits for another."""
+        self._until_backward.close()
+        self._finish_logs = None
+        drop_logger_calls(self._setting.module)
+        for reducer in self._owner.optimization.reducers.values():
+            reducer.abandon()
 
     def close(self) -> None:
         """Restore the layers at the end of a layout."""

@@ -56,6 +56,7 @@ class Options:
     compile: Literal["units"] | dict[str, Any] | None
     example_batch: Any
     max_microbatches_in_flight: int | None = None
+    microbatch: Literal["auto"] | None = None
     expert_chunks: int = 1
     optimizer_in_backward: bool = False
     chunked_loss: bool | int = False
@@ -97,6 +98,11 @@ class Options:
             raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {', '.join(SCHEDULE_NAMES)}")
         if self.num_microbatches != "auto" and not _is_count(self.num_microbatches):
             raise ValueError(f"num_microbatches={self.num_microbatches!r}; use 'auto' or a whole number of 1 or more")
+        if self.microbatch not in (None, "auto"):
+            raise ValueError(
+                f"microbatch={self.microbatch!r}; use 'auto' for the largest microbatch that fits into memory, or set"
+                " num_microbatches"
+            )
         if not _is_count(self.stages_per_rank):
             raise ValueError(f"stages_per_rank={self.stages_per_rank!r}; use a whole number of 1 or more")
         limit = self.max_microbatches_in_flight

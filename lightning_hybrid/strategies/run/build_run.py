@@ -130,7 +130,8 @@ def recompute_without_runner(run: Run) -> Run:
     if setting.recompute is None:
         return run
     is_compiled = setting.options.compile is not None
-    budget = budgeted_layers(setting.recompute, setting.device, setting.world.num_processes)
+    syncs_norms = setting.norms is not None
+    budget = budgeted_layers(setting.recompute, setting.world, setting.options, syncs_norms=syncs_norms)
     recomputation = recompute_plain_layers(setting.module, setting.recompute, compiled=is_compiled, budget=budget)
     return dataclasses.replace(run, recomputation=recomputation)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,7 +35,9 @@ from lightning_hybrid.strategies.techniques.expert_parallel import ExpertPlanner
 from lightning_hybrid.strategies.techniques.plan_tensor_parallelism import TensorPlanner, plan_folder
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import LayerReads, zero_shardings
 from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import why_no_stages
+from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
+from lightning_hybrid.tensor.search.unit_search import plan_unit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +68,16 @@ class ModulePartition:
         graph: The recorded training step, of one microbatch, where layers are planned by it.
     """
 
-    def __init__(self, run: Run, randomness: KeyedRandomness, *, may_retry: bool) -> None:
+    def __init__(
+        self,
+        run: Run,
+        randomness: KeyedRandomness,
+        *,
+        may_retry: bool,
+        find_tensor_plan: Callable[..., UnitPlan] = plan_unit,
+    ) -> None:
         self.run, self.may_retry = run, may_retry
+        self._find_tensor_plan = find_tensor_plan
         self.tensor_planner: TensorPlanner | None = None
         self.expert_planner: ExpertPlanner | None = None
         self.layer_reads = LayerReads()
@@ -213,6 +223,7 @@ class ModulePartition:
                 sequence_parallel=options.sequence_parallel,
                 plan=options.tensor_parallel_plan,
                 folder=plan_folder(setting.trainer) if world.mesh.rank == 0 else None,  # the first plans for all
+                find=self._find_tensor_plan,
             )
             runner.unit_observers.append(self.tensor_planner.watching)
         if options.zero_stage and self.run.is_pipelined:
@@ -260,7 +271,8 @@ class ModulePartition:
     def _recomputation(self, recompute: Recompute, plan: StagePlan) -> Recomputation:
         setting = self._setting
         module, is_compiled = setting.module, setting.options.compile is not None
-        budget = budgeted_layers(recompute, setting.device, setting.world.num_processes)
+        syncs_norms = setting.norms is not None
+        budget = budgeted_layers(recompute, setting.world, setting.options, syncs_norms=syncs_norms)
         if not self.run.is_pipelined:
             return recompute_plain_layers(module, recompute, compiled=is_compiled, budget=budget)
         assert plan.first is not None

@@ -88,6 +88,7 @@ def describe_choices(report: BudgetReport, recompute: Any) -> str:
     shares = list(report.kept_share.values())
     everything = sum(share == 1.0 for share in shares)
     least = f"; the others keep {100 * min(shares):.0f} % or more of their bytes" if everything < len(shares) else ""
+    least = "; the others are recomputed in full" if least and set(shares) <= {0.0, 1.0} else least
     return (
         f"recompute={recompute!r}: {format_budget(report.budget)} on the first rank, {format_budget(report.floor)} are"
         f" the least; {everything} of {len(shares)} layers keep everything{least}"

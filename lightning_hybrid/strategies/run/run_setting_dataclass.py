@@ -30,6 +30,7 @@ def shards_module(layout: ParallelLayout, *, shards_manual_steps: bool = False) 
 def needs_runner(options: Options, layout: ParallelLayout, *, shards_manual_steps: bool = False) -> bool:
     """Return whether a runner of this package runs the steps; the user's step runs unchanged otherwise."""
     in_microbatches = (options.microbatches or 1) > 1 or options.microbatch_weight is not None
+    in_microbatches |= options.microbatch is not None
     return in_microbatches or shards_module(layout, shards_manual_steps=shards_manual_steps)
 
 

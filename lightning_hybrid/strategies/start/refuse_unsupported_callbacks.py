@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
+from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
+from lightning_hybrid.callbacks.slow_links.local_sgd import LocalSGD
+from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.shared_memory.point_to_point_transfers import transfers_of
 
 
-def check_callbacks(trainer: Any, layout: ParallelLayout, *, is_recorded: bool) -> None:
+def check_callbacks(trainer: Any, mesh: Mesh, *, is_recorded: bool) -> None:
     """Refuse callbacks that cannot agree over ranks, before anything has changed.
 
     ``is_recorded`` means that steps run from a recording, which names the parameters of each layer.
@@ -17,13 +21,20 @@ def check_callbacks(trainer: Any, layout: ParallelLayout, *, is_recorded: bool) 
     Raises:
         ValueError: There is such a callback.
     """
+    layout = mesh.layout
     world_size, num_stages = layout.world_size, layout.pipeline_parallel_size
     is_sharded = world_size > layout.data_replicate_size or layout.expert_parallel_size > 1
     for callback in trainer.callbacks:
-        if isinstance(callback, BatchSizeFinder) and world_size > 1:
+        is_search = isinstance(callback, BatchSizeFinder) and world_size > 1
+        if is_search and trainer.state.fn != TrainerFn.FITTING:
             raise ValueError(
-                f"{type(callback).__name__} tries sizes until memory runs out, and one of {world_size} ranks that runs"
-                " out of memory in the middle of a step leaves the others waiting for it; find the batch size of one"
+                f"{type(callback).__name__} in trainer.{trainer.state.fn.value} tries batches inside of an evaluation,"
+                f" whose samples {world_size} ranks have divided already; search in trainer.fit, or with devices=1, and"
+                " make another Trainer without the callback"
+            )
+        if is_search and (why := why_ranks_cannot_stop_together(trainer, mesh)):
+            raise ValueError(
+                f"{type(callback).__name__} tries sizes until memory runs out, and {why}; find the batch size of one"
                 " replica with devices=1 and Lightning's own strategy, or set it yourself, and remove the callback"
             )
         if isinstance(callback, ModelPruning) and (is_sharded or is_recorded):
@@ -34,3 +45,26 @@ def check_callbacks(trainer: Any, layout: ParallelLayout, *, is_recorded: bool) 
                 f" {why}; prune after fit, when the module is full, or train with replicas alone:"
                 " pipeline_parallel_size=1, stages_per_rank=1, tensor_parallel_size=1, zero_stage=0, num_microbatches=1"
             )
+
+
+def why_ranks_cannot_stop_together(trainer: Any, mesh: Mesh) -> str:
+    """Return why the ranks of a run cannot all stop in a step in which one runs out of memory; "" if they can.
+
+    Collective over the ranks of a pipeline.
+    """
+    layout = mesh.layout
+    if layout.expert_parallel_size > 1:
+        return (
+            f"ranks that share experts (expert_parallel_size={layout.expert_parallel_size}) exchange tokens in the"
+            " middle of a step, which cannot be undone if one of them runs out of memory"
+        )
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientCompression | LocalSGD):
+            name = type(callback).__name__
+            return f"{name} keeps what a step that is undone has left of its messages; remove {name}"
+    if layout.pipeline_parallel_size > 1 and transfers_of(mesh.group("pp")) is None:
+        return (
+            f"messages between the {layout.pipeline_parallel_size} pipeline ranks can be discarded in the memory of one"
+            " host only, on CPUs: a rank that runs out of memory would leave others waiting for its messages"
+        )
+    return ""

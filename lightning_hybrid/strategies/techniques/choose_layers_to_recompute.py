@@ -6,26 +6,42 @@ import math
 from collections.abc import Collection, Mapping
 from itertools import groupby
 
-import torch
 from torch import nn
 
 from lightning_hybrid.errors import RecomputeError
+from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers
 from lightning_hybrid.memory.budget.byte_sizes import parse_budget
+from lightning_hybrid.memory.budget.compiled_layers import BudgetedCompiledLayers
 from lightning_hybrid.memory.recompute_layers import Recomputation
 from lightning_hybrid.memory.recompute_policies import Policy, Recompute, is_selective, layer_policies
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers, shortened
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
+from lightning_hybrid.strategies.options.strategy_options import Options
+from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
 from lightning_hybrid.verify.check_available_memory import free_bytes
 from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 
 
-def budgeted_layers(recompute: Recompute, device: torch.device, ranks_on_host: int) -> BudgetedLayers | None:
-    """Return what chooses the recomputation by a budget; None where ``recompute`` is none."""
+def budgeted_layers(
+    recompute: Recompute, world: RankWorld, options: Options, *, syncs_norms: bool
+) -> BudgetedLayers | None:
+    """Return what chooses the recomputation by a budget; None where ``recompute`` is none.
+
+    Args:
+        recompute: The option.
+        world: The ranks.
+        options: The arguments of the strategy.
+        syncs_norms: Whether BatchNorm takes means over replicas.
+
+    Raises:
+        RecomputeError: Layers are compiled, and ranks communicate in them.
+    """
     budget = parse_budget(recompute)
     if budget is None:
         return None
+    device, ranks_on_host = world.device, world.num_processes
 
     def nbytes(before: int) -> int:
         """Return the budget in bytes, from those that this rank uses between steps."""
@@ -41,7 +57,34 @@ def budgeted_layers(recompute: Recompute, device: torch.device, ranks_on_host: i
             )
         return int(budget.share * (free + before))
 
-    return BudgetedLayers(device, nbytes, f"recompute={recompute!r}")
+    if options.compile is None:
+        return BudgetedLayers(device, nbytes, f"recompute={recompute!r}")
+    _refuse_communication_in_layers(recompute, world.layout, options, syncs_norms=syncs_norms)
+    return BudgetedCompiledLayers(device, nbytes, f"recompute={recompute!r}")
+
+
+def _refuse_communication_in_layers(
+    recompute: Recompute, layout: ParallelLayout, options: Options, *, syncs_norms: bool
+) -> None:
+    """Refuse what a budget of compiled layers would repeat on some of the ranks only.
+
+    Raises:
+        RecomputeError: Ranks communicate in layers.
+    """
+    causes = {
+        f"tensor_parallel_size={layout.tensor_parallel_size}": layout.tensor_parallel_size > 1,
+        f"context_parallel_size={layout.context_parallel_size}": layout.context_parallel_size > 1,
+        f"expert_parallel_size={layout.expert_parallel_size}": layout.expert_parallel_size > 1,
+        "zero_stage=3": options.zero_stage == 3,
+        "sync_batchnorm=True": syncs_norms,
+    }
+    if cause := next((name for name, is_set in causes.items() if is_set), None):
+        raise RecomputeError(
+            f"recompute={recompute!r} is a budget, by which each rank chooses the compiled layers that it recomputes in"
+            f" full, and with {cause} a layer that is recomputed communicates with other ranks; leave compile out, or"
+            " set recompute to 'full' or n for every n-th layer",
+            entry="recompute-budget-compiled",
+        )
 
 
 def recompute_layers(
@@ -56,7 +99,7 @@ def recompute_layers(
     """Return the recomputation of layers of a recorded step, of those in the local stages ``here``.
 
     Raises:
-        RecomputeError: There is no layer, no pattern matches one, or a budget would choose for compiled layers.
+        RecomputeError: There is no layer, no pattern matches one, or a budget would choose for what the user compiled.
     """
     recording, assignment = variant.recording, variant.assignment
     layers = find_layers(recording.units)
@@ -100,15 +143,18 @@ def _policies(
     """Return the policies by layer; compiled code cannot be traced: its layers are recomputed in full.
 
     Raises:
-        RecomputeError: A pattern matches no layer; or a budget would have to choose for a compiled layer.
+        RecomputeError: A pattern matches no layer; or a budget would have to choose for a layer that the user compiled.
     """
     policies = layer_policies(recompute, layers)
+    is_budget = parse_budget(recompute) is not None
+    compiled = compiled and not is_budget  # `BudgetedCompiledLayers` recomputes layers in full, or not at all
     for fqn, layer in layers.items():
         if is_selective(policies[fqn]) and (compiled or any(id(inner) in by_user for inner in layer.modules())):
-            if parse_budget(recompute) is not None:
+            if is_budget:
                 raise RecomputeError(
-                    f"recompute={recompute!r} is a budget, which needs the operations of layers, and {fqn} is compiled;"
-                    " leave compile out, or set recompute to 'full', n for every n-th layer, or names of layers",
+                    f"recompute={recompute!r} is a budget, which needs the operations of layers, and you compiled"
+                    f" {fqn}; set compile='units' instead of that, or recompute to 'full', n for every n-th layer, or"
+                    " names of layers",
                     entry="recompute-budget-compiled",
                 )
             policies[fqn] = "full"

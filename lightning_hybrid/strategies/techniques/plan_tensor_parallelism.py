@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -34,11 +34,12 @@ from lightning_hybrid.tensor.search.unit_search import plan_unit
 class TensorPlanner:
     """Plans the units of one full module while its first step is recorded.
 
-    ``plan`` is the user's (pattern -> style), ``folder`` that of cached plans, if any. A pattern that matches nothing
-    raises a TensorPlanError, on every rank.
+    ``plan`` is the user's (pattern -> style), ``folder`` that of cached plans, if any; ``find`` plans one unit. A
+    pattern that matches nothing raises a TensorPlanError, on every rank.
 
     Attributes:
         summary: Where the plans came from; on the first rank.
+        planned_calls: The calls of the units for which the plans were found.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class TensorPlanner:
         sequence_parallel: bool,
         plan: Mapping[str, str] | None = None,
         folder: str | None = None,
+        find: Callable[..., UnitPlan] = plan_unit,
     ) -> None:
         self._module, self._mesh = module, mesh
         self._size, self._context = mesh.size("tp"), mesh.size("cp")
@@ -57,9 +59,9 @@ class TensorPlanner:
         self._model_requests: dict[str, Request] = {}
         if self._size > 1:  # plans say how weights are cut
             self._user_requests, self._model_requests = requests_of_user(module, plan or {}), requests_of_model(module)
-        self._folder = folder
+        self._folder, self._find = folder, find
         self.summary = ""
-        self._calls = UnitCalls()
+        self._calls = self.planned_calls = UnitCalls()
         self._units: dict[str, nn.Module] = {}
         self._watched: Collection[nn.Module] = ()
         self._read_by_step: dict[str, str] = {}
@@ -104,7 +106,7 @@ class TensorPlanner:
         if isinstance(box[0], str):
             sizes = f"tensor_parallel_size={self._size} and context_parallel_size={self._context}"
             raise RuntimeError(f"no plan for {sizes} was found: {box[0]}")
-        self._calls = UnitCalls()
+        self.planned_calls, self._calls = self._calls, UnitCalls()
         if self._size > 1 and not with_experts:
             check_is_sharded(box[0], self._size)
         if self._context > 1:
@@ -120,7 +122,7 @@ class TensorPlanner:
             self._calls,
             self._read_by_step,
             self._size,
-            plan_unit if cache is None else cache.find,
+            self._find if cache is None else cache.find,
             self._sequence_parallel,
             self._context,
             requests_by_unit(self._module, self._units, self._user_requests, self._model_requests),

@@ -114,7 +114,7 @@ def shard_over_replicas(
     if experts is not None:
         expert_ranks = ShardRanks(mesh.group("ep_shard"), mesh.group("ep_outer"), mesh.size("data"), **dtypes)
     placements = {name: placement for sharding in shardings for name, placement in sharding.placements.items()}
-    members = _members_of_groups(module, plan, reads.names, experts)
+    members = members_of_groups(module, plan, reads.names, experts)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     sparse = {
         names[id(m.weight)] for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
@@ -156,10 +156,17 @@ def gathers_per_layer(reshard_after_forward: bool | str, full_bytes: int, device
     return bool(reshard_after_forward)
 
 
-def _members_of_groups(
-    module: nn.Module, plan: StagePlan, read_outside: Collection[str], experts: ShardedExperts | None
+def members_of_groups(
+    module: nn.Module,
+    plan: StagePlan,
+    read_outside: Collection[str],
+    experts: ShardedExperts | None,
+    names: Collection[str] | None = None,
 ) -> dict[tuple[Stage, str, torch.dtype, bool], dict[str, nn.Parameter]]:
-    """Return the local parameters by stage, layer, dtype and whether they are of experts, in the order of layers."""
+    """Return the local parameters by stage, layer, dtype and whether they are of experts, in the order of layers.
+
+    ``names`` are the FQNs of local ones; None for those that are not absent.
+    """
     units = choose_units(module, 1) if plan.num_ranks == 1 or plan.first is None else plan.first.recording.units
     layers = find_layers(units)
     layer_of = _layer_of_parameters(module, layers, plan, read_outside)
@@ -169,7 +176,8 @@ def _members_of_groups(
         layer_of = {name: fqn for name, fqn in layer_of.items() if name not in experts.not_gathered_by_layer}
     members: dict[tuple[Stage, str, torch.dtype, bool], dict[str, nn.Parameter]] = {}
     order = {fqn: number for number, fqn in enumerate(["", *layers])}
-    local = {name: p for name, p in module.named_parameters() if not is_absent(p)}
+    every = dict(module.named_parameters())
+    local = {name: p for name, p in every.items() if (not is_absent(p) if names is None else name in names)}
     for name, parameter in sorted(local.items(), key=lambda item: order[layer_of.get(item[0], "")]):
         key = stage_of_gradient(plan, name), layer_of.get(name, ""), parameter.dtype, name in of_experts
         members.setdefault(key, {})[name] = parameter
@@ -194,7 +202,7 @@ def _layer_of_parameters(
     if not seen_when_read:
         assert plan.first is not None
         by_step |= plan.first.recording.parameters_read_outside().keys()
-    by_step |= {name for name, parameter in module.named_parameters() if not can_guard(parameter)}
+    by_step |= {n for n, parameter in module.named_parameters() if not (can_guard(parameter) or is_absent(parameter))}
     layer_of: dict[str, str] = {}
     several: set[str] = set()
     for fqn, layer in layers.items():

@@ -48,6 +48,10 @@ class Rendezvous:
             with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
                 self._store.set(f"at-{self._mesh.rank}", f"{self._passed} {self._trained}")
 
+    def catch_up(self, largest: Callable[[float], float]) -> None:
+        """Record the same progress on all ranks: some were stopped earlier than others; ``largest`` is over ranks."""
+        self._passed, self._trained = int(largest(self._passed)), int(largest(self._trained))
+
     def meet(self, what: str, timeout: timedelta, is_over: Callable[[], bool]) -> None:
         """Wait until all ranks are here, to make the call ``what``, or one has failed (``is_over``).
 

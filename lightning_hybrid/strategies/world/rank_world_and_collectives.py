@@ -138,6 +138,11 @@ class RankWorld:
         if self._failures is not None:
             self._failures.rendezvous.passes()
 
+    def catch_up(self, largest: Callable[[float], float]) -> None:
+        """Record the same progress on all ranks, where they have stopped together; ``largest`` is over ranks."""
+        if self._failures is not None:
+            self._failures.rendezvous.catch_up(largest)
+
     def rendezvous(self, what: str) -> None:
         """Wait until all ranks are about to make the call ``what``.
 

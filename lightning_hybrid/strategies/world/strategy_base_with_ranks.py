@@ -34,6 +34,7 @@ from lightning_hybrid.memory.saved_activations.requested_techniques import Activ
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.precision.check_device_capability import check_device_precision
 from lightning_hybrid.precision.hybrid import HybridPrecision
+from lightning_hybrid.strategies.options.let_lightning_search_batch_sizes import is_check_of_batch_size_search
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.world.correct_user_samplers import split_sampler_over_replicas
 from lightning_hybrid.strategies.world.rank_failures import check_connections
@@ -171,7 +172,7 @@ class RankedStrategy(ParallelStrategy):
     @property
     def is_distributed(self) -> bool:
         """Whether samplers must be split: with one replica the user's order of samples stays."""
-        return self.layout.data_parallel_size > 1
+        return self.layout.data_parallel_size > 1 and not is_check_of_batch_size_search()
 
     @property
     def global_rank(self) -> int:

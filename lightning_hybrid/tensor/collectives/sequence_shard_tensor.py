@@ -60,10 +60,10 @@ class SequenceShard(LazyFullTensor):
 
     def regather_hooks(self) -> saved_tensors_hooks:
         """Hooks that save the local positions alone for the backward, and gather all again when they are needed."""
-        storage = self.entered().untyped_storage().data_ptr()
+        storage = self.entered().untyped_storage()._cdata
 
         def pack(tensor: Tensor) -> Any:
-            if tensor.untyped_storage().data_ptr() != storage:
+            if tensor.untyped_storage()._cdata != storage:
                 return tensor
             self._saved += 1
             return tensor.size(), tensor.stride(), tensor.storage_offset()

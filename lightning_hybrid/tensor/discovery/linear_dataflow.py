@@ -185,9 +185,18 @@ def _as_linear(fqn: str, module: nn.Module, x: Tensor, output: Tensor) -> Linear
     for out_dim, matrix in ((0, weight), (1, weight.t())):
         if x.is_floating_point() and x.shape[-1] == matrix.shape[1] and output.shape == (*x.shape[:-1], len(matrix)):
             expected = torch.nn.functional.linear(x, matrix, bias)
-            if torch.allclose(expected, output):
+            is_that = torch.allclose(expected, output) if not output.is_meta else out_dim == _out_dim_in_code(module)
+            if is_that or (output.is_meta and len(matrix) != matrix.shape[1]):
                 return LinearLike(fqn, out_dim, 1 - out_dim, -1, False, len(matrix), matrix.shape[1], bias is not None)
     return None
+
+
+def _out_dim_in_code(module: nn.Module) -> int:
+    """The dim of a square weight that holds the outputs, by the names in the user's code: no transpose, the last."""
+    if _runs_torch_code(module):
+        return 0
+    names = set(type(module).forward.__code__.co_names)
+    return 0 if names & {"linear", "t", "T", "mT", "transpose", "einsum"} else 1
 
 
 class _DataflowMode(TorchFunctionMode):

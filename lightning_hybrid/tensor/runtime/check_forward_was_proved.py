@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.equivalence.difference_from_full_unit import difference_of
+from lightning_hybrid.errors import is_out_of_memory
 from lightning_hybrid.step.guards.plain_attribute_state import plain_state
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import (
     PLAIN,
@@ -153,6 +154,8 @@ class ProvedCalls:
         try:
             found = self._trial(sharded, args, kwargs)
         except Exception as error:  # an error of the user's code is raised again when it runs full
+            if is_out_of_memory(error):  # the other ranks wait for this one in a collective of the forward
+                raise
             failure = f"{type(error).__name__}: {error}"
         finally:
             self._set_path(None)
@@ -179,6 +182,8 @@ class ProvedCalls:
                 try:
                     found = self._trial(sharded, args, kwargs)
                 except Exception as error:
+                    if is_out_of_memory(error):
+                        raise
                     return f"{type(error).__name__}: {error}"
             try:
                 wanted = self._trial(full, *materialize_call(args, kwargs))

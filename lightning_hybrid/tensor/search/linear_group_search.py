@@ -272,13 +272,13 @@ class GroupSearch:
     def _gathered_linears(self, assigned: set[str]) -> list[GroupPlan]:
         """Linears in no pair, column-parallel with their outputs gathered."""
         by_user, by_model = self._requests.by_user, self._requests.by_model
-        total = sum(p.numel() for p in self._unit.parameters())
+        total = sum(p.numel() for p in self._user_unit.parameters())
         groups = []
         for fqn, linear in self.linears.items():
             if fqn in assigned:
                 continue
             names = [linear.parameter(name) for name in ("weight", "bias")[: 1 + linear.has_bias]]
-            numel = sum(self._unit.get_parameter(name).numel() for name in names)
+            numel = sum(self._user_unit.get_parameter(name).numel() for name in names)
             is_small = numel < _SMALL_SHARE * total and fqn not in by_user
             if NOT_A_MULTIPLE in self._unpaired.get(fqn, "") and linear.num_out % self._size:
                 self._replicate(names, self._unpaired[fqn])

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from lightning_hybrid.parts.parameter_shard_placement import Shard
+from lightning_hybrid.tensor.narrow.narrow_layer import narrow_layer
 from lightning_hybrid.tensor.plan.plan_json import from_json, to_json
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.plan_requests_by_unit import UnitRequests
@@ -70,7 +71,7 @@ class PlanCache:
                 raise ValueError("a plan for another unit")
             # A plan that shards nothing is right, and may be for a unit that cannot be tried.
             shards_something = read.num_sharded or read.positions is not None
-            plan = prove_cached(unit, args, kwargs, read) if shards_something else read
+            plan = _proved(unit, args, kwargs, read) if shards_something else read
             if plan is not None:
                 self.num_read += 1
                 return plan
@@ -120,6 +121,13 @@ class PlanCache:
         except Exception:
             return {}
         return plans if isinstance(plans, dict) else {}
+
+
+def _proved(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: UnitPlan) -> UnitPlan | None:
+    """Proves a plan on a narrow copy of the unit if there is one, else on the unit, as `prove_cached`."""
+    kept = {unit.get_parameter(name).shape[dim] for name, dim in plan.vocabulary.items()}
+    narrow = narrow_layer(unit, args, kwargs, plan.size * plan.context, kept)
+    return prove_cached(unit, args, kwargs, plan) if isinstance(narrow, str) else narrow.prove_cached(plan)
 
 
 def _fits_unit(plan: UnitPlan, unit: nn.Module, size: int, context: int, keep_replicated: Collection[str]) -> bool:

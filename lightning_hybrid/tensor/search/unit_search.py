@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_hybrid.errors import TensorPlanError
+from lightning_hybrid.tensor.narrow.narrow_layer import NarrowLayer, narrow_layer
 from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.plan_requests_by_unit import UnitRequests, check_followed
 from lightning_hybrid.tensor.search.linear_group_search import GroupSearch
@@ -61,20 +63,55 @@ def plan_unit(
     began = time.perf_counter()
     if size < 1 or context < 1:
         raise ValueError(f"tensor_parallel_size={size} and context_parallel_size={context}; they must be at least 1")
-    plan_requests = plan_requests or UnitRequests()
-    with torch.random.fork_rng(devices=[]):
-        least = size * context if sequence_parallel == "tensor" else 1
-        prove = partial(proof_of, unit, example_args, example_kwargs or {}, size, vocabulary, context=context)
-        proof = prove(least=least)
-        if isinstance(proof, str):
-            plan = UnitPlan.unsharded(unit, size, proof)
-        else:
-            excluded = {**(keep_replicated or {}), **plan_requests.replicated(unit)}
-            plan = _search(unit, proof, size, excluded, sequence_parallel, plan_requests, vocabulary or {})
-            if context > 1 and plan.positions is None and not plan.vocabulary:
-                plan = with_ring_attention(plan, proof, prove, sequence_parallel)
+    plan_requests, vocabulary = plan_requests or UnitRequests(), vocabulary or {}
+    call = example_args, example_kwargs or {}
+    kept = {unit.get_parameter(name).shape[dim] for name, dim in vocabulary.items()}
+    excluded = {**(keep_replicated or {}), **plan_requests.replicated(unit)}
+    find = partial(_find, unit, size, context, sequence_parallel, plan_requests, vocabulary, excluded)
+    narrow = narrow_layer(unit, *call, size * context, kept)
+    plan = narrow if isinstance(narrow, str) else _find_on_copy(narrow, find)
+    if isinstance(plan, str):
+        notes = [f"searched at full width ({plan})"] if plan else []
+        plan = find(unit, *call)
+        plan = replace(plan, notes=(*plan.notes, *notes))
     check_followed(plan_requests, plan)
     return replace(plan, seconds=time.perf_counter() - began)
+
+
+def _find_on_copy(narrow: NarrowLayer, find: Callable[..., UnitPlan]) -> UnitPlan | str:
+    """The plan of a unit, searched on its narrow copy; or why it has to be searched on the unit itself."""
+    try:
+        plan = find(narrow.unit, narrow.args, narrow.kwargs)
+    except TensorPlanError as error:  # raised again with the sizes of the unit
+        return str(error)
+    if not plan.num_sharded and plan.positions is None:  # or for reasons with the sizes of the unit
+        return f"nothing is sharded at 1/{narrow.factor} of it"
+    return narrow.plan_of_full(plan)
+
+
+def _find(
+    unit: nn.Module,
+    size: int,
+    context: int,
+    sequence_parallel: SequenceParallel,
+    plan_requests: UnitRequests,
+    vocabulary: Mapping[str, int],
+    excluded: Mapping[str, str],
+    tried_unit: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> UnitPlan:
+    """Searches the plan of a unit by trials of `tried_unit`, which is the unit or its narrow copy."""
+    with torch.random.fork_rng(devices=[]):
+        least = size * context if sequence_parallel == "tensor" else 1
+        prove = partial(proof_of, tried_unit, args, kwargs, size, vocabulary, context=context)
+        proof = prove(least=least)
+        if isinstance(proof, str):
+            return UnitPlan.unsharded(unit, size, proof)
+        plan = _search(unit, proof, size, excluded, sequence_parallel, plan_requests, vocabulary)
+        if context > 1 and plan.positions is None and not plan.vocabulary:
+            plan = with_ring_attention(plan, proof, prove, sequence_parallel)
+    return plan
 
 
 def _search(

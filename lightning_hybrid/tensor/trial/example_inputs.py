@@ -6,7 +6,7 @@ the number of ranks. So a trial takes milliseconds, and they differ from each fe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -60,6 +60,8 @@ def make_example(
     generator: torch.Generator,
     dtype: torch.dtype,
     least: int = 1,
+    *,
+    widths: Collection[int] | None = None,
 ) -> Example | None:
     """Makes an example with small sizes on which the unit runs.
 
@@ -73,18 +75,23 @@ def make_example(
         dtype: Dtype of floating inputs.
         least: Minimal size: each rank that the sequence is sharded over must have one position; two where another
             dim comes first, since many sizes are 1.
+        widths: For a run on fake tensors: sizes that stay, beside those of weights. Leaves keep their dtype, and those
+            without data get none.
 
     Returns:
         The example, or None if the unit does not run on its recorded inputs.
     """
     leaves, spec = flatten((args, kwargs))
-    real = [_with_real_tensors(leaf, generator, dtype) for leaf in leaves]
+    if widths is None:
+        real = [_with_real_tensors(leaf, generator, dtype) for leaf in leaves]
+    else:
+        real = [_detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     needs = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in real)
     if not needs:
         first = next((leaf for leaf in real if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
         if first is not None:
             first.requires_grad_()
-    weights = {length for p in (*unit.parameters(), *unit.buffers()) for length in p.shape}
+    weights = {length for p in (*unit.parameters(), *unit.buffers()) for length in p.shape} | {*(widths or ())}
 
     def example(sizes: Mapping[int, _Resize]) -> Example:
         return Example(tuple(_resized(leaf, sizes) if isinstance(leaf, Tensor) else leaf for leaf in real), spec)
@@ -214,11 +221,19 @@ def _has_no_data(tensor: Tensor) -> bool:
 
 def _resized(tensor: Tensor, sizes: Mapping[int, _Resize]) -> Tensor:
     needs, tensor = tensor.requires_grad, tensor.detach()
-    for dim, length in enumerate(tensor.shape):
-        new = sizes.get(length)
-        if new is not None and not (dim == tensor.dim() - 1 and tensor.dim() <= new.spared):
+    found = [(dim, length, sizes[length]) for dim, length in enumerate(tensor.shape) if length in sizes]
+    for dim, length, new in sorted(found, key=lambda each: each[2].length / max(each[1], 1)):  # growing dims last
+        if not (dim == tensor.dim() - 1 and tensor.dim() <= new.spared):
             tensor = tensor.index_select(dim, torch.arange(new.length, device=tensor.device) % length)
     return tensor.requires_grad_(needs)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """The tensor, or a meta tensor of its shape if it has no data, outside of the graph."""
+    value = tensor.detach()
+    if _has_no_data(tensor):
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return value.requires_grad_(tensor.requires_grad)
 
 
 def _with_real_tensors(leaf: Any, generator: torch.Generator, dtype: torch.dtype) -> Any:

@@ -73,7 +73,7 @@ def run_unsharded(
     unit.train(setting.training)
     try:
         path = TorchCallSites()
-        outputs, inputs = _forward(unit, example, setting, path if setting.exact else None)
+        outputs, inputs = run_forward(unit, example, setting, path if setting.exact else None)
         outcome = Outcome(outputs, {}, {fqn: buffer.clone() for fqn, buffer in unit.named_buffers()}, path.calls)
         if setting.grad and backward:
             outcome.grads = _gradients(outputs, {**inputs, **parameters})
@@ -83,7 +83,7 @@ def run_unsharded(
             buffer.copy_(before[fqn])
 
 
-def _forward(
+def run_forward(
     unit: nn.Module,
     example: Example,
     setting: Setting,
@@ -235,7 +235,7 @@ class TrialRanks:
         if index == 0:
             self.first_unit = runner
         with runner.running():
-            outputs, inputs = _forward(unit, example, setting)
+            outputs, inputs = run_forward(unit, example, setting)
         buffers = {fqn: local[fqn] for fqn, _ in self._unsharded.named_buffers()}
         return Outcome(outputs, buffers=buffers), {**inputs, **parameters}
 

@@ -87,6 +87,40 @@ def test_the_host_measures_itself_and_leaves_waiting_out():
     assert recorder.spans(0) == []
 
 
+def test_wait_for_the_batch_is_that_of_the_device():
+    """It begins when launched work is done, and is nothing while the device still works."""
+    device = Device()
+    recorder = recorded_on(device)
+    assert recorder.input_wait() is None
+    recorder.end_input()  # of a batch whose fetch was not seen
+    assert recorder.input_wait() is None
+    recorder.begin_input()
+    device.milliseconds += 70  # idle
+    recorder.end_input()
+    recorder.begin()
+    start = recorder.mark()
+    device.milliseconds += 30
+    recorder.add(FORWARD, start)
+    begin, ready = recorder.input_wait()
+    assert ready - begin == pytest.approx(0.070)
+    assert recorder.spans(0)[0].start == pytest.approx(ready, abs=0.02)
+    unread = recorded_on(Device(), is_read=False)
+    unread.begin_input()
+    unread.end_input()
+    assert unread.input_wait() is None
+
+
+def test_wait_for_the_batch_by_the_host():
+    recorder = ActionRecorder()
+    before = time.perf_counter()
+    recorder.begin_input()
+    recorder.end_input()
+    recorder.end_input()  # further hooks change nothing
+    recorder.begin()
+    begin, ready = recorder.input_wait()
+    assert before <= begin <= ready <= time.perf_counter()
+
+
 def test_memory_is_read_at_the_ends_of_actions_on_request():
     recorder = ActionRecorder()
     for is_sampled in (False, True):

@@ -16,11 +16,11 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, DistributedSampler
 
 from harness.feature_runs import LAYOUTS, SHARED_OUT, Run, check, compare, on_rank, refusal
 from harness.layouts import each_under_names, under_names
+from lightning_hybrid.callbacks import GradientCompression
 from models.tiny import Samples
 from models.transfer_learning import Net
 
@@ -312,11 +312,7 @@ class Sized(Net):
 
 
 def batch_size_finder(run):
-    run.trainer(callbacks=[BatchSizeFinder()]).fit(Sized())
-
-
-def tuner_batch_size(run):
-    Tuner(run.trainer()).scale_batch_size(Sized())
+    run.trainer(callbacks=[BatchSizeFinder(), GradientCompression()], microbatches=1).fit(Sized())
 
 
 def pruning(run, **strategy):
@@ -336,16 +332,9 @@ def pruning_microbatches(run):
     pruning(run, num_microbatches=2)
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("feature", [batch_size_finder, tuner_batch_size])
-def test_batch_size_finder_is_refused(worlds, tmp_path, feature, layout):
-    for message in refusal(worlds, tmp_path, feature, layout):
-        if feature is batch_size_finder:
-            assert message.startswith("ValueError: BatchSizeFinder") and "devices=1" in message, message
-        else:  # by Lightning itself, before it calls the strategy
-            assert message.startswith("ValueError: Tuning the batch size") and "distributed strategies" in message, (
-                message
-            )
+def test_batch_size_finder_is_refused_with_compressed_gradients(worlds, tmp_path):
+    for message in refusal(worlds, tmp_path, batch_size_finder, "dp2"):
+        assert message.startswith("ValueError: BatchSizeFinder") and "remove GradientCompression" in message, message
 
 
 @STAGES

@@ -1,0 +1,153 @@
+"""Predicted against measured memory of tensors on this machine's CPU ranks, for a GPT under 14 layouts.
+
+    PYTHONPATH=. python benchmarks/planner_memory_here.py
+    PYTHONPATH=. python benchmarks/planner_memory_here.py --only "two stages" --terms
+
+The model and the measurement are those of `memory_table.py`. Each rank's peak of tensors, by `MemoryMonitor`, is held
+against the prediction for its pipeline coordinate, without what the framework takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memory_table import BATCH, HEADS, LAYERS, LENGTH, MIB, VOCABULARY, WIDTH, Row, train
+
+from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
+from lightning_hybrid.planner.hardware.hardware import load_hardware
+from lightning_hybrid.planner.memory.predict_memory import predict_memory
+from lightning_hybrid.planner.plan_layout import FORMATS, PlanLayout
+from lightning_hybrid.planner.predictions import PredictedMemory
+
+SHAPE = TransformerShape(
+    LAYERS, WIDTH, 4 * WIDTH, HEADS, VOCABULARY, LENGTH, has_learned_positions=True, has_tied_embedding=False
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout, as the strategy's options and as the planner's."""
+
+    title: str
+    devices: int
+    options: dict[str, Any]
+    layout: PlanLayout
+    ranks_per_stage: int = field(default=1)
+
+
+def case(title: str, devices: int, options: dict[str, Any], microbatch: int, **sizes: Any) -> Case:
+    layout = PlanLayout(**{"microbatch": microbatch, "batch": BATCH, "balanced_by": "flops"} | sizes)
+    return Case(title, devices, options, layout, layout.ranks // layout.pipeline)
+
+
+def sharded(stage: int, reshards: bool = False) -> dict[str, Any]:
+    return {"shard": 2, "zero_stage": stage, "reshard_after_forward": reshards}
+
+
+CASES = [
+    case("4 microbatches", 1, {"num_microbatches": 4}, 4),
+    case("full recomputation", 1, {"recompute": "full"}, 16, recompute="full"),
+    case("chunked loss", 1, {"chunked_loss": True}, 16, chunked_loss=True),
+    case("two replicas", 2, {}, 8, replicate=2),
+    case("two replicas, ZeRO-1", 2, {"zero_stage": 1}, 8, **sharded(1)),
+    case("two replicas, ZeRO-2", 2, {"zero_stage": 2}, 8, **sharded(2)),
+    case("two replicas, ZeRO-3", 2, {"zero_stage": 3}, 8, **sharded(3)),
+    case(
+        "two replicas, ZeRO-3, resharded, recomputed",
+        2,
+        {"zero_stage": 3, "reshard_after_forward": True, "recompute": "full"},
+        8,
+        **sharded(3, True),
+        recompute="full",
+    ),
+    case("two stages", 2, {"pipeline_parallel_size": 2, "num_microbatches": 4}, 4, pipeline=2),
+    case(  # the strategy would cut inside blocks
+        "four stages of two blocks",
+        4,
+        {
+            "pipeline_parallel_size": 4,
+            "num_microbatches": 8,
+            "pipeline_cuts": ["blocks.2", "blocks.4", "blocks.6"],
+        },
+        2,
+        pipeline=4,
+        balanced_by="layers",
+    ),
+    case(
+        "two stages, GPipe, recomputed",
+        2,
+        {"pipeline_parallel_size": 2, "num_microbatches": 4, "schedule": "gpipe", "recompute": "full"},
+        4,
+        pipeline=2,
+        schedule="gpipe",
+        recompute="full",
+    ),
+    case("two tensor ranks", 2, {"tensor_parallel_size": 2}, 16, tensor=2),
+    case("two context ranks", 2, {"context_parallel_size": 2}, 16, context=2),
+    case(
+        "two stages x two replicas, ZeRO-1",
+        4,
+        {"pipeline_parallel_size": 2, "num_microbatches": 4, "zero_stage": 1},
+        2,
+        pipeline=2,
+        **sharded(1),
+    ),
+]
+
+
+def predict(case: Case) -> PredictedMemory:
+    return predict_memory(transformer_costs(SHAPE), case.layout, FORMATS["32-true"], load_hardware("cpu"))
+
+
+def measure(case: Case) -> list[dict[str, int]]:
+    """Train in a process of its own; returns the bytes of each rank by kind."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        command = [sys.executable, str(Path(__file__).resolve()), "--run", case.title, "--result", str(result)]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        if not result.exists():
+            raise RuntimeError(f"{case.title} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        return json.loads(result.read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", help="parts of the titles")
+    parser.add_argument("--terms", action="store_true", help="print the terms of each prediction")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--result", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run:
+        case = next(case for case in CASES if case.title == args.run)
+        measured = train(Row(case.title, case.devices, case.options), str(Path(args.result).parent))
+        Path(args.result).write_text(json.dumps(measured))
+        return
+    errors = []
+    print("| layout | rank | predicted MiB | measured MiB | error |\n|---|---|---|---|---|")
+    for case in CASES:
+        if args.only and not any(part in case.title for part in args.only):
+            continue
+        predicted = predict(case)
+        for rank, sizes in enumerate(measure(case)):
+            terms = {name: size for name, size in predicted.ranks[rank // case.ranks_per_stage].items() if size}
+            terms.pop("framework", None)
+            size, peak = sum(terms.values()) / MIB, sizes["peak"] / MIB
+            errors.append(size / peak - 1)
+            print(f"| {case.title} | {rank} | {size:.1f} | {peak:.1f} | {errors[-1]:+.1%} |", flush=True)
+            if args.terms:
+                print("   predicted", {name: round(size / MIB, 1) for name, size in terms.items()})
+                print("   measured ", {name: round(size / MIB, 1) for name, size in sizes.items()})
+    print(f"mean error {statistics.mean(map(abs, errors)):.1%}, largest {max(map(abs, errors)):.1%}")
+
+
+if __name__ == "__main__":
+    main()

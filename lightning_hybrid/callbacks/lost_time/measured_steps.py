@@ -1,0 +1,238 @@
+"""The measured steps of a run on the first rank: their lost time by cause, the seconds of stages, and better cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_hybrid.callbacks.gather_action_times_of_ranks import MeasuredStep
+from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.schedule import Kind, Schedule, Timeline, chain
+from lightning_hybrid.schedule.measured.lost_time_by_cause import (
+    LOSSES,
+    LostTime,
+    TimeByCause,
+    lost_time,
+    mean_of_pipelines,
+    measured_schedule,
+)
+from lightning_hybrid.schedule.measured.propose_cuts import NOISE, CutProposal, propose_cuts
+from lightning_hybrid.schedule.measured.stage_seconds import (
+    StageSeconds,
+    describe_range,
+    seconds_of_stages,
+    unit_ranges,
+)
+
+_MOST_STEPS = 100  # the latest ones; each has the times of all its actions
+
+
+@dataclass(frozen=True)
+class AnalyzedStep:
+    """One measured step.
+
+    Attributes:
+        step: Of the optimizer, counted from 1.
+        lost: Its time by cause.
+        columns: Numbers of the lanes, by heading.
+        pipelines: The actions of each pipeline, without the optimizer's.
+        schedule: The order of the actions of the first pipeline.
+    """
+
+    step: int
+    lost: LostTime
+    columns: Mapping[str, Sequence[int]]
+    pipelines: tuple[Timeline, ...]
+    schedule: Schedule
+
+
+def analyze_step(step: int, measured: MeasuredStep, assignment: Assignment | None) -> AnalyzedStep | None:
+    """Attribute the time of a measured step to its causes.
+
+    Args:
+        step: Of the optimizer.
+        measured: Its actions; of full pipelines, if there are any.
+        assignment: The stages; None without.
+
+    Returns:
+        The step; None for parts of pipelines, and where a lane ran an action twice (manual optimization).
+    """
+    if assignment is not None and measured.portals is None:
+        return None
+    size, num_stages = (1, 1) if assignment is None else (measured.group_size, assignment.num_stages)
+    pipelines: list[Timeline] = []
+    lost: list[LostTime] = []
+    schedule: Schedule | None = None
+    for first in range(0, measured.timeline.num_ranks, size):
+        own = [s for s in measured.timeline.spans if first <= s.rank < first + size]
+        actions = tuple(s._replace(rank=s.rank - first) for s in own if s.action.kind is not Kind.OPTIMIZER)
+        pipeline = Timeline(actions, size)
+        order = measured_schedule(pipeline, num_stages)
+        if order is None or not all(order.actions):
+            return None
+        schedule = schedule or order
+        pipelines.append(pipeline)
+        lost.append(
+            lost_time(
+                pipeline,
+                order,
+                measured.portals or chain(num_stages),
+                inputs=measured.inputs[first : first + size] or [None] * size,
+                end=max(span.end for span in own),
+            )
+        )
+    if schedule is None:
+        return None
+    return AnalyzedStep(step, mean_of_pipelines(lost), measured.columns, tuple(pipelines), schedule)
+
+
+class MeasuredSteps:
+    """The analyzed steps of a run under one partition.
+
+    Attributes:
+        steps: In the order in which they ran; the latest 100.
+        assignment: The stages; None without.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[AnalyzedStep] = []
+        self.assignment: Assignment | None = None
+        self._proposal: tuple[bool, CutProposal | None] = False, None  # whether it is known, and what it is
+
+    def add(self, step: int, measured: MeasuredStep, assignment: Assignment | None) -> AnalyzedStep | None:
+        """Analyze a step; those before it are forgotten if it ran in other stages. None if it cannot be analyzed."""
+        analyzed = analyze_step(step, measured, assignment)
+        if assignment is not self.assignment:
+            self.steps, self.assignment, self._proposal = [], assignment, (False, None)
+        if analyzed is not None:
+            self.steps.append(analyzed)
+            del self.steps[:-_MOST_STEPS]
+            self._proposal = False, None
+        return analyzed
+
+    @property
+    def typical(self) -> AnalyzedStep:
+        """The step of median length."""
+        by_length = sorted(self.steps, key=lambda step: step.lost.total.step_seconds)
+        return by_length[(len(by_length) - 1) // 2]
+
+    @property
+    def step_seconds(self) -> float:
+        """The seconds of that step."""
+        return self.typical.lost.total.step_seconds
+
+    @property
+    def stages(self) -> list[StageSeconds]:
+        """The seconds of the stages, medians over all steps; empty without stages."""
+        if self.assignment is None:
+            return []
+        timelines = [pipeline for step in self.steps for pipeline in step.pipelines]
+        return seconds_of_stages(timelines, self.assignment.num_stages)
+
+    def proposal(self) -> CutProposal | None:
+        """The cuts that are predicted to save more of a step than the noise of measurements; None if none are."""
+        if self.assignment is None or not self.steps:
+            return None
+        if not self._proposal[0]:
+            found, seconds = propose_cuts(self.assignment, self.stages, self.typical.schedule), self.step_seconds
+            self._proposal = True, None if found is None or found.gain(seconds) <= NOISE else found
+        return self._proposal[1]
+
+    def lines(self, present: Assignment | None) -> list[str]:
+        """The table of the lost time, the slowest stage and the proposed cuts.
+
+        Args:
+            present: The stages of the run; None without.
+        """
+        typical = self.typical
+        lines = table_of(typical, len(self.steps))
+        if self.assignment is None:
+            return lines
+        lines.append(_describe_slowest(self.stages, self.assignment))
+        if present is not self.assignment:
+            return [*lines, "the stages have changed since; set every_n_steps to measure later steps too"]
+        if (proposal := self.proposal()) is None:
+            return [*lines, f"no other pipeline_cuts are predicted to save more than {NOISE:.0%} of a step"]
+        return [
+            *lines,
+            f"{proposal.describe(self.step_seconds)}; the seconds of stages are measured, and shared among their units"
+            " by estimated cost",
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """All steps and stages, and the proposed cuts, for a file."""
+        ranges = [] if self.assignment is None else unit_ranges(self.assignment)
+        proposal = self.proposal()
+        return {
+            "steps": [
+                {
+                    "step": one.step,
+                    "seconds": one.lost.total.step_seconds,
+                    "total": one.lost.total.seconds(),
+                    "ranks": [
+                        {**{name: numbers[lane] for name, numbers in one.columns.items()}, **row.seconds()}
+                        for lane, row in enumerate(one.lost.ranks)
+                    ],
+                }
+                for one in self.steps
+            ],
+            "stages": [
+                {
+                    "stage": one.stage,
+                    "units": list(units),
+                    "forward": one.forward,
+                    "backward": one.backward,
+                    "weight": one.weight,
+                }
+                for one, units in zip(self.stages, ranges, strict=True)
+            ],
+            "pipeline_cuts": None if proposal is None else list(proposal.cuts),
+            "predicted_gain": 0.0 if proposal is None else proposal.gain(self.step_seconds),
+        }
+
+
+def metrics_of(lost: TimeByCause) -> dict[str, float]:
+    """The share of the step of each cause, and the seconds of the step, by the names of logged metrics."""
+    seconds = lost.step_seconds
+    shares = {f"lost_time/{name}": getattr(lost, name) / seconds if seconds else 0.0 for name in LOSSES}
+    return {**shares, "lost_time/step_seconds": seconds}
+
+
+def table_of(step: AnalyzedStep, count: int) -> list[str]:
+    """The lines of a table of milliseconds: the step and each rank, by cause."""
+    total = step.lost.total
+    of = f" (of median length of {count})" if count > 1 else ""
+    largest = max(LOSSES, key=lambda name: getattr(total, name))
+    names = list(total.seconds())
+    if not any(row.bubble or row.imbalance or row.variation for row in (total, *step.lost.ranks)):  # no stages
+        names = [name for name in names if name not in ("bubble", "imbalance", "variation")]
+    rows = [["ms", *names]]
+    rows.append(["step", *(f"{1000 * getattr(total, name):.1f}" for name in names)])
+    share = total.step_seconds or 1.0
+    rows.append(["share", *(f"{getattr(total, name) / share:.1%}" for name in names)])
+    for rank, row in zip(step.columns["rank"], step.lost.ranks, strict=True):
+        rows.append([f"rank {rank}", *(f"{1000 * getattr(row, name):.1f}" for name in names)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        f"step {step.step}{of} took {1000 * total.step_seconds:.1f} ms; the largest loss is {largest},"
+        f" {1000 * getattr(total, largest):.1f} ms ({getattr(total, largest) / share:.1%})",
+        *(
+            "  ".join(
+                cell.ljust(width) if not i else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ),
+    ]
+
+
+def _describe_slowest(stages: Sequence[StageSeconds], assignment: Assignment) -> str:
+    slowest = max(stages, key=lambda stage: stage.total)
+    mean = sum(stage.total for stage in stages) / len(stages)
+    weights = f", weights {1000 * slowest.weight:.1f} ms" if slowest.weight else ""
+    return (
+        f"slowest stage: {slowest.stage} ({describe_range(unit_ranges(assignment)[slowest.stage])}), forward"
+        f" {1000 * slowest.forward:.1f} ms, backward {1000 * slowest.backward:.1f} ms{weights} per microbatch,"
+        f" {slowest.total / mean if mean else 1.0:.2f} times the mean stage"
+    )

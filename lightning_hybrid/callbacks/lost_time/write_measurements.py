@@ -1,0 +1,84 @@
+"""Measured steps in files and loggers: JSON beside the picture, measured costs beside the checkpoints, metrics."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_hybrid.callbacks.lost_time.measured_steps import MeasuredSteps
+from lightning_hybrid.layout import AXES
+from lightning_hybrid.schedule.measured.measured_costs_file import FILE_NAME, MeasuredCosts, save_measured_costs
+from lightning_hybrid.schedule.measured.propose_cuts import present_cuts
+from lightning_hybrid.schedule.measured.stage_seconds import seconds_of_units
+from lightning_hybrid.version import __version__
+
+
+def write_lost_time(steps: MeasuredSteps, picture: Path) -> Path:
+    """Write the lost time of the steps to a JSON file beside a picture, and return its path."""
+    path = picture.with_name(f"{picture.stem}_lost_time.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(steps.as_json(), indent=1), encoding="utf-8")
+    return path
+
+
+def write_measured_costs(trainer: Trainer, steps: MeasuredSteps, batch_size: int | None) -> Path | None:
+    """Write the measured costs into the folder of checkpoints; return the path, or None if there is no local one.
+
+    Args:
+        trainer: Of the run.
+        steps: At least one.
+        batch_size: Samples of a replica's batch; None if unknown.
+    """
+    folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+    if folder is None or "://" in str(folder):
+        return None
+    path = Path(folder) / FILE_NAME
+    save_measured_costs(costs_of(trainer, steps, batch_size), path)
+    return path
+
+
+def costs_of(trainer: Trainer, steps: MeasuredSteps, batch_size: int | None) -> MeasuredCosts:
+    """The costs of the measured steps of a run; arguments as for ``write_measured_costs``."""
+    strategy: Any = trainer.strategy
+    layout, options, device = strategy.layout, strategy.options, strategy.root_device
+    count, stages, assignment = steps.typical.schedule.num_microbatches, steps.stages, steps.assignment
+    is_cuda = device.type == "cuda"
+    return MeasuredCosts(
+        hardware={
+            "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
+            "device_type": device.type,
+            "num_hosts": trainer.num_nodes,
+        },
+        software={
+            "lightning_hybrid": __version__,
+            "torch": str(torch.__version__),
+            "precision": str(trainer.precision),
+        },
+        layout={
+            **dict(zip(AXES, layout.sizes, strict=True)),
+            "ep": layout.expert_parallel_size,
+            "stages_per_rank": 1 if assignment is None else options.stages_per_rank,
+        },
+        schedule=options.schedule if assignment is not None else "",
+        num_microbatches=count,
+        microbatch_size=None if batch_size is None else -(-batch_size // count),
+        steps=tuple(step.step for step in steps.steps),
+        step=steps.typical.lost.total,
+        stages=tuple(stages),
+        units=() if assignment is None else tuple(seconds_of_units(assignment, stages)),
+        cuts=() if assignment is None else present_cuts(assignment),
+    )
+
+
+def _processor() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:  # not on Linux
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()

@@ -1,0 +1,1 @@
+"""Dry runs: what any rank of any world would hold and send, in one process without the other ranks."""

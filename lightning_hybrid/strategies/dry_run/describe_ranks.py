@@ -1,0 +1,198 @@
+"""A dry run as plain values: the stages of a world, and what chosen ranks of it hold and send."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from lightning_hybrid.layout import ParallelLayout
+from lightning_hybrid.memory.estimate_rank_memory import RankMemory, activation_bytes
+from lightning_hybrid.parts.shard_boxes import shard_of
+from lightning_hybrid.schedule.microbatches_in_flight import microbatches_in_flight
+from lightning_hybrid.schedule.program import Program
+from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.strategies.description.memory_of_stages import memory_of_ranks, memory_of_stages
+from lightning_hybrid.strategies.dry_run.messages_of_step import (
+    buffers_of_messages,
+    gradient_messages,
+    local_names,
+    pipeline_messages,
+    program_of,
+    sent_by_axis,
+)
+from lightning_hybrid.strategies.dry_run.plan_on_meta import MOST_PROVED_NUMEL, DryRunStrategy
+from lightning_hybrid.strategies.dry_run.run_of_other_rank import run_of_rank
+from lightning_hybrid.strategies.dry_run.tensor_ranks_of_units import TensorUnits
+from lightning_hybrid.strategies.plan_in_one_process import make_plan
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.verify.records.run_record_and_recorder import describe_failure
+
+ChooseRanks = Callable[[ParallelLayout], Sequence[int]]
+
+
+def dry_run(
+    lightning: ModuleType,
+    module: Any,
+    fit_arguments: Mapping[str, Any],
+    devices: int,
+    options: Mapping[str, Any],
+    precision: str,
+    choose_ranks: ChooseRanks,
+    *,
+    num_nodes: int = 1,
+    with_shapes: bool = False,
+    on_phase: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Plan a run, and describe what some of its ranks hold and send; there must be no process groups.
+
+    Args:
+        lightning: The namespace of the module.
+        module: The user's module, whose parameters may be on the meta device; not to be used afterwards.
+        fit_arguments: Arguments of ``Trainer.fit``.
+        devices: The number of ranks.
+        options: Arguments of the strategy.
+        precision: Lightning's name of the precision.
+        choose_ranks: Returns the ranks to describe.
+        num_nodes: The number of nodes, which divides the number of ranks.
+        with_shapes: Whether to add the shape of each parameter's shard.
+        on_phase: Receives the name of each phase as it begins.
+    """
+    strategy = make_plan(
+        lightning,
+        module,
+        fit_arguments,
+        devices,
+        options,
+        precision,
+        on_phase,
+        num_nodes=num_nodes,
+        strategy_class=DryRunStrategy,
+    )
+    run = strategy.run_as_planned
+    assert run is not None
+    layout = run.setting.layout
+    content: dict[str, Any] = {"ranks": layout.world_size, "nodes": num_nodes, "refused": None, "rank": []}
+    content |= {"samples": strategy.samples, "num_microbatches": strategy.num_microbatches, "table": strategy.table}
+    if run.zero3_fallback is not None:
+        content["refused"] = run.zero3_fallback.refusal
+        error = None if strategy.partition is None else strategy.partition.fallback_error
+        if error is not None and not describe_failure(error, steps_done=0).refused:
+            traceback.print_exception(error)
+        return content
+    on_phase("building the program of the pipeline")
+    described = _Described(strategy, run, layout.world_size // num_nodes, with_shapes=with_shapes)
+    ranks = choose_ranks(layout)
+    for number, rank in enumerate(ranks):
+        if number % max(1, len(ranks) // 8) == 0:
+            on_phase(f"describing rank {rank} ({number + 1} of {len(ranks)})")
+        content["rank"].append(described.rank(rank))
+    content["notes"] = described.notes()
+    return content
+
+
+class _Described:
+    """Describes ranks of a planned run."""
+
+    def __init__(self, strategy: DryRunStrategy, run: Run, ranks_per_node: int, *, with_shapes: bool) -> None:
+        self._strategy, self._run, self._per_node = strategy, run, ranks_per_node
+        self._memories: dict[tuple[int, ...], list[RankMemory]] = {}
+        self._with_shapes, self._count = with_shapes, strategy.num_microbatches
+        self._program: Program | None = program_of(run, self._count)
+        partition = strategy.partition
+        self._units = TensorUnits(run, None if partition is None else partition.tensor_planner)
+        self._layer_reads = () if partition is None else partition.layer_reads.names
+        plan = run.plan
+        is_recorded = run.is_pipelined and plan is not None and plan.first is not None
+        self._assignment = plan.first.assignment if is_recorded else strategy.recorded  # type: ignore[union-attr]
+
+    def rank(self, rank: int) -> dict[str, Any]:
+        """Return what one rank holds and sends."""
+        run = run_of_rank(self._run, rank)
+        mesh: Any = run.mesh
+        stages = [0] if run.plan is None or not run.is_pipelined else list(run.plan.stages)
+        memory = self._memory(run, stages)
+        messages = [*pipeline_messages(run, self._program), *gradient_messages(run, self._count, self._layer_reads)]
+        messages += self._units.messages(self._assignment, set(stages), self._count, mesh.rank_in("tp"))
+        sizes = {kind: value for kind, value in dataclasses.asdict(memory).items() if kind != "offloaded"}
+        buffers = buffers_of_messages(run, self._program)
+        described = {
+            "rank": rank,
+            "node": rank // self._per_node,
+            "coordinates": dataclasses.asdict(mesh.coordinates),
+            "stages": stages,
+            "units": self._units_of(stages),
+            "parameters": sum(math.prod(local) for _, (_, local) in self._shapes(run)),
+            "groups": {axis: list(group.ranks) for axis, group in mesh.groups.items() if group.size() > 1},
+            "nodes_of_groups": {
+                axis: len({each // self._per_node for each in group.ranks})
+                for axis, group in mesh.groups.items()
+                if group.size() > 1
+            },
+            "bytes": {**sizes, "messages": buffers, "total": memory.total + buffers},
+            "messages": [{**dataclasses.asdict(each), "sent_bytes": round(each.sent_bytes)} for each in messages],
+            "sent_bytes": sent_by_axis(messages),
+        }
+        if self._with_shapes:
+            described["shapes"] = {
+                name: {"local": list(local), "full": list(full)} for name, (full, local) in self._shapes(run)
+            }
+        return described
+
+    def _memory(self, run: Run, stages: Sequence[int]) -> RankMemory:
+        """Estimate the memory of a rank: that of a rank with the same shards in its pipeline."""
+        key = (
+            run.mesh.rank_in("tp"),
+            *(each.group.rank() for each in ([] if run.parts is None else run.parts.shardings)),
+        )
+        if key not in self._memories:
+            self._memories[key] = self._memory_of_pipeline(run)
+        return self._memories[key][stages[0] % len(self._memories[key])]
+
+    def _memory_of_pipeline(self, run: Run) -> list[RankMemory]:
+        """Estimate the memory of each pipeline rank, with the activations of its tensor shards."""
+        of_stages = memory_of_stages(run, self._strategy.optimizers, self._count)
+        if self._assignment is not None:
+            policies = {} if run.recomputation is None else run.recomputation.policies
+            local = self._units.with_local_activations(self._assignment, run.mesh.rank_in("tp"))
+            saved = activation_bytes(local, policies)
+            counts = [1] if self._program is None else microbatches_in_flight(self._program.schedule)
+            of_stages = [
+                dataclasses.replace(stage, activations=each * count)
+                for stage, each, count in zip(of_stages, saved, counts, strict=True)
+            ]
+        return memory_of_ranks(of_stages, run)
+
+    def _units_of(self, stages: Iterable[int]) -> list[str]:
+        if self._assignment is None:
+            return []
+        pairs = zip(self._assignment.graph.nodes, self._assignment.node_stage, strict=True)
+        return list(dict.fromkeys(node.unit for node, stage in pairs if stage in stages and node.unit is not None))
+
+    def _shapes(self, run: Run) -> Iterable[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]]:
+        parameters = dict(run.setting.module.named_parameters())
+        shardings = [] if run.parts is None else run.parts.shardings
+        for name in local_names(run):
+            full = full_shape(parameters[name])
+            yield name, (full, shard_of(shardings, name, full).shape)
+
+    def notes(self) -> list[str]:
+        """Return what the figures leave out."""
+        layout, found = self._run.setting.layout, []
+        if unproved := self._strategy.unproved:
+            found.append(
+                f"the plans for tensor ranks of {len(unproved)} kinds of layers (up to {max(unproved):,} parameters;"
+                f" more than {MOST_PROVED_NUMEL:,}) were chosen by shapes, and the proof that a run makes was not run"
+            )
+        for fqn, error in self._units.unmeasured.items():
+            found.append(
+                f"messages of {fqn} between tensor ranks are not counted: it does not run on meta tensors: {error}"
+            )
+        if layout.context_parallel_size > 1:
+            found.append("messages between context ranks are not counted")
+        if layout.expert_parallel_size > 1:
+            found.append("tokens that are sent to experts are not counted: the router decides on them")
+        return found

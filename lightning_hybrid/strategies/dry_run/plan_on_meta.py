@@ -1,0 +1,85 @@
+"""The plan of a run on parameters without storage; large layers are sharded over tensor ranks by shapes alone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, check_count, choose_count, split
+from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
+from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
+from lightning_hybrid.strategies.plan_in_one_process import PlanningStrategy
+from lightning_hybrid.strategies.run.partition_module_over_ranks import RecordedBatch
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.start.example_batch import take_example
+from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
+from lightning_hybrid.tensor.search.unit_search import plan_unit
+from lightning_hybrid.tensor.shapes_only.search_by_shapes import plan_by_shapes
+
+MOST_PROVED_NUMEL = 2**24  # parameters of a layer whose plan is proved, which takes a second or two
+
+
+class DryRunStrategy(PlanningStrategy):
+    """Plans a run whose step is recorded on its first microbatch, which stands for all of them.
+
+    Attributes:
+        run_as_planned: The decisions; None if there are none.
+        recorded: The recorded step where there are no stages.
+        unproved: Numbers of parameters of the layers whose tensor plans are not proved, one for each kind of layer.
+        samples: Samples in the batch of a replica; None if unknown.
+        num_microbatches: Microbatches of that batch.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.run_as_planned: Run | None = None
+        self.recorded: Assignment | None = None
+        self.unproved: list[int] = []
+        self.samples: int | None = None
+        self.num_microbatches = 1
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build the layers of ``configure_model`` without storage."""
+        with super().tensor_init_context(empty_init=False), parameters_on_meta():
+            yield
+
+    def _begin(self, lifecycle: RunLifecycle) -> None:
+        """Let the first microbatch be the whole batch of the recording: all microbatches have its shapes."""
+        setting = lifecycle.setting
+        if not (setting.layout.pipeline_parallel_size > 1 and setting.is_fitting):
+            return
+        trainer, options = setting.trainer, setting.options
+        batch = options.example_batch
+        batch = take_example(trainer, trainer.fit_loop, "max_size_cycle") if batch is None else batch
+        check_count(batch, options.microbatches)
+        num_stages = setting.layout.pipeline_parallel_size * options.stages_per_rank
+        self.num_microbatches = choose_count(batch, options.microbatches, num_stages, options.batch_splitter)
+        self.samples = batch_size_of(batch)
+        first = split(batch, self.num_microbatches, options.batch_splitter)[0][0]
+        options = dataclasses.replace(options, example_batch=first, num_microbatches=1, batch_splitter=None)
+        lifecycle.setting = dataclasses.replace(setting, options=options)
+        lifecycle.run = dataclasses.replace(lifecycle.run, setting=lifecycle.setting)
+
+    def _find_tensor_plan(self, unit: nn.Module, args: Any, kwargs: Any, size: int, **how: Any) -> UnitPlan:
+        numel = sum(torch.Size(full_shape(parameter)).numel() for parameter in unit.parameters())
+        if numel <= MOST_PROVED_NUMEL or how.get("context", 1) > 1:
+            return plan_unit(unit, args, kwargs, size, **how)
+        self.unproved.append(numel)
+        return plan_by_shapes(unit, args, kwargs, size, **how)
+
+    def _describe(self, run: Run, recorded: Assignment | None) -> None:
+        partition = self.partition
+        if run.is_pipelined and partition is not None and partition.batch is not None:
+            partition.batch = RecordedBatch(self.samples, self.num_microbatches)
+        elif partition is not None and partition.batch is not None:
+            self.samples, self.num_microbatches = partition.batch.samples, partition.batch.num_microbatches
+        super()._describe(run, recorded)
+        self.run_as_planned, self.recorded = run, recorded

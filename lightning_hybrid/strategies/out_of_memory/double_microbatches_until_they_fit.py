@@ -1,0 +1,140 @@
+"""``microbatch="auto"``: a training step for which memory does not suffice runs again, in twice as many microbatches.
+
+    try the step ── out of memory on a rank ──► no rank keeps anything of it ──► twice as many microbatches ──► again
+
+No optimizer has stepped meanwhile, and the random numbers of a step depend on its number and that of the microbatch. So
+the loss and the gradients are those of a run that had the final number from the beginning.
+
+A step is guarded (``agree_before_collectives``) while its microbatches are larger than those of earlier ones, and until
+one has run after the optimizer has allocated its states. Others are known to fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_hybrid.errors import RankOutOfMemory, StepError, is_out_of_memory
+from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
+from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, StepResult
+from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
+from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
+from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.strategies.out_of_memory.agree_before_collectives import MemoryGuard
+from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
+
+
+class FittingMicrobatches:
+    """Runs training steps, and doubles the number of microbatches where a step does not fit into memory.
+
+    Attributes:
+        is_guarding: Whether the present step is undone on all ranks if one runs out of memory.
+    """
+
+    def __init__(self, setting: Setting, guard: MemoryGuard) -> None:
+        """Prepare for one run; all ranks do so together."""
+        self._setting, self._guard = setting, guard
+        self.is_guarding = False
+        self._largest = 0.0  # elements of the largest microbatch that has fit on all ranks
+        self._left = 0  # guarded steps that microbatches of this size must still pass
+        self._size = 0.0  # of the present step, on the rank where it is largest
+        self._has_doubled = self._has_written = False
+
+    def begin(self, runner: MicrobatchRunner, batch: Any) -> bool:
+        """Decide whether the step on ``batch`` is guarded, and return it; collective, on the host."""
+        tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)]
+        local = sum(tensor.numel() for tensor in tensors) / runner.count("training_step", batch)
+        self._size = self._guard.largest(local)
+        if self._size > self._largest:
+            self._largest, self._left = self._size, self._setting.trainer.accumulate_grad_batches + 1
+        self.is_guarding = self._left > 0
+        runner.is_fatal = is_out_of_memory
+        return self.is_guarding
+
+    def run(self, runner: MicrobatchRunner, run: Callable[[], StepResult]) -> StepResult:
+        """Run the step, guarded if it is to be.
+
+        Raises:
+            RankOutOfMemory: It ran out of memory on some rank; on all of them its effects on modules are undone.
+            StepError: Microbatches would train another objective than the full batch.
+        """
+        if self._has_doubled and isinstance(runner, PlainRunner) and runner.mixes_samples:
+            raise StepError(
+                'microbatch="auto": a training step does not fit into memory, and the loss of its batch is not the mean'
+                " over microbatches, which would train another objective; set a smaller batch_size, or accept that"
+                " objective with num_microbatches=2 or more",
+                entry="microbatch-mixes",
+            )
+        if not self.is_guarding:
+            return run()
+        module = self._setting.module
+        snapshot, before = StepSnapshot(module), _parameter_sums(module)
+        try:
+            result = self._guard.run(run)
+        except RankOutOfMemory:
+            snapshot.restore("does not fit into memory")
+            self._has_written = _parameter_sums(module) != before
+            raise
+        if self._size >= self._largest and self._setting.trainer.global_step > 0:
+            self._left -= 1
+        return result
+
+    def guard(self, compare: Callable[[], None]) -> None:
+        """Compare microbatches before a step, to find their weights: two of them, without their activations.
+
+        Raises:
+            RankOutOfMemory: That ran out of memory on some rank.
+        """
+        self._has_written = False
+        self._guard.run(compare)
+
+    def meet(self) -> None:
+        """Wait in a guarded step for all ranks, before effects that cannot be undone."""
+        self._guard.meet()
+
+    def double(self, runner: MicrobatchRunner, batch: Any, error: RankOutOfMemory) -> None:
+        """Double the number of microbatches after a step that did not fit; collective, on the host.
+
+        Raises:
+            RankOutOfMemory: The batch cannot be split further, or the step cannot run again.
+        """
+        reason, guard = str(error), self._guard
+        if guard.any_rank(self._has_written):
+            raise RankOutOfMemory(
+                f"{reason}; the step cannot run again in smaller microbatches, as training_step writes parameters; set"
+                " num_microbatches, or a smaller batch_size",
+                entry="rank-out-of-memory",
+            )
+        count, size = runner.count("training_step", batch), batch_size_of(batch)
+        largest = int(guard.largest(1 if size is None else ceil(size / count)))
+        now = int(guard.largest(count))
+        if largest > 1:
+            runner.use_microbatches(2 * now)
+            self._largest = 0.0  # halves may not fit either
+        if int(guard.largest(runner.count("training_step", batch))) <= now:
+            why = "a microbatch is one sample" if largest == 1 and size is not None else "the batch cannot be split"
+            raise RankOutOfMemory(
+                f"{reason}; {why}, with {now} microbatches: use less memory"
+                ' (docs/howto/out_of_memory.md): recompute="full", zero_stage=3, offload="cpu"',
+                entry="rank-out-of-memory",
+            )
+        self._has_doubled = True
+        if isinstance(runner, PlainRunner):
+            runner.needs_weighting_check = True  # counts of tokens by which microbatches weigh
+        rank_zero_warn(
+            f'microbatch="auto": {reason}. The step runs again with {2 * now} microbatches of at most'
+            f" {ceil(largest / 2)} samples, as later ones will; num_microbatches={2 * now} begins with that number"
+        )
+
+
+def _parameter_sums(module: nn.Module) -> list[float]:
+    """Return sums that show whether this rank's shards of parameters have changed."""
+    with torch.no_grad():
+        local = [parameter.detach() for parameter in module.parameters() if not is_absent(parameter)]
+        return [float(torch.nan_to_num(tensor.double()).sum()) for tensor in local if not tensor.is_complex()]

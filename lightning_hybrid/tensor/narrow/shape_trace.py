@@ -1,0 +1,172 @@
+"""The torch calls of a run on fake tensors with their shapes, and whether two runs differ by width alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
+from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE
+from lightning_hybrid.step.standins.fake_kernel_fallback import quiet_fake_kernels
+from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites
+from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import ExchangingRanks
+from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
+from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
+from lightning_hybrid.tensor.trial.example_inputs import Example
+from lightning_hybrid.tensor.trial.run_unit_trials import Setting, run_forward
+
+# Functions that select a part of a tensor: a dim that is divided must stay one, since the part is then a share of it.
+_SELECTIONS = frozenset(
+    {"__getitem__", "narrow", "select", "split", "split_with_sizes", "chunk", "tensor_split", "unbind", "index_select"}
+)
+_MOST_FACTORS = 2  # sizes in one product that are divided
+
+
+class ShapeTrace(TorchCallSites):
+    """Records each call of a torch function, its lines, and the numbers and shapes in its arguments and results.
+
+    Attributes:
+        numbers: For each call, the tokens of its arguments and those of its results.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[tuple[list[Any], list[Any]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = list(_tokens((args, kwargs or {})))
+        result = super().__torch_function__(func, types, args, kwargs)
+        self.numbers.append((given, list(_tokens(result))))
+        return result
+
+    def shapes(self) -> Iterator[tuple[int, ...]]:
+        """The shapes of all tensors in the run."""
+        tokens = (token for pair in self.numbers for side in pair for token in side)
+        return (token for token in tokens if isinstance(token, tuple))
+
+
+def _tokens(value: Any) -> Iterator[Any]:
+    """The shapes, as tuples, integers and names of types and dtypes in a value."""
+    if isinstance(value, Tensor):
+        yield str(value.dtype)
+        yield tuple(value.shape)
+    elif isinstance(value, (list, tuple)):
+        yield f"{type(value).__name__} of {len(value)}"
+        for item in value:
+            yield from _tokens(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield str(key)
+            yield from _tokens(item)
+    elif isinstance(value, slice):
+        yield "slice"
+        yield from _tokens((value.start, value.stop, value.step))
+    else:
+        yield value if isinstance(value, (bool, int, str)) else type(value).__name__
+
+
+def difference_but_width(full: ShapeTrace, narrow: ShapeTrace, factor: int) -> str:
+    """What differs between two runs beside sizes that are divided by a factor; "" if nothing does."""
+    for index, (wide, small) in enumerate(zip(full.calls, narrow.calls, strict=False)):
+        name = getattr(wide[0], "__name__", str(wide[0]))
+        if _code_of(wide[0]) != _code_of(small[0]) or wide[1] != small[1]:
+            return f"call {index} is {name} in the full unit and {getattr(small[0], '__name__', '')} in the narrow one"
+        sides = list(zip(full.numbers[index], narrow.numbers[index], strict=True))
+        for found, wanted in sides:
+            if len(found) != len(wanted) or not all(_fits(a, b, factor) for a, b in zip(found, wanted, strict=True)):
+                return f"{name} has {found} in the full unit and {wanted} in the narrow one"
+        if name in _SELECTIONS and not _keeps_divided_dims(*sides):
+            return f"{name} selects a fixed number of features"
+    if len(full.calls) != len(narrow.calls):
+        return f"the full unit makes {len(full.calls)} calls and the narrow one {len(narrow.calls)}"
+    return ""
+
+
+def _code_of(function: Any) -> Any:
+    """What identifies a function; one that is defined in a call is another object in each."""
+    return getattr(function, "__code__", function)
+
+
+def sizes_that_differ(full: ShapeTrace, narrow: ShapeTrace) -> tuple[set[int], set[tuple[int, int]]]:
+    """The sizes that are equal in two runs, and pairs of those that differ in dims that are not the last."""
+    equal: set[int] = set()
+    pairs: set[tuple[int, int]] = set()
+    for wide, small in zip(full.shapes(), narrow.shapes(), strict=True):
+        equal.update(a for a, b in zip(wide, small, strict=True) if a == b)
+        pairs.update((a, b) for a, b in zip(wide[:-1], small[:-1], strict=True) if a != b)
+    return equal, pairs
+
+
+def _fits(wide: Any, small: Any, factor: int) -> bool:
+    if isinstance(wide, tuple) and isinstance(small, tuple):
+        return len(wide) == len(small) and all(_fits(a, b, factor) for a, b in zip(wide, small, strict=True))
+    if type(wide) is not int or type(small) is not int:
+        return bool(wide == small)
+    return any(wide == small * factor**power for power in range(_MOST_FACTORS + 1))
+
+
+def _keeps_divided_dims(given: tuple[list[Any], list[Any]], results: tuple[list[Any], list[Any]]) -> bool:
+    before, *_ = [*_num_divided(*given), 0]
+    return all(number == before for number in _num_divided(*results))
+
+
+def _num_divided(wide: list[Any], small: list[Any]) -> Iterator[int]:
+    """The number of dims of each tensor that are divided, or empty."""
+    for a, b in zip(wide, small, strict=True):
+        if isinstance(a, tuple):
+            yield sum(size != other or not size for size, other in zip(a, b, strict=True))
+
+
+class _ShapesOfRanks:
+    """One of several ranks, whose collectives on fake tensors give the right shapes."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Leaves the tensor, of any shape, as it is."""
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor of this rank, of any shape, for each rank."""
+        return [tensor.detach() for _ in range(self.size)]
+
+    def exchange(self, blocks: list[Tensor], shapes: list[Any]) -> list[Tensor]:
+        """Tensors of these shapes."""
+        return [blocks[0].new_empty(shape) for shape in shapes]
+
+
+def unsharded_trace(unit: nn.Module, example: Example, *, training: bool) -> ShapeTrace:
+    """The trace of a unit of fake tensors, unsharded."""
+    trace = ShapeTrace()
+    with FAKE_MODE, quiet_fake_kernels():
+        run_forward(unit.train(training), example, Setting(training), trace)
+    return trace
+
+
+def sharded_trace(unit: nn.Module, plan: UnitPlan, example: Example, *, training: bool, last: bool) -> ShapeTrace:
+    """The trace of a unit of fake tensors on the first or the last rank of a plan.
+
+    Raises:
+        ValueError: The sequence was not sharded although the plan shards it.
+    """
+    context_size = plan.context if plan.positions is not None and plan.positions.by != "tensor" else 1
+    ranks: ExchangingRanks = _ShapesOfRanks((plan.size - 1) * last, plan.size)
+    context: ExchangingRanks = _ShapesOfRanks((context_size - 1) * last, context_size)
+    local: dict[str, Tensor] = {}
+    for fqn, tensor in (*unit.named_parameters(), *unit.named_buffers()):
+        with FAKE_MODE:
+            shard = shard_tensor(tensor.detach(), plan.placements[fqn], ranks.rank, plan.size).clone()
+        local[fqn] = shard.requires_grad_(tensor.requires_grad)
+    none = contextlib.nullcontext
+    runner = ShardedUnit(
+        unit, plan, ranks, context=context, tensors=lambda: local, around_draw=none, around_local_draw=none
+    )
+    trace = ShapeTrace()
+    with FAKE_MODE, quiet_fake_kernels(), runner.running():
+        run_forward(unit.train(training), example, Setting(training), trace)
+    if plan.positions is not None and not runner.num_sharded_sequences:
+        raise ValueError("the sequence was not sharded")
+    return trace

@@ -1,0 +1,1 @@
+"""Sharded units without values: plans searched by shapes alone, and the messages and saved bytes of one rank."""
