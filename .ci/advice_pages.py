@@ -14,10 +14,9 @@ from lightning_hybrid.planner.hardware.hardware import BandwidthCurve, Hardware,
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.report.plan_tables import why
 from lightning_hybrid.planner.report.planned_run import PlannedRun
-from lightning_hybrid.planner.search import search_layouts
 from lightning_hybrid.planner.search.layout_options import spelled
 from lightning_hybrid.planner.search.plans_and_rejections import MEMORY_ERROR, TIME_ERROR, duration, gigabytes
-from lightning_hybrid.planner.search.search_layouts import cluster_of
+from lightning_hybrid.planner.search.search_layouts import cluster_of, search_layouts
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "advice"
 PRECISION = "bf16-mixed"

@@ -19,10 +19,9 @@ from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.plan_layout import PlanLayout
 from lightning_hybrid.planner.report.plan_tables import ranked_lines
 from lightning_hybrid.planner.report.planned_run import PlannedRun
-from lightning_hybrid.planner.search import Allowed, search_layouts
 from lightning_hybrid.planner.search.layout_options import fixed_fields, strategy_options
-from lightning_hybrid.planner.search.plans_and_rejections import SearchResult
-from lightning_hybrid.planner.search.search_layouts import cluster_of, predict_plan
+from lightning_hybrid.planner.search.plans_and_rejections import Allowed, SearchResult
+from lightning_hybrid.planner.search.search_layouts import cluster_of, predict_plan, search_layouts
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.strategies.hybrid3d import OPTION_DEFAULTS, Hybrid3DStrategy
 from lightning_hybrid.strategies.record_planner_costs import RecordedCosts, record_costs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import itertools
 import reprlib
@@ -245,15 +244,6 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             check_callbacks(module._trainer, self.world.mesh, is_recorded=is_recorded)
             self.world.watch_failures(module._trainer)
             self._files.check(self._checkpoint_io)
-
-    def plan_options(self) -> dict[str, Any]:
-        """Return the options that "auto" sizes stand for."""
-        module = self.lightning_module
-        if module is None or module._trainer is None:
-            raise RuntimeError("sizes of 'auto' are planned for a module; fit one with a Trainer, or set numbers")
-        # It derives a strategy from this one.
-        planning = importlib.import_module(f"{__package__}.choose_planned_options")
-        return dict(planning.planned_options(self, module._trainer))
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Synchronize the ranks, record and partition the step, drop other stages, build optimizers."""

@@ -77,8 +77,8 @@ def test_plan_of_a_module(capsys):
 
 
 def test_nothing_fits(capsys, config):
-    status, text = planned(capsys, *config, "--batch", "64", "--max-memory", "3.1GB")
-    assert status == 3 and re.search(r"refused: no layout of a decoder fits 4 devices of 3\.1 GB: the nearest", text)
+    status, text = planned(capsys, *config, "--batch", "64", "--max-memory", "1GB")
+    assert status == 3 and re.search(r"refused: no layout of a decoder fits 4 devices of 1\.0 GB: the nearest", text)
 
 
 @pytest.mark.parametrize(

@@ -140,4 +140,5 @@ def test_all_ranks_take_one_plan(worlds, options):
     explicit = worlds.run(2, fitted, {name: sizes[name] for name in SIZES} | {"zero_stage": zero_stage}, 2)
     for (_, _, state), (_, _, expected) in zip(ranks, explicit, strict=True):
         for name, value in expected.items():
-            torch.testing.assert_close(state[name], value, **({"rtol": 0, "atol": 0} if is_plain else {}))
+            # Adam magnifies the order of sums where a gradient is near zero; a step moves a parameter by 1e-3.
+            torch.testing.assert_close(state[name], value, rtol=0, atol=0 if is_plain else 1e-4)

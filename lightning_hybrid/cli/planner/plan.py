@@ -21,10 +21,9 @@ from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.report.html_report import html_report
 from lightning_hybrid.planner.report.plan_tables import explained_layout, plans_table
 from lightning_hybrid.planner.report.planned_run import PlannedRun
-from lightning_hybrid.planner.search import Plan, search_layouts
 from lightning_hybrid.planner.search.layout_options import fixed_fields, layout_from_options
-from lightning_hybrid.planner.search.plans_and_rejections import OBJECTIVES
-from lightning_hybrid.planner.search.search_layouts import cluster_of, predict_plan
+from lightning_hybrid.planner.search.plans_and_rejections import OBJECTIVES, Plan
+from lightning_hybrid.planner.search.search_layouts import cluster_of, predict_plan, search_layouts
 
 if TYPE_CHECKING:
     from lightning_hybrid.planner.costs.layer_costs import ModelCosts

@@ -35,6 +35,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.precision.check_device_capability import check_device_precision
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.strategies.options.let_lightning_search_batch_sizes import is_check_of_batch_size_search
+from lightning_hybrid.strategies.options.plan_auto_sizes import agreed_plan, plan_options
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.world.correct_user_samplers import split_sampler_over_replicas
 from lightning_hybrid.strategies.world.rank_failures import check_connections
@@ -261,7 +262,7 @@ class RankedStrategy(ParallelStrategy):
         self.set_world_ranks()
         is_planned, timeout = self.options.is_planned, self.options.timeout
         # One process plans, which has no process groups; the others wait for it where they meet.
-        planned = self._plan() if is_planned and self._launcher_rank == 0 else None
+        planned = plan_options(self) if is_planned and self._launcher_rank == 0 else None
         sharing = (self.parallel_devices or []).count(self.root_device)
         chosen = choose_backend(self.options.process_group_backend, self.root_device, sharing)
         backend = chosen or _get_default_process_group_backend_for_device(self.root_device)
@@ -298,27 +299,9 @@ class RankedStrategy(ParallelStrategy):
         if module is not None and module._trainer is not None:  # None where the strategy is used without a Trainer
             self._world.connect(module._trainer, module)
 
-    def plan_options(self) -> dict[str, Any]:
-        """Return the options that "auto" sizes stand for; called on the first rank."""
-        raise NotImplementedError
-
-    def _plan(self) -> dict[str, Any] | Exception:
-        """Plan on the first rank; an error is raised by all ranks, once they have met."""
-        try:
-            return self.plan_options()
-        except Exception as error:
-            return error
-
     def _adopt_plan(self, planned: dict[str, Any] | Exception | None) -> None:
-        """Take the options that the first rank has planned, or raise its error, on all ranks."""
-        box = [planned]
-        if not self._is_one_process:
-            dist.broadcast_object_list(box, 0)
-        agreed = box[0]
-        if isinstance(agreed, Exception):
-            raise agreed
-        assert agreed is not None
-        self.options = self.options.with_planned(agreed)
+        """Take the options that the first rank has planned, on all ranks."""
+        self.options = self.options.with_planned(agreed_plan(planned))
         self._recompute = self._recompute or self.options.recompute
 
     def on_exception(self, exception: BaseException) -> None:

@@ -12,7 +12,6 @@ from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, t
 from lightning_hybrid.planner.hardware.hardware import load_hardware
 from lightning_hybrid.planner.plan_layout import FORMATS, PlanLayout
 from lightning_hybrid.planner.predictions import PredictedMemory, PredictedTime
-from lightning_hybrid.planner.search import Allowed, search_layouts
 from lightning_hybrid.planner.search.layout_options import (
     fixed_fields,
     layout_from_options,
@@ -20,7 +19,8 @@ from lightning_hybrid.planner.search.layout_options import (
     spelled,
     strategy_options,
 )
-from lightning_hybrid.planner.search.search_layouts import predict_plan
+from lightning_hybrid.planner.search.plans_and_rejections import Allowed
+from lightning_hybrid.planner.search.search_layouts import predict_plan, search_layouts
 
 A100 = load_hardware("a100-80")
 MASTER = FORMATS["bf16-true, float32 master weights"]
