@@ -101,7 +101,7 @@ def test_vocabulary_is_looked_up_and_compared_in_shards():
     embedding, rows = nn.Embedding(512, 64), torch.zeros(2, 16, dtype=torch.int64)
     plan = plan_by_shapes(embedding, (rows,), {}, 8, vocabulary={"weight": 0})
     use = measure_unit(embedding, plan, (rows,), {}, 3, OUTSIDE)
-    assert [tuple(each) for each in use.forward] == [("all_reduce", 2 * 16 * 64 * 4)] and not use.backward
+    assert [tuple(each) for each in use.forward] == [("all_reduce", 2 * 16 * 64 * 4, "tensor")] and not use.backward
     head, hidden = nn.Linear(64, 512, bias=False), torch.randn(2, 16, 64, requires_grad=True)
     plan = plan_by_shapes(head, (hidden,), {}, 8, vocabulary={"weight": 0})
     use = measure_unit(head, plan, (hidden,), {}, 3, OUTSIDE)
