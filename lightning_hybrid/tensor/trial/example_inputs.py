@@ -97,6 +97,10 @@ def make_example(
         return Example(tuple(_resized(leaf, sizes) if isinstance(leaf, Tensor) else leaf for leaf in real), spec)
 
     small = _small_lengths(_lengths(real, weights), _mask_lengths(leaves), weights, size, least)
+    if widths is not None:  # numbers of positions that equal a width, which the last dim holds
+        apart = {length: _Resize(new, _NOT_LAST if length in weights else _EVERY_DIM) for length, new in small.items()}
+        if runs(example(apart)):
+            return example(apart)
     free = {length: _Resize(new, _EVERY_DIM) for length, new in small.items() if length not in weights}
     if runs(example(free)):
         return example(free)
