@@ -91,7 +91,7 @@ def run_forward(
 ) -> tuple[list[Any], dict[str, Tensor]]:
     """Runs the forward; returns the leaves of the unit's result, and the inputs that need a gradient by name.
 
-    Shapes of inputs are those of the example's leaves.
+    Inputs are of any shape, those of the example's leaves.
     """
     with (
         torch.set_grad_enabled(setting.grad),
