@@ -82,10 +82,7 @@ def make_example(
         The example, or None if the unit does not run on its recorded inputs.
     """
     leaves, spec = flatten((args, kwargs))
-    if widths is None:
-        real = [_with_real_tensors(leaf, generator, dtype) for leaf in leaves]
-    else:
-        real = [_detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    real = [_with_real_tensors(leaf, generator, dtype) if widths is None else _detached(leaf) for leaf in leaves]
     needs = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in real)
     if not needs:
         first = next((leaf for leaf in real if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
@@ -232,8 +229,10 @@ def _resized(tensor: Tensor, sizes: Mapping[int, _Resize]) -> Tensor:
     return tensor.requires_grad_(needs)
 
 
-def _detached(tensor: Tensor) -> Tensor:
-    """The tensor, or a meta tensor of its shape if it has no data, outside of the graph."""
+def _detached(tensor: Any) -> Any:
+    """A tensor, or a meta tensor of its shape if it has no data, outside of the graph; other leaves as they are."""
+    if not isinstance(tensor, Tensor):
+        return tensor
     value = tensor.detach()
     if _has_no_data(tensor):
         value = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
