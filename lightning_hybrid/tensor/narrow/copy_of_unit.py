@@ -58,7 +58,7 @@ def divided_leaf(leaf: Any, division: Division, *, with_values: bool) -> Any:
 
 
 def divided(tensor: Tensor, division: Division) -> Tensor:
-    """A tensor with divided sizes, on the CPU; without values if it has none."""
+    """A tensor of any shape with divided sizes, on the CPU; without values if it has none."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
         return _fake(tensor, division)
     value = tensor.detach().to("cpu")

@@ -32,7 +32,7 @@ from lightning_hybrid.tensor.narrow.shape_trace import (
     sizes_that_differ,
     unsharded_trace,
 )
-from lightning_hybrid.tensor.narrow.sizes_to_divide import Division, divisions, named_widths, shard_alike
+from lightning_hybrid.tensor.narrow.sizes_to_divide import Division, divisions, have_same_shards, named_widths
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.trial.example_inputs import Example, make_example
 from lightning_hybrid.tensor.trial.sharded_unit_proof import prove_cached
@@ -174,7 +174,7 @@ def _difference(full: ShapeTrace, narrow: ShapeTrace, division: Division, size: 
     if both := {division.of(length) for length in division.sizes} & (equal - {1}):
         return f"of two sizes that differ both would be {min(both)}"
     # A number of heads that follows from a width and the features of a head.
-    heads = [a for a, b in pairs if a not in division.sizes and not shard_alike(a, b, size)]
+    heads = [a for a, b in pairs if a not in division.sizes and not have_same_shards(a, b, size)]
     return f"{heads[0]} heads would be divided" if heads else ""
 
 

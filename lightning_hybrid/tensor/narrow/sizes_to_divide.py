@@ -3,7 +3,7 @@
     hidden 4096, feed-forward 14336, keys 1024, features per head 128    factor 8: 512, 1792, 128, 16
     heads 32, key heads 8, experts, vocabulary                           unchanged
 
-A size and its quotient are multiples of the same multiples of the number of ranks, so that they can be sharded alike.
+The ranks can shard both a size and its quotient, in as many pieces, or neither.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def divisions(unit: nn.Module, leaves: Iterable[Any], size: int, kept: Collectio
     found: list[tuple[int, Division]] = []
     for factor in FACTORS:
         of_weights = {width for width in widths if width % (factor * size) == 0 and width // factor >= _LEAST_SIZE}
-        of_weights = {width for width in of_weights if shard_alike(width, width // factor, size)}
+        of_weights = {width for width in of_weights if have_same_shards(width, width // factor, size)}
         others = {value for value in within if value % factor == 0 and value // factor >= _LEAST_SIZE}
         choices = of_weights - counts | others, of_weights | others, of_weights
         for sizes in dict.fromkeys(map(frozenset, choices)):
@@ -88,7 +88,7 @@ def named_widths(unit: nn.Module) -> set[int]:
     return {value for owner in owners_of_numbers(unit) for name, value in owner.items() if _names_width(name, value)}
 
 
-def shard_alike(width: int, quotient: int, size: int) -> bool:
+def have_same_shards(width: int, quotient: int, size: int) -> bool:
     """Whether each number of ranks that divides `size` can shard both, in as many pieces, or neither."""
     ranks = [number for number in range(1, size + 1) if size % number == 0]
     return all(

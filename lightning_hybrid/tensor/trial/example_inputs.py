@@ -82,10 +82,7 @@ def make_example(
         The example, or None if the unit does not run on its recorded inputs.
     """
     leaves, spec = flatten((args, kwargs))
-    if widths is None:
-        real = [_with_real_tensors(leaf, generator, dtype) for leaf in leaves]
-    else:
-        real = [_detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    real = [_with_real_tensors(leaf, generator, dtype) if widths is None else _detached(leaf) for leaf in leaves]
     needs = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in real)
     if not needs:
         first = next((leaf for leaf in real if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
@@ -97,6 +94,10 @@ def make_example(
         return Example(tuple(_resized(leaf, sizes) if isinstance(leaf, Tensor) else leaf for leaf in real), spec)
 
     small = _small_lengths(_lengths(real, weights), _mask_lengths(leaves), weights, size, least)
+    if widths is not None:  # numbers of positions that equal a width, which the last dim holds
+        apart = {length: _Resize(new, _NOT_LAST if length in weights else _EVERY_DIM) for length, new in small.items()}
+        if runs(example(apart)):
+            return example(apart)
     free = {length: _Resize(new, _EVERY_DIM) for length, new in small.items() if length not in weights}
     if runs(example(free)):
         return example(free)
@@ -228,8 +229,10 @@ def _resized(tensor: Tensor, sizes: Mapping[int, _Resize]) -> Tensor:
     return tensor.requires_grad_(needs)
 
 
-def _detached(tensor: Tensor) -> Tensor:
-    """The tensor, or a meta tensor of its shape if it has no data, outside of the graph."""
+def _detached(tensor: Any) -> Any:
+    """A tensor, or a meta tensor of its shape if it has no data, outside of the graph; other leaves as they are."""
+    if not isinstance(tensor, Tensor):
+        return tensor
     value = tensor.detach()
     if _has_no_data(tensor):
         value = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

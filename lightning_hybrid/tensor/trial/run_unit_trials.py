@@ -89,7 +89,10 @@ def run_forward(
     setting: Setting,
     around: contextlib.AbstractContextManager[Any] | None = None,
 ) -> tuple[list[Any], dict[str, Tensor]]:
-    """Runs the forward; returns the leaves of the unit's result, and the inputs that need a gradient by name."""
+    """Runs the forward; returns the leaves of the unit's result, and the inputs that need a gradient by name.
+
+    Inputs are of any shape, those of the example's leaves.
+    """
     with (
         torch.set_grad_enabled(setting.grad),
         _without_fast_path(),

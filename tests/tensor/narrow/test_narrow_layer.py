@@ -11,7 +11,7 @@ from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard
 from lightning_hybrid.tensor.narrow import narrow_layer as narrowing
 from lightning_hybrid.tensor.narrow.narrow_layer import narrow_layer
 from lightning_hybrid.tensor.narrow.plan_of_other_width import plan_of_other_width
-from lightning_hybrid.tensor.narrow.sizes_to_divide import Division, divisions, shard_alike
+from lightning_hybrid.tensor.narrow.sizes_to_divide import Division, divisions, have_same_shards
 from lightning_hybrid.tensor.requests.plan_requests_by_unit import UnitRequests
 from lightning_hybrid.tensor.search import plan_cache
 from lightning_hybrid.tensor.search.plan_cache import PlanCache
@@ -176,11 +176,11 @@ def test_heads_and_vocabularies_are_not_divided():
 
 
 @pytest.mark.parametrize(
-    ("width", "quotient", "alike"), [(128, 32, True), (128, 16, True), (128, 8, False), (8, 4, False), (4, 2, False)]
+    ("width", "quotient", "expected"), [(128, 32, True), (128, 16, True), (128, 8, False), (8, 4, False), (4, 2, False)]
 )
-def test_sizes_that_shard_alike(width, quotient, alike):
+def test_sizes_with_the_same_shards(width, quotient, expected):
     """Eight ranks share 8 heads, not 4, and hold 4 heads twice and 2 heads four times."""
-    assert shard_alike(width, quotient, 8) is alike
+    assert have_same_shards(width, quotient, 8) is expected
 
 
 class Centred(GatedLayer):
