@@ -139,8 +139,12 @@ def examples():
 
 
 @pytest.mark.parametrize("line", examples())
-def test_examples_of_the_help(line, checkpoints, monkeypatch, capsys):
+def test_examples_of_the_help(line, checkpoints, monkeypatch, capsys, tmp_path):
     program, *arguments = shlex.split(line)
+    if "config.json" in arguments:
+        sizes = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 1024}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "intermediate_size": 512, **sizes}))
+        monkeypatch.chdir(tmp_path)
     if arguments[0] in ("checkpoint", "hardware"):
         monkeypatch.chdir(checkpoints)
         (checkpoints / "one.ckpt").unlink()

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 _EXAMPLE = """example:
   lightning-hybrid plan examples/quickstart.py:Classifier --hardware cpu --devices 4
-  lightning-hybrid plan --config-json config.json --sequence 4096 --hardware h100 --devices 8 --num-nodes 4 \\
-    --batch 512 --precision bf16-true --html plan.html
+  lightning-hybrid plan --config-json config.json --hardware h100 --num-nodes 4 --batch 512 --html plan.html
   lightning-hybrid plan --config-json config.json --sequence 4096 --devices 8 --batch 64 --why tp=8,zero=1
 
 exit status: 0 ok; 2 invalid command line; 3 no layout fits the cluster, or there is no such cluster"""
