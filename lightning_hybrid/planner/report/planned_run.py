@@ -53,10 +53,14 @@ class PlannedRun:
         if layout.ranks < devices * nodes:
             devices, nodes = min(layout.ranks, devices), max(1, layout.ranks // devices)
         return (
-            f"Trainer(\n    devices={devices},\n    num_nodes={nodes},\n    precision={self.precision!r},\n"
-            f"    strategy=Hybrid3DStrategy({options}\n    ),\n)\n"
-            f"# batch_size={layout.batch // layout.data} of the loader, for each of {layout.data} replicas"
-        ).replace("Hybrid3DStrategy(\n    )", "Hybrid3DStrategy()")
+            (
+                f"Trainer(\n    devices={devices},\n    num_nodes={nodes},\n    precision={self.precision!r},\n"
+                f"    strategy=Hybrid3DStrategy({options}\n    ),\n)\n"
+                f"# batch_size={layout.batch // layout.data} of the loader, for each of {layout.data} replicas"
+            )
+            .replace("Hybrid3DStrategy(\n    )", "Hybrid3DStrategy()")
+            .replace("'", '"')
+        )
 
     def rate(self, plan: Plan) -> tuple[float, str]:
         """Return the throughput over all devices, in tokens, or samples where these are no sequences."""
