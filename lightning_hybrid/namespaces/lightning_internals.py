@@ -52,7 +52,9 @@ PYTORCH: dict[str, tuple[str, ...]] = {
         *("_accelerator_connector", "_active_loop", "_checkpoint_connector", "_data_connector", "_loggers"),
         *("_logger_connector", "_results", "_signal_connector"),
     ),
+    "tuner.batch_size_scaling": ("_try_loop_run",),
     "tuner.lr_finder": ("_LRCallback",),
+    "tuner.tuning": ("_check_scale_batch_size_configuration",),
     "utilities.combined_loader:CombinedLoader": ("_mode", "_spec"),
     "utilities.data": ("_update_dataloader",),
 }
