@@ -77,8 +77,13 @@ def test_plan_of_a_module(capsys):
 
 
 def test_nothing_fits(capsys, config):
-    status, text = planned(capsys, *config, "--batch", "64", "--max-memory", "3.1GB")
-    assert status == 3 and re.search(r"refused: no layout of a decoder fits 4 devices of 3\.1 GB: the nearest", text)
+    status, text = planned(capsys, *config, "--batch", "64", "--max-memory", "2GB")
+    assert status == 3 and re.search(r"refused: no layout of a decoder fits 4 devices of 2\.0 GB: the nearest", text)
+
+
+def test_explained_layouts_fill_the_devices(capsys, config):
+    assert main(["plan", *config, "--batch", "64", "--why", "dp=2"]) == 2
+    assert "--why dp=2: 2 ranks do not fill 4 devices" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,15 @@ def test_full_recomputation_adds_one_forward_of_the_layers():
     assert 0.2 * plain["computation"] < full["recomputation"] < 0.34 * plain["computation"]
 
 
+def test_selective_recomputation_takes_time_for_what_it_does_not_save():
+    layout = PlanLayout(microbatch=4, batch=4, recompute="selective")
+    assert predicted(layout).terms["recomputation"] == 0  # fused attention alone is recomputed, by its kernel
+    layers = [dataclasses.replace(layer, selective_saved=0.4 * layer.saved) for layer in GPT.layers]
+    found = predicted(layout, dataclasses.replace(GPT, layers=tuple(layers))).terms["recomputation"]
+    full = predicted(dataclasses.replace(layout, recompute="full")).terms["recomputation"]
+    assert 0 < found < full
+
+
 def test_frozen_parameters_have_no_weight_gradients():
     frozen = dataclasses.replace(GPT, frozen_parameters=GPT.parameters)
     layout = PlanLayout(microbatch=4, batch=4)
