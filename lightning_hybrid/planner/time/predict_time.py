@@ -173,8 +173,8 @@ class _StepModel:
         rest = 1.0 - constants.gather_share
         seconds = 0.0
         for layer, count in layers:
-            held = parameters_of_rank([(layer, 1)], layout)
-            for size, group in zip((held.total,) if layout.expert == 1 else held, groups, strict=True):
+            own = parameters_of_rank([(layer, 1)], layout)
+            for size, group in zip((own.total,) if layout.expert == 1 else own, groups, strict=True):
                 nodes = group.size / group.per_node
                 between = constants.gather_share + rest / (1.0 + nodes / constants.gather_nodes)
                 shares = Shares(constants.within_share, between)
@@ -186,22 +186,22 @@ class _StepModel:
         shard = parameters_of_rank(layers, layout).over_shards(layout)
         return passes * seconds + self.reduction_seconds(shard, copies, layout.shard)
 
-    def reduction_seconds(self, held: Parameters, copies: int, shard: int) -> float:
+    def reduction_seconds(self, own: Parameters, copies: int, shard: int) -> float:
         """Seconds of the all-reduces of gradients over ``copies`` ranks, each ``shard`` replicas from the next one."""
         layout, per_node = self.layout, self.hardware.devices_per_node
         group = group_of_axis(copies, layout.tensor * shard, per_node)
-        sizes = [(held.total, group)]
+        sizes = [(own.total, group)]
         if layout.expert > 1:
             holders = max(1, copies * shard // (layout.expert * layout.expert_shards if shard > 1 else layout.expert))
             experts = group_of_axis(holders, layout.tensor * max(layout.expert, shard), per_node)
-            sizes = [(held.dense, group), (held.experts, experts)]
+            sizes = [(own.dense, group), (own.experts, experts)]
         element = self.format.reduced * self.backward_share
         return sum(all_reduce_seconds(size * element, each, self.hardware, self.shares) for size, each in sizes)
 
     def optimizer_terms(self, layers: LayersOfRank) -> dict[str, float]:
         """Seconds of the optimizer's step, which reads and writes all states, or runs on the host."""
-        held = parameters_of_rank(layers, self.layout)
-        parameters = held.over_shards(self.layout).total if self.layout.zero_stage else held.total
+        own = parameters_of_rank(layers, self.layout)
+        parameters = own.over_shards(self.layout).total if self.layout.zero_stage else own.total
         parameters *= self.backward_share
         form = self.format
         if "optimizer_states" in self.layout.offload:
