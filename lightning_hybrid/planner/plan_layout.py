@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_hybrid.schedule.generators import stages_of_each_rank
+
 RecomputeKind = Literal["none", "selective", "full"]
 Balance = Literal["layers", "flops"]
 
@@ -105,6 +107,11 @@ class PlanLayout:
         return self.replicate * self.shard
 
     @property
+    def expert_shards(self) -> int:
+        """Ranks that ZeRO shards the states of one rank's experts over."""
+        return min(max(1, self.shard * self.context // self.expert), self.shard)
+
+    @property
     def ranks(self) -> int:
         """Ranks of the layout."""
         return self.pipeline * self.data * self.tensor * self.context
@@ -117,4 +124,9 @@ class PlanLayout:
     @property
     def num_stages(self) -> int:
         """Stages of the pipeline."""
-        return self.pipeline * self.stages_per_rank
+        return self.pipeline * self.stages_of_each_rank
+
+    @property
+    def stages_of_each_rank(self) -> int:
+        """Stages that each pipeline rank holds under its schedule."""
+        return stages_of_each_rank(self.schedule, self.stages_per_rank)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
+import re
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid.memory.budget.byte_sizes import parse_budget
 from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters
@@ -76,7 +81,8 @@ def _recorded(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> RecordedCosts:
     datamodule = getattr(trainer, "datamodule", None)
     data = datamodule or trainer.fit_loop._data_source.instance
     try:
-        copied, data = copy.deepcopy((module, None if data is module else data), {id(trainer): None})
+        memo = {id(trainer): None, **tensors_of_datasets(data)}
+        copied, data = copy.deepcopy((module, None if data is module else data), memo)
         kind = "datamodule" if datamodule is not None else "train_dataloaders"
         arguments = {} if data is None else {kind: data}
         lightning = importlib.import_module(pl.__name__)
@@ -88,6 +94,23 @@ def _recorded(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> RecordedCosts:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         costs = costs_from_parameters(shapes, name=type(module).__name__, frozen=frozen, reason=reason)
         return RecordedCosts(costs, number_format_of(precision), 1)
+
+
+def tensors_of_datasets(data: Any) -> dict[int, Any]:
+    """Return tensors and arrays of the datasets of loaders, by their identity as `copy.deepcopy` notes what is copied.
+
+    They are read alone, and may take as much memory as there is.
+    """
+    found: dict[int, Any] = {}
+    known, open_ = set[int](), [data]
+    while open_:
+        for leaf in tree_leaves(open_.pop()):
+            if isinstance(leaf, Tensor | numpy.ndarray):
+                found[id(leaf)] = leaf
+            elif isinstance(leaf, DataLoader | Dataset) and id(leaf) not in known:
+                known.add(id(leaf))
+                open_.append(vars(leaf))
+    return found
 
 
 def _planned_run(strategy: Hybrid3DStrategy, recorded: RecordedCosts) -> PlannedRun:
@@ -129,7 +152,7 @@ def _hardware(device: torch.device, devices: int) -> Hardware:
         return dataclasses.replace(load_hardware("cpu"), memory=free_on_host() / devices, devices_per_node=devices)
     found = torch.cuda.get_device_properties(device)
     name = found.name.lower()
-    known = [preset for preset in preset_names() if preset.split("-")[0] in name]
+    known = [preset for preset in preset_names() if re.search(rf"\b{preset.split('-')[0]}\b", name)]  # no RTX A1000
     hardware = [load_hardware(preset) for preset in known or ["a100-80"]]
     nearest = min(hardware, key=lambda each: abs(each.memory - found.total_memory))
     return dataclasses.replace(nearest, memory=float(found.total_memory), devices_per_node=devices)

@@ -81,6 +81,11 @@ def test_nothing_fits(capsys, config):
     assert status == 3 and re.search(r"refused: no layout of a decoder fits 4 devices of 1\.0 GB: the nearest", text)
 
 
+def test_explained_layouts_fill_the_devices(capsys, config):
+    assert main(["plan", *config, "--batch", "64", "--why", "dp=2"]) == 2
+    assert "--why dp=2: 2 ranks do not fill 4 devices" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

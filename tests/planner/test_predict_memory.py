@@ -66,7 +66,7 @@ def test_tensor_and_expert_ranks_divide_what_they_shard():
     found = terms(PlanLayout(replicate=4, tensor=2, expert=4, batch=4), shape=FEW_EXPERTS)["parameters"] / 2
     sharded = costs.layers[0].sharded_parameters + layer.sharded_parameters * layer.count
     experts = layer.expert_parameters * layer.count
-    assert found == pytest.approx(costs.parameters - sharded / 2 - experts * 3 / 4)
+    assert found == pytest.approx(costs.parameters - sharded / 2 - experts * 7 / 8)
 
 
 def test_the_last_rank_has_a_copy_of_the_tied_embedding():

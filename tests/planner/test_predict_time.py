@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from lightning_hybrid.planner.costs.cut_into_stages import stages_by_rank
 from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
 from lightning_hybrid.planner.hardware.hardware import BandwidthCurve, load_hardware
 from lightning_hybrid.planner.plan_layout import FORMATS, PlanLayout
 from lightning_hybrid.planner.time.collective_seconds import (
     RankGroup,
+    Shares,
     all_reduce_seconds,
     gather_seconds,
     group_of_axis,
@@ -62,11 +64,78 @@ def test_full_recomputation_adds_one_forward_of_the_layers():
     assert 0.2 * plain["computation"] < full["recomputation"] < 0.34 * plain["computation"]
 
 
+def test_selective_recomputation_takes_time_for_what_it_does_not_save():
+    layout = PlanLayout(microbatch=4, batch=4, recompute="selective")
+    assert predicted(layout).terms["recomputation"] == 0  # fused attention alone is recomputed, by its kernel
+    layers = [dataclasses.replace(layer, selective_saved=0.4 * layer.saved) for layer in GPT.layers]
+    found = predicted(layout, dataclasses.replace(GPT, layers=tuple(layers))).terms["recomputation"]
+    full = predicted(dataclasses.replace(layout, recompute="full")).terms["recomputation"]
+    assert 0 < found < full
+
+
 def test_frozen_parameters_have_no_weight_gradients():
     frozen = dataclasses.replace(GPT, frozen_parameters=GPT.parameters)
     layout = PlanLayout(microbatch=4, batch=4)
     share = predicted(layout, frozen).terms["computation"] / predicted(layout).terms["computation"]
     assert 0.6 < share < 0.75  # forward and gradients of activations: two of three products
+
+
+def test_frozen_parameters_are_not_reduced():
+    slow = dataclasses.replace(A100, overlap=0.0)
+    for layout in (PlanLayout(replicate=4, batch=4), PlanLayout(replicate=2, context=2, batch=2)):
+        frozen = dataclasses.replace(GPT, frozen_parameters=GPT.parameters)
+        assert predicted(layout, hardware=slow).terms["replicas"] > 0
+        assert predicted(layout, frozen, slow).terms["replicas"] == 0
+
+
+def test_copies_of_shards_are_reduced_over_the_other_replicas():
+    slow = dataclasses.replace(A100, overlap=0.0)
+    layout = PlanLayout(shard=8, batch=8, zero_stage=3)
+    one = predicted(layout, hardware=slow).terms["replicas"]
+    found = predicted(dataclasses.replace(layout, replicate=16, batch=128), hardware=slow).terms["replicas"]
+    size = GPT.parameters / 8 * BF16.reduced
+    group = group_of_axis(16, 8, 8)
+    assert found - one == pytest.approx(all_reduce_seconds(size, group, slow, Shares(0.45, 0.8)))
+
+
+def test_context_ranks_reduce_the_gradients():
+    slow = dataclasses.replace(A100, overlap=0.0)
+    replicas = predicted(PlanLayout(replicate=4, batch=4), hardware=slow).terms["replicas"]
+    assert predicted(PlanLayout(context=4, batch=1), hardware=slow).terms["replicas"] == pytest.approx(replicas)
+    assert predicted(PlanLayout(context=2, replicate=2, batch=1), hardware=slow).terms["replicas"] == replicas
+
+
+def test_rows_of_experts_stay_among_expert_ranks():
+    shape = TransformerShape(4, 2048, 8192, 16, 50304, 2048, experts=8, experts_per_token=2)
+    layout = PlanLayout(replicate=8, expert=8, batch=8)
+    inside = predicted(layout, transformer_costs(shape)).terms["expert ranks"]
+    many = dataclasses.replace(layout, replicate=64, batch=64)
+    assert predicted(many, transformer_costs(shape)).terms["expert ranks"] == inside > 0
+
+
+def test_sharded_experts_are_not_gathered_or_reduced():
+    """With as many expert ranks as replicas each expert is on one rank."""
+    slow = dataclasses.replace(A100, overlap=0.0)
+    few, many = (transformer_costs(TransformerShape(4, 2048, ffn, 16, 50304, 2048, experts=8)) for ffn in (4096, 8192))
+    for layout in (
+        PlanLayout(replicate=8, expert=8, batch=8),
+        PlanLayout(shard=8, expert=8, batch=8, zero_stage=3),
+    ):
+        assert predicted(layout, many, slow).terms["replicas"] == predicted(layout, few, slow).terms["replicas"] > 0
+        whole = dataclasses.replace(layout, expert=1)
+        assert predicted(whole, many, slow).terms["replicas"] > 1.5 * predicted(whole, few, slow).terms["replicas"]
+
+
+def test_stages_in_v_placement_share_the_head_with_the_first_rank():
+    """The head is on the first rank, as is the embedding: the other rank has layers alone."""
+    layout = PlanLayout(pipeline=2, schedule="zero_bubble_v", batch=8)
+    first, last = stages_by_rank(GPT, layout)
+    assert (list(first), list(last)) == ([0, 3], [1, 2])
+    names = [{layer.name for stage in rank.values() for layer, _ in stage} for rank in (first, last)]
+    assert names == [{"embedding", "layer", "head"}, {"layer"}]
+    few = dataclasses.replace(GPT, layers=(*GPT.layers[:1], dataclasses.replace(GPT.layers[1], count=1)))
+    with pytest.raises(ValueError, match="2 layers, too few for 4 stages"):
+        predicted(layout, few)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

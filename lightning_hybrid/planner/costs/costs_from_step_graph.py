@@ -30,7 +30,8 @@ def costs_from_step_graph(
     """Return the costs per sample of a recorded step: a layer for each unit, and for operations between them.
 
     A layer's products are those of its parameters of two or more dimensions; the rest of its FLOPs are products
-    without weights. All saved bytes are counted at the sizes of the recording.
+    without weights. All saved bytes are counted at the sizes of the recording. Parameters that no operation reads
+    belong to the first layer.
 
     Args:
         graph: Of the training step, recorded with its layers as units.
@@ -47,10 +48,12 @@ def costs_from_step_graph(
             for parameter in node.parameters:
                 owner.setdefault(parameter, number)
     counted: set[int] = set()
+    unused = sum(math.prod(shape) for parameter, shape in shapes.items() if parameter not in owner)
     layers = []
     for number, group in enumerate(groups):
         used = dict.fromkeys(parameter for node in group.nodes for parameter in node.parameters if parameter in shapes)
         own = sum(math.prod(shapes[parameter]) for parameter in used if owner[parameter] == number)
+        own += 0 if number else unused
         matrices = [shapes[parameter] for parameter in used if len(shapes[parameter]) > 1]
         vectors = len(used) - len(matrices)
         layers.append(_layer(group, graph, matrices, vectors, own, samples, positions, counted))

@@ -1,4 +1,4 @@
-"""The contiguous cut of a model's layers into pipeline stages, balanced by FLOPs."""
+"""The contiguous cut of a model's layers into pipeline stages, balanced by FLOPs, and the stages of each rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,23 @@ import itertools
 from collections.abc import Iterator
 
 from lightning_hybrid.planner.costs.layer_costs import LayerCosts, ModelCosts
-from lightning_hybrid.planner.plan_layout import Balance
+from lightning_hybrid.planner.plan_layout import Balance, PlanLayout
+from lightning_hybrid.schedule.generators import placement_of
+from lightning_hybrid.schedule.schedule_and_actions import rank_of_stage
+
+
+def stages_by_rank(costs: ModelCosts, layout: PlanLayout) -> list[dict[int, list[tuple[LayerCosts, int]]]]:
+    """Return for each pipeline rank its stages, by their numbers in ascending order.
+
+    Raises:
+        ValueError: There are fewer single layers than stages.
+    """
+    stages = cut_into_stages(costs, layout.num_stages, layout.balanced_by)
+    placement = placement_of(layout.schedule, layout.stages_of_each_rank)
+    ranks: list[dict[int, list[tuple[LayerCosts, int]]]] = [{} for _ in range(layout.pipeline)]
+    for number, stage in enumerate(stages):
+        ranks[rank_of_stage(number, layout.pipeline, placement)][number] = stage
+    return ranks
 
 
 def cut_into_stages(

@@ -12,37 +12,16 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_hybrid.planner.costs.cut_into_stages import cut_into_stages
+from lightning_hybrid.planner.costs.cut_into_stages import stages_by_rank
 from lightning_hybrid.planner.costs.layer_costs import LayerCosts, ModelCosts
+from lightning_hybrid.planner.costs.parameters_of_rank import Parameters, parameters_of_rank
 from lightning_hybrid.planner.hardware.hardware import Hardware
 from lightning_hybrid.planner.memory.in_flight_by_rank import in_flight_by_rank
 from lightning_hybrid.planner.memory.memory_constants import CONSTANTS, MemoryConstants
 from lightning_hybrid.planner.plan_layout import NumberFormat, PlanLayout
 from lightning_hybrid.planner.predictions import PredictedMemory
-from lightning_hybrid.schedule.generators import placement_of, stages_of_each_rank
-from lightning_hybrid.schedule.schedule_and_actions import stages_of_rank
 
 Stage = Sequence[tuple[LayerCosts, int]]
-
-
-class _Parameters(NamedTuple):
-    """Numbers of parameters that one rank computes with.
-
-    Attributes:
-        dense: Those outside experts.
-        experts: Those of experts.
-    """
-
-    dense: float
-    experts: float
-
-    def __add__(self, other: object) -> _Parameters:
-        assert isinstance(other, _Parameters)
-        return _Parameters(self.dense + other.dense, self.experts + other.experts)
-
-    @property
-    def total(self) -> float:
-        return self.dense + self.experts
 
 
 def predict_memory(
@@ -64,18 +43,14 @@ def predict_memory(
     Raises:
         ValueError: The model has fewer layers than the layout has stages.
     """
-    each = stages_of_each_rank(layout.schedule, layout.stages_per_rank)
-    placement, num_stages = placement_of(layout.schedule, each), layout.pipeline * each
-    stages = cut_into_stages(costs, num_stages, layout.balanced_by)
     in_flight = in_flight_by_rank(layout.schedule, layout.pipeline, layout.num_microbatches, layout.stages_per_rank)
     ranks, reclaimable = [], []
-    for rank in range(layout.pipeline):
-        own = stages_of_rank(rank, layout.pipeline, each, placement)
-        held = [stages[stage] for stage in own]
-        has_copy = costs.has_tied_embedding and own[-1] == num_stages - 1 and own[0] != 0
+    for rank, stages in enumerate(stages_by_rank(costs, layout)):
+        held = list(stages.values())
+        has_loss = layout.num_stages - 1 in stages
+        has_copy = costs.has_tied_embedding and has_loss and 0 not in stages
         terms = _states(held, costs, has_copy, layout, number_format, constants)
         gathered = _gathered(list(itertools.chain.from_iterable(held)), layout, number_format, _trained(costs))
-        has_loss = own[-1] == num_stages - 1
         terms |= _activations(held, in_flight[rank], has_loss, gathered, layout, number_format, constants)
         later = _drop_what_comes_later(terms, layout)
         fragments = constants.fragmentation * sum(terms.values())
@@ -117,11 +92,10 @@ def _states(
     """
     layers = [(layer, count) for stage in stages for layer, count in stage]
     trained = _trained(costs)
-    held = _parameters(layers, layout)
+    held = parameters_of_rank(layers, layout)
     if has_copy:
-        held += _Parameters(costs.layers[0].sharded_parameters / layout.tensor, 0.0)
-    expert_shards = max(1, layout.shard * layout.context // layout.expert)
-    sharded = held.dense / layout.shard + held.experts / min(expert_shards, layout.shard)
+        held = Parameters(held.dense + costs.layers[0].sharded_parameters / layout.tensor, held.experts)
+    sharded = held.over_shards(layout).total
     parameters = sharded if layout.zero_stage >= 3 else held.total
     gradients = (sharded if layout.zero_stage >= 2 else held.total) * trained
     states = (sharded if layout.zero_stage >= 1 else held.total) * trained
@@ -156,11 +130,11 @@ class _Gathered(NamedTuple):
 def _gathered(layers: Stage, layout: PlanLayout, number_format: NumberFormat, trained: float) -> _Gathered:
     is_gathered = (layout.zero_stage >= 3 and layout.shard > 1) or "parameters" in layout.offload
     is_reduced = layout.zero_stage >= 2 and layout.shard > 1
-    largest = max(_parameters([(layer, 1)], layout).total for layer, _ in layers)
+    largest = max(parameters_of_rank([(layer, 1)], layout).total for layer, _ in layers)
     element = number_format.gathered if is_gathered else 0
     gradient = (number_format.gathered if is_gathered else number_format.gradient) * trained if is_reduced else 0.0
     if is_gathered and not layout.reshard_after_forward:
-        return _Gathered(_parameters(layers, layout).total * element, largest * gradient)
+        return _Gathered(parameters_of_rank(layers, layout).total * element, largest * gradient)
     return _Gathered(0.0, largest * (2 * element + gradient))
 
 
@@ -210,7 +184,7 @@ def _autocast_copies(layer: LayerCosts, layout: PlanLayout, number_format: Numbe
     is_autocast = number_format.parameter > number_format.activation and not number_format.compute_copy
     if not is_autocast or number_format.gathered <= number_format.activation:
         return 0.0  # ZeRO gathers that format
-    return _parameters([(layer, 1)], layout).total * number_format.activation
+    return parameters_of_rank([(layer, 1)], layout).total * number_format.activation
 
 
 def _saved(layer: LayerCosts, layout: PlanLayout, number_format: NumberFormat) -> float:
@@ -232,13 +206,3 @@ def _saved_bytes(layer: LayerCosts, layout: PlanLayout, number_format: NumberFor
 def _outputs(layer: LayerCosts, layout: PlanLayout, number_format: NumberFormat) -> float:
     tensor = layout.tensor if layout.sequence_parallel else 1
     return layer.outputs * layout.microbatch / (layout.context * tensor) * number_format.activation
-
-
-def _parameters(layers: Stage, layout: PlanLayout) -> _Parameters:
-    """Parameters that tensor and expert ranks leave to one rank."""
-    dense = experts = 0.0
-    for layer, count in layers:
-        replicated = layer.parameters - layer.sharded_parameters - layer.expert_parameters
-        dense += count * (replicated + layer.sharded_parameters / layout.tensor)
-        experts += count * layer.expert_parameters / layout.expert
-    return _Parameters(dense, experts)

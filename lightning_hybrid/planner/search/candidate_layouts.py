@@ -139,7 +139,7 @@ class Candidates:
         """Return sizes of microbatches, ascending, that divide the batch of a replica."""
         batch = layout.batch // max(layout.data, 1)
         if "num_microbatches" in self.fixed:
-            return [max(1, batch // self.fixed["num_microbatches"])]
+            return [-(-max(1, batch) // self.fixed["num_microbatches"])]
         if "microbatch" in self.fixed:
             return [self.fixed["microbatch"]]
         sizes = [size for size in divisors(max(batch, 1)) if size <= _LARGEST_MICROBATCH] or [1]

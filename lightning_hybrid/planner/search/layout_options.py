@@ -113,18 +113,19 @@ def layout_from_options(options: Mapping[str, Any], ranks: int, batch: int, *, m
 
     Args:
         options: By their full names.
-        ranks: Number of ranks, a multiple of those that share a batch.
+        ranks: Number of ranks, a multiple of those that share a batch; the options may set another number of replicas.
         batch: Samples of a step over all replicas.
-        microbatch: Samples of a microbatch, where the options name no number of microbatches.
+        microbatch: Samples of a microbatch at most, where the options name no number of microbatches; they divide the
+            batch of a replica.
     """
     fixed = fixed_fields(options)
     count, shard = fixed.pop("num_microbatches", None), fixed.pop("shard", None)
-    fixed.pop("data", None)
+    data = fixed.pop("data", None)
     layout = PlanLayout(batch=batch, microbatch=microbatch, **fixed)
-    data = max(1, ranks // (layout.pipeline * layout.tensor * layout.context))
+    data = data or max(1, ranks // (layout.pipeline * layout.tensor * layout.context))
     shard = math.gcd(data, shard or data) if layout.zero_stage else 1
-    if count is not None:
-        microbatch = max(1, batch // (data * count))
+    of_replica = max(1, batch // data)
+    microbatch = math.gcd(microbatch, of_replica) if count is None else -(-of_replica // count)
     return dataclasses.replace(layout, replicate=data // shard, shard=shard, microbatch=microbatch)
 
 

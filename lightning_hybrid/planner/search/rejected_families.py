@@ -54,10 +54,16 @@ def _no_crossing(candidates: Candidates) -> str:
 def _no_pipeline(candidates: Candidates) -> str:
     if "pipeline" in candidates.fixed:
         return f"pipeline_parallel_size={candidates.fixed['pipeline']} is set"
+    if not candidates.allowed.pipeline:
+        return "not permitted for this model"
     return f"{candidates.most_stages} layers and {candidates.ranks} devices have no common number of stages"
 
 
 def _no_context(candidates: Candidates) -> str:
+    if "context" in candidates.fixed:
+        return f"context_parallel_size={candidates.fixed['context']} is set"
+    if not candidates.allowed.context:
+        return "not permitted for this model"
     positions, least = candidates.costs.positions, candidates.allowed.positions_per_context_rank
     if positions < 2 * least:
         return f"samples of {positions} positions; a context rank should have {least} or more"
@@ -65,6 +71,10 @@ def _no_context(candidates: Candidates) -> str:
 
 
 def _no_experts(candidates: Candidates) -> str:
+    if "expert" in candidates.fixed:
+        return f"expert_parallel_size={candidates.fixed['expert']} is set"
+    if not candidates.allowed.expert:
+        return "not permitted for this model"
     experts = candidates.costs.experts
     return f"{experts} experts and the replicas have no common divisor" if experts else "the model has no experts"
 
@@ -141,6 +151,9 @@ def slower_than(plan: Plan, best: Plan) -> str:
     assert plan.time is not None and best.time is not None
     own, other = plan.time, best.time
     against = f"{spelled(plan.layout)}: "
+    if (1 + TIE) * plan.seconds_per_sample < best.seconds_per_sample:  # the largest batch was searched for
+        samples, most = (each.layout.microbatch * each.layout.data for each in (plan, best))
+        return f"{against}{samples} samples are computed at a time, with the chosen plan {most}"
     if plan.seconds_per_sample <= (1 + TIE) * best.seconds_per_sample:
         times = f"{duration(own.seconds)}, the chosen plan {duration(other.seconds)}"
         if best.fits_with_error and not plan.fits_with_error:

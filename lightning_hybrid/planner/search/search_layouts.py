@@ -138,13 +138,18 @@ class _Search:
         starts.sort(key=self._score)
         for start in starts[:_STARTS]:
             self._improve(start)
+        best = self._best()
+        while best is not None:
+            rejected = tuple(rejected_families(best, self.candidates, self.plan, self.plans.values()))
+            chosen, best = best, self._best()
+            if best is chosen:  # it may predict a better one
+                return SearchResult(tuple(self._ranked(best)), rejected, len(self.plans), best.layout.ranks)
+        return None
+
+    def _best(self) -> Plan | None:
+        """Return the best of the plans so far, or the simplest one that is tied with it."""
         fitting = [plan for plan in self.plans.values() if plan.fits]
-        if not fitting:
-            return None
-        best = self._simplest(min(fitting, key=self._score))
-        rejected = rejected_families(best, self.candidates, self.plan, self.plans.values())
-        ranked = self._ranked(best)
-        return SearchResult(tuple(ranked), tuple(rejected), len(self.plans), best.layout.ranks)
+        return self._simplest(min(fitting, key=self._score)) if fitting else None
 
     def _score(self, plan: Plan) -> tuple[float, ...]:
         seconds = plan.seconds_per_sample
@@ -187,10 +192,12 @@ class _Search:
     def _neighbours(self, layout: PlanLayout) -> Iterable[PlanLayout]:
         yield from self.candidates.neighbours(layout)
         if self.objective == "largest_batch" and "microbatch" not in self.candidates.fixed:
-            count = layout.num_microbatches
-            for microbatch in (layout.microbatch + 1, layout.microbatch * 2, layout.microbatch * 5 // 4):
+            count, more = layout.num_microbatches, layout.microbatch
+            while more:  # smaller and smaller, so that the largest one is found in a logarithmic number of predictions
+                microbatch = layout.microbatch + more
                 batch = layout.data * count * microbatch
                 yield dataclasses.replace(layout, microbatch=microbatch, batch=batch)
+                more //= 4
 
     def _improve(self, plan: Plan) -> Plan:
         """Change one option at a time for the better, until none is."""

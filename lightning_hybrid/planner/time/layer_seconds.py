@@ -64,7 +64,8 @@ def layer_seconds(
         recomputed = forward
         waits += forward - device
     elif layout.recompute == "selective":
-        recomputed = 0.0 if layout.fused_attention else attention + scores
+        dropped = 1.0 - layer.selective_saved / layer.saved if layer.saved else 0.0
+        recomputed = dropped * around + (0.0 if layout.fused_attention else attention + scores)
     return LayerSeconds(forward, backward, recomputed, waits)
 
 

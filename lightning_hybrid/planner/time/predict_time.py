@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
-from lightning_hybrid.planner.costs.cut_into_stages import cut_into_stages
+from lightning_hybrid.planner.costs.cut_into_stages import stages_by_rank
 from lightning_hybrid.planner.costs.layer_costs import LayerCosts, ModelCosts
+from lightning_hybrid.planner.costs.parameters_of_rank import Parameters, parameters_of_rank
 from lightning_hybrid.planner.hardware.hardware import Hardware
 from lightning_hybrid.planner.plan_layout import NumberFormat, PlanLayout
 from lightning_hybrid.planner.predictions import PredictedTime
@@ -59,7 +61,7 @@ class _StepModel:
         self.tensor_group = group_of_axis(tensor, 1, per_node)
         self.context_group = group_of_axis(context, tensor, per_node)
         self.shard_group = group_of_axis(layout.shard, tensor * context, per_node)
-        self.replica_group = group_of_axis(layout.data, tensor * context, per_node)
+        self.expert_group = group_of_axis(layout.expert, tensor, per_node)
         self.terms_of_layers: dict[int, dict[str, float]] = {}
         self.shares = Shares(constants.within_share, constants.between_share)
         self.waited = Shares(constants.within_share, constants.within_share * constants.between_share)
@@ -68,10 +70,8 @@ class _StepModel:
 
     def predict(self) -> PredictedTime:
         layout = self.layout
-        stages = cut_into_stages(self.costs, layout.num_stages, layout.balanced_by)
-        ranks: list[list[tuple[LayerCosts, int]]] = [[] for _ in range(layout.pipeline)]
-        for number, stage in enumerate(stages):
-            ranks[number % layout.pipeline].extend(stage)
+        each = layout.stages_of_each_rank
+        ranks = [list(itertools.chain(*stages.values())) for stages in stages_by_rank(self.costs, layout)]
         of_ranks = [self.microbatch_terms(layers) for layers in ranks]
         busy = [sum(terms.values()) for terms in of_ranks]
         slowest = max(range(layout.pipeline), key=busy.__getitem__)
@@ -79,15 +79,15 @@ class _StepModel:
         terms = {name: count * seconds for name, seconds in of_ranks[slowest].items()}
         message = self.message()
         others = sum(busy) - busy[slowest]
-        terms["bubble"] = self.bubble_share() * others / layout.stages_per_rank
-        late = max(0.0, message - busy[slowest] / (2 * layout.stages_per_rank))
-        terms["pipeline messages"] = 2 * (message * (layout.pipeline - 1) + count * layout.stages_per_rank * late)
+        terms["bubble"] = self.bubble_share() * others / each
+        late = max(0.0, message - busy[slowest] / (2 * each))
+        terms["pipeline messages"] = 2 * (message * (layout.pipeline - 1) + count * each * late)
         computed = count * busy[slowest]
-        last = max(ranks, key=lambda layers: self.parameters_of(layers))
+        last = max(ranks, key=lambda layers: parameters_of_rank(layers, self.layout).total)
         terms.update(self.replica_terms(last, computed))
         terms.update(self.optimizer_terms(last))
         samples = layout.batch
-        flops = 3.0 * self.costs.flops * samples / layout.ranks
+        flops = (2.0 + self.backward_share) * self.costs.flops * samples / layout.ranks
         return PredictedTime(sum(terms.values()), terms, samples, flops)
 
     def microbatch_terms(self, layers: LayersOfRank) -> dict[str, float]:
@@ -121,8 +121,8 @@ class _StepModel:
             terms["context ranks"] = self.context_seconds(layer, seconds.forward + backward)
         if layout.expert > 1 and layer.routed_tokens:
             routed = size * layer.routed_tokens / max(self.costs.positions, 1)
-            group = self.replica_group if layout.data > 1 else self.context_group
-            terms["expert ranks"] = 2 * passes * all_to_all_seconds(routed, group, self.hardware, self.waited)
+            one = all_to_all_seconds(routed, self.expert_group, self.hardware, self.waited)
+            terms["expert ranks"] = 2 * passes * one
         self.terms_of_layers[id(layer)] = terms
         return terms
 
@@ -152,41 +152,56 @@ class _StepModel:
         """
         return {"zero_bubble": 1 / 3, "zero_bubble_v": 0.05, "dualpipe_v": 0.1}.get(self.layout.schedule, 1.0)
 
-    def parameters_of(self, layers: LayersOfRank) -> float:
-        """Parameters that one rank of a group of tensor and expert ranks holds of some layers."""
-        total = 0.0
-        for layer, count in layers:
-            fixed = layer.parameters - layer.sharded_parameters - layer.expert_parameters
-            sharded = layer.sharded_parameters / self.layout.tensor
-            experts = layer.expert_parameters / (self.layout.expert * self.layout.tensor)
-            total += count * (fixed + sharded + experts)
-        return total
-
     def replica_terms(self, layers: LayersOfRank, computed: float) -> dict[str, float]:
-        """Seconds of gathers and reductions over replicas that computation does not hide."""
-        layout, constants, hardware = self.layout, self.constants, self.hardware
-        if layout.data == 1:
+        """Seconds of gathers and reductions over replicas and context ranks that computation does not hide."""
+        layout, hardware = self.layout, self.hardware
+        if layout.data * layout.context == 1:
             return {"replicas": 0.0}
-        parameters = self.parameters_of(layers)
-        if layout.zero_stage < 3:
-            one = all_reduce_seconds(parameters * self.format.reduced, self.replica_group, hardware, self.shares)
-            hidden = hardware.overlap * computed / layout.num_microbatches * (2 / 3)
-            return {"replicas": max(0.0, one - hidden) if layout.pipeline == 1 else one}
-        nodes = self.shard_group.size / self.shard_group.per_node
+        if layout.zero_stage == 3 and layout.shard > 1:
+            return {"replicas": max(0.0, self.sharded_seconds(layers) - hardware.overlap * computed)}
+        one = self.reduction_seconds(parameters_of_rank(layers, layout), layout.data * layout.context, 1)
+        hidden = hardware.overlap * computed / layout.num_microbatches * (2 / 3)
+        return {"replicas": max(0.0, one - hidden) if layout.pipeline == 1 else one}
+
+    def sharded_seconds(self, layers: LayersOfRank) -> float:
+        """Seconds of ZeRO-3's gathers and reductions, layer by layer, and of reductions over what is no shard."""
+        layout, constants, hardware = self.layout, self.constants, self.hardware
+        groups = [self.shard_group]
+        if layout.expert > 1:
+            stride = layout.tensor * max(layout.expert, layout.context)
+            groups.append(group_of_axis(layout.expert_shards, stride, hardware.devices_per_node))
         rest = 1.0 - constants.gather_share
-        shares = Shares(constants.within_share, constants.gather_share + rest / (1.0 + nodes / constants.gather_nodes))
-        passes = layout.num_microbatches if layout.reshard_after_forward else 1
         seconds = 0.0
         for layer, count in layers:
-            held = self.parameters_of([(layer, 1)])
-            gather = gather_seconds(held * self.format.gathered, self.shard_group, hardware, shares)
-            reduce = gather_seconds(held * self.format.reduced, self.shard_group, hardware, shares)
-            seconds += count * ((2 if layout.reshard_after_forward else 1) * gather + reduce)
-        return {"replicas": max(0.0, passes * seconds - hardware.overlap * computed)}
+            own = parameters_of_rank([(layer, 1)], layout)
+            for size, group in zip((own.total,) if layout.expert == 1 else own, groups, strict=True):
+                nodes = group.size / group.per_node
+                between = constants.gather_share + rest / (1.0 + nodes / constants.gather_nodes)
+                shares = Shares(constants.within_share, between)
+                gather = gather_seconds(size * self.format.gathered, group, hardware, shares)
+                reduce = gather_seconds(size * self.format.reduced * self.backward_share, group, hardware, shares)
+                seconds += count * ((2 if layout.reshard_after_forward else 1) * gather + reduce)
+        passes = layout.num_microbatches if layout.reshard_after_forward else 1
+        copies = layout.replicate * layout.context
+        shard = parameters_of_rank(layers, layout).over_shards(layout)
+        return passes * seconds + self.reduction_seconds(shard, copies, layout.shard)
+
+    def reduction_seconds(self, own: Parameters, copies: int, shard: int) -> float:
+        """Seconds of the all-reduces of gradients over ``copies`` ranks, each ``shard`` replicas from the next one."""
+        layout, per_node = self.layout, self.hardware.devices_per_node
+        group = group_of_axis(copies, layout.tensor * shard, per_node)
+        sizes = [(own.total, group)]
+        if layout.expert > 1:
+            holders = max(1, copies * shard // (layout.expert * layout.expert_shards if shard > 1 else layout.expert))
+            experts = group_of_axis(holders, layout.tensor * max(layout.expert, shard), per_node)
+            sizes = [(own.dense, group), (own.experts, experts)]
+        element = self.format.reduced * self.backward_share
+        return sum(all_reduce_seconds(size * element, each, self.hardware, self.shares) for size, each in sizes)
 
     def optimizer_terms(self, layers: LayersOfRank) -> dict[str, float]:
         """Seconds of the optimizer's step, which reads and writes all states, or runs on the host."""
-        parameters = self.parameters_of(layers) / (self.layout.shard if self.layout.zero_stage else 1)
+        own = parameters_of_rank(layers, self.layout)
+        parameters = own.over_shards(self.layout).total if self.layout.zero_stage else own.total
         parameters *= self.backward_share
         form = self.format
         if "optimizer_states" in self.layout.offload:

@@ -1,15 +1,17 @@
 """Costs of unmodified modules: of their recorded steps, of their parameters alone, and of configurations."""
 
+import copy
 import importlib
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_hybrid.planner.costs.costs_from_config import costs_from_config, shape_from_config
 from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters, costs_from_step_graph
 from lightning_hybrid.strategies import plan_in_one_process
+from lightning_hybrid.strategies.choose_planned_options import tensors_of_datasets
 from lightning_hybrid.strategies.record_planner_costs import record_costs
 from models import command_line_classes
 
@@ -114,6 +116,28 @@ def test_frozen_parameters():
 
     costs = record_costs(pl, Frozen(), {}, "bf16-mixed").costs
     assert costs.frozen_parameters == sum(parameter.numel() for parameter in Frozen().head.parameters())
+
+
+def test_parameters_that_the_step_does_not_read():
+    """They take memory; frozen ones are not more than all of them."""
+
+    class WithTeacher(LanguageModel):
+        def __init__(self):
+            super().__init__()
+            self.teacher = nn.Linear(1024, 1024).requires_grad_(False)
+
+    module = WithTeacher()
+    costs = record_costs(pl, module, {}, "32-true").costs
+    assert costs.parameters == sum(parameter.numel() for parameter in WithTeacher().parameters())
+    assert costs.frozen_parameters == 1024 * 1025 < costs.parameters
+
+
+def test_tensors_of_datasets_are_not_copied():
+    tensors = torch.zeros(8, 2), torch.zeros(8)
+    loader = DataLoader(Subset(TensorDataset(*tensors), range(4)), generator=torch.Generator())
+    copied = copy.deepcopy(loader, tensors_of_datasets({"a": loader}))
+    assert copied.dataset is not loader.dataset and copied.generator is not loader.generator
+    assert copied.dataset.dataset.tensors[0] is tensors[0] and copied.dataset.dataset.tensors[1] is tensors[1]
 
 
 def test_graph_without_nodes_has_no_costs():

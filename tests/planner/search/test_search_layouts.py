@@ -8,6 +8,7 @@ import time
 import pytest
 
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters
 from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
 from lightning_hybrid.planner.hardware.hardware import load_hardware
 from lightning_hybrid.planner.plan_layout import FORMATS, PlanLayout
@@ -183,6 +184,60 @@ def test_largest_batch():
     assert not predict_plan(SMALL, more, MASTER, A100).fits_with_error
     plain = search_layouts(SMALL, MASTER, A100, 2, batch=8).best.layout
     assert layout.microbatch * layout.data > plain.microbatch * plain.data
+
+
+def test_largest_batch_of_a_small_model_takes_few_predictions():
+    costs = costs_from_parameters({"a.weight": (64, 32), "b.weight": (10, 64)})
+    options = {"batch": 32, "objective": "largest_batch", "allowed": Allowed(offload=False), "fixed": {"pipeline": 1}}
+    result = search_layouts(costs, FORMATS["32-true"], A100, 2, **options)
+    assert result.best.layout.microbatch > 1_000_000
+    assert result.evaluated < 5000
+
+
+def test_reasons_name_what_is_set():
+    fixed = {"context": 1, "expert": 1}
+    reasons = {r.family: r.reason for r in search_layouts(MIXTURE, MASTER, A100, 8, batch=64, fixed=fixed).rejected}
+    assert reasons["context ranks"] == "context_parallel_size=1 is set"
+    assert reasons["expert ranks"] == "expert_parallel_size=1 is set"
+    allowed = Allowed(pipeline=False, context=False, expert=False)
+    reasons = {r.family: r.reason for r in search_layouts(MIXTURE, MASTER, A100, 8, batch=64, allowed=allowed).rejected}
+    assert {reasons[f"{kind} ranks"] for kind in ("pipeline", "context", "expert")} == {"not permitted for this model"}
+
+
+def test_reasons_against_faster_plans_of_smaller_batches():
+    costs = dataclasses.replace(SMALL, experts=0)
+    result = search_layouts(costs, MASTER, A100, 8, batch=8, objective="largest_batch")
+    best, reasons = result.best, {rejection.family: rejection for rejection in result.rejected}
+    found = [r.reason for r in reasons.values() if "samples are computed at a time" in r.reason]
+    most = best.layout.microbatch * best.layout.data
+    assert found and all(reason.endswith(f"with the chosen plan {most}") for reason in found)
+
+
+def test_no_rejected_layout_is_better(monkeypatch):
+    """Replicas alone look worse than more meshes than are improved, but for ZeRO-3 without recomputation."""
+
+    def seconds(layout):
+        return 1.0 if layout.data < 128 else 0.5 if (layout.zero_stage, layout.recompute) == (3, "none") else 2.0
+
+    predicted(monkeypatch, seconds)
+    result = search_layouts(MEDIUM, MASTER, A100, 8, 16, batch=256)
+    assert result.best.time.seconds == 0.5
+
+
+def test_a_layout_of_options_keeps_its_replicas_and_divides_its_batch():
+    assert layout_from_options({"data_parallel_size": 4}, 8, 64).ranks == 4
+    few = layout_from_options({"data_parallel_size": 8}, 8, 16, microbatch=8)
+    assert (few.microbatch, few.num_microbatches) == (2, 1)
+
+
+@pytest.mark.parametrize(("count", "size"), [(4, 3), (3, 4), (20, 1)])
+def test_the_number_of_microbatches_that_is_set_is_predicted(count, size):
+    """Ten samples: the largest microbatch counts."""
+    options = {"fixed": {"num_microbatches": count, "pipeline": 1}, "is_replica_batch": True}
+    layout = search_layouts(SMALL, MASTER, A100, 8, batch=10, **options).best.layout
+    assert (layout.microbatch, layout.num_microbatches) == (size, min(count, 10))
+    layout = layout_from_options({"num_microbatches": count}, 1, 10)
+    assert (layout.microbatch, layout.num_microbatches) == (size, min(count, 10))
 
 
 def test_rejected_families_give_both_numbers():
