@@ -58,8 +58,11 @@ class PredictedMemory:
     @property
     def least(self) -> float:
         """Bytes with which a step still runs."""
-        given_back = self.reclaimable or (0.0,) * len(self.ranks)
-        return max(sum(rank.values()) - spare for rank, spare in zip(self.ranks, given_back, strict=True))
+        return max(sum(terms.values()) - self.spare(rank) for rank, terms in enumerate(self.ranks))
+
+    def spare(self, rank: int) -> float:
+        """Return the reclaimable bytes of a pipeline rank."""
+        return self.reclaimable[rank] if self.reclaimable else 0.0
 
     @property
     def fits(self) -> bool:

@@ -112,3 +112,50 @@ def test_usage(capsys, arguments, words):
 def test_usage_with_a_configuration(capsys, config, arguments, words):
     assert main(["plan", *config, *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--fix", "foo=2"], "--fix foo=2: a plan has no foo; use chunked_loss, cp, dp"),
+        (["--fix", "zero=7"], "--fix zero=7: zero=7; use 0, 1, 2 or 3"),
+        (["--why", "tp=2,zero=9"], "--why tp=2,zero=9: zero=9; use 0, 1, 2 or 3"),
+        (["--fix", "m=0"], "--fix m=0: m=0; use a whole number of 1 or more"),
+        (["--fix", "pp=2,schedule=foo"], "--fix pp=2,schedule=foo: schedule=foo; use one of gpipe, 1f1b"),
+        (["--plans", "0"], "--plans 0; use 1 or more"),
+        (["--devices", "0"], "--devices 0; use 1 or more"),
+    ],
+)
+def test_values_that_there_are_not(capsys, config, arguments, words):
+    status = main(["plan", *config, "--batch", "64", *arguments])
+    assert status == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--why", "dp=1,pp=2,tp=2,zero=1,sequence_parallel=true,m=16"]])
+def test_lines_have_120_characters_at_most(capsys, config, more):
+    fixed = ["--fix", "pp=2,tp=2,zero=1,sequence_parallel=true,offload={optimizer_states: cpu},recompute=selective"]
+    status, text = planned(capsys, *config, "--batch", "64", *fixed, *more)
+    assert status == 0 and "sequence_parallel=true" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_plans_of_several_batches_are_compared_for_the_same_samples(capsys, tmp_path):
+    module = "examples/quickstart.py:Classifier"
+    page = tmp_path / "plan.html"
+    arguments = [module, "--hardware", "cpu", "--devices", "4"]
+    status, text = planned(capsys, *arguments, "--html", str(page))
+    assert status == 0 and re.search(r"layout +samples +step", text)
+    content = json.loads(planned(capsys, *arguments, "--json")[1])
+    best = content["plans"][0]
+    batch = best["samples_per_second"] * best["seconds"]
+    for plan in content["plans"]:
+        time = batch / plan["samples_per_second"]
+        shown = f"{time:,.2f} s" if time >= 1 else f"{1e3 * time:,.3g} ms"
+        assert f"</div><span>{shown}</span>" in page.read_text()
+    assert f"Time of {batch:,.0f} samples" in page.read_text()
+
+
+def test_memory_of_the_page_is_that_of_the_table(capsys, config, tmp_path):
+    page = tmp_path / "plan.html"
+    plan = json.loads(planned(capsys, *config, "--batch", "64", "--json", "--html", str(page))[1])["plans"][0]
+    assert f"and {plan['memory'] / 1e9:,.1f} GB are needed" in page.read_text()

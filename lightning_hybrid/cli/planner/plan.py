@@ -21,7 +21,7 @@ from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.report.html_report import html_report
 from lightning_hybrid.planner.report.plan_tables import explained_layout, plans_table
 from lightning_hybrid.planner.report.planned_run import PlannedRun
-from lightning_hybrid.planner.search.layout_options import fixed_fields, layout_from_options
+from lightning_hybrid.planner.search.layout_options import check_options, fixed_fields, layout_from_options
 from lightning_hybrid.planner.search.plans_and_rejections import OBJECTIVES, Plan
 from lightning_hybrid.planner.search.search_layouts import cluster_of, predict_plan, search_layouts
 
@@ -75,6 +75,10 @@ def run(parsed: argparse.Namespace) -> int:
     Raises:
         UsageError: An invalid path, layout, number or argument of a class.
     """
+    for flag in ("devices", "num_nodes", "plans", "batch"):
+        value = getattr(parsed, flag)
+        if value is not None and value < 1:
+            raise UsageError(f"--{flag.replace('_', '-')} {value}; use 1 or more")
     with Progress("plan") as progress:
         hardware = _hardware(parsed.hardware)
         costs, number_format, samples, precision = _model(parsed, progress)
@@ -185,9 +189,14 @@ def _options(text: str, flag: str) -> dict[str, Any]:
 
     with usage_errors():
         try:
-            return dict(parse_layout(text.replace(" ", ",") if "{" not in text else text).strategy)
+            options = dict(parse_layout(text.replace(" ", ",") if "{" not in text else text).strategy)
         except ValueError as error:
             raise UsageError(str(error).replace("--layout", flag)) from error
+        try:
+            check_options(options)
+        except ValueError as error:
+            raise UsageError(f"{flag} {text}: {error}") from error
+    return options
 
 
 def _explained(parsed: argparse.Namespace, planned: PlannedRun) -> Plan:

@@ -33,13 +33,11 @@ def html_report(run: PlannedRun, most: int = 5) -> str:
         + f" and {gigabytes(best.memory.capacity)} of memory per device.</p>",
         "<h2>Plans</h2>",
         _plans(run, plans),
-        "<h2>Time of a step</h2>",
-        *_bars(
-            [(spelled(plan.layout), plan.time.terms, duration(plan.time.seconds)) for plan in plans if plan.time], None
-        ),
+        f"<h2>Time of {best.layout.batch:,} samples</h2>",
+        *_bars([_time_row(plan, best) for plan in plans], None),
         "<h2>Memory of the pipeline ranks, chosen plan</h2>",
         "<p>The line is the memory of a device. What the allocator keeps for later, and gives back before it fails, is"
-        " counted.</p>",
+        f" counted: the peak is {gigabytes(best.memory.peak)}, and {gigabytes(best.memory.least)} are needed.</p>",
         *_bars(_memory_rows(best), best.memory.capacity),
         *_schedule(best),
         "<h2>Why not</h2>",
@@ -65,8 +63,11 @@ def _code(text: str) -> str:
 
 def _plans(run: PlannedRun, plans: Sequence[Plan]) -> str:
     rate_unit = run.rate(run.result.best)[1]
-    head = ("", "layout", "step", "memory", rate_unit, "why")
-    cells = "".join(f'<th class="{"number" if 2 <= i <= 4 else ""}">{name}</th>' for i, name in enumerate(head))
+    several = run.has_several_batches(len(plans))
+    head = ("", "layout", *(("samples",) if several else ()), "step", "memory", rate_unit, "why")
+    cells = "".join(
+        f'<th class="{"number" if 2 <= i <= 4 + several else ""}">{name}</th>' for i, name in enumerate(head)
+    )
     rows = [f"<tr>{cells}</tr>"]
     for number, plan in enumerate(plans, start=1):
         assert plan.time is not None
@@ -75,10 +76,19 @@ def _plans(run: PlannedRun, plans: Sequence[Plan]) -> str:
         rows.append(
             f'<tr class="{"chosen" if number == 1 else ""}"><td>{number}</td>'
             f"<td>{_code(spelled(plan.layout))}</td>"
-            f'<td class="number">{step}</td><td class="number">{memory}</td>'
+            + (f'<td class="number">{plan.time.samples:,}</td>' if several else "")
+            + f'<td class="number">{step}</td><td class="number">{memory}</td>'
             f'<td class="number">{number_of(run.rate(plan)[0])}</td><td>{escape(why(plan, run.result.best))}</td></tr>'
         )
     return f"<table>{''.join(rows)}</table>"
+
+
+def _time_row(plan: Plan, best: Plan) -> tuple[str, Mapping[str, float], str]:
+    """Layout, terms and total of the time that a plan takes for as many samples as the best one."""
+    assert plan.time is not None
+    scale = best.layout.batch / plan.time.samples
+    terms = {name: scale * seconds for name, seconds in plan.time.terms.items()}
+    return spelled(plan.layout), terms, duration(scale * plan.time.seconds)
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from lightning_hybrid.planner.report.planned_run import PlannedRun
@@ -16,6 +17,7 @@ from lightning_hybrid.planner.search.plans_and_rejections import (
 )
 from lightning_hybrid.planner.search.rejected_families import larger_than_device, slower_than
 
+_WIDTH = 120  # characters of a line
 _LEAST_SHARE = 0.005  # of a total, below which a term is left out
 
 
@@ -29,7 +31,7 @@ def plans_table(run: PlannedRun, most: int = 5) -> str:
     lines = [run.title, "", *ranked_lines(run, most), ""]
     lines += [
         "why not",
-        *columns([(f"  {rejection.family}", rejection.reason) for rejection in run.result.rejected]),
+        *wrapped_columns([(f"  {rejection.family}", rejection.reason) for rejection in run.result.rejected], 1),
         "",
     ]
     lines += [run.trainer_arguments(run.result.best)]
@@ -38,21 +40,25 @@ def plans_table(run: PlannedRun, most: int = 5) -> str:
 
 
 def ranked_lines(run: PlannedRun, most: int = 5) -> list[str]:
-    """Return a line for each of the best plans, below a heading.
+    """Return the best plans, each with its layout broken to lines of 120 characters, below a heading.
 
     Args:
         run: The search.
         most: Plans at most.
     """
     _, unit = run.rate(run.result.best)
-    rows = [("", "layout", "step", "memory", unit, "why")]
+    rows: list[tuple[str, ...]] = [("", "layout", "samples", "step", "memory", unit, "why")]
     for number, plan in enumerate(run.result.plans[:most], start=1):
         assert plan.time is not None
         rate, _ = run.rate(plan)
         step = f"{duration(plan.time.seconds)} ± {TIME_ERROR:.0%}"
         memory = f"{gigabytes(plan.memory.least)} ± {MEMORY_ERROR:.0%}"
-        rows.append((str(number), spelled(plan.layout), step, memory, number_of(rate), why(plan, run.result.best)))
-    return columns(rows)
+        samples = f"{plan.time.samples:,}"
+        reason = why(plan, run.result.best)
+        rows.append((str(number), spelled(plan.layout), samples, step, memory, number_of(rate), reason))
+    if not run.has_several_batches(most):
+        rows = [(*row[:2], *row[3:]) for row in rows]
+    return wrapped_columns(rows, 1)
 
 
 def number_of(rate: float) -> str:
@@ -71,8 +77,8 @@ def why(plan: Plan, best: Plan) -> str:
     if ratio <= TIE:
         return "a tie; less simple" if plan.fits_with_error else "a tie, but may not fit"
     own, other = plan.time, best.time
-    scale = own.samples / other.samples
-    more = {name: seconds - scale * other.terms.get(name, 0.0) for name, seconds in own.terms.items()}
+    scale = other.samples / own.samples
+    more = {name: scale * seconds - other.terms.get(name, 0.0) for name, seconds in own.terms.items()}
     name = max(more, key=more.__getitem__)
     return f"{ratio:.0%} slower: {name} +{duration(more[name])}"
 
@@ -85,16 +91,16 @@ def explained_layout(run: PlannedRun, plan: Plan) -> str:
         plan: Of the layout.
     """
     best = run.result.best
-    lines = [run.title, "", f"{spelled(plan.layout)} against the chosen {spelled(best.layout)}", ""]
-    lines.append(_verdict(plan, best))
+    against = f"{spelled(plan.layout)} against the chosen {spelled(best.layout)}"
+    lines = [run.title, "", *_wrapped(against, _WIDTH), "", *_wrapped(_verdict(plan, best), _WIDTH)]
     if plan.time is not None:
         assert best.time is not None
-        scale = plan.time.samples / best.time.samples
-        other = {name: scale * seconds for name, seconds in best.time.terms.items()}
-        lines += ["", *_terms("time of a step", plan.time.terms, other)]
+        scale = best.time.samples / plan.time.samples
+        own = {name: scale * seconds for name, seconds in plan.time.terms.items()}
+        lines += ["", *_terms(f"time of {best.time.samples:,} samples", own, best.time.terms)]
     for rank, terms in enumerate(plan.memory.ranks):
         if rank in (0, len(plan.memory.ranks) - 1) or sum(terms.values()) == plan.memory.peak:
-            lines += ["", *_memory(rank, terms, best)]
+            lines += ["", *_memory(rank, terms, plan, best)]
     return "\n".join(lines)
 
 
@@ -118,8 +124,10 @@ def _terms(heading: str, own: Mapping[str, float], other: Mapping[str, float]) -
     return columns([*rows, ("  in all", *map(duration, totals))])
 
 
-def _memory(rank: int, own: Mapping[str, float], best: Plan) -> list[str]:
-    largest = max(best.memory.ranks, key=lambda terms: sum(terms.values()))
+def _memory(rank: int, own: Mapping[str, float], plan: Plan, best: Plan) -> list[str]:
+    ranks = best.memory.ranks
+    peak = max(range(len(ranks)), key=lambda other: sum(ranks[other].values()))
+    largest = ranks[peak]
     totals = sum(own.values()), sum(largest.values())
     rows: list[tuple[str, ...]] = [(f"memory of pipeline rank {rank}", "this layout", "chosen, at its peak")]
     for name in dict.fromkeys([*own, *largest]):
@@ -127,6 +135,8 @@ def _memory(rank: int, own: Mapping[str, float], best: Plan) -> list[str]:
         if any(value > _LEAST_SHARE * total for value, total in zip(values, totals, strict=True)):
             rows.append((f"  {name}", *map(gigabytes, values)))
     rows.append(("  in all", *map(gigabytes, totals)))
+    needed = totals[0] - plan.memory.spare(rank), totals[1] - best.memory.spare(peak)
+    rows.append(("  needed, without what the allocator gives back", *map(gigabytes, needed)))
     return columns([*rows, ("  of a device", gigabytes(best.memory.capacity), "")])
 
 
@@ -134,3 +144,28 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows of cells as lines with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def wrapped_columns(rows: Sequence[Sequence[str]], column: int) -> list[str]:
+    """Return rows as `columns` does, in lines of 120 characters, for which the cells of one column are broken.
+
+    Args:
+        rows: Of cells.
+        column: Its cells are broken behind commas and spaces.
+    """
+    others = [max(len(row[other]) for row in rows) + 2 for other in range(len(rows[0])) if other != column]
+    width = max(24, _WIDTH - sum(others))
+    lines: list[tuple[str, ...]] = []
+    for row in rows:
+        for number, part in enumerate(_wrapped(row[column], width)):
+            lines.append(tuple(part if i == column else "" if number else cell for i, cell in enumerate(row)))
+    return columns(lines)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    lines = [""]
+    for word in re.split(r"(?<=[ ,])", text):
+        if lines[-1] and len(lines[-1]) + len(word.rstrip()) > width:
+            lines.append("")
+        lines[-1] += word
+    return [line.rstrip() for line in lines]

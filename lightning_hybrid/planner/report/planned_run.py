@@ -52,15 +52,24 @@ class PlannedRun:
         devices, nodes = self.devices, self.num_nodes
         if layout.ranks < devices * nodes:
             devices, nodes = min(layout.ranks, devices), max(1, layout.ranks // devices)
+        replicas = "replica" if layout.data == 1 else "replicas"
         return (
             (
                 f"Trainer(\n    devices={devices},\n    num_nodes={nodes},\n    precision={self.precision!r},\n"
                 f"    strategy=Hybrid3DStrategy({options}\n    ),\n)\n"
-                f"# batch_size={layout.batch // layout.data} of the loader, for each of {layout.data} replicas"
+                f"# batch_size={layout.batch // layout.data} of the loader, for each of {layout.data} {replicas}"
             )
             .replace("Hybrid3DStrategy(\n    )", "Hybrid3DStrategy()")
             .replace("'", '"')
         )
+
+    def has_several_batches(self, most: int) -> bool:
+        """Return whether the best plans differ in the samples of a step.
+
+        Args:
+            most: Plans at most.
+        """
+        return len({plan.layout.batch for plan in self.result.plans[:most]}) > 1
 
     def rate(self, plan: Plan) -> tuple[float, str]:
         """Return the throughput over all devices, in tokens, or samples where these are no sequences."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_hybrid.planner.plan_layout import PlanLayout
+from lightning_hybrid.schedule import SCHEDULE_NAMES
 
 _SIZES = {
     "data_parallel_size": "dp",
@@ -78,6 +79,28 @@ def _word(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {entry}" for key, entry in value.items()) + "}"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options that a plan does not have, or not with this value.
+
+    Raises:
+        ValueError: An unknown name, or a stage of ZeRO, a schedule or a number that there is not.
+    """
+    known = {_SHORT.get(name, name) for name in (*_FIELDS, "num_microbatches")}
+    for name, value in options.items():
+        if name not in _FIELDS and name != "num_microbatches":
+            raise ValueError(f"a plan has no {name}; use {', '.join(sorted(known))}")
+        if name == "zero_stage" and value not in (0, 1, 2, 3, "auto", None):
+            raise ValueError(f"zero={value}; use 0, 1, 2 or 3")
+        if name == "schedule" and value not in (*SCHEDULE_NAMES, "auto"):
+            raise ValueError(f"schedule={value}; use one of {', '.join(SCHEDULE_NAMES)}")
+        if name in ("stages_per_rank", "num_microbatches", "shard_size") and not _is_count(value):
+            raise ValueError(f"{_SHORT.get(name, name)}={value}; use a whole number of 1 or more")
+
+
+def _is_count(value: Any) -> bool:
+    return value in ("auto", None) or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
 
 
 def fixed_fields(options: Mapping[str, Any]) -> dict[str, Any]:

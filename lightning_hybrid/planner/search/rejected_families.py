@@ -151,20 +151,20 @@ def slower_than(plan: Plan, best: Plan) -> str:
     assert plan.time is not None and best.time is not None
     own, other = plan.time, best.time
     against = f"{spelled(plan.layout)}: "
+    scale = other.samples / own.samples  # both times are those of the chosen plan's samples
     if (1 + TIE) * plan.seconds_per_sample < best.seconds_per_sample:  # the largest batch was searched for
         samples, most = (each.layout.microbatch * each.layout.data for each in (plan, best))
         return f"{against}{samples} samples are computed at a time, with the chosen plan {most}"
     if plan.seconds_per_sample <= (1 + TIE) * best.seconds_per_sample:
-        times = f"{duration(own.seconds)}, the chosen plan {duration(other.seconds)}"
+        times = f"{duration(scale * own.seconds)}, the chosen plan {duration(other.seconds)}"
         if best.fits_with_error and not plan.fits_with_error:
             memory = f"{gigabytes(plan.memory.least)} of {gigabytes(plan.memory.capacity)}"
             return f"{against}{times}: not slower, but {memory} is within the error of memory"
         return f"{against}{times}: a tie within 3 %, and not simpler"
-    scale = own.samples / other.samples
     name = largest_difference(own, other)
     return (
-        f"{against}{name} {duration(own.terms.get(name, 0.0))} of {duration(own.seconds)}; the chosen plan has"
-        f" {duration(scale * other.terms.get(name, 0.0))} of {duration(scale * other.seconds)}"
+        f"{against}{name} {duration(scale * own.terms.get(name, 0.0))} of {duration(scale * own.seconds)}; the chosen"
+        f" plan has {duration(other.terms.get(name, 0.0))} of {duration(other.seconds)}"
     )
 
 
