@@ -31,7 +31,7 @@ def planned(capsys, *arguments):
 def test_plans_of_a_configuration(capsys, config):
     status, text = planned(capsys, *config, "--batch", "64")
     assert status == 0
-    assert re.match(r"a decoder: 13\d\.\d million parameters, 10 layers, on 4 a100-80 \(one node\), bf16-mixed", text)
+    assert re.match(r"a decoder: 13\d\.\d million parameters, 10 units, on 4 a100-80 \(one node\), bf16-mixed", text)
     assert re.search(r"1 +dp=4\S* +[\d.]+ ms ± \d+% +[\d.]+ GB ± \d+% +[\d,]+ +chosen: ", text)
     assert re.search(r"expert ranks +the model has no experts", text)
     assert "strategy=Hybrid3DStrategy(" in text and "batch_size=16 of the loader, for each of 4 replicas" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +37,13 @@ def costs_from_config(config: Mapping[str, Any], positions: int, name: str = "")
     Raises:
         ValueError: A number that every transformer has is missing.
     """
-    return transformer_costs(shape_from_config(config, positions), name or str(config.get("model_type", "transformer")))
+    costs = transformer_costs(
+        shape_from_config(config, positions), name or str(config.get("model_type", "transformer"))
+    )
+    if any(config.get(key) for key in ("hidden_act", "hidden_activation", "activation_function", "text_config")):
+        return costs
+    note = "the configuration names no hidden_act: MLPs of two matrices are counted, without a gate"
+    return dataclasses.replace(costs, notes=(*costs.notes, note))
 
 
 def shape_from_config(config: Mapping[str, Any], positions: int) -> TransformerShape:

@@ -41,7 +41,7 @@ class PlannedRun:
         costs, devices = self.costs, self.devices * self.num_nodes
         nodes = f"{self.num_nodes} nodes of {self.devices}" if self.num_nodes > 1 else "one node"
         return (
-            f"{costs.name}: {_count(costs.parameters)} parameters, {costs.num_layers} layers, on {devices}"
+            f"{costs.name}: {_count(costs.parameters)} parameters, {costs.num_layers} units, on {devices}"
             f" {self.hardware.name} ({nodes}), {self.precision}"
         )
 
@@ -87,7 +87,7 @@ class PlannedRun:
             "model": {
                 "name": self.costs.name,
                 "parameters": self.costs.parameters,
-                "layers": self.costs.num_layers,
+                "units": self.costs.num_layers,
                 "positions": self.costs.positions,
                 "forward_flops_per_sample": self.costs.flops,
                 "is_traced": self.costs.is_traced,

@@ -168,3 +168,10 @@ def test_configuration_with_other_names_and_experts():
 def test_configuration_of_no_transformer():
     with pytest.raises(ValueError, match="the configuration has none of num_hidden_layers, n_layer"):
         costs_from_config({"channels": 3}, 16)
+
+
+def test_a_configuration_without_an_activation_says_what_is_counted():
+    assert costs_from_config(CONFIG, TOKENS).notes == ()
+    config = {name: value for name, value in CONFIG.items() if name != "hidden_act"}
+    [note] = costs_from_config(config, TOKENS).notes
+    assert "without a gate" in note
