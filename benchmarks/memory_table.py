@@ -154,14 +154,14 @@ def train(row: Row, folder: str) -> list[dict[str, int]]:
     return monitor.measured
 
 
-def run_apart(row: Row) -> list[dict[str, int]]:
-    """Train in a process of its own; returns the bytes of each rank."""
+def run_apart(script: str, title: str) -> Any:
+    """Run a script with ``--run TITLE --result FILE`` in a process of its own; returns the content of the file."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        command = [sys.executable, str(Path(__file__).resolve()), "--run", row.title, "--result", str(result)]
+        command = [sys.executable, str(Path(script).resolve()), "--run", title, "--result", str(result)]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         if not result.exists():
-            raise RuntimeError(f"{row.title} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+            raise RuntimeError(f"{title} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
         return json.loads(result.read_text())
 
 
@@ -179,7 +179,7 @@ def main() -> None:
     for row in ROWS:
         if args.only and not any(part in row.title for part in args.only):
             continue
-        highest = max(run_apart(row), key=lambda sizes: sizes["peak"])
+        highest = max(run_apart(__file__, row.title), key=lambda sizes: sizes["peak"])
         figures = " | ".join(f"{highest[kind] / MIB:.1f}" for kind in COLUMNS)
         print(f"| {row.title} | {row.devices} | {figures} |", flush=True)
 

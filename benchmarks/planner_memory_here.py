@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memory_table import BATCH, HEADS, LAYERS, LENGTH, MIB, VOCABULARY, WIDTH, Row, train
+from memory_table import BATCH, HEADS, LAYERS, LENGTH, MIB, VOCABULARY, WIDTH, Row, run_apart, train
 
 from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
 from lightning_hybrid.planner.hardware.hardware import load_hardware
@@ -108,17 +104,6 @@ def predict(case: Case) -> PredictedMemory:
     return predict_memory(transformer_costs(SHAPE), case.layout, FORMATS["32-true"], load_hardware("cpu"))
 
 
-def measure(case: Case) -> list[dict[str, int]]:
-    """Train in a process of its own; returns the bytes of each rank by kind."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result.json")
-        command = [sys.executable, str(Path(__file__).resolve()), "--run", case.title, "--result", str(result)]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        if not result.exists():
-            raise RuntimeError(f"{case.title} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-        return json.loads(result.read_text())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="parts of the titles")
@@ -137,7 +122,7 @@ def main() -> None:
         if args.only and not any(part in case.title for part in args.only):
             continue
         predicted = predict(case)
-        for rank, sizes in enumerate(measure(case)):
+        for rank, sizes in enumerate(run_apart(__file__, case.title)):
             terms = {name: size for name, size in predicted.ranks[rank // case.ranks_per_stage].items() if size}
             terms.pop("framework", None)
             size, peak = sum(terms.values()) / MIB, sizes["peak"] / MIB

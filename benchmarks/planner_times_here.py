@@ -11,18 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
-from memory_table import BATCH, GPT, LENGTH, VOCABULARY, adamw
+from memory_table import BATCH, GPT, LENGTH, VOCABULARY, adamw, run_apart
 from planner_memory_here import CASES, SHAPE, Case
 from scipy.stats import spearmanr
 from torch.utils.data import DataLoader
@@ -69,17 +65,6 @@ def train(case: Case, result: str) -> None:
     trainer.fit(GPT(adamw), DataLoader(text, batch_size=BATCH // case.layout.data))
 
 
-def measure(case: Case) -> float:
-    """Seconds of one step, measured in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result.json")
-        command = [sys.executable, str(Path(__file__).resolve()), "--run", case.title, "--result", str(result)]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        if not result.exists():
-            raise RuntimeError(f"{case.title} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-        return json.loads(result.read_text())
-
-
 def main() -> None:
     """Print the table and the rank correlation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -96,7 +81,7 @@ def main() -> None:
     found: dict[str, list[float]] = {case.title: [] for case in cases}
     for _ in range(args.rounds):
         for case in cases:
-            found[case.title].append(measure(case))
+            found[case.title].append(run_apart(__file__, case.title))
     measured = [statistics.median(found[case.title]) for case in cases]
     predicted = [predict_time(costs, case.layout, FORMATS["32-true"], hardware).seconds for case in cases]
     print("| layout | predicted s | measured s | rounds |\n|---|---|---|---|")

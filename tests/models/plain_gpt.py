@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from models.hand_written import VOCABULARY, WIDTH, Lit
 
-HEADS = 2
+HEADS, LAYERS = 2, 4
 
 
 class Block(nn.Module):
@@ -26,11 +26,12 @@ class Block(nn.Module):
 
 class PlainGPT(Lit):
     kind = "tokens"
+    block = Block
 
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.h = nn.ModuleList(Block() for _ in range(4))
+        self.h = nn.ModuleList(self.block() for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def loss(self, batch):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.loggers import CSVLogger
-from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,44 +18,19 @@ from lightning_hybrid.callbacks import ThroughputMonitor
 from lightning_hybrid.callbacks.monitors import throughput_monitor
 from lightning_hybrid.callbacks.monitors.count_step_flops import StepFlopCounter
 from models.cases import Samples, make
-from models.hand_written import LENGTH, VOCABULARY, WIDTH, Lit
+from models.hand_written import LENGTH, WIDTH
+from models.plain_gpt import PlainGPT
 
-BATCH, HEADS, LAYERS = 4, 2, 4
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        batch, length, width = x.shape
-        parts = self.qkv(self.norm_1(x)).split(width, 2)
-        q, k, v = (part.view(batch, length, HEADS, width // HEADS).transpose(1, 2) for part in parts)
-        weights = (q @ k.transpose(2, 3) / (width // HEADS) ** 0.5).softmax(3)
-        x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+BATCH = 4
 
 
-class GPT(Lit):
+class GPT(PlainGPT):
     """Its embedding and its first block are frozen: a part of the backward is left out."""
 
-    kind = "tokens"
-
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH).requires_grad_(False)
-        self.h = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.embed.requires_grad_(False)
         self.h[0].requires_grad_(False)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def loss(self, batch):
-        x = self.embed(batch["input_ids"])
-        for block in self.h:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())
 
 
 class Records(CSVLogger):

@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -17,9 +16,10 @@ from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.shared_memory.collectives import SharedMemory
 from lightning_hybrid.shared_memory.point_to_point_transfers import Transfers
 from models.cases import Samples, make
-from models.hand_written import LENGTH, VOCABULARY, WIDTH, Lit
+from models.hand_written import LENGTH, VOCABULARY, WIDTH
+from models.plain_gpt import HEADS, LAYERS, Block, PlainGPT
 
-LAYERS, HEADS, BATCH = 4, 2, 4
+BATCH = 4
 HIDDEN = BATCH * LENGTH * WIDTH  # elements of the hidden states of a batch
 COLLECTIVES = {
     "all-reduce": ((ProcessGroup, "allreduce"), (SharedMemory, "all_reduce")),
@@ -31,13 +31,7 @@ COLLECTIVES = {
 HAS_OUTPUT_FIRST = ("_allgather_base", "all_gather_single", "alltoall_base", "all_to_all_single")
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
+class CausalBlock(Block):
     def forward(self, x):
         batch, length, width = x.shape
         parts = self.qkv(self.norm_1(x)).split(width, 2)
@@ -46,20 +40,8 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
-class GPT(Lit):
-    kind = "tokens"
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.h = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def loss(self, batch):
-        x = self.embed(batch["input_ids"])
-        for block in self.h:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())
+class GPT(PlainGPT):
+    block = CausalBlock
 
 
 class CountsElements(Callback):
