@@ -6,14 +6,15 @@ import copy
 import dataclasses
 import importlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
@@ -28,7 +29,9 @@ from lightning_hybrid.planner.search.layout_options import fixed_fields, strateg
 from lightning_hybrid.planner.search.plans_and_rejections import Allowed, SearchResult
 from lightning_hybrid.planner.search.search_layouts import cluster_of, predict_plan, search_layouts
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
+from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
 from lightning_hybrid.strategies.hybrid3d import OPTION_DEFAULTS, Hybrid3DStrategy
+from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes, states_fit
 from lightning_hybrid.strategies.record_planner_costs import RecordedCosts, record_costs
 from lightning_hybrid.verify.check_available_memory import free_on_host
 
@@ -44,56 +47,94 @@ def planned_options(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> dict[str
         strategy: With sizes that are "auto".
         trainer: About to run.
 
+    Returns:
+        Nothing where no plan is requested, and the sizes that are set suffice.
+
     Raises:
         PlanError: No layout fits.
     """
     sizes: dict[str, Any] = {name: 1 for name, size in strategy.options.sizes.items() if size == "auto"}
     sizes.pop("data_parallel_size", None)
-    if trainer.state.fn is not TrainerFn.FITTING or strategy.world_size == 1:
-        return sizes
     states = GeneratorStates(torch.device("cpu"))
     try:
         recorded = _recorded(strategy, trainer)
     finally:
         states.restore()
+    if recorded is None:
+        return {}
     run = _planned_run(strategy, recorded)
-    plan = run.result.best
     lines = ranked_lines(run, _PLANS)
     rank_zero_info(
         "\n".join([f"hybrid3d: plan of {run.title}", *lines, *(f"note: {note}" for note in run.costs.notes)])
     )
+    layout = run.result.best.layout
     user = strategy.options.changed(OPTION_DEFAULTS)
-    options = {
-        name: value for name, value in strategy_options(plan.layout).items() if name in sizes or name not in user
-    }
+    options = {name: value for name, value in strategy_options(layout).items() if name in sizes or name not in user}
     if strategy.options.objective == "largest_batch":
         options.pop("num_microbatches", None)
-        size = plan.layout.microbatch
+        size = layout.microbatch
         rank_zero_info(f"hybrid3d: the largest batch of a replica that is computed at a time has {size} samples")
-    return {**sizes, **options}
+    options = {**sizes, **options}
+    _log(trainer, run, options)
+    return options
 
 
-def _recorded(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> RecordedCosts:
-    """Record the step of a copy of the module on a batch of a copy of its loader."""
-    module = strategy.lightning_module
+def _log(trainer: pl.Trainer, run: PlannedRun, options: Mapping[str, Any]) -> None:
+    """Give the loggers the planned options with their predictions, beside the user's hyperparameters."""
+    plan = run.result.best
+    predicted = {"predicted_bytes": plan.memory.peak}
+    if plan.time is not None:
+        predicted["predicted_seconds_per_step"] = plan.time.seconds
+    for logger in trainer.loggers:
+        logger.log_hyperparams({"hybrid3d_plan": {**options, **predicted}})
+
+
+def _recorded(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> RecordedCosts | None:
+    """Record the step of a copy of the module, without storage for its parameters, on a batch of a copy of its loader.
+
+    Returns:
+        None where no plan is requested, and the sizes that are set suffice.
+    """
+    options, module = strategy.options, strategy.lightning_module
     assert module is not None
     precision = str(getattr(strategy.precision_plugin, "precision", "32-true"))
-    datamodule = getattr(trainer, "datamodule", None)
-    data = datamodule or trainer.fit_loop._data_source.instance
+    shapes, frozen = parameter_shapes(module), frozen_names(module)
     try:
-        memo = {id(trainer): None, **tensors_of_datasets(data)}
-        copied, data = copy.deepcopy((module, None if data is module else data), memo)
-        kind = "datamodule" if datamodule is not None else "train_dataloaders"
-        arguments = {} if data is None else {kind: data}
+        copied, data = _copied(module, trainer)
+        shapes, frozen = parameter_shapes(copied), frozen_names(copied)
+        if not options.asks_for_plan and states_fit(strategy, copied):
+            return None
         lightning = importlib.import_module(pl.__name__)
-        example = strategy.options.example_batch
-        return record_costs(lightning, copied, arguments, precision, example_batch=example)
+        return record_costs(lightning, copied, data, precision, example_batch=options.example_batch)
     except Exception as error:  # of the user's code too: the run itself raises it, where its place is known
-        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+        if not options.asks_for_plan and states_fit(strategy, module):
+            return None
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         costs = costs_from_parameters(shapes, name=type(module).__name__, frozen=frozen, reason=reason)
         return RecordedCosts(costs, number_format_of(precision), 1)
+
+
+def _copied(module: pl.LightningModule, trainer: pl.Trainer) -> tuple[Any, Mapping[str, Any]]:
+    """Return a copy of a module with all of its layers, but no storage for parameters, and arguments for its fit."""
+    datamodule = getattr(trainer, "datamodule", None)
+    data = datamodule or trainer.fit_loop._data_source.instance
+    memo = {id(trainer): None, **tensors_of_datasets(data), **parameters_without_storage(module)}
+    copied, data = copy.deepcopy((module, None if data is module else data), memo)
+    if is_overridden("configure_model", copied, pl.LightningModule):
+        with parameters_on_meta():
+            copied.configure_model()
+    kind = "train_dataloaders" if datamodule is None else "datamodule"
+    return copied, {} if data is None else {kind: data}
+
+
+def parameters_without_storage(module: Any) -> dict[int, nn.Parameter]:
+    """Return parameters on the meta device for those of a module, by their identity as in `copy.deepcopy`'s memo."""
+    found: dict[int, nn.Parameter] = {}
+    for parameter in module.parameters():
+        if type(parameter) is nn.Parameter and parameter.layout == torch.strided:
+            meta = torch.empty_like(parameter, device="meta")
+            found[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
+    return found
 
 
 def tensors_of_datasets(data: Any) -> dict[int, Any]:
@@ -128,7 +169,7 @@ def _planned_run(strategy: Hybrid3DStrategy, recorded: RecordedCosts) -> Planned
     plain = PlanLayout(replicate=ranks, microbatch=samples, batch=samples * ranks)
     is_free = all(getattr(plain, field, value) == value for field, value in fixed.items())
     result = None
-    if is_free and options.objective == "throughput":
+    if is_free and options.objective != "largest_batch":
         plan = predict_plan(costs, plain, number_format, hardware)
         result = SearchResult((plan,), (), 1, ranks) if plan.fits_with_error else None
     result = result or search_layouts(
@@ -139,7 +180,7 @@ def _planned_run(strategy: Hybrid3DStrategy, recorded: RecordedCosts) -> Planned
         num_nodes,
         batch=samples,
         is_replica_batch=True,
-        objective=options.objective,
+        objective=options.objective or "throughput",
         fixed=fixed,
         allowed=Allowed(offload=strategy.root_device.type != "cpu"),  # the host's memory is the device's own there
     )

@@ -52,9 +52,10 @@ class Hybrid3DStrategy(CheckpointedStrategy):
 
     Args:
         data_parallel_size: Replicas that see different batches; "auto" takes all remaining ranks.
-        tensor_parallel_size: Ranks that each layer is sharded over; how is found, and proved, at the start. If this or
-            another size below is "auto", it is planned before the ranks meet, with ``zero_stage``, recomputation and
-            the rest of the layout as far as these are not set: replicas alone where they fit.
+        tensor_parallel_size: Ranks that each layer is sharded over; how is found, and proved, at the start. This or
+            another size below is 1 if it is "auto" and parameters, gradients and states fit into half of a device.
+            Otherwise, or if ``objective`` or ``max_memory`` is set, it is planned before the ranks meet, with
+            ``zero_stage``, recomputation and the rest of the layout as far as these are not set.
         pipeline_parallel_size: Ranks that share the layers.
         context_parallel_size: Ranks that the positions of each sequence are sharded over, layer by layer; each of them
             may be several tensor ranks.
@@ -109,9 +110,9 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             parameter changes if a loss or gradient differs.
         strict_layout: A step that cannot be run in stages is an error; otherwise the ranks of a pipeline then hold
             shards of all parameters, gradients and optimizer states, and each runs the step on a share of the batch.
-        objective: What the planner looks for: "throughput" is the most samples per second, "largest_batch" the most
-            samples that are computed at a time.
-        max_memory: Memory of each device that the planner may use, such as "20GiB" or "80%".
+        objective: Plans sizes that are "auto" for the most samples per second ("throughput"), or the most samples that
+            are computed at a time ("largest_batch"). None is "throughput", if memory is short.
+        max_memory: Plans sizes that are "auto" with this memory of each device, such as "20GiB" or "80%".
         process_group_backend: "nccl" or "gloo"; by device if None. On GPUs "gloo" communicates over the host.
         ranks_per_device: Ranks that share each device; on a GPU they communicate over the host, for tests of layouts.
         timeout: Of collective operations.
@@ -134,8 +135,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
     def __init__(
         self,
         data_parallel_size: int | Literal["auto"] = "auto",
-        tensor_parallel_size: int | Literal["auto"] = 1,
-        pipeline_parallel_size: int | Literal["auto"] = 1,
+        tensor_parallel_size: int | Literal["auto"] = "auto",
+        pipeline_parallel_size: int | Literal["auto"] = "auto",
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "1f1b",
         stages_per_rank: int = 1,
@@ -145,8 +146,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         timeout: timedelta | None = timedelta(minutes=30),
         *,
         microbatch: Literal["auto"] | None = None,
-        context_parallel_size: int | Literal["auto"] = 1,
-        expert_parallel_size: int | Literal["auto"] = 1,
+        context_parallel_size: int | Literal["auto"] = "auto",
+        expert_parallel_size: int | Literal["auto"] = "auto",
         expert_chunks: int = 1,
         max_microbatches_in_flight: int | None = None,
         sequence_parallel: bool = False,
@@ -165,7 +166,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         async_checkpoint: bool = False,
         verify_first_step: bool = False,
         strict_layout: bool = False,
-        objective: Objective = "throughput",
+        objective: Objective | None = None,
         max_memory: str | None = None,
         ranks_per_device: int = 1,
         start_method: Literal["popen", "fork"] = "popen",
@@ -229,8 +230,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
 
     def setup_environment(self) -> None:
         """Join the process groups, and start to watch for failures of ranks."""
-        is_recorded = self.options.is_planned or needs_runner(self.options, self.layout)
-        if is_recorded:
+        if self.options.asks_for_plan or needs_runner(self.options, self.layout):
             HybridPrecision.of(self.precision_plugin)  # refuses plugins that several ranks cannot run
         super().setup_environment()
         module = self.lightning_module

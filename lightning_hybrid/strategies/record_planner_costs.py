@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -13,6 +15,8 @@ from lightning_hybrid.planner.costs.layer_costs import ModelCosts
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.plan_layout import NumberFormat
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
+from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
+from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes
 from lightning_hybrid.strategies.plan_in_one_process import PlanningStrategy, make_plan
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.start.example_batch import take_example
@@ -40,6 +44,12 @@ class _CostRecordingStrategy(PlanningStrategy):
         super().__init__(**options)
         self.recorded: Assignment | None = None
         self.samples: int | None = None
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build the layers of ``configure_model`` without storage."""
+        with super().tensor_init_context(empty_init=False), parameters_on_meta():
+            yield
 
     def _describe(self, run: Run, recorded: Assignment | None) -> None:
         super()._describe(run, recorded)
@@ -71,16 +81,15 @@ def record_costs(
         on_phase: Receives the name of each phase as it begins.
         example_batch: A batch to record with; the first of the loader if None.
     """
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     name = type(module).__name__
     options = {} if example_batch is None else {"example_batch": example_batch}
     strategy = make_plan(
         lightning, module, fit_arguments, 1, options, precision, on_phase, strategy_class=_CostRecordingStrategy
     )
     assert isinstance(strategy, _CostRecordingStrategy)
+    shapes, frozen = parameter_shapes(module), frozen_names(module)
     memory = strategy.memory[0]
-    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    trained = sum(math.prod(shape) for name, shape in shapes.items() if name not in set(frozen))
     states = None if memory.optimizer_states is None or not trained else memory.optimizer_states / trained
     number_format = number_format_of(precision, states)
     samples = strategy.samples or 1

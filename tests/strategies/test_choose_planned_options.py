@@ -1,26 +1,34 @@
 """Sizes of "auto": replicas alone where they fit, another layout where they do not, one plan on all ranks."""
 
+import copy
 import pickle
+import threading
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.errors import LayoutError, PlanError
 from lightning_hybrid.strategies import choose_planned_options
-from lightning_hybrid.strategies.choose_planned_options import planned_options
+from lightning_hybrid.strategies.choose_planned_options import parameters_without_storage, planned_options
+from lightning_hybrid.strategies.options import plan_auto_sizes
+from lightning_hybrid.strategies.options.plan_auto_sizes import may_be_planned
 
-SIZES = {"tensor_parallel_size": "auto", "pipeline_parallel_size": "auto"}
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size")
+NUMBERS = dict.fromkeys(SIZES, 1)
+PLANNED = {"objective": "throughput"}
 
 
 class Net(pl.LightningModule):
-    def __init__(self, width=64):
+    def __init__(self, width=64, batch=8):
         super().__init__()
-        self.width = width
+        self.width, self.batch = width, batch
         self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4)])
         self.head = nn.Linear(width, 4)
 
@@ -33,50 +41,125 @@ class Net(pl.LightningModule):
 
     def train_dataloader(self):
         generator = torch.Generator().manual_seed(1)
-        samples, targets = torch.randn(32, self.width, generator=generator), torch.randn(32, 4, generator=generator)
-        return DataLoader(TensorDataset(samples, targets), batch_size=8)
+        samples, targets = torch.randn(48, self.width, generator=generator), torch.randn(48, 4, generator=generator)
+        data, trainer = TensorDataset(samples, targets), self.trainer
+        # Lightning's own sampler of training shuffles.
+        sampler = DistributedSampler(data, trainer.world_size, trainer.global_rank, shuffle=False)
+        return DataLoader(data, batch_size=self.batch, sampler=sampler)
 
 
-def fitted(options, devices):
-    """On a rank: sizes, ZeRO's stage and the parameters after a fit."""
-    torch.manual_seed(0)
-    module, strategy = Net(512), Hybrid3DStrategy(**options)
-    trainer_of(devices, strategy, [], max_steps=3).fit(module)
-    options = strategy.options
-    return options.sizes, options.zero_stage, {name: value.clone() for name, value in module.state_dict().items()}
+class BuiltLater(Net):
+    """Its layers are those of `Net`, made in ``configure_model``."""
+
+    def __init__(self, width=64):
+        super().__init__(width)
+        del self.layers, self.head
+        self.built = 0
+
+    def configure_model(self):
+        self.built += 1
+        if not hasattr(self, "layers"):
+            other = Net(self.width)
+            self.layers, self.head = other.layers, other.head
+
+
+def fitted(options, devices, batch=8, free_bytes=None):
+    """On a rank: the layout, ZeRO's stage and the parameters after a fit, on a host that has so much memory or enough.
+
+    The framework's own memory is a constant of the planner, beside which this module is small.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if free_bytes is not None:
+            patch.setattr(plan_auto_sizes, "_STATES_SHARE", 0.01)
+            patch.setattr(plan_auto_sizes, "host_memory", lambda: free_bytes)
+            patch.setattr(choose_planned_options, "free_on_host", lambda: free_bytes)
+        torch.manual_seed(0)
+        module, strategy = Net(512, batch), Hybrid3DStrategy(**options)
+        trainer_of(devices, strategy, [], max_steps=3).fit(module)
+    sizes = {name: getattr(strategy.layout, name) for name in SIZES}
+    return sizes, strategy.options.zero_stage, {name: value.clone() for name, value in module.state_dict().items()}
 
 
 class _Recorded(Exception):
     """Ends a fit before its ranks meet."""
 
 
-def plan_on(monkeypatch, devices, nbytes, **options):
+def plan_on(monkeypatch, devices, nbytes, module=None, logger=False, **options):
     """Options that the first of several ranks plans in this process, whose device has a number of bytes."""
-    module, strategy = Net(), Hybrid3DStrategy(**SIZES, **options)
-    trainer = trainer_of(devices, strategy, [])
+    strategy = Hybrid3DStrategy(**options)
+    trainer = trainer_of(devices, strategy, [], logger=logger)
     planned = []
 
     def plan():
-        planned.append(planned_options(strategy, trainer))
+        planned.append(planned_options(strategy, trainer) if may_be_planned(strategy) else None)
         raise _Recorded
 
     monkeypatch.setattr(strategy, "setup_environment", plan)
     launcher = type(strategy._launcher)
     monkeypatch.setattr(launcher, "launch", lambda self, function, *arguments, trainer=None: function(*arguments))
     monkeypatch.setattr(choose_planned_options, "free_on_host", lambda: devices * nbytes)
+    monkeypatch.setattr(plan_auto_sizes, "host_memory", lambda: devices * nbytes)
     with pytest.raises(_Recorded):
-        trainer.fit(module)
+        trainer.fit(module or Net())
     return planned[0]
 
 
+def test_nothing_is_planned_where_states_leave_room(monkeypatch):
+    """No module is copied and no step recorded: the start is as with numbers."""
+    states = 16 * sum(parameter.numel() for parameter in Net().parameters())  # float32 with Adam's moments
+    assert plan_on(monkeypatch, 2, 2 * states) is None
+    assert plan_on(monkeypatch, 2, 2 * states, zero_stage=3) is None
+    assert plan_on(monkeypatch, 2, states, zero_stage=3) is None
+
+
+def test_short_memory_is_planned_without_a_request(monkeypatch):
+    states = 16 * sum(parameter.numel() for parameter in Net().parameters())
+    with pytest.raises(PlanError, match="no layout of Net fits 2 devices"):  # the framework alone takes more
+        plan_on(monkeypatch, 2, 1.9 * states)
+    assert plan_on(monkeypatch, 2, 1.9 * states, tensor_parallel_size=2) is None
+
+
+def test_layers_of_configure_model_are_counted_on_a_copy(monkeypatch):
+    states = 16 * sum(parameter.numel() for parameter in Net().parameters())
+    module = BuiltLater()
+    assert plan_on(monkeypatch, 2, 2 * states, module) == {}
+    with pytest.raises(PlanError, match=r"no layout of BuiltLater fits"):
+        plan_on(monkeypatch, 2, 1.9 * states, module)
+    assert plan_on(monkeypatch, 2, 16e9, module, **PLANNED) == dict.fromkeys(SIZES, 1)
+    assert not module.built and not list(module.parameters())
+
+
+def test_module_that_cannot_be_copied_is_planned_from_its_parameters(monkeypatch, caplog):
+    module = Net()
+    module.lock = threading.Lock()
+    assert plan_on(monkeypatch, 2, 16e9, module, **PLANNED) == dict.fromkeys(SIZES, 1)
+
+
+def test_plan_reaches_the_loggers(monkeypatch, tmp_path):
+    logger = CSVLogger(tmp_path)
+    plan_on(monkeypatch, 2, 16e9, logger=logger, **PLANNED)
+    logged = logger.experiment.hparams["hybrid3d_plan"]
+    assert logged["tensor_parallel_size"] == 1
+    assert logged["predicted_bytes"] > 0 and logged["predicted_seconds_per_step"] > 0
+
+
+def test_copy_has_no_storage_and_keeps_shared_parameters():
+    module = Net()
+    module.tied = module.head
+    copied = copy.deepcopy(module, parameters_without_storage(module))
+    assert all(parameter.is_meta for parameter in copied.parameters())
+    assert copied.tied.weight is copied.head.weight and len(list(copied.parameters())) == 10
+    assert not any(parameter.is_meta for parameter in module.parameters())
+
+
 def test_replicas_alone_are_kept_where_they_fit(monkeypatch):
-    assert plan_on(monkeypatch, 2, 16e9) == {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    assert plan_on(monkeypatch, 2, 16e9, **PLANNED) == dict.fromkeys(SIZES, 1)
 
 
 def test_another_layout_where_they_do_not(monkeypatch):
     plain = plan_bytes(monkeypatch)
-    planned = plan_on(monkeypatch, 4, plain - 1000)
-    assert planned.keys() >= {"tensor_parallel_size", "pipeline_parallel_size"}
+    planned = plan_on(monkeypatch, 4, plain - 1000, **PLANNED)
+    assert planned.keys() >= set(SIZES)
     sizes = planned["tensor_parallel_size"], planned["pipeline_parallel_size"]
     assert max(sizes) > 1 or planned["zero_stage"] > 0 or planned["recompute"] != "none"
     assert "offload" not in planned  # the host's memory is the device's
@@ -88,7 +171,7 @@ def plan_bytes(monkeypatch):
     while high - low > 1e5:
         middle = (low + high) / 2
         try:
-            fits = plan_on(monkeypatch, 4, middle, zero_stage=0) == dict.fromkeys(SIZES, 1)
+            fits = plan_on(monkeypatch, 4, middle, **PLANNED) == dict.fromkeys(SIZES, 1)
         except PlanError:
             fits = False
         low, high = (low, middle) if fits else (middle, high)
@@ -96,7 +179,7 @@ def plan_bytes(monkeypatch):
 
 
 def test_options_that_are_set_are_kept(monkeypatch):
-    planned = plan_on(monkeypatch, 4, 16e9, zero_stage=1)
+    planned = plan_on(monkeypatch, 4, 16e9, zero_stage=1, **PLANNED)
     assert "zero_stage" not in planned and planned["tensor_parallel_size"] >= 1
 
 
@@ -109,10 +192,15 @@ def test_nothing_fits(monkeypatch):
     ("options", "error", "words"),
     [
         ({"tensor_parallel_size": "all"}, LayoutError, "use 'auto' or a whole number"),
-        ({"max_memory": "20GiB"}, ValueError, "max_memory='20GiB' is for sizes that are planned"),
-        ({"objective": "largest_batch"}, ValueError, "objective='largest_batch' is for sizes that are planned"),
-        ({**SIZES, "max_memory": "much"}, ValueError, "max_memory='much'; use a number of bytes"),
-        ({**SIZES, "objective": "fewest_devices"}, ValueError, "a run uses all devices of its Trainer"),
+        ({**NUMBERS, "max_memory": "20GiB"}, ValueError, "max_memory='20GiB' is for sizes that are planned"),
+        (
+            {**NUMBERS, "objective": "largest_batch"},
+            ValueError,
+            "objective='largest_batch' is for sizes that are planned",
+        ),
+        ({"max_memory": "much"}, ValueError, "max_memory='much'; use a number of bytes"),
+        ({"sequence_parallel": True}, ValueError, "tensor_parallel_size='auto'; set tensor_parallel_size=2 or more"),
+        ({"objective": "fewest_devices"}, ValueError, "a run uses all devices of its Trainer"),
     ],
 )
 def test_refusals(options, error, words):
@@ -120,25 +208,53 @@ def test_refusals(options, error, words):
         Hybrid3DStrategy(**options)
 
 
-def test_layout_is_not_known_before_the_plan():
-    strategy = Hybrid3DStrategy(**SIZES)
+def test_layout_is_not_known_before_a_plan_that_is_requested():
+    strategy = Hybrid3DStrategy(**PLANNED)
     trainer_of(2, strategy, [])
     with pytest.raises(RuntimeError, match="the layout is planned when the processes meet"):
         _ = strategy.layout
-    assert pickle.loads(pickle.dumps(strategy.options)).is_planned
+    assert pickle.loads(pickle.dumps(strategy.options)).asks_for_plan
+    strategy = Hybrid3DStrategy()
+    trainer_of(2, strategy, [])
+    assert strategy.layout.data_parallel_size == 2
+
+
+def test_sizes_of_a_configuration_file():
+    config = {
+        "class_path": "lightning_hybrid.Hybrid3DStrategy",
+        "init_args": {"tensor_parallel_size": "auto", "pipeline_parallel_size": 1, "max_memory": "20GiB"},
+    }
+    trainer = {"strategy": config, "accelerator": "cpu", "devices": 2, "logger": False}
+    cli = LightningCLI(
+        Net, run=False, args={"trainer": trainer}, seed_everything_default=False, save_config_callback=None
+    )
+    options = cli.trainer.strategy.options
+    assert options.asks_for_plan and options.sizes["pipeline_parallel_size"] == 1
+    assert all(options.sizes[name] == "auto" for name in SIZES if name != "pipeline_parallel_size")
+
+
+def assert_equal_states(state, expected, atol):
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=atol)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"max_memory": "416MB"}], ids=["fits", "does not"])
-def test_all_ranks_take_one_plan(worlds, options):
-    """Its parameters are those of replicas alone where these fit, and else of the same sizes with numbers."""
-    ranks = worlds.run(2, fitted, {**SIZES, **options}, 2)
+@pytest.mark.parametrize(
+    ("options", "free_bytes"),
+    [(PLANNED, None), ({"max_memory": "416MB"}, None), ({}, 2 * 416e6)],
+    ids=["fits", "does not", "does not, without a request"],
+)
+def test_all_ranks_take_one_plan(worlds, options, free_bytes):
+    """Its parameters are those of one process, and those of the same sizes with numbers."""
+    ranks = worlds.run(2, fitted, options, 2, 8, free_bytes)
     sizes, zero_stage, _ = ranks[0]
     assert ranks[1][:2] == (sizes, zero_stage)
-    is_plain = [sizes[name] for name in SIZES] == [1, 1] and not zero_stage
-    assert is_plain == (not options)
-    explicit = worlds.run(2, fitted, {name: sizes[name] for name in SIZES} | {"zero_stage": zero_stage}, 2)
+    is_plain = set(sizes.values()) == {1} and not zero_stage
+    assert is_plain == (options == PLANNED)
+    explicit = worlds.run(2, fitted, {**sizes, "zero_stage": zero_stage}, 2)
+    replicas = 2 if set(sizes.values()) == {1} else 1
+    _, _, one = worlds.run(1, fitted, {}, 1, 8 * replicas)[0]
     for (_, _, state), (_, _, expected) in zip(ranks, explicit, strict=True):
-        for name, value in expected.items():
-            # Adam magnifies the order of sums where a gradient is near zero; a step moves a parameter by 1e-3.
-            torch.testing.assert_close(state[name], value, rtol=0, atol=0 if is_plain else 1e-4)
+        # Adam magnifies the order of sums where a gradient is near zero; a step moves a parameter by 1e-3.
+        assert_equal_states(state, expected, 0 if is_plain else 1e-4)
+        assert_equal_states(state, one, 1e-4)

@@ -3,43 +3,121 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 from typing import Any
 
+import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.parameter import is_lazy
+
+from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters
+from lightning_hybrid.planner.hardware.hardware import load_hardware
+from lightning_hybrid.planner.memory.predict_memory import predict_memory
+from lightning_hybrid.planner.number_format_of_precision import number_format_of
+from lightning_hybrid.planner.search.layout_options import layout_from_options
+from lightning_hybrid.precision import HybridPrecision
+from lightning_hybrid.step.standins.absent_tensors import full_shape
+from lightning_hybrid.verify.check_available_memory import host_memory
+
+_PACKAGE = __name__.partition(".strategies.")[0]
+# Share of a device that parameters, gradients and states may take before a plan is looked for; activations need room.
+_STATES_SHARE = 0.5
+_STATES = ("parameters", "gradients", "optimizer states")
+
+
+def may_be_planned(strategy: Any) -> bool:
+    """Tell whether the first rank looks for a plan: the user requests one, or the sizes that are set do not suffice.
+
+    They suffice where parameters, gradients and Adam's states take at most half of the device's memory. Where
+    ``configure_model`` makes layers, only a plan tells.
+
+    Args:
+        strategy: With sizes that are "auto", in a process of a run of several ranks.
+    """
+    module = strategy.lightning_module
+    trainer = None if module is None else module._trainer
+    if trainer is None or trainer.state.fn is not TrainerFn.FITTING:
+        return False
+    if strategy.options.asks_for_plan:
+        return True
+    if HybridPrecision.is_other(strategy.precision_plugin):  # each rank runs full steps
+        return False
+    return is_overridden("configure_model", module, pl.LightningModule) or not states_fit(strategy, module)
+
+
+def states_fit(strategy: Any, module: Any) -> bool:
+    """Tell whether parameters, gradients and states leave room for activations, with 1 for sizes that are "auto".
+
+    Args:
+        strategy: Of the run.
+        module: With all of its parameters, whose storage is not read.
+    """
+    options, ranks = strategy.options, strategy.num_nodes * strategy.num_processes
+    given = {name: size for name, size in options.sizes.items() if size != "auto"}
+    given |= {"zero_stage": options.zero_stage, "shard_size": options.shard_size, "offload": options.offload}
+    precision = str(getattr(strategy.precision_plugin, "precision", "32-true"))
+    try:
+        layout = layout_from_options(given, ranks, ranks)
+        costs = costs_from_parameters(parameter_shapes(module), frozen=frozen_names(module))
+        memory = predict_memory(costs, layout, number_format_of(precision), load_hardware("cpu"))
+    except ValueError:  # more stages than layers, or a precision of the user: the run itself says so
+        return True
+    states = max(sum(rank[term] for term in _STATES) for rank in memory.ranks)
+    return states <= _STATES_SHARE * device_bytes(strategy)
+
+
+def parameter_shapes(module: Any) -> dict[str, tuple[int, ...]]:
+    """Return the full shape of each parameter that has one, by FQN."""
+    return {name: full_shape(parameter) for name, parameter in module.named_parameters() if not is_lazy(parameter)}
+
+
+def frozen_names(module: Any) -> list[str]:
+    """Return the FQNs of parameters without gradients."""
+    return [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+
+
+def device_bytes(strategy: Any) -> float:
+    """Return the memory of this rank's device; that of a CPU is its host's, divided by the ranks of the node."""
+    device = strategy.root_device
+    if device.type == "cuda":
+        sharing = strategy.parallel_devices.count(device)
+        return float(torch.cuda.get_device_properties(device).total_memory) / sharing
+    return host_memory() / strategy.num_processes
 
 
 def plan_options(strategy: Any) -> dict[str, Any] | Exception:
     """Return the options that "auto" sizes stand for, on the first rank; an error is for `agreed_plan` to raise.
 
     Args:
-        strategy: With sizes that are "auto".
+        strategy: With sizes that are "auto", of a run.
     """
-    module = strategy.lightning_module
-    if module is None or module._trainer is None:
-        return RuntimeError("sizes of 'auto' are planned for a module; fit one with a Trainer, or set numbers")
     # It derives a strategy from that of the user, and is above this folder.
-    package = __name__.partition(".strategies.")[0]
-    planning = importlib.import_module(f"{package}.strategies.choose_planned_options")
+    planning = importlib.import_module(f"{_PACKAGE}.strategies.choose_planned_options")
     try:
-        return dict(planning.planned_options(strategy, module._trainer))
+        return dict(planning.planned_options(strategy, strategy.lightning_module._trainer))
     except Exception as error:
         return error
 
 
-def agreed_plan(planned: dict[str, Any] | Exception | None) -> dict[str, Any]:
-    """Return the first rank's plan on all ranks; collective.
+def agreed_plan(planned: dict[str, Any] | Exception, rank: int) -> dict[str, Any]:
+    """Return the first rank's plan on all ranks, over the store by which they met.
 
     Args:
         planned: Of the first rank.
+        rank: This one.
 
     Raises:
         Exception: That of the first rank's planning, on all ranks.
     """
-    box = [planned]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(box, 0)
-    agreed = box[0]
+    store = dist.distributed_c10d._get_default_store()
+    key = f"hybrid3d/plan-{store.add(f'hybrid3d/plans-of-rank-{rank}', 1)}"  # the same number on every rank
+    if rank == 0:
+        store.set(key, pickle.dumps(planned))  # type: ignore[arg-type]  # takes bytes too
+    agreed = pickle.loads(store.get(key))
     if isinstance(agreed, Exception):
         raise agreed
-    assert agreed is not None
-    return agreed
+    found: dict[str, Any] = agreed
+    return found

@@ -68,7 +68,7 @@ class Options:
     ranks_per_device: int = 1
     timeout: timedelta | None = None
     start_method: Literal["popen", "fork"] = "popen"
-    objective: Objective = "throughput"
+    objective: Objective | None = None
     max_memory: str | None = None
 
     @classmethod
@@ -148,38 +148,44 @@ class Options:
         for name, size in self.sizes.items():
             if not _is_count(size) and size != "auto":
                 raise LayoutError(f"{name}={size!r}; use 'auto' or a whole number of 1 or more", entry="size-type")
-        if self.sequence_parallel and self.sizes["tensor_parallel_size"] == 1:
+        tensor = self.sizes["tensor_parallel_size"]
+        if self.sequence_parallel and (tensor == 1 or (tensor == "auto" and not self.asks_for_plan)):
             raise ValueError(
                 "sequence_parallel=True shards positions over the ranks of tensor parallelism, and"
-                " tensor_parallel_size=1; set tensor_parallel_size=2 or more, or context_parallel_size to shard"
-                " sequences alone"
+                f" tensor_parallel_size={tensor!r}; set tensor_parallel_size=2 or more, or context_parallel_size to"
+                " shard sequences alone"
             )
 
     def _check_plan(self) -> None:
-        if self.objective not in ("throughput", "largest_batch"):
+        if self.objective not in (None, "throughput", "largest_batch"):
             raise ValueError(
                 f"objective={self.objective!r}; use 'throughput' or 'largest_batch': a run uses all devices of its"
                 " Trainer, and the command lightning-hybrid plan finds the fewest"
             )
         if self.max_memory is not None and parse_budget(self.max_memory) is None:
             raise ValueError(f"max_memory={self.max_memory!r}; use {SPELLINGS}")
-        if not self.is_planned and (self.max_memory is not None or self.objective != "throughput"):
+        if not self.has_auto_sizes and (self.max_memory is not None or self.objective is not None):
             what = f"max_memory={self.max_memory!r}" if self.max_memory is not None else f"objective={self.objective!r}"
             raise ValueError(
-                f"{what} is for sizes that are planned, and each of {', '.join(_SIZES[1:])} is a number; set one of"
-                " them to 'auto'"
+                f"{what} is for sizes that are planned, and each of {', '.join(_SIZES[1:])} is a number; leave one of"
+                " them out, or set it to 'auto'"
             )
 
     @property
-    def is_planned(self) -> bool:
+    def has_auto_sizes(self) -> bool:
         """Whether sizes besides that of the data axis are left to the planner, and not planned yet."""
         return any(self.sizes[name] == "auto" for name in _SIZES[1:])
+
+    @property
+    def asks_for_plan(self) -> bool:
+        """Whether the user requests a plan for sizes that are "auto", which otherwise is made if memory is short."""
+        return self.has_auto_sizes and (self.objective is not None or self.max_memory is not None)
 
     def with_planned(self, planned: Mapping[str, Any]) -> Options:
         """Return the options with those that were planned, by the names of the strategy's arguments."""
         sizes = {name: planned.get(name, size) for name, size in self.sizes.items()}
         others = {name: value for name, value in planned.items() if name not in sizes}
-        return replace(self, sizes=sizes, objective="throughput", max_memory=None, **others)
+        return replace(self, sizes=sizes, objective=None, max_memory=None, **others)
 
     def _check_zero(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3) or isinstance(self.zero_stage, bool):
@@ -247,13 +253,12 @@ class Options:
 
     @property
     def mesh_sizes(self) -> dict[str, int | Literal["auto", "all"]]:
-        """The sizes of the layout; a RuntimeError while they are not planned."""
-        if self.is_planned:
-            raise RuntimeError("the layout is planned when the processes meet; read it in setup() or later")
+        """The sizes of the layout; those left to the planner are 1 unless it has set them."""
+        sizes = {n: 1 if size == "auto" and n != "data_parallel_size" else size for n, size in self.sizes.items()}
         shard: int | Literal["all"] = 1
         if self.zero_stage:
             shard = "all" if self.shard_size is None else self.shard_size
-        return {**self.sizes, "data_shard_size": shard}
+        return {**sizes, "data_shard_size": shard}
 
     @property
     def microbatches(self) -> int | None:

@@ -35,7 +35,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.precision.check_device_capability import check_device_precision
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.strategies.options.let_lightning_search_batch_sizes import is_check_of_batch_size_search
-from lightning_hybrid.strategies.options.plan_auto_sizes import agreed_plan, plan_options
+from lightning_hybrid.strategies.options.plan_auto_sizes import agreed_plan, may_be_planned, plan_options
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.world.correct_user_samplers import split_sampler_over_replicas
 from lightning_hybrid.strategies.world.rank_failures import check_connections
@@ -132,7 +132,11 @@ class RankedStrategy(ParallelStrategy):
     @property
     def layout(self) -> ParallelLayout:
         """The sizes of this run, once a Trainer has set the number of devices."""
-        return self._resolve_layout() if self._world is None else self._world.layout
+        if self._world is not None:
+            return self._world.layout
+        if self.options.asks_for_plan:
+            raise RuntimeError("the layout is planned when the processes meet; read it in setup() or later")
+        return self._resolve_layout()
 
     def _resolve_layout(self) -> ParallelLayout:
         if not self.num_processes:
@@ -260,9 +264,10 @@ class RankedStrategy(ParallelStrategy):
             # Lightning's launcher divides the cores on the first rank alone; each other rank would take them all.
             _set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
-        is_planned, timeout = self.options.is_planned, self.options.timeout
+        rank, timeout = self._launcher_rank, self.options.timeout
+        is_planned = self._has_planner and may_be_planned(self)
         # One process plans, which has no process groups; the others wait for it where they meet.
-        planned = plan_options(self) if is_planned and self._launcher_rank == 0 else None
+        planned = plan_options(self) if is_planned and rank == 0 else {}
         sharing = (self.parallel_devices or []).count(self.root_device)
         chosen = choose_backend(self.options.process_group_backend, self.root_device, sharing)
         backend = chosen or _get_default_process_group_backend_for_device(self.root_device)
@@ -281,8 +286,8 @@ class RankedStrategy(ParallelStrategy):
                 "pipeline_parallel_size > 1 needs a process group whose pairs of ranks have separate channels, but"
                 " init_process_group was called with device_id=...; leave device_id out, or let the Trainer call it"
             )
-        if is_planned:
-            self._adopt_plan(planned)
+        if self._has_planner:
+            self._adopt_plan(agreed_plan(planned, rank))
         layout = self._resolve_layout()
         # Groups that are still there when the interpreter collects its garbage can keep the process from ending;
         # Lightning sees to that for NCCL alone.
@@ -299,10 +304,16 @@ class RankedStrategy(ParallelStrategy):
         if module is not None and module._trainer is not None:  # None where the strategy is used without a Trainer
             self._world.connect(module._trainer, module)
 
-    def _adopt_plan(self, planned: dict[str, Any] | Exception | None) -> None:
-        """Take the options that the first rank has planned, on all ranks."""
-        self.options = self.options.with_planned(agreed_plan(planned))
-        self._recompute = self._recompute or self.options.recompute
+    @property
+    def _has_planner(self) -> bool:
+        """Whether the ranks agree on sizes that are "auto"."""
+        return self.options.has_auto_sizes and not self._is_one_process
+
+    def _adopt_plan(self, planned: dict[str, Any]) -> None:
+        """Take the options that the first rank has planned."""
+        if planned:
+            self.options = self.options.with_planned(planned)
+            self._recompute = self._recompute or self.options.recompute
 
     def on_exception(self, exception: BaseException) -> None:
         """Report the error to the other ranks."""
