@@ -97,7 +97,7 @@ class PlanningStrategy(Hybrid3DStrategy):
         self.table, self.techniques = "", list[str]()
         self.memory, self.memory_without_techniques = list[RankMemory](), list[RankMemory]()
 
-    _has_planner = False  # the sizes that are set are those to describe
+    _may_plan = False  # the sizes that are set are those to describe
 
     def setup_environment(self) -> None:
         """Build the mesh; there is no other rank to watch."""

@@ -17,6 +17,7 @@ from lightning_hybrid.planner.plan_layout import NumberFormat
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
 from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes
+from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import batch_norms_in_training
 from lightning_hybrid.strategies.plan_in_one_process import PlanningStrategy, make_plan
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.start.example_batch import take_example
@@ -30,11 +31,13 @@ class RecordedCosts:
         costs: Of its training step.
         number_format: Of its parameters and of its optimizer's states.
         samples: Samples of a batch of its loader.
+        has_batch_norm: Whether layers take statistics of each microbatch, so that more microbatches change the results.
     """
 
     costs: ModelCosts
     number_format: NumberFormat
     samples: int
+    has_batch_norm: bool = False
 
 
 class _CostRecordingStrategy(PlanningStrategy):
@@ -97,4 +100,4 @@ def record_costs(
         costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason="it cannot be traced")
     else:
         costs = costs_from_step_graph(strategy.recorded.graph, shapes, samples=samples, name=name, frozen=frozen)
-    return RecordedCosts(costs, number_format, samples)
+    return RecordedCosts(costs, number_format, samples, bool(batch_norms_in_training(module)))

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hybrid.errors import FirstStepError
 from lightning_hybrid.memory.estimate_rank_memory import value_bytes
@@ -25,6 +24,7 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.strategies.logs.announce_long_phases import phase
+from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import batch_norms_in_training
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.verify.check_available_memory import memory_shortage
 from lightning_hybrid.verify.first_step_comparison import Verdict, compare_first_step, precision_of
@@ -291,7 +291,7 @@ def describe_mixing_of_step(module: nn.Module, full: float, mean: float, counts:
     over = f"its {sum(counts)} microbatches"
     if len(counts) > 1 and len(set(counts)) == 1:
         over = f"{len(counts)} replicas x {counts[0]} microbatches"
-    layers = sum(isinstance(each, _BatchNorm) and each.training for each in module.modules())
+    layers = len(batch_norms_in_training(module))
     advice = " For a mean over the entries that a mask selects, pass microbatch_weight=function(microbatch) -> count"
     if layers:
         advice = f" It has {layers} BatchNorm layer{'s' * (layers != 1)}: fewer microbatches give them more samples"

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
+from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters
 from lightning_hybrid.planner.hardware.hardware import load_hardware
 from lightning_hybrid.planner.memory.predict_memory import predict_memory
@@ -35,7 +37,7 @@ def may_be_planned(strategy: Any) -> bool:
     ``configure_model`` makes layers, only a plan tells.
 
     Args:
-        strategy: With sizes that are "auto", in a process of a run of several ranks.
+        strategy: With sizes that are "auto", in a process of a run.
     """
     module = strategy.lightning_module
     trainer = None if module is None else module._trainer
@@ -91,6 +93,8 @@ def device_bytes(strategy: Any) -> float:
 def plan_options(strategy: Any) -> dict[str, Any] | Exception:
     """Return the options that "auto" sizes stand for, on the first rank; an error is for `agreed_plan` to raise.
 
+    Where no plan is requested and no layout fits, the run goes on with a warning: predictions are some percent off.
+
     Args:
         strategy: With sizes that are "auto", of a run.
     """
@@ -98,6 +102,11 @@ def plan_options(strategy: Any) -> dict[str, Any] | Exception:
     planning = importlib.import_module(f"{_PACKAGE}.strategies.choose_planned_options")
     try:
         return dict(planning.planned_options(strategy, strategy.lightning_module._trainer))
+    except PlanError as error:
+        if strategy.options.asks_for_plan:
+            return error
+        rank_zero_warn(f"hybrid3d: {error}; the run goes on with what is set, and may run out of memory")
+        return {}
     except Exception as error:
         return error
 

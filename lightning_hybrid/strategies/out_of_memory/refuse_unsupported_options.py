@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hybrid.strategies.out_of_memory.search_batch_size_over_ranks import searches_batch_size
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.strategies.start.refuse_unsupported_callbacks import why_ranks_cannot_stop_together
+
+
+def batch_norms_in_training(module: nn.Module) -> list[str]:
+    """Return the FQNs of BatchNorm layers that take statistics of what they are given, a microbatch."""
+    return [name for name, each in module.named_modules() if isinstance(each, _BatchNorm) and each.training]
 
 
 def check_microbatch_option(setting: Setting) -> None:
@@ -25,7 +31,7 @@ def check_microbatch_option(setting: Setting) -> None:
 
 def _why_not(setting: Setting) -> str:
     options, module = setting.options, setting.module
-    norms = [name for name, each in module.named_modules() if isinstance(each, _BatchNorm) and each.training]
+    norms = batch_norms_in_training(module)
     if setting.is_manual:
         return "with manual optimization training_step may have stepped an optimizer by then"
     if norms:

@@ -50,6 +50,8 @@ class RankedStrategy(ParallelStrategy):
         options: The arguments of the strategy.
     """
 
+    _may_plan = True  # sizes that are "auto"
+
     def __init__(self, options: Options, **lightning: Any) -> None:
         self.options = options
         super().__init__(**lightning)
@@ -265,7 +267,8 @@ class RankedStrategy(ParallelStrategy):
             _set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
         rank, timeout = self._launcher_rank, self.options.timeout
-        is_planned = self._has_planner and may_be_planned(self)
+        may_plan = self._may_plan and self.options.has_auto_sizes
+        is_planned = may_plan and may_be_planned(self)
         # One process plans, which has no process groups; the others wait for it where they meet.
         planned = plan_options(self) if is_planned and rank == 0 else {}
         sharing = (self.parallel_devices or []).count(self.root_device)
@@ -286,7 +289,7 @@ class RankedStrategy(ParallelStrategy):
                 "pipeline_parallel_size > 1 needs a process group whose pairs of ranks have separate channels, but"
                 " init_process_group was called with device_id=...; leave device_id out, or let the Trainer call it"
             )
-        if self._has_planner:
+        if may_plan:
             self._adopt_plan(agreed_plan(planned, rank))
         layout = self._resolve_layout()
         # Groups that are still there when the interpreter collects its garbage can keep the process from ending;
@@ -303,11 +306,6 @@ class RankedStrategy(ParallelStrategy):
         module = self.lightning_module
         if module is not None and module._trainer is not None:  # None where the strategy is used without a Trainer
             self._world.connect(module._trainer, module)
-
-    @property
-    def _has_planner(self) -> bool:
-        """Whether the ranks agree on sizes that are "auto"."""
-        return self.options.has_auto_sizes and not self._is_one_process
 
     def _adopt_plan(self, planned: dict[str, Any]) -> None:
         """Take the options that the first rank has planned."""
