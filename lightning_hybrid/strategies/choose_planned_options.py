@@ -31,7 +31,7 @@ from lightning_hybrid.planner.search.search_layouts import cluster_of, predict_p
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
 from lightning_hybrid.strategies.hybrid3d import OPTION_DEFAULTS, Hybrid3DStrategy
-from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes, states_fit
+from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes, replicas_fit
 from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import batch_norms_in_training
 from lightning_hybrid.strategies.record_planner_costs import RecordedCosts, record_costs
 from lightning_hybrid.verify.check_available_memory import free_on_host
@@ -49,7 +49,7 @@ def planned_options(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> dict[str
         trainer: About to run.
 
     Returns:
-        Nothing where no plan is requested, and the sizes that are set suffice.
+        Nothing where no plan is requested, and replicas leave room for activations.
 
     Raises:
         PlanError: No layout fits.
@@ -94,7 +94,7 @@ def _recorded(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> RecordedCosts 
     """Record the step of a copy of the module, without storage for its parameters, on a batch of a copy of its loader.
 
     Returns:
-        None where no plan is requested, and the sizes that are set suffice.
+        None where no plan is requested, and replicas leave room for activations.
     """
     options, module = strategy.options, strategy.lightning_module
     assert module is not None
@@ -103,12 +103,12 @@ def _recorded(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> RecordedCosts 
     try:
         copied, data = _copied(module, trainer)
         shapes, frozen = parameter_shapes(copied), frozen_names(copied)
-        if not options.asks_for_plan and states_fit(strategy, copied):
+        if not options.asks_for_plan and replicas_fit(strategy, copied):
             return None
         lightning = importlib.import_module(pl.__name__)
         return record_costs(lightning, copied, data, precision, example_batch=options.example_batch)
     except Exception as error:  # of the user's code too: the run itself raises it, where its place is known
-        if not options.asks_for_plan and states_fit(strategy, module):
+        if not options.asks_for_plan and replicas_fit(strategy, module):
             return None
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         costs = costs_from_parameters(shapes, name=type(module).__name__, frozen=frozen, reason=reason)

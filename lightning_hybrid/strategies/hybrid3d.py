@@ -52,10 +52,10 @@ class Hybrid3DStrategy(CheckpointedStrategy):
 
     Args:
         data_parallel_size: Replicas that see different batches; "auto" takes all remaining ranks.
-        tensor_parallel_size: Ranks that each layer is sharded over; how is found, and proved, at the start. This or
-            another size below is 1 if it is "auto" and parameters, gradients and states fit into half of a device.
-            Otherwise, or if ``objective`` or ``max_memory`` is set, it is planned before the ranks meet, with
-            ``zero_stage``, recomputation and the rest of the layout as far as these are not set.
+        tensor_parallel_size: Ranks that each layer is sharded over; how is found, and proved, at the start. This and
+            the other sizes below are 1 if they are "auto", unless ``objective`` or ``max_memory`` is set, or no layout
+            is set at all and a replica's states take more than half of a device: then they are planned before the ranks
+            meet, with ``zero_stage``, recomputation and the rest of the layout as far as these are not set.
         pipeline_parallel_size: Ranks that share the layers.
         context_parallel_size: Ranks that the positions of each sequence are sharded over, layer by layer; each of them
             may be several tensor ranks.

@@ -110,15 +110,14 @@ def test_nothing_is_planned_where_states_leave_room(monkeypatch):
     """No module is copied and no step recorded: the start is as with numbers."""
     states = 16 * sum(parameter.numel() for parameter in Net().parameters())  # float32 with Adam's moments
     assert plan_on(monkeypatch, 2, 2 * states) is None
-    assert plan_on(monkeypatch, 2, 2 * states, zero_stage=3) is None
-    assert plan_on(monkeypatch, 2, states, zero_stage=3) is None
 
 
 def test_short_memory_is_planned_without_a_request(monkeypatch):
     states = 16 * sum(parameter.numel() for parameter in Net().parameters())
     with pytest.warns(match="no layout of Net fits 2 devices .*; the run goes on"):  # the framework alone takes more
         assert plan_on(monkeypatch, 2, 1.9 * states) == {}
-    assert plan_on(monkeypatch, 2, 1.9 * states, tensor_parallel_size=2) is None
+    for layout in ({"tensor_parallel_size": 2}, {"expert_parallel_size": 1}, {"zero_stage": 3}, {"offload": "cpu"}):
+        assert plan_on(monkeypatch, 2, 1.9 * states, **layout) is None
     monkeypatch.setattr(plan_auto_sizes, "_STATES_SHARE", 0.0)
     assert plan_on(monkeypatch, 2, 16e9) == dict.fromkeys(SIZES, 1)  # they fit with their activations
 

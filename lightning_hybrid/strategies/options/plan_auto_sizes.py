@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pickle
 from typing import Any
 
@@ -15,11 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters
-from lightning_hybrid.planner.hardware.hardware import load_hardware
-from lightning_hybrid.planner.memory.predict_memory import predict_memory
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
-from lightning_hybrid.planner.search.layout_options import layout_from_options
 from lightning_hybrid.precision import HybridPrecision
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.verify.check_available_memory import host_memory
@@ -27,14 +24,13 @@ from lightning_hybrid.verify.check_available_memory import host_memory
 _PACKAGE = __name__.partition(".strategies.")[0]
 # Share of a device that parameters, gradients and states may take before a plan is looked for; activations need room.
 _STATES_SHARE = 0.5
-_STATES = ("parameters", "gradients", "optimizer states")
 
 
 def may_be_planned(strategy: Any) -> bool:
-    """Tell whether the first rank looks for a plan: the user requests one, or the sizes that are set do not suffice.
+    """Tell whether the first rank looks for a plan: it is requested, or no layout is set and replicas are too large.
 
-    They suffice where parameters, gradients and Adam's states take at most half of the device's memory. Where
-    ``configure_model`` makes layers, only a plan tells.
+    They are where parameters, gradients and Adam's states take more than half of the device's memory. Where
+    ``configure_model`` makes layers, the first rank counts them on a copy.
 
     Args:
         strategy: With sizes that are "auto", in a process of a run.
@@ -45,30 +41,25 @@ def may_be_planned(strategy: Any) -> bool:
         return False
     if strategy.options.asks_for_plan:
         return True
-    if HybridPrecision.is_other(strategy.precision_plugin):  # each rank runs full steps
+    if strategy.options.sets_layout or HybridPrecision.is_other(strategy.precision_plugin):
         return False
-    return is_overridden("configure_model", module, pl.LightningModule) or not states_fit(strategy, module)
+    return is_overridden("configure_model", module, pl.LightningModule) or not replicas_fit(strategy, module)
 
 
-def states_fit(strategy: Any, module: Any) -> bool:
-    """Tell whether parameters, gradients and states leave room for activations, with 1 for sizes that are "auto".
+def replicas_fit(strategy: Any, module: Any) -> bool:
+    """Tell whether a replica's parameters, gradients and states leave room for activations.
 
     Args:
         strategy: Of the run.
         module: With all of its parameters, whose storage is not read.
     """
-    options, ranks = strategy.options, strategy.num_nodes * strategy.num_processes
-    given = {name: size for name, size in options.sizes.items() if size != "auto"}
-    given |= {"zero_stage": options.zero_stage, "shard_size": options.shard_size, "offload": options.offload}
-    precision = str(getattr(strategy.precision_plugin, "precision", "32-true"))
-    try:
-        layout = layout_from_options(given, ranks, ranks)
-        costs = costs_from_parameters(parameter_shapes(module), frozen=frozen_names(module))
-        memory = predict_memory(costs, layout, number_format_of(precision), load_hardware("cpu"))
-    except ValueError:  # more stages than layers, or a precision of the user: the run itself says so
-        return True
-    states = max(sum(rank[term] for term in _STATES) for rank in memory.ranks)
-    return states <= _STATES_SHARE * device_bytes(strategy)
+    number_format = number_format_of(str(strategy.precision_plugin.precision))
+    held = number_format.parameter + number_format.compute_copy
+    frozen, nbytes = set(frozen_names(module)), 0.0
+    for name, shape in parameter_shapes(module).items():
+        trained = 0.0 if name in frozen else number_format.gradient + number_format.state
+        nbytes += math.prod(shape) * (held + trained)
+    return nbytes <= _STATES_SHARE * device_bytes(strategy)
 
 
 def parameter_shapes(module: Any) -> dict[str, tuple[int, ...]]:

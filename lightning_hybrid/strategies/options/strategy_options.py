@@ -181,6 +181,12 @@ class Options:
         """Whether the user requests a plan for sizes that are "auto", which otherwise is made if memory is short."""
         return self.has_auto_sizes and (self.objective is not None or self.max_memory is not None)
 
+    @property
+    def sets_layout(self) -> bool:
+        """Whether the user has set a size besides that of the data axis, or shards or offloads states."""
+        sizes = any(self.sizes[name] != "auto" for name in _SIZES[1:])
+        return sizes or bool(self.zero_stage) or self.offload is not None
+
     def with_planned(self, planned: Mapping[str, Any]) -> Options:
         """Return the options with those that were planned, by the names of the strategy's arguments."""
         sizes = {name: planned.get(name, size) for name, size in self.sizes.items()}
