@@ -32,8 +32,7 @@ from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
 from lightning_hybrid.strategies.hybrid3d import OPTION_DEFAULTS, Hybrid3DStrategy
 from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes, replicas_fit
-from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import batch_norms_in_training
-from lightning_hybrid.strategies.record_planner_costs import RecordedCosts, record_costs
+from lightning_hybrid.strategies.record_planner_costs import RecordedCosts, noting_batch_norm, record_costs
 from lightning_hybrid.verify.check_available_memory import free_on_host
 
 _PLANS = 3  # printed
@@ -112,7 +111,7 @@ def _recorded(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> RecordedCosts 
             return None
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         costs = costs_from_parameters(shapes, name=type(module).__name__, frozen=frozen, reason=reason)
-        return RecordedCosts(costs, number_format_of(precision), 1, bool(batch_norms_in_training(module)))
+        return RecordedCosts(noting_batch_norm(costs, module), number_format_of(precision), 1)
 
 
 def _copied(module: pl.LightningModule, trainer: pl.Trainer) -> tuple[Any, Mapping[str, Any]]:
@@ -166,8 +165,6 @@ def _planned_run(strategy: Hybrid3DStrategy, recorded: RecordedCosts) -> Planned
         hardware = cluster_of(hardware, devices, num_nodes, limit)
     user = options.changed(OPTION_DEFAULTS)
     fixed = fixed_fields({**user, **options.sizes})
-    if recorded.has_batch_norm:
-        fixed.setdefault("num_microbatches", 1)
     ranks, samples = devices * num_nodes, recorded.samples
     plain = PlanLayout(replicate=ranks, microbatch=samples, batch=samples * ranks)
     is_free = all(getattr(plain, field, value) == value for field, value in fixed.items())

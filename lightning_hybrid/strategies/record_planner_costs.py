@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+
+from torch import nn
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters, costs_from_step_graph
@@ -31,13 +34,11 @@ class RecordedCosts:
         costs: Of its training step.
         number_format: Of its parameters and of its optimizer's states.
         samples: Samples of a batch of its loader.
-        has_batch_norm: Whether layers take statistics of each microbatch, so that more microbatches change the results.
     """
 
     costs: ModelCosts
     number_format: NumberFormat
     samples: int
-    has_batch_norm: bool = False
 
 
 class _CostRecordingStrategy(PlanningStrategy):
@@ -100,4 +101,13 @@ def record_costs(
         costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason="it cannot be traced")
     else:
         costs = costs_from_step_graph(strategy.recorded.graph, shapes, samples=samples, name=name, frozen=frozen)
-    return RecordedCosts(costs, number_format, samples, bool(batch_norms_in_training(module)))
+    return RecordedCosts(noting_batch_norm(costs, module), number_format, samples)
+
+
+def noting_batch_norm(costs: ModelCosts, module: nn.Module) -> ModelCosts:
+    """Return the costs of a module with a note if it has layers that take statistics of each microbatch."""
+    norms = batch_norms_in_training(module)
+    if not norms:
+        return costs
+    note = f"BatchNorm ({norms[0]}) takes statistics of each microbatch: a replica's batch is one, unless you set more"
+    return dataclasses.replace(costs, has_batch_norm=True, notes=(*costs.notes, note))

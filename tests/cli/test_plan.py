@@ -4,8 +4,11 @@ import json
 import re
 
 import pytest
+import torch
 
 from lightning_hybrid.cli import main
+
+CLASSES = "tests/models/command_line_classes.py"
 
 CONFIG = {
     "hidden_size": 1024,
@@ -74,6 +77,24 @@ def test_plan_of_a_module(capsys):
     # The loader's batch is that of each replica.
     fields = content["plans"][0]["fields"]
     assert fields["batch"] == 8 * fields["replicate"] * fields["shard"]
+
+
+def test_module_is_made_without_storage_unless_its_values_are_read(capsys, monkeypatch):
+    made, register = [], torch.nn.Module.register_parameter
+
+    def counted(module, name, parameter):
+        register(module, name, parameter)
+        made.append(parameter is None or parameter.is_meta)
+
+    monkeypatch.setattr(torch.nn.Module, "register_parameter", counted)
+    contents = []
+    for name in ("Stack", "ReadsParameters"):
+        status, text = planned(capsys, f"{CLASSES}:{name}", "--hardware", "cpu", "--devices", "2", "--json")
+        contents.append(json.loads(text))
+        assert status == 0 and all(made) == (name == "Stack")
+    without, in_full = contents
+    assert without["model"]["forward_flops_per_sample"] == in_full["model"]["forward_flops_per_sample"]
+    assert without["plans"] == in_full["plans"]
 
 
 def test_nothing_fits(capsys, config):

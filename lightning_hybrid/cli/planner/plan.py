@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, UsageError, print_json, usage_errors
-from lightning_hybrid.cli.module_and_data_from_cli import FLAGS
+from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, ConfiguredRun
 from lightning_hybrid.cli.progress_bar import Progress
 from lightning_hybrid.cli.user_classes_from_arguments import existing_file
 from lightning_hybrid.cli.verify import add_classes_to, configured
@@ -28,6 +29,7 @@ from lightning_hybrid.planner.search.search_layouts import cluster_of, predict_p
 if TYPE_CHECKING:
     from lightning_hybrid.planner.costs.layer_costs import ModelCosts
     from lightning_hybrid.planner.plan_layout import NumberFormat
+    from lightning_hybrid.strategies.record_planner_costs import RecordedCosts
 
 _EXAMPLE = """example:
   lightning-hybrid plan examples/quickstart.py:Classifier --hardware cpu --devices 4
@@ -133,22 +135,39 @@ def _model(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, 
 def _recorded(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, NumberFormat, int, str]:
     progress.phase("importing the classes")
     made, config = configured(parsed)
-    import torch  # late: it takes seconds
+    from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta  # late: torch takes seconds
+
+    precision = parsed.precision or config.precision or "32-true"
+    progress.phase("making the module, without storage for its parameters, and its data")
+    try:
+        recorded = _record(made, precision, progress, parameters_on_meta())
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        progress.phase("making the module in full, whose code reads values of parameters")
+        recorded = _record(made, precision, progress, contextlib.nullcontext())
+    return recorded.costs, recorded.number_format, recorded.samples, precision
+
+
+def _record(
+    made: ConfiguredRun, precision: str, progress: Progress, building: contextlib.AbstractContextManager[None]
+) -> RecordedCosts:
+    import torch
 
     from lightning_hybrid.namespaces.lightning_namespaces import NAMESPACES
     from lightning_hybrid.verify.run_experiment import fit_arguments, namespace_of
 
     torch.manual_seed(0)
-    progress.phase("making the module and its data")
-    module, data = made.make_module(), made.make_data()
+    with building:
+        module, data = made.make_module(), made.make_data()
     lightning = namespace_of(module)
     namespace = next(known for known in NAMESPACES if known.package == lightning.__name__)
     namespace.load("Hybrid3DStrategy")  # refuses a version of Lightning that lacks what is used
     recording = importlib.import_module(f"{namespace.home}.strategies.record_planner_costs")
-    precision = parsed.precision or config.precision or "32-true"
-    arguments = fit_arguments(lightning, data)
-    recorded = recording.record_costs(lightning, module, arguments, precision, progress.phase)
-    return recorded.costs, recorded.number_format, recorded.samples, precision
+    recorded: RecordedCosts = recording.record_costs(
+        lightning, module, fit_arguments(lightning, data), precision, progress.phase
+    )
+    return recorded
 
 
 def _search(

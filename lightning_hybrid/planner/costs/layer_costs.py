@@ -113,6 +113,7 @@ class ModelCosts:
         has_tied_embedding: Whether the first and the last layer share a parameter, counted in the first.
         is_traced: Whether the costs come from a recorded step or configuration; False if estimated from parameters.
         frozen_parameters: Parameters without gradients.
+        has_batch_norm: Whether layers take statistics of each microbatch, so that results depend on their number.
     """
 
     name: str
@@ -124,6 +125,7 @@ class ModelCosts:
     has_tied_embedding: bool = False
     is_traced: bool = True
     frozen_parameters: int = 0
+    has_batch_norm: bool = False
     notes: tuple[str, ...] = field(default=())
 
     @property

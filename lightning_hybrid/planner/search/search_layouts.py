@@ -60,7 +60,7 @@ def search_layouts(
             "largest_batch" the most samples that are computed at a time.
         max_memory: Bytes of a device that may be used, at most; all if None.
         fixed: Fields of `PlanLayout` that are not chosen; "data" is the number of replicas, and "num_microbatches"
-            that of microbatches.
+            that of microbatches, which is 1 for BatchNorm unless it is set.
         allowed: What the model permits; everything if None.
 
     Raises:
@@ -74,7 +74,8 @@ def search_layouts(
     worlds = [devices * num_nodes]
     if objective == "fewest_devices":
         worlds = divisors(devices) + [devices * nodes for nodes in divisors(num_nodes)[1:]]
-    options = fixed or {}, allowed or Allowed()
+    fixed = {**({"num_microbatches": 1} if costs.has_batch_norm else {}), **(fixed or {})}
+    options = fixed, allowed or Allowed()
     searches = [
         _Search(Candidates(costs, hardware, ranks, batch, is_replica_batch, *options), number_format, objective)
         for ranks in worlds
