@@ -43,7 +43,10 @@ def test_equal_stages_wait_for_the_share_of_1f1b():
 
 
 def test_zero_bubble_waits_for_a_third():
-    body = dataclasses.replace(GPT, layers=(GPT.layers[1],))
+    """Where linears are all there is, forwards and both parts of backwards take the same time."""
+    linears = tuple(product for product in GPT.layers[1].products if product.has_weight)
+    layer = dataclasses.replace(GPT.layers[1], products=linears, moved=0.0, replicated_moved=0.0, kernels=0)
+    body = dataclasses.replace(GPT, layers=(layer,))
     layout = PlanLayout(pipeline=4, microbatch=1, batch=12)
     plain = predicted(layout, body).terms["bubble"]
     found = predicted(dataclasses.replace(layout, schedule="zero_bubble"), body).terms["bubble"]
@@ -103,6 +106,15 @@ def test_context_ranks_reduce_the_gradients():
     replicas = predicted(PlanLayout(replicate=4, batch=4), hardware=slow).terms["replicas"]
     assert predicted(PlanLayout(context=4, batch=1), hardware=slow).terms["replicas"] == pytest.approx(replicas)
     assert predicted(PlanLayout(context=2, replicate=2, batch=1), hardware=slow).terms["replicas"] == replicas
+
+
+def test_context_ranks_do_not_divide_the_head():
+    head = dataclasses.replace(GPT, layers=(GPT.layers[2],))
+    one, two = (predicted(PlanLayout(context=context, batch=1), head).terms["computation"] for context in (1, 2))
+    assert one == two
+    layers = dataclasses.replace(GPT, layers=(GPT.layers[1],))
+    one, two = (predicted(PlanLayout(context=context, batch=1), layers).terms["computation"] for context in (1, 2))
+    assert two < 0.7 * one
 
 
 def test_rows_of_experts_stay_among_expert_ranks():

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 from lightning_hybrid.planner.costs.cut_into_stages import stages_by_rank
 from lightning_hybrid.planner.costs.layer_costs import LayerCosts, ModelCosts
 from lightning_hybrid.planner.costs.parameters_of_rank import Parameters, parameters_of_rank
+from lightning_hybrid.planner.costs.positions_of_rank import layout_of_layer
 from lightning_hybrid.planner.hardware.hardware import Hardware
 from lightning_hybrid.planner.plan_layout import NumberFormat, PlanLayout
 from lightning_hybrid.planner.predictions import PredictedTime
+from lightning_hybrid.planner.time.bubble_share import StageShares, bubble_share, needs_stages
 from lightning_hybrid.planner.time.collective_seconds import (
     Shares,
     all_reduce_seconds,
@@ -63,6 +66,7 @@ class _StepModel:
         self.shard_group = group_of_axis(layout.shard, tensor * context, per_node)
         self.expert_group = group_of_axis(layout.expert, tensor, per_node)
         self.terms_of_layers: dict[int, dict[str, float]] = {}
+        self.parts_of_layers: dict[int, tuple[float, float]] = {}  # forwards, and gradients of weights
         self.shares = Shares(constants.within_share, constants.between_share)
         self.waited = Shares(constants.within_share, constants.within_share * constants.between_share)
         self.stage_stride = tensor * context * layout.data
@@ -71,7 +75,8 @@ class _StepModel:
     def predict(self) -> PredictedTime:
         layout = self.layout
         each = layout.stages_of_each_rank
-        ranks = [list(itertools.chain(*stages.values())) for stages in stages_by_rank(self.costs, layout)]
+        stages_of_ranks = stages_by_rank(self.costs, layout)
+        ranks = [list(itertools.chain(*stages.values())) for stages in stages_of_ranks]
         of_ranks = [self.microbatch_terms(layers) for layers in ranks]
         busy = [sum(terms.values()) for terms in of_ranks]
         slowest = max(range(layout.pipeline), key=busy.__getitem__)
@@ -79,7 +84,9 @@ class _StepModel:
         terms = {name: count * seconds for name, seconds in of_ranks[slowest].items()}
         message = self.message()
         others = sum(busy) - busy[slowest]
-        terms["bubble"] = self.bubble_share() * others / each
+        terms["bubble"] = 0.0
+        if others:
+            terms["bubble"] = self.bubble_share(stages_of_ranks, ranks[slowest], busy[slowest]) * others / each
         late = max(0.0, message - busy[slowest] / (2 * each))
         terms["pipeline messages"] = 2 * (message * (layout.pipeline - 1) + count * each * late)
         computed = count * busy[slowest]
@@ -112,7 +119,7 @@ class _StepModel:
             "kernel starts": seconds.kernel_starts,
         }
         passes = 3 if layout.recompute == "full" and layer.is_recomputed else 2
-        size = layer.outputs * layout.microbatch * self.format.activation / layout.context
+        size = layer.outputs * layout.microbatch * self.format.activation / layout_of_layer(layer, layout).context
         if layer.reductions and layout.tensor > 1:
             one = all_reduce_seconds(size, self.tensor_group, self.hardware, self.waited)
             seen = 1.0 - self.constants.tensor_hidden if layout.overlapped_tensor_ranks else 1.0
@@ -123,6 +130,8 @@ class _StepModel:
             routed = size * layer.routed_tokens / max(self.costs.positions, 1)
             one = all_to_all_seconds(routed, self.expert_group, self.hardware, self.waited)
             terms["expert ranks"] = 2 * passes * one
+        exchanged = sum(terms.get(name, 0.0) for name in ("tensor ranks", "context ranks", "expert ranks"))
+        self.parts_of_layers[id(layer)] = seconds.forward + exchanged / passes, seconds.weights * self.backward_share
         self.terms_of_layers[id(layer)] = terms
         return terms
 
@@ -145,12 +154,28 @@ class _StepModel:
         crosses = self.stage_stride >= per_node
         return message_seconds(size, crosses, per_node, self.hardware)
 
-    def bubble_share(self) -> float:
+    def bubble_share(
+        self, stages_of_ranks: Sequence[Mapping[int, LayersOfRank]], layers: LayersOfRank, busy: float
+    ) -> float:
         """Share of the other ranks' busy time for one microbatch that the slowest rank waits for.
 
-        1F1B waits for all of it, ZB-H1 for a third and ZB-V for next to nothing (Qi et al., arXiv 2401.10241, table 2).
+        Args:
+            stages_of_ranks: For each rank, its stages by number.
+            layers: Of the slowest rank.
+            busy: Its seconds of one microbatch.
         """
-        return {"zero_bubble": 1 / 3, "zero_bubble_v": 0.05, "dualpipe_v": 0.1}.get(self.layout.schedule, 1.0)
+        layout = self.layout
+        forward, weights = (
+            sum(count * self.parts_of_layers[id(layer)][part] for layer, count in layers) / busy for part in (0, 1)
+        )
+        shares = StageShares(forward, weights)
+        if needs_stages(layout.schedule):
+            numbered = sorted(itertools.chain(*(stages.items() for stages in stages_of_ranks)), key=itemgetter(0))
+            first, *between, last = (sum(self.microbatch_terms(stage).values()) for _, stage in numbered)
+            middle = sum(between) / len(between) if between else (first + last) / 2
+            shares = StageShares(forward, weights, first / middle, last / middle)
+        sizes = layout.pipeline, layout.num_microbatches, layout.stages_of_each_rank
+        return bubble_share(layout.schedule, *sizes, shares)
 
     def replica_terms(self, layers: LayersOfRank, computed: float) -> dict[str, float]:
         """Seconds of gathers and reductions over replicas and context ranks that computation does not hide."""
