@@ -11,12 +11,11 @@ from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, t
 from lightning_hybrid.planner.hardware.hardware import BandwidthCurve, load_hardware
 from lightning_hybrid.planner.plan_layout import FORMATS, PlanLayout
 from lightning_hybrid.planner.time.collective_seconds import (
-    RankGroup,
     Shares,
     all_reduce_seconds,
     gather_seconds,
-    group_of_axis,
 )
+from lightning_hybrid.planner.time.place_of_ranks import RankGroup, group_of_axis
 from lightning_hybrid.planner.time.predict_time import predict_time
 
 PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published"
@@ -154,7 +153,7 @@ def test_stages_in_v_placement_share_the_head_with_the_first_rank():
 def test_a_ring_moves_its_share_of_the_bytes(ranks):
     flat = BandwidthCurve((1.0, 1e12), (100e9, 100e9))
     hardware = dataclasses.replace(A100, within_node=flat, latency_within=0.0)
-    group = RankGroup(ranks, ranks, 1)
+    group = RankGroup(ranks, 1, 1)
     assert gather_seconds(1e9, group, hardware) == pytest.approx((ranks - 1) / ranks / 100)
     assert all_reduce_seconds(1e9, group, hardware) == pytest.approx(2 * (ranks - 1) / ranks / 100)
 
@@ -162,16 +161,8 @@ def test_a_ring_moves_its_share_of_the_bytes(ranks):
 def test_groups_of_one_node_share_its_adapters():
     flat = BandwidthCurve((1.0, 1e15), (100e9, 100e9))
     hardware = dataclasses.replace(A100, between_nodes=flat, latency_between=0.0)
-    alone, shared = RankGroup(16, 1, 1), RankGroup(16, 1, 8)
+    alone, shared = RankGroup(16, 16, 1), RankGroup(16, 16, 8)
     assert gather_seconds(1e9, shared, hardware) == pytest.approx(8 * gather_seconds(1e9, alone, hardware))
-
-
-@pytest.mark.parametrize(
-    ("size", "stride", "expected"),
-    [(8, 1, RankGroup(8, 8, 1)), (4, 2, RankGroup(4, 4, 2)), (16, 1, RankGroup(16, 8, 1)), (4, 8, RankGroup(4, 1, 8))],
-)
-def test_place_of_an_axis_in_nodes(size, stride, expected):
-    assert group_of_axis(size, stride, 8) == expected
 
 
 def test_small_messages_get_less_bandwidth():
