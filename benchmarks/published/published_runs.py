@@ -134,7 +134,7 @@ def _layout_run(index: int, row: Mapping[str, str]) -> PublishedRun | None:
     if row["table"].startswith("HF"):  # fp16 throughout: neither copies nor gradients of logits in 32 bits
         costs = _sixteen_bit_loss(costs)
     if row["source"].startswith("NeMo"):
-        costs = _transformer_engine(costs, shape)
+        costs = _divided_positions(_transformer_engine(costs, shape))
     if "LoRA" in row["table"]:  # adapters of rank 32 are under 1 % of the parameters
         costs = dataclasses.replace(costs, frozen_parameters=int(costs.parameters * 0.99))
     memory = _number(row["mem_gb"])
@@ -204,6 +204,12 @@ def _fused_cross_entropy(costs: ModelCosts) -> ModelCosts:
     head = costs.layers[-1]
     head = dataclasses.replace(head, float32_saved=head.float32_saved / 2, peak_only=0.0, moved=head.moved / 3)
     return dataclasses.replace(costs, layers=(*costs.layers[:-1], head))
+
+
+def _divided_positions(costs: ModelCosts) -> ModelCosts:
+    """Megatron-LM's context ranks divide the positions of the embedding and of the loss, too."""
+    layers = [dataclasses.replace(layer, has_full_positions=False) for layer in costs.layers]
+    return dataclasses.replace(costs, layers=tuple(layers))
 
 
 def _sixteen_bit_loss(costs: ModelCosts) -> ModelCosts:

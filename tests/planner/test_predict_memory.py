@@ -52,6 +52,17 @@ def test_a_layer_saves_what_the_paper_says(expected, layout):
     assert added == pytest.approx(expected * S * 2 * H)
 
 
+def test_context_ranks_do_not_divide_the_loss():
+    """The head has no argument of its result's shape: each rank computes all positions."""
+    one = PlanLayout(microbatch=2, batch=2, recompute="full")
+    two = dataclasses.replace(one, context=2)
+    assert terms(two)["loss"] == terms(one)["loss"] > 0
+    costs = transformer_costs(SHAPE)
+    divided = [dataclasses.replace(layer, has_full_positions=False) for layer in costs.layers]
+    found = predict_memory(dataclasses.replace(costs, layers=tuple(divided)), two, MASTER, A100).ranks[0]
+    assert found["activations"] + found["loss"] < 0.6 * (terms(two)["activations"] + terms(two)["loss"])
+
+
 @pytest.mark.parametrize(("stage", "expected"), [(0, 16), (1, 4 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)])
 def test_states_per_parameter_by_zero_stage(stage, expected):
     """Rajbhandari et al. (arXiv 1910.02054), section 5: Adam in mixed precision."""

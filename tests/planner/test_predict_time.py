@@ -11,12 +11,11 @@ from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, t
 from lightning_hybrid.planner.hardware.hardware import BandwidthCurve, load_hardware
 from lightning_hybrid.planner.plan_layout import FORMATS, PlanLayout
 from lightning_hybrid.planner.time.collective_seconds import (
-    RankGroup,
     Shares,
     all_reduce_seconds,
     gather_seconds,
-    group_of_axis,
 )
+from lightning_hybrid.planner.time.place_of_ranks import RankGroup, group_of_axis
 from lightning_hybrid.planner.time.predict_time import predict_time
 
 PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published"
@@ -43,7 +42,10 @@ def test_equal_stages_wait_for_the_share_of_1f1b():
 
 
 def test_zero_bubble_waits_for_a_third():
-    body = dataclasses.replace(GPT, layers=(GPT.layers[1],))
+    """Where linears are all there is, forwards and both parts of backwards take the same time."""
+    linears = tuple(product for product in GPT.layers[1].products if product.has_weight)
+    layer = dataclasses.replace(GPT.layers[1], products=linears, moved=0.0, replicated_moved=0.0, kernels=0)
+    body = dataclasses.replace(GPT, layers=(layer,))
     layout = PlanLayout(pipeline=4, microbatch=1, batch=12)
     plain = predicted(layout, body).terms["bubble"]
     found = predicted(dataclasses.replace(layout, schedule="zero_bubble"), body).terms["bubble"]
@@ -105,6 +107,15 @@ def test_context_ranks_reduce_the_gradients():
     assert predicted(PlanLayout(context=2, replicate=2, batch=1), hardware=slow).terms["replicas"] == replicas
 
 
+def test_context_ranks_do_not_divide_the_head():
+    head = dataclasses.replace(GPT, layers=(GPT.layers[2],))
+    one, two = (predicted(PlanLayout(context=context, batch=1), head).terms["computation"] for context in (1, 2))
+    assert one == two
+    layers = dataclasses.replace(GPT, layers=(GPT.layers[1],))
+    one, two = (predicted(PlanLayout(context=context, batch=1), layers).terms["computation"] for context in (1, 2))
+    assert two < 0.7 * one
+
+
 def test_rows_of_experts_stay_among_expert_ranks():
     shape = TransformerShape(4, 2048, 8192, 16, 50304, 2048, experts=8, experts_per_token=2)
     layout = PlanLayout(replicate=8, expert=8, batch=8)
@@ -142,7 +153,7 @@ def test_stages_in_v_placement_share_the_head_with_the_first_rank():
 def test_a_ring_moves_its_share_of_the_bytes(ranks):
     flat = BandwidthCurve((1.0, 1e12), (100e9, 100e9))
     hardware = dataclasses.replace(A100, within_node=flat, latency_within=0.0)
-    group = RankGroup(ranks, ranks, 1)
+    group = RankGroup(ranks, 1, 1)
     assert gather_seconds(1e9, group, hardware) == pytest.approx((ranks - 1) / ranks / 100)
     assert all_reduce_seconds(1e9, group, hardware) == pytest.approx(2 * (ranks - 1) / ranks / 100)
 
@@ -150,16 +161,8 @@ def test_a_ring_moves_its_share_of_the_bytes(ranks):
 def test_groups_of_one_node_share_its_adapters():
     flat = BandwidthCurve((1.0, 1e15), (100e9, 100e9))
     hardware = dataclasses.replace(A100, between_nodes=flat, latency_between=0.0)
-    alone, shared = RankGroup(16, 1, 1), RankGroup(16, 1, 8)
+    alone, shared = RankGroup(16, 16, 1), RankGroup(16, 16, 8)
     assert gather_seconds(1e9, shared, hardware) == pytest.approx(8 * gather_seconds(1e9, alone, hardware))
-
-
-@pytest.mark.parametrize(
-    ("size", "stride", "expected"),
-    [(8, 1, RankGroup(8, 8, 1)), (4, 2, RankGroup(4, 4, 2)), (16, 1, RankGroup(16, 8, 1)), (4, 8, RankGroup(4, 1, 8))],
-)
-def test_place_of_an_axis_in_nodes(size, stride, expected):
-    assert group_of_axis(size, stride, 8) == expected
 
 
 def test_small_messages_get_less_bandwidth():

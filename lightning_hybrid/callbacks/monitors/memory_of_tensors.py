@@ -117,7 +117,8 @@ class PeakMeter:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return
-        for storage in {tensor.data_ptr(): tensor.untyped_storage() for tensor in tensors}.values():
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        for storage in {storage.data_ptr(): storage for storage in storages}.values():  # tensors may share one
             self._watched.append(weakref.ref(storage, partial(self._note_release, storage.nbytes())))
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes a line to stderr whenever it starts
         self._profile = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True)

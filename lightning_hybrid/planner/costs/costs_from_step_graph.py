@@ -199,7 +199,14 @@ def _layer(
         outputs=outputs,
         reductions=_reductions(has_weight),
         kernels=_kernels(len(matrices), vectors),
+        has_full_positions=not any(_keeps_shape(node, graph) for node in group.nodes),
     )
+
+
+def _keeps_shape(node: Node, graph: StepGraph) -> bool:
+    """Whether it calls a unit with an argument of its result's shape, whose positions context ranks divide."""
+    shapes = {graph.values[index].shape for index in node.inputs if len(graph.values[index].shape) > 2}
+    return node.unit is not None and any(graph.values[index].shape in shapes for index in node.outputs)
 
 
 def _forward_flops(node: Node) -> float:

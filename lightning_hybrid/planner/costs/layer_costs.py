@@ -69,6 +69,8 @@ class LayerCosts:
         float32_saved: Elements saved in 32 bits besides ``saved``, such as logits of a loss.
         peak_only: Elements held in 32 bits during the layer's backward alone.
         is_recomputed: Whether full recomputation applies to it; it does to layers, not to an embedding or a loss.
+        has_full_positions: Whether each context rank computes all positions of it, as the strategies do of an embedding
+            and of a loss: of whatever has no argument of its result's shape.
         routed_tokens: Rows that each of all-to-all carries to experts and back; 0 without experts.
     """
 
@@ -91,6 +93,7 @@ class LayerCosts:
     float32_saved: float = 0.0
     peak_only: float = 0.0
     is_recomputed: bool = True
+    has_full_positions: bool = False
     routed_tokens: float = 0.0
 
     @property

@@ -69,6 +69,7 @@ def transformer_costs(shape: TransformerShape, name: str = "transformer") -> Mod
         reductions=1,
         kernels=4,
         is_recomputed=False,
+        has_full_positions=True,
     )
     logits = float(tokens) * shape.vocabulary
     head = LayerCosts(
@@ -84,6 +85,7 @@ def transformer_costs(shape: TransformerShape, name: str = "transformer") -> Mod
         outputs=1.0,
         kernels=12,
         is_recomputed=False,
+        has_full_positions=True,
     )
     return ModelCosts(
         name,

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from lightning_hybrid.planner.costs.cut_into_stages import stages_by_rank
 from lightning_hybrid.planner.costs.layer_costs import LayerCosts, ModelCosts
 from lightning_hybrid.planner.costs.parameters_of_rank import Parameters, parameters_of_rank
+from lightning_hybrid.planner.costs.positions_of_rank import layout_of_layer
 from lightning_hybrid.planner.hardware.hardware import Hardware
 from lightning_hybrid.planner.memory.in_flight_by_rank import in_flight_by_rank
 from lightning_hybrid.planner.memory.memory_constants import CONSTANTS, MemoryConstants
@@ -149,9 +150,9 @@ def _activations(
 ) -> dict[str, float]:
     """Bytes saved for the backward of all microbatches in flight, and those of one layer's backward, or of the loss."""
     saved = one_layer = loss = waiting = 0.0
-    samples = layout.microbatch / (layout.tensor * layout.context)
     for stage, microbatches in zip(stages, in_flight, strict=True):
         for layer, count in stage:
+            samples = layout.microbatch / (layout.tensor * layout_of_layer(layer, layout).context)
             kept, full = _saved(layer, layout, number_format), _saved_bytes(layer, layout, number_format, "none")
             if not (layout.recompute == "full" and layer.is_recomputed):
                 saved += count * _autocast_copies(layer, layout, number_format)
@@ -196,6 +197,7 @@ def _saved_bytes(layer: LayerCosts, layout: PlanLayout, number_format: NumberFor
     """Bytes that one layer saves for the backward of one microbatch, besides logits of a loss."""
     if policy == "full":
         return _outputs(layer, layout, number_format)
+    layout = layout_of_layer(layer, layout)
     sharded = (layer.selective_saved if policy == "selective" else layer.saved) - layer.replicated_saved
     scores = 0.0 if policy == "selective" or layout.fused_attention else layer.saved_scores
     elements = (sharded + scores) / layout.tensor
@@ -204,5 +206,6 @@ def _saved_bytes(layer: LayerCosts, layout: PlanLayout, number_format: NumberFor
 
 
 def _outputs(layer: LayerCosts, layout: PlanLayout, number_format: NumberFormat) -> float:
+    layout = layout_of_layer(layer, layout)
     tensor = layout.tensor if layout.sequence_parallel else 1
     return layer.outputs * layout.microbatch / (layout.context * tensor) * number_format.activation

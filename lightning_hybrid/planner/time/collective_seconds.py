@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_hybrid.planner.hardware.hardware import Hardware
+from lightning_hybrid.planner.time.place_of_ranks import RankGroup
 
 
 class Shares(NamedTuple):
@@ -16,33 +16,6 @@ class Shares(NamedTuple):
 
 
 FULL = Shares(1.0, 1.0)
-
-
-@dataclass(frozen=True)
-class RankGroup:
-    """A group of ranks of one mesh axis, and its place in the cluster.
-
-    Attributes:
-        size: Ranks of the group.
-        per_node: Members of the group in one node.
-        groups_per_node: Groups of this axis that communicate at once in one node and share its links to others.
-    """
-
-    size: int
-    per_node: int
-    groups_per_node: int
-
-
-def group_of_axis(size: int, stride: int, devices_per_node: int) -> RankGroup:
-    """Return the group of an axis whose neighbours are ``stride`` ranks apart.
-
-    Args:
-        size: Ranks of the axis.
-        stride: Product of the sizes of the axes inside it, by which consecutive members differ.
-        devices_per_node: Devices of a node.
-    """
-    per_node = max(1, min(size, devices_per_node // stride)) if stride < devices_per_node else 1
-    return RankGroup(size, per_node, max(1, devices_per_node // per_node))
 
 
 def all_reduce_seconds(size: float, group: RankGroup, hardware: Hardware, shares: Shares = FULL) -> float:
@@ -73,12 +46,11 @@ def _ring_seconds(size: float, group: RankGroup, hardware: Hardware, shares: Sha
         return 0.0
     moved = size * (group.size - 1) / group.size
     within = moved / (hardware.within_node.bandwidth(size) * shares.within)
-    if group.per_node >= group.size:
+    if group.nodes == 1:
         return within + hardware.latency_within
-    nodes = group.size / group.per_node
     between = (
         moved
         * group.groups_per_node
         / (hardware.between_nodes.bandwidth(size * group.groups_per_node) * shares.between)
     )
-    return max(within, between) + hardware.latency_between * nodes
+    return max(within, between) + hardware.latency_between * group.nodes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lightning_hybrid.planner.costs.layer_costs import LayerCosts, Product
+from lightning_hybrid.planner.costs.positions_of_rank import layout_of_layer
 from lightning_hybrid.planner.hardware.hardware import Hardware
 from lightning_hybrid.planner.plan_layout import NumberFormat, PlanLayout
 from lightning_hybrid.planner.time.efficiency_constants import EfficiencyConstants
@@ -21,12 +22,14 @@ class LayerSeconds(NamedTuple):
         backward: Of the backward, without recomputation.
         recomputed: Of what the backward computes again.
         kernel_starts: The part of all three in which the device waits for kernels to start.
+        weights: The part of the backward that makes gradients of weights.
     """
 
     forward: float
     backward: float
     recomputed: float
     kernel_starts: float
+    weights: float = 0.0
 
 
 def layer_seconds(
@@ -37,6 +40,7 @@ def layer_seconds(
     constants: EfficiencyConstants,
 ) -> LayerSeconds:
     """Return the seconds of one layer for one microbatch of ``layout.microbatch`` samples on one rank."""
+    layout = layout_of_layer(layer, layout)
     linear = attention = attention_backward = casts = 0.0
     for product in layer.products:
         if number_format.products == "float8" and product.has_weight:
@@ -57,16 +61,17 @@ def layer_seconds(
     starts = layer.kernels * hardware.kernel_seconds
     forward, backward = max(device, starts), max(device_backward, 2.0 * starts)
     waits = forward - device + backward - device_backward
+    weights = linear * backward / device_backward if device_backward else 0.0
     recomputed = 0.0
     if not layer.is_recomputed:
-        return LayerSeconds(forward, backward, 0.0, waits)
+        return LayerSeconds(forward, backward, 0.0, waits, weights)
     if layout.recompute == "full":
         recomputed = forward
         waits += forward - device
     elif layout.recompute == "selective":
         dropped = 1.0 - layer.selective_saved / layer.saved if layer.saved else 0.0
         recomputed = dropped * around + (0.0 if layout.fused_attention else attention + scores)
-    return LayerSeconds(forward, backward, recomputed, waits)
+    return LayerSeconds(forward, backward, recomputed, waits, weights)
 
 
 def cast_elements(product: Product, layout: PlanLayout) -> float:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 from lightning_hybrid.planner.costs.cut_into_stages import stages_by_rank
 from lightning_hybrid.planner.costs.layer_costs import LayerCosts, ModelCosts
 from lightning_hybrid.planner.costs.parameters_of_rank import Parameters, parameters_of_rank
+from lightning_hybrid.planner.costs.positions_of_rank import layout_of_layer
 from lightning_hybrid.planner.hardware.hardware import Hardware
 from lightning_hybrid.planner.plan_layout import NumberFormat, PlanLayout
 from lightning_hybrid.planner.predictions import PredictedTime
+from lightning_hybrid.planner.time.bubble_share import StageShares, bubble_share, needs_stages
 from lightning_hybrid.planner.time.collective_seconds import (
     Shares,
     all_reduce_seconds,
     all_to_all_seconds,
     gather_seconds,
-    group_of_axis,
     message_seconds,
 )
 from lightning_hybrid.planner.time.efficiency_constants import CONSTANTS, EfficiencyConstants
 from lightning_hybrid.planner.time.layer_seconds import layer_seconds
+from lightning_hybrid.planner.time.place_of_ranks import RankGroup, group_of_axis, group_of_two_axes
 
 LayersOfRank = Sequence[tuple[LayerCosts, int]]
 
@@ -55,14 +58,15 @@ class _StepModel:
         hardware: Hardware,
         constants: EfficiencyConstants,
     ) -> None:
+        self.terms_of_layers: dict[int, dict[str, float]] = {}
         self.costs, self.layout, self.format = costs, layout, number_format
         self.hardware, self.constants = hardware, constants
-        per_node, tensor, context = hardware.devices_per_node, layout.tensor, layout.context
-        self.tensor_group = group_of_axis(tensor, 1, per_node)
-        self.context_group = group_of_axis(context, tensor, per_node)
-        self.shard_group = group_of_axis(layout.shard, tensor * context, per_node)
-        self.expert_group = group_of_axis(layout.expert, tensor, per_node)
-        self.terms_of_layers: dict[int, dict[str, float]] = {}
+        tensor, context = layout.tensor, layout.context
+        self.tensor_group = self.group(tensor, 1)
+        self.context_group = self.group(context, tensor)
+        self.shard_group = self.group(layout.shard, tensor * context)
+        self.expert_group = self.group(layout.expert, tensor)
+        self.parts_of_layers: dict[int, tuple[float, float]] = {}  # forwards, and gradients of weights
         self.shares = Shares(constants.within_share, constants.between_share)
         self.waited = Shares(constants.within_share, constants.within_share * constants.between_share)
         self.stage_stride = tensor * context * layout.data
@@ -71,17 +75,20 @@ class _StepModel:
     def predict(self) -> PredictedTime:
         layout = self.layout
         each = layout.stages_of_each_rank
-        ranks = [list(itertools.chain(*stages.values())) for stages in stages_by_rank(self.costs, layout)]
+        stages_of_ranks = stages_by_rank(self.costs, layout)
+        ranks = [list(itertools.chain(*stages.values())) for stages in stages_of_ranks]
         of_ranks = [self.microbatch_terms(layers) for layers in ranks]
         busy = [sum(terms.values()) for terms in of_ranks]
         slowest = max(range(layout.pipeline), key=busy.__getitem__)
         count = layout.num_microbatches
         terms = {name: count * seconds for name, seconds in of_ranks[slowest].items()}
-        message = self.message()
+        message, all_messages = self.messages()
         others = sum(busy) - busy[slowest]
-        terms["bubble"] = self.bubble_share() * others / each
+        terms["bubble"] = 0.0
+        if others:
+            terms["bubble"] = self.bubble_share(stages_of_ranks, ranks[slowest], busy[slowest]) * others / each
         late = max(0.0, message - busy[slowest] / (2 * each))
-        terms["pipeline messages"] = 2 * (message * (layout.pipeline - 1) + count * each * late)
+        terms["pipeline messages"] = 2 * (all_messages + count * each * late)
         computed = count * busy[slowest]
         last = max(ranks, key=lambda layers: parameters_of_rank(layers, self.layout).total)
         terms.update(self.replica_terms(last, computed))
@@ -112,7 +119,7 @@ class _StepModel:
             "kernel starts": seconds.kernel_starts,
         }
         passes = 3 if layout.recompute == "full" and layer.is_recomputed else 2
-        size = layer.outputs * layout.microbatch * self.format.activation / layout.context
+        size = layer.outputs * layout.microbatch * self.format.activation / layout_of_layer(layer, layout).context
         if layer.reductions and layout.tensor > 1:
             one = all_reduce_seconds(size, self.tensor_group, self.hardware, self.waited)
             seen = 1.0 - self.constants.tensor_hidden if layout.overlapped_tensor_ranks else 1.0
@@ -123,6 +130,8 @@ class _StepModel:
             routed = size * layer.routed_tokens / max(self.costs.positions, 1)
             one = all_to_all_seconds(routed, self.expert_group, self.hardware, self.waited)
             terms["expert ranks"] = 2 * passes * one
+        exchanged = sum(terms.get(name, 0.0) for name in ("tensor ranks", "context ranks", "expert ranks"))
+        self.parts_of_layers[id(layer)] = seconds.forward + exchanged / passes, seconds.weights * self.backward_share
         self.terms_of_layers[id(layer)] = terms
         return terms
 
@@ -134,23 +143,44 @@ class _StepModel:
         one = gather_seconds(size, self.context_group, self.hardware, self.waited)
         return max(0.0, 3.0 * one - computed * self.hardware.overlap)
 
-    def message(self) -> float:
-        """Seconds of one message between stages."""
+    def group(self, size: int, stride: int) -> RankGroup:
+        """The groups of an axis, by its size and the ranks between neighbours."""
+        return group_of_axis(size, stride, self.hardware.devices_per_node, self.layout.ranks)
+
+    def messages(self) -> tuple[float, float]:
+        """Seconds of the slowest message from a stage to the next one, and of all of them, one after the other."""
         layout = self.layout
         if layout.pipeline == 1:
-            return 0.0
+            return 0.0, 0.0
         size = max(layer.outputs for layer in self.costs.layers) * layout.microbatch * self.format.activation
         size /= layout.tensor * layout.context
-        per_node = self.hardware.devices_per_node
-        crosses = self.stage_stride >= per_node
-        return message_seconds(size, crosses, per_node, self.hardware)
+        between = self.group(layout.pipeline, self.stage_stride).nodes - 1
+        senders = min(self.stage_stride, self.hardware.devices_per_node)
+        inside, outside = (message_seconds(size, crosses, senders, self.hardware) for crosses in (False, True))
+        return outside if between else inside, between * outside + (layout.pipeline - 1 - between) * inside
 
-    def bubble_share(self) -> float:
+    def bubble_share(
+        self, stages_of_ranks: Sequence[Mapping[int, LayersOfRank]], layers: LayersOfRank, busy: float
+    ) -> float:
         """Share of the other ranks' busy time for one microbatch that the slowest rank waits for.
 
-        1F1B waits for all of it, ZB-H1 for a third and ZB-V for next to nothing (Qi et al., arXiv 2401.10241, table 2).
+        Args:
+            stages_of_ranks: For each rank, its stages by number.
+            layers: Of the slowest rank.
+            busy: Its seconds of one microbatch.
         """
-        return {"zero_bubble": 1 / 3, "zero_bubble_v": 0.05, "dualpipe_v": 0.1}.get(self.layout.schedule, 1.0)
+        layout = self.layout
+        forward, weights = (
+            sum(count * self.parts_of_layers[id(layer)][part] for layer, count in layers) / busy for part in (0, 1)
+        )
+        shares = StageShares(forward, weights)
+        if needs_stages(layout.schedule):
+            numbered = sorted(itertools.chain(*(stages.items() for stages in stages_of_ranks)), key=itemgetter(0))
+            first, *between, last = (sum(self.microbatch_terms(stage).values()) for _, stage in numbered)
+            middle = sum(between) / len(between) if between else (first + last) / 2
+            shares = StageShares(forward, weights, first / middle, last / middle)
+        sizes = layout.pipeline, layout.num_microbatches, layout.stages_of_each_rank
+        return bubble_share(layout.schedule, *sizes, shares)
 
     def replica_terms(self, layers: LayersOfRank, computed: float) -> dict[str, float]:
         """Seconds of gathers and reductions over replicas and context ranks that computation does not hide."""
@@ -169,14 +199,13 @@ class _StepModel:
         groups = [self.shard_group]
         if layout.expert > 1:
             stride = layout.tensor * max(layout.expert, layout.context)
-            groups.append(group_of_axis(layout.expert_shards, stride, hardware.devices_per_node))
+            groups.append(self.group(layout.expert_shards, stride))
         rest = 1.0 - constants.gather_share
         seconds = 0.0
         for layer, count in layers:
             own = parameters_of_rank([(layer, 1)], layout)
             for size, group in zip((own.total,) if layout.expert == 1 else own, groups, strict=True):
-                nodes = group.size / group.per_node
-                between = constants.gather_share + rest / (1.0 + nodes / constants.gather_nodes)
+                between = constants.gather_share + rest / (1.0 + group.nodes / constants.gather_nodes)
                 shares = Shares(constants.within_share, between)
                 gather = gather_seconds(size * self.format.gathered, group, hardware, shares)
                 reduce = gather_seconds(size * self.format.reduced * self.backward_share, group, hardware, shares)
@@ -189,11 +218,14 @@ class _StepModel:
     def reduction_seconds(self, own: Parameters, copies: int, shard: int) -> float:
         """Seconds of the all-reduces of gradients over ``copies`` ranks, each ``shard`` replicas from the next one."""
         layout, per_node = self.layout, self.hardware.devices_per_node
-        group = group_of_axis(copies, layout.tensor * shard, per_node)
+        group = self.group(copies, layout.tensor)
+        if shard > 1:  # the shards lie between context ranks and replicas of them
+            inner, stride = self.group(layout.context, layout.tensor), layout.tensor * layout.context * shard
+            group = group_of_two_axes(inner, self.group(layout.replicate, stride), per_node)
         sizes = [(own.total, group)]
         if layout.expert > 1:
             holders = max(1, copies * shard // (layout.expert * layout.expert_shards if shard > 1 else layout.expert))
-            experts = group_of_axis(holders, layout.tensor * max(layout.expert, shard), per_node)
+            experts = self.group(holders, layout.tensor * max(layout.expert, shard))
             sizes = [(own.dense, group), (own.experts, experts)]
         element = self.format.reduced * self.backward_share
         return sum(all_reduce_seconds(size * element, each, self.hardware, self.shares) for size, each in sizes)

@@ -11,6 +11,7 @@ from harness.fits import trainer_of
 from harness.trainer_runs import ignore_warnings
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import MemoryMonitor
+from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter
 from lightning_hybrid.errors import is_out_of_memory
 from models.cases import Samples, make
 from models.hand_written import Layers
@@ -84,6 +85,15 @@ def test_peak_is_that_of_tensors(tmp_path):
     [rank], _ = fit(1, None, MemoryMonitor(), tmp_path, make(Allocates))
     assert 2**22 <= rank["rest"] + rank["gradients"] < 2**22 + 2**21
     assert rank["predicted_total"] == -1  # another strategy predicts nothing
+
+
+def test_released_memory_of_several_tensors_counts_once():
+    bucket = torch.zeros(2**20, dtype=torch.uint8)
+    meter = PeakMeter(torch.device("cpu"))
+    meter.start(bucket.split(2**18))
+    del bucket
+    held = torch.zeros(2**22, dtype=torch.uint8)
+    assert meter.stop(2**20) == pytest.approx(held.nbytes, abs=2**12)
 
 
 @pytest.mark.parametrize("options", [{"zero_stage": 3}, {"pipeline_parallel_size": 2}], ids=str)
