@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -12,7 +13,7 @@ from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_para
 from lightning_hybrid.planner.costs.layer_costs import ModelCosts
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.plan_layout import NumberFormat
-from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
+from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, elements_per_sample
 from lightning_hybrid.strategies.plan_in_one_process import PlanningStrategy, make_plan
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.start.example_batch import take_example
@@ -40,14 +41,14 @@ class _CostRecordingStrategy(PlanningStrategy):
         super().__init__(**options)
         self.recorded: Assignment | None = None
         self.samples: int | None = None
+        self.sample_elements = 0.0
 
     def _describe(self, run: Run, recorded: Assignment | None) -> None:
         super()._describe(run, recorded)
         trainer, batch = run.setting.trainer, run.setting.options.example_batch
         self.recorded = recorded
-        self.samples = batch_size_of(
-            take_example(trainer, trainer.fit_loop, "max_size_cycle") if batch is None else batch
-        )
+        batch = take_example(trainer, trainer.fit_loop, "max_size_cycle") if batch is None else batch
+        self.samples, self.sample_elements = batch_size_of(batch), elements_per_sample(batch) or 0.0
 
 
 def record_costs(
@@ -88,4 +89,5 @@ def record_costs(
         costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason="it cannot be traced")
     else:
         costs = costs_from_step_graph(strategy.recorded.graph, shapes, samples=samples, name=name, frozen=frozen)
+    costs = dataclasses.replace(costs, sample_elements=strategy.sample_elements)
     return RecordedCosts(costs, number_format, samples)

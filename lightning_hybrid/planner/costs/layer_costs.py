@@ -5,9 +5,12 @@ All sizes are of one sample (one sequence) and of the forward; predictions deriv
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
+
+from lightning_hybrid.planner.measured.correction import Correction
 
 Sharding = Literal["columns", "inner", "count", ""]
 
@@ -113,6 +116,10 @@ class ModelCosts:
         has_tied_embedding: Whether the first and the last layer share a parameter, counted in the first.
         is_traced: Whether the costs come from a recorded step or configuration; False if estimated from parameters.
         frozen_parameters: Parameters without gradients.
+        notes: For reports.
+        names_checksum: `checksum_of_names` of the parameters; 0 if these are unknown.
+        sample_elements: Elements of the tensors of one sample; 0 if unknown.
+        correction: Of predictions, by the measured steps of a run of this model; None if there is none.
     """
 
     name: str
@@ -125,6 +132,9 @@ class ModelCosts:
     is_traced: bool = True
     frozen_parameters: int = 0
     notes: tuple[str, ...] = field(default=())
+    names_checksum: int = 0
+    sample_elements: float = 0.0
+    correction: Correction | None = None
 
     @property
     def parameters(self) -> int:
@@ -146,3 +156,8 @@ class ModelCosts:
         for layer in self.layers:
             for _ in range(layer.count):
                 yield layer
+
+
+def checksum_of_names(names: Iterable[str]) -> int:
+    """Return a checksum of the names of a model's parameters, by which runs of the same model are known."""
+    return zlib.crc32("\n".join(names).encode())
