@@ -20,11 +20,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hybrid.callbacks.gather_action_times_of_ranks import MeasuredStep, Ranks, check_ranks, gather_step
 from lightning_hybrid.callbacks.lost_time.measured_steps import MeasuredSteps, metrics_of
+from lightning_hybrid.callbacks.lost_time.model_and_memory import ModelAndMemory
 from lightning_hybrid.callbacks.lost_time.rebalanced_cuts import RebalancedCuts
 from lightning_hybrid.callbacks.lost_time.record_input_waits import record_input_waits
-from lightning_hybrid.callbacks.lost_time.write_measurements import write_lost_time, write_measured_costs
+from lightning_hybrid.callbacks.lost_time.write_measurements import costs_of, write_lost_time, write_measured_costs
 from lightning_hybrid.callbacks.write_and_log_pictures import figure_of, log_picture, write_picture
 from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.planner.measured.predicted_and_measured import compared_lines
 from lightning_hybrid.schedule import memory_to_svg, to_svg, to_trace
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 
@@ -43,7 +45,8 @@ class PipelineTimeline(Callback):
     variation, communication, input), for the step and for each rank, the slowest stage, and ``pipeline_cuts`` that are
     predicted to be faster. All measured steps go to a JSON file beside the picture ("timeline_lost_time.json"), their
     shares to the loggers ("lost_time/..."), and the seconds of stages and units to "measured_costs.json" beside the
-    checkpoints.
+    checkpoints. Later plans of the model are corrected by that file; it has the memory of tensors on GPUs, and where a
+    `MemoryMonitor` has measured it. A run whose sizes were planned prints the predicted step beside the measured one.
 
     A measurement is taken between two steps and costs one small collective. On a GPU the times are those of the device,
     by two CUDA events for each action of any step; a measurement waits for them.
@@ -96,6 +99,7 @@ class PipelineTimeline(Callback):
             raise TypeError(f"rebalance={rebalance!r} must be True or False")
         check_ranks(ranks)
         self.rebalance, self.cuts, self._steps = rebalance, RebalancedCuts(), MeasuredSteps()
+        self._model = ModelAndMemory()
         self._undo = contextlib.ExitStack()
         self._batch_size: int | None = None
         self.step, self.every_n_steps, self.ranks = step, every_n_steps, ranks
@@ -103,7 +107,8 @@ class PipelineTimeline(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without what belongs to a run."""
-        return {**self.__dict__, "_steps": MeasuredSteps(), "_undo": contextlib.ExitStack()}
+        fresh = {"_steps": MeasuredSteps(), "_model": ModelAndMemory(), "_undo": contextlib.ExitStack()}
+        return {**self.__dict__, **fresh}
 
     @property
     def state_key(self) -> str:
@@ -118,13 +123,19 @@ class PipelineTimeline(Callback):
         """Take over the cuts of a checkpoint, with which the run begins."""
         self.cuts.load_state_dict(state_dict)
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Takes the names and the number of the parameters, before ranks hold shards of them."""
+        if stage == "fit":
+            self._model = ModelAndMemory()
+            self._model.describe(pl_module)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Broadcasts what to measure from the first rank.
 
         Raises:
             ValueError: The run does not have the selected ranks.
         """
-        self._last_step = trainer.global_step
+        self._last_step, self._model.first_step = trainer.global_step, trainer.global_step + 1
         strategy: Any = trainer.strategy
         if not _is_recorded(strategy):
             rank_zero_info(
@@ -147,8 +158,10 @@ class PipelineTimeline(Callback):
         self._prepare(strategy, trainer.global_step + 1)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Records that the batch has come."""
+        """Records that the batch has come, and begins to measure memory."""
         if _is_recorded(trainer.strategy):
+            if self._is_wanted(trainer.global_step + 1):
+                self._model.begin_step(trainer)
             trainer.strategy.recorder.end_input()  # type: ignore[attr-defined]
 
     def on_train_batch_end(
@@ -160,6 +173,7 @@ class PipelineTimeline(Callback):
         if not (is_new and _is_recorded(strategy)):
             return
         if self._is_wanted(step):
+            self._model.end_step(trainer, batch)
             if (measured := gather_step(strategy, self.ranks)) is not None:
                 self._report(trainer, measured, step)
                 self._analyze(trainer, measured, step, batch)
@@ -172,7 +186,7 @@ class PipelineTimeline(Callback):
         self._undo.close()
         if self._steps.steps:
             where = [write_lost_time(self._steps, self.paths[0]), self._write_costs(trainer)]
-            rank_zero_info("\n".join(self._steps.lines(_assignment_of(trainer))))
+            rank_zero_info("\n".join([*self._steps.lines(_assignment_of(trainer)), *self._compared_lines(trainer)]))
             rank_zero_info(f"written: {', '.join(str(path) for path in where if path is not None)}")
         if _is_recorded(trainer.strategy) and trainer.global_step < self._wanted_step:
             rank_zero_warn(
@@ -189,7 +203,16 @@ class PipelineTimeline(Callback):
         self._write_costs(trainer)
 
     def _write_costs(self, trainer: Trainer) -> Path | None:
-        return write_measured_costs(trainer, self._steps, self._batch_size) if self._steps.steps else None
+        if not self._steps.steps:
+            return None
+        return write_measured_costs(trainer, self._steps, self._batch_size, **self._model.fields(trainer))
+
+    def _compared_lines(self, trainer: Trainer) -> list[str]:
+        """The step as the plan of the run predicted it, beside the measured one; none without a plan."""
+        plan = getattr(trainer.strategy, "predicted_plan", None)
+        if plan is None or plan.time is None:
+            return []
+        return compared_lines(plan, costs_of(trainer, self._steps, self._batch_size, **self._model.fields(trainer)))
 
     def _analyze(self, trainer: Trainer, measured: MeasuredStep, step: int, batch: Any) -> None:
         self._batch_size = batch_size_of(batch)

@@ -17,7 +17,7 @@ from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_para
 from lightning_hybrid.planner.costs.layer_costs import ModelCosts
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.plan_layout import NumberFormat
-from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
+from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, elements_per_sample
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
 from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes
 from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import batch_norms_in_training
@@ -48,6 +48,7 @@ class _CostRecordingStrategy(PlanningStrategy):
         super().__init__(**options)
         self.recorded: Assignment | None = None
         self.samples: int | None = None
+        self.sample_elements = 0.0
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -59,9 +60,8 @@ class _CostRecordingStrategy(PlanningStrategy):
         super()._describe(run, recorded)
         trainer, batch = run.setting.trainer, run.setting.options.example_batch
         self.recorded = recorded
-        self.samples = batch_size_of(
-            take_example(trainer, trainer.fit_loop, "max_size_cycle") if batch is None else batch
-        )
+        batch = take_example(trainer, trainer.fit_loop, "max_size_cycle") if batch is None else batch
+        self.samples, self.sample_elements = batch_size_of(batch), elements_per_sample(batch) or 0.0
 
 
 def record_costs(
@@ -101,6 +101,7 @@ def record_costs(
         costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason="it cannot be traced")
     else:
         costs = costs_from_step_graph(strategy.recorded.graph, shapes, samples=samples, name=name, frozen=frozen)
+    costs = dataclasses.replace(costs, sample_elements=strategy.sample_elements)
     return RecordedCosts(noting_batch_norm(costs, module), number_format, samples)
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from lightning_hybrid.cli import main
+from lightning_hybrid.schedule.measured.lost_time_by_cause import TimeByCause
+from lightning_hybrid.schedule.measured.measured_costs_file import MeasuredCosts, save_measured_costs
 
 CLASSES = "tests/models/command_line_classes.py"
 
@@ -95,6 +97,38 @@ def test_module_is_made_without_storage_unless_its_values_are_read(capsys, monke
     without, in_full = contents
     assert without["model"]["forward_flops_per_sample"] == in_full["model"]["forward_flops_per_sample"]
     assert without["plans"] == in_full["plans"]
+
+
+def test_measured_costs_correct_all_plans(capsys, config, tmp_path):
+    step = TimeByCause(work=3.0, communication=0.1, optimizer=0.2)
+    measured = MeasuredCosts(
+        hardware={"device": "NVIDIA A100", "device_type": "cuda", "num_hosts": 1},
+        software={"precision": "bf16-mixed"},
+        layout={"pp": 1, "dp_replicate": 4, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1},
+        schedule="",
+        num_microbatches=1,
+        microbatch_size=16,
+        steps=(10,),
+        step=step,
+        batch_size=16,
+        step_times=(step,),
+    )
+    save_measured_costs(measured, tmp_path / "measured_costs.json")
+    arguments = [*config, "--batch", "64", "--measured", str(tmp_path)]
+    status, text = planned(capsys, *arguments, "--why", "dp=4,m=1")
+    note = f"note: predictions are corrected by the measured costs of {tmp_path}: 3.30 s of a step (median of 1 step)"
+    assert status == 0 and note in text and re.search(r"in all +3.30 s", text)
+    status, text = planned(capsys, *arguments)
+    assert status == 0 and note in text and re.search(r"1 +dp=4\S* +[23]\.\d+ s ± ", text)
+
+
+@pytest.mark.parametrize("content", [None, "{}"], ids=["no file", "another file"])
+def test_what_is_no_file_of_measured_costs(capsys, config, tmp_path, content):
+    path = tmp_path / "costs.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["plan", *config, "--batch", "64", "--measured", str(path)]) == 2
+    assert str(path) in capsys.readouterr().err
 
 
 def test_nothing_fits(capsys, config):

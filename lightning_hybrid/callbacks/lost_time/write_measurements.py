@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning.pytorch import Trainer
 
 from lightning_hybrid.callbacks.lost_time.measured_steps import MeasuredSteps
 from lightning_hybrid.layout import AXES
+from lightning_hybrid.planner.search.layout_options import LAYOUT_OPTIONS
 from lightning_hybrid.schedule.measured.measured_costs_file import FILE_NAME, MeasuredCosts, save_measured_costs
 from lightning_hybrid.schedule.measured.propose_cuts import present_cuts
 from lightning_hybrid.schedule.measured.stage_seconds import seconds_of_units
@@ -27,23 +29,42 @@ def write_lost_time(steps: MeasuredSteps, picture: Path) -> Path:
     return path
 
 
-def write_measured_costs(trainer: Trainer, steps: MeasuredSteps, batch_size: int | None) -> Path | None:
+def write_measured_costs(
+    trainer: Trainer, steps: MeasuredSteps, batch_size: int | None, **measured: Any
+) -> Path | None:
     """Write the measured costs into the folder of checkpoints; return the path, or None if there is no local one.
 
     Args:
         trainer: Of the run.
         steps: At least one.
         batch_size: Samples of a replica's batch; None if unknown.
+        **measured: Further fields of `MeasuredCosts`: the model, its memory and the first step of the run.
     """
     folder = getattr(trainer.checkpoint_callback, "dirpath", None)
     if folder is None or "://" in str(folder):
         return None
     path = Path(folder) / FILE_NAME
-    save_measured_costs(costs_of(trainer, steps, batch_size), path)
+    save_measured_costs(costs_of(trainer, steps, batch_size, **measured), path)
     return path
 
 
-def costs_of(trainer: Trainer, steps: MeasuredSteps, batch_size: int | None) -> MeasuredCosts:
+def path_of_measured_costs(trainer: Trainer) -> Path | None:
+    """Return the file of measured costs beside the checkpoints of a run that begins; None if there is none.
+
+    Looked for are the folders of checkpoint callbacks, where these are known before the run, and that of the checkpoint
+    from which it resumes.
+    """
+    of_run: Any = trainer
+    folders = [getattr(callback, "dirpath", None) for callback in of_run.checkpoint_callbacks]
+    if of_run.checkpoint_callbacks and not of_run.loggers:
+        folders.append(Path(of_run.default_root_dir) / "checkpoints")
+    if of_run.ckpt_path is not None:
+        folders.append(Path(of_run.ckpt_path).parent)
+    paths = [Path(folder) / FILE_NAME for folder in folders if folder is not None and "://" not in str(folder)]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def costs_of(trainer: Trainer, steps: MeasuredSteps, batch_size: int | None, **measured: Any) -> MeasuredCosts:
     """The costs of the measured steps of a run; arguments as for ``write_measured_costs``."""
     strategy: Any = trainer.strategy
     layout, options, device = strategy.layout, strategy.options, strategy.root_device
@@ -73,7 +94,18 @@ def costs_of(trainer: Trainer, steps: MeasuredSteps, batch_size: int | None) -> 
         stages=tuple(stages),
         units=() if assignment is None else tuple(seconds_of_units(assignment, stages)),
         cuts=() if assignment is None else present_cuts(assignment),
+        options={name: _plain(getattr(options, name)) for name in LAYOUT_OPTIONS if hasattr(options, name)},
+        batch_size=batch_size,
+        step_times=tuple(step.lost.total for step in steps.steps),
+        **measured,
     )
+
+
+def _plain(value: Any) -> Any:
+    """The value of an option as JSON has it."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def _processor() -> str:

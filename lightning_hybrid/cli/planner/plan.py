@@ -18,6 +18,7 @@ from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.memory.budget.byte_sizes import parse_budget
 from lightning_hybrid.planner.costs.costs_from_config import costs_from_config
 from lightning_hybrid.planner.hardware.hardware import Hardware, load_hardware, preset_names
+from lightning_hybrid.planner.measured.correct_by_run import corrected_by
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.report.html_report import html_report
 from lightning_hybrid.planner.report.plan_tables import explained_layout, plans_table
@@ -25,6 +26,7 @@ from lightning_hybrid.planner.report.planned_run import PlannedRun
 from lightning_hybrid.planner.search.layout_options import check_options, fixed_fields, layout_from_options
 from lightning_hybrid.planner.search.plans_and_rejections import OBJECTIVES, Plan
 from lightning_hybrid.planner.search.search_layouts import cluster_of, predict_plan, search_layouts
+from lightning_hybrid.schedule.measured.measured_costs_file import FILE_NAME, MeasuredCosts, load_measured_costs
 
 if TYPE_CHECKING:
     from lightning_hybrid.planner.costs.layer_costs import ModelCosts
@@ -65,6 +67,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--max-memory", metavar="20GiB", help="of a device that may be used (all)")
     parser.add_argument("--fix", metavar="tp=2,zero=1", help="sizes and options that are not chosen")
     parser.add_argument("--why", metavar="tp=8,pp=2", help="explain this layout against the chosen one")
+    parser.add_argument(
+        "--measured", type=Path, metavar="PATH", help="correct by measured_costs.json of a run, or its folder"
+    )
     parser.add_argument("--plans", type=int, default=5, help="to print (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report to this file too")
@@ -81,9 +86,12 @@ def run(parsed: argparse.Namespace) -> int:
         value = getattr(parsed, flag)
         if value is not None and value < 1:
             raise UsageError(f"--{flag.replace('_', '-')} {value}; use 1 or more")
+    measured = None if parsed.measured is None else _measured(parsed.measured)
     with Progress("plan") as progress:
         hardware = _hardware(parsed.hardware)
         costs, number_format, samples, precision = _model(parsed, progress)
+        if measured is not None:
+            costs = corrected_by(costs, number_format, hardware, measured, str(parsed.measured))
         progress.phase("searching layouts")
         try:
             planned = _search(parsed, hardware, costs, number_format, samples, precision)
@@ -201,6 +209,16 @@ def _search(
     )
     cluster = cluster_of(hardware, parsed.devices, parsed.num_nodes, None if budget is None else budget.nbytes)
     return PlannedRun(result, costs, number_format, cluster, parsed.devices, parsed.num_nodes, precision)
+
+
+def _measured(path: Path) -> MeasuredCosts:
+    with usage_errors():
+        try:
+            return load_measured_costs(path)
+        except OSError as error:
+            raise UsageError(
+                f"--measured {path}: {error.strerror}; give {FILE_NAME} of a run, or its folder"
+            ) from error
 
 
 def _options(text: str, flag: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_hybrid.graph.step_graph import Node, StepGraph, Value
-from lightning_hybrid.planner.costs.layer_costs import LayerCosts, ModelCosts, Product
+from lightning_hybrid.planner.costs.layer_costs import LayerCosts, ModelCosts, Product, checksum_of_names
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -71,6 +71,7 @@ def costs_from_step_graph(
         has_tied_embedding=tied,
         frozen_parameters=sum(math.prod(shapes[parameter]) for parameter in frozen if parameter in shapes),
         notes=(_PROOF,),
+        names_checksum=checksum_of_names(shapes),
     )
 
 
@@ -121,6 +122,7 @@ def costs_from_parameters(
         is_traced=False,
         frozen_parameters=sum(math.prod(shapes[parameter]) for parameter in frozen if parameter in shapes),
         notes=(note, _PROOF),
+        names_checksum=checksum_of_names(shapes),
     )
 
 

@@ -5,9 +5,12 @@ All sizes are of one sample (one sequence) and of the forward; predictions deriv
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
+
+from lightning_hybrid.planner.measured.correction import Correction
 
 Sharding = Literal["columns", "inner", "count", ""]
 
@@ -117,6 +120,10 @@ class ModelCosts:
         is_traced: Whether the costs come from a recorded step or configuration; False if estimated from parameters.
         frozen_parameters: Parameters without gradients.
         has_batch_norm: Whether layers take statistics of each microbatch, so that results depend on their number.
+        notes: For reports.
+        names_checksum: `checksum_of_names` of the parameters; 0 if these are unknown.
+        sample_elements: Elements of the tensors of one sample; 0 if unknown.
+        correction: Of predictions, by the measured steps of a run of this model; None if there is none.
     """
 
     name: str
@@ -130,6 +137,9 @@ class ModelCosts:
     frozen_parameters: int = 0
     has_batch_norm: bool = False
     notes: tuple[str, ...] = field(default=())
+    names_checksum: int = 0
+    sample_elements: float = 0.0
+    correction: Correction | None = None
 
     @property
     def parameters(self) -> int:
@@ -151,3 +161,8 @@ class ModelCosts:
         for layer in self.layers:
             for _ in range(layer.count):
                 yield layer
+
+
+def checksum_of_names(names: Iterable[str]) -> int:
+    """Return a checksum of the names of a model's parameters, by which runs of the same model are known."""
+    return zlib.crc32("\n".join(names).encode())

@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_hybrid.planner.report.plan_tables import number_of, why
 from lightning_hybrid.planner.report.planned_run import PlannedRun
 from lightning_hybrid.planner.search.layout_options import spelled
-from lightning_hybrid.planner.search.plans_and_rejections import MEMORY_ERROR, TIME_ERROR, Plan, duration, gigabytes
+from lightning_hybrid.planner.search.plans_and_rejections import Plan, duration, gigabytes
 from lightning_hybrid.schedule import chain, make_schedule, simulate, to_svg
 
 _COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#eeca3b", "#72b7b2", "#9d755d", "#ff9da6", "#bab0ac")
@@ -71,8 +71,8 @@ def _plans(run: PlannedRun, plans: Sequence[Plan]) -> str:
     rows = [f"<tr>{cells}</tr>"]
     for number, plan in enumerate(plans, start=1):
         assert plan.time is not None
-        step = f'{duration(plan.time.seconds)} <span class="error">± {TIME_ERROR:.0%}</span>'
-        memory = f'{gigabytes(plan.memory.least)} <span class="error">± {MEMORY_ERROR:.0%}</span>'
+        step = f'{duration(plan.time.seconds)} <span class="error">± {plan.time_error:.0%}</span>'
+        memory = f'{gigabytes(plan.memory.least)} <span class="error">± {plan.memory_error:.0%}</span>'
         rows.append(
             f'<tr class="{"chosen" if number == 1 else ""}"><td>{number}</td>'
             f"<td>{_code(spelled(plan.layout))}</td>"

@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 from lightning_hybrid.planner.report.planned_run import PlannedRun
 from lightning_hybrid.planner.search.layout_options import spelled
 from lightning_hybrid.planner.search.plans_and_rejections import (
-    MEMORY_ERROR,
     TIE,
-    TIME_ERROR,
     Plan,
     duration,
     gigabytes,
@@ -51,8 +49,8 @@ def ranked_lines(run: PlannedRun, most: int = 5) -> list[str]:
     for number, plan in enumerate(run.result.plans[:most], start=1):
         assert plan.time is not None
         rate, _ = run.rate(plan)
-        step = f"{duration(plan.time.seconds)} ± {TIME_ERROR:.0%}"
-        memory = f"{gigabytes(plan.memory.least)} ± {MEMORY_ERROR:.0%}"
+        step = f"{duration(plan.time.seconds)} ± {plan.time_error:.0%}"
+        memory = f"{gigabytes(plan.memory.least)} ± {plan.memory_error:.0%}"
         samples = f"{plan.time.samples:,}"
         reason = why(plan, run.result.best)
         rows.append((str(number), spelled(plan.layout), samples, step, memory, number_of(rate), reason))
@@ -101,6 +99,7 @@ def explained_layout(run: PlannedRun, plan: Plan) -> str:
     for rank, terms in enumerate(plan.memory.ranks):
         if rank in (0, len(plan.memory.ranks) - 1) or sum(terms.values()) == plan.memory.peak:
             lines += ["", *_memory(rank, terms, plan, best)]
+    lines += ["", *(f"note: {note}" for note in run.costs.notes)]
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from lightning_hybrid.planner.costs.layer_costs import ModelCosts
 from lightning_hybrid.planner.hardware.hardware import Hardware
 from lightning_hybrid.planner.plan_layout import NumberFormat
 from lightning_hybrid.planner.search.layout_options import spelled, strategy_options
-from lightning_hybrid.planner.search.plans_and_rejections import MEMORY_ERROR, TIME_ERROR, Plan, SearchResult
+from lightning_hybrid.planner.search.plans_and_rejections import Plan, SearchResult
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,14 @@ class PlannedRun:
             "fields": layout,
             "fits": plan.fits,
             "memory": plan.memory.least,
-            "memory_error": MEMORY_ERROR * plan.memory.least,
+            "memory_error": plan.memory_error * plan.memory.least,
             "memory_of_ranks": [dict(rank) for rank in plan.memory.ranks],
             "capacity": plan.memory.capacity,
         }
         if plan.time is not None:
             content |= {
                 "seconds": plan.time.seconds,
-                "seconds_error": TIME_ERROR * plan.time.seconds,
+                "seconds_error": plan.time_error * plan.time.seconds,
                 "terms": dict(plan.time.terms),
                 "samples_per_second": plan.time.samples_per_second,
             }

@@ -37,6 +37,9 @@ _FIELDS = {
     "chunked_loss": "chunked_loss",
 }
 
+# All options of the strategy that make a layout.
+LAYOUT_OPTIONS = (*_FIELDS, "num_microbatches")
+
 
 def strategy_options(layout: PlanLayout) -> dict[str, Any]:
     """Return the arguments of `Hybrid3DStrategy` that differ from its defaults; the number of replicas is left out."""
@@ -87,9 +90,9 @@ def check_options(options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: An unknown name, or a stage of ZeRO, a schedule or a number that there is not.
     """
-    known = {_SHORT.get(name, name) for name in (*_FIELDS, "num_microbatches")}
+    known = {_SHORT.get(name, name) for name in LAYOUT_OPTIONS}
     for name, value in options.items():
-        if name not in _FIELDS and name != "num_microbatches":
+        if name not in LAYOUT_OPTIONS:
             raise ValueError(f"a plan has no {name}; use {', '.join(sorted(known))}")
         if name == "zero_stage" and value not in (0, 1, 2, 3, "auto", None):
             raise ValueError(f"zero={value}; use 0, 1, 2 or 3")

@@ -46,11 +46,21 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout with its predictions; a layout that does not fit has no time."""
+    """A layout with its predictions; a layout that does not fit has no time.
+
+    Attributes:
+        layout: The layout.
+        memory: Its predicted memory.
+        time: Its predicted step time.
+        time_error: Relative error bar of the step time.
+        memory_error: The same of the memory.
+    """
 
     layout: PlanLayout
     memory: PredictedMemory
     time: PredictedTime | None = None
+    time_error: float = TIME_ERROR
+    memory_error: float = MEMORY_ERROR
 
     @property
     def fits(self) -> bool:
@@ -60,7 +70,7 @@ class Plan:
     @property
     def fits_with_error(self) -> bool:
         """Whether it fits even if the memory is underestimated by the error bar."""
-        return self.memory.least * (1 + MEMORY_ERROR) <= self.memory.capacity
+        return self.memory.least * (1 + self.memory_error) <= self.memory.capacity
 
     @property
     def seconds_per_sample(self) -> float:

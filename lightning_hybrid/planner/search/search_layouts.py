@@ -96,11 +96,19 @@ def cluster_of(hardware: Hardware, devices: int, num_nodes: int = 1, max_memory:
 
 
 def predict_plan(costs: ModelCosts, layout: PlanLayout, number_format: NumberFormat, hardware: Hardware) -> Plan:
-    """Predict the memory of a layout and, if it fits, its step time."""
+    """Predict the memory of a layout and, if it fits, its step time, with the correction of the costs."""
+    correction = costs.correction
     plan = Plan(layout, predict_memory(costs, layout, number_format, hardware))
+    if correction is not None:
+        memory, error = correction.bytes(plan.memory, layout), correction.memory_error(layout)
+        plan = dataclasses.replace(plan, memory=memory, memory_error=error)
     if not plan.fits:
         return plan
-    return dataclasses.replace(plan, time=predict_time(costs, layout, number_format, hardware))
+    time = predict_time(costs, layout, number_format, hardware)
+    if correction is None:
+        return dataclasses.replace(plan, time=time)
+    time = correction.time(time, layout)
+    return dataclasses.replace(plan, time=time, time_error=correction.time_error(layout, time))
 
 
 def _check_cluster(hardware: Hardware, devices: int, num_nodes: int, batch: int) -> None:

@@ -17,7 +17,7 @@ from lightning_hybrid.schedule.measured.lost_time_by_cause import TimeByCause
 from lightning_hybrid.schedule.measured.stage_seconds import StageSeconds, UnitSeconds
 
 FILE_NAME = "measured_costs.json"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,13 @@ class MeasuredCosts:
         stages: Seconds per microbatch; medians over the steps. Empty without stages.
         units: The same for each unit, by its share of its stage's estimated cost.
         cuts: FQNs of the first unit of each stage but the first.
+        model: ``name`` of its class; ``parameters``, their number, and ``names_checksum``, a checksum of their names;
+            ``sample_elements``, the elements of the tensors of one sample. What is unknown is left out.
+        options: Those of the strategy that a plan chooses, by name.
+        batch_size: Samples of a replica's batch; None if unknown.
+        first_step: The first optimizer step of the run, which is later than 1 if it resumed.
+        step_times: Each of the measured steps by cause.
+        peak_memory: Bytes of tensors on each rank at the peak of a step; empty if they were not measured.
     """
 
     hardware: Mapping[str, Any]
@@ -49,6 +56,12 @@ class MeasuredCosts:
     stages: tuple[StageSeconds, ...] = ()
     units: tuple[UnitSeconds, ...] = ()
     cuts: tuple[str, ...] = field(default=())
+    model: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    batch_size: int | None = None
+    first_step: int = 1
+    step_times: tuple[TimeByCause, ...] = ()
+    peak_memory: tuple[int, ...] = ()
 
     @property
     def step_seconds(self) -> float:
@@ -74,14 +87,16 @@ def load_measured_costs(path: str | Path) -> MeasuredCosts:
     """Read the costs that a run has measured.
 
     Args:
-        path: Of the file, or of the folder of checkpoints that it is in.
+        path: Of the file, or of the folder of checkpoints that it is in, or of that folder's parent.
 
     Raises:
         FileNotFoundError: There is none.
         ValueError: It is no file of measured costs, or of another version.
     """
     path = Path(path)
-    path = path / FILE_NAME if path.is_dir() else path
+    if path.is_dir():
+        inner = path / "checkpoints"
+        path = (path if (path / FILE_NAME).exists() or not inner.is_dir() else inner) / FILE_NAME
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content.pop("version")
@@ -95,7 +110,9 @@ def load_measured_costs(path: str | Path) -> MeasuredCosts:
         content["step"] = TimeByCause(**content["step"])
         content["stages"] = tuple(StageSeconds(**stage) for stage in content["stages"])
         content["units"] = tuple(UnitSeconds(**unit) for unit in content["units"])
-        content["steps"], content["cuts"] = tuple(content["steps"]), tuple(content["cuts"])
+        content["step_times"] = tuple(TimeByCause(**step) for step in content["step_times"])
+        for name in ("steps", "cuts", "peak_memory"):
+            content[name] = tuple(content[name])
         return MeasuredCosts(**content)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is no file of measured costs; PipelineTimeline writes {FILE_NAME}") from error

@@ -32,6 +32,13 @@ def batch_size_of(batch: Any) -> int | None:
     return size
 
 
+def elements_per_sample(batch: Any) -> float | None:
+    """Elements of the tensors of one sample; None if the number of samples is unknown."""
+    size = batch_size_of(batch)
+    leaves = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim()]
+    return sum(leaf.numel() for leaf in leaves) / size if size else None
+
+
 def sizes_of(batches: Sequence[Any]) -> list[int | None]:
     """Number of samples in each batch."""
     return [batch_size_of(batch) for batch in batches]
