@@ -149,9 +149,9 @@ class RunLifecycle:
         self.changes.restrict(may_retry)
         return is_filled
 
-    def connect_optimizers(self) -> None:
-        """Let the optimizers of the Trainer step the local shards."""
-        self.optimization = connect_optimizers(self.run, self, self.setting.trainer.optimizers)
+    def connect_optimizers(self, built_with: frozenset[int] | None = None) -> None:
+        """Let the optimizers of the Trainer step the local shards; ``built_with`` as `connect_optimizers` of a run."""
+        self.optimization = connect_optimizers(self.run, self, self.setting.trainer.optimizers, built_with)
         self.state.follow(self.run, self.optimization)
         connect_slow_links(self.run, self.optimization)
         self._announce()
@@ -236,10 +236,11 @@ class RunLifecycle:
         for optimizer in optimizers:
             optimizer.state.clear()  # what it does is tried on a copy without any
         self.make_full()
+        built_with = self.optimization.step_hooks
         self._close_run()
         may_retry, _ = self._lay_out(may_retry=may_retry, arguments=arguments, refusal=refusal)
         self.state.pickle_shards()  # copies are made to see what optimizers do
-        self.connect_optimizers()
+        self.connect_optimizers(built_with)
         self.state.pickle_in_full(optimizers)
         self.state.load_optimizers(optimizers, states)
         gradients.give(setting.module, self.run.plan, self.run.parts)
