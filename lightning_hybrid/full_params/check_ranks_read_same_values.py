@@ -75,12 +75,13 @@ class HookAgreement:
         )
 
     @contextlib.contextmanager
-    def checked_hook(self, hook: str) -> Iterator[None]:
+    def checked_hook(self, hook: str, *, is_on_all_ranks: bool = True) -> Iterator[None]:
         """Run a hook inside, at whose end the ranks may compare whether they read the same; then collective.
 
         [Note: comparing at the end] A rank that reads while others do not waits for them. In the first calls of a hook,
         and in hooks that have read, the others come to compare and say so at once. A hook that never reads must not
-        make the ranks wait for each other; should one rank begin to, it gives up after a while.
+        make the ranks wait for each other; should one rank begin to, it gives up after a while. So is one that may not
+        be on all ranks (``is_on_all_ranks``).
 
         Raises:
             RanksDisagree: Some ranks read what others do not.
@@ -90,7 +91,7 @@ class HookAgreement:
         yield
         if self._num_checks > before:
             self._reading.add(hook)
-        if hook in self._reading or self._calls[hook] <= _COMPARED_CALLS:
+        if hook in self._reading or (is_on_all_ranks and self._calls[hook] <= _COMPARED_CALLS):
             self.agree_on(hook, "leaves the hook")
 
     def gather_objects(self, mine: Any) -> list[Any]:

@@ -97,12 +97,13 @@ class CrossStageReads(TorchFunctionMode):
         self._stand_ins: dict[str, Tensor | None] = {}
 
     @contextlib.contextmanager
-    def hook(self, name: str, *, is_complete: bool = True) -> Iterator[None]:
+    def hook(self, name: str, *, is_complete: bool = True, is_on_all_ranks: bool = True) -> Iterator[None]:
         """Run a hook inside, which reads the full model; nested hooks count as one. Collective over the pipeline.
 
         Args:
             name: For messages.
             is_complete: Whether gradients of shared parameters are summed over their ranks.
+            is_on_all_ranks: Whether all ranks run this hook also if it reads nothing.
 
         Raises:
             RanksDisagree: Some ranks read what others do not.
@@ -116,7 +117,8 @@ class CrossStageReads(TorchFunctionMode):
             return
         self._hook, self._is_complete, self._elements = name, is_complete, 0
         try:
-            with self._agreement.checked_hook(name), self, interceptable_tolist():
+            checked = self._agreement.checked_hook(name, is_on_all_ranks=is_on_all_ranks)
+            with checked, self, interceptable_tolist():
                 yield
         finally:
             self._hook = None

@@ -66,6 +66,10 @@ class FitRecorder(Callback):
         names = {id(p): name for name, p in pl_module.named_parameters()}
 
         def after_step(optimizer, args, kwargs):
+            with torch._C.DisableTorchFunction():  # local shards
+                record(optimizer)
+
+        def record(optimizer):
             with_gradient = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             assert not any(is_absent(p) or is_absent(p.grad) for p in with_gradient)
             parts = getattr(getattr(trainer.strategy, "run", None), "parts", None)

@@ -16,9 +16,9 @@ class ConnectedState(Protocol):
     """State of a run that checkpoints have: tensors of parameters by FQN, and other values."""
 
     def save(self, gather: Gather | None = None) -> dict[str, Any]:
-        """Return the state as a checkpoint has it; collective.
+        """Return the state as a checkpoint has it, or in full for another layout of the same run; collective.
 
-        ``gather`` returns the state dict of an optimizer in full; as the strategy saves it if None.
+        ``gather`` returns the state dict of an optimizer in full, for another layout; None for a checkpoint.
         """
 
 

@@ -66,6 +66,10 @@ class LocalSGD(SlowLinkCallback):
             return SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
         return self.outer_optimizer(parameters)
 
+    def is_local(self, global_step: int) -> bool:
+        """Whether replicas take this step by themselves; optimizer steps are counted from 0."""
+        return global_step >= self.warmup_steps
+
     @property
     def description(self) -> str:
         """The line of the start table."""

@@ -17,8 +17,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 _SELECTIVE_SHARE = 0.4
 # Kernels of a forward, per product and per parameter of one dimension (a norm or a bias), besides those.
 _KERNELS_PER_PRODUCT, _KERNELS_PER_VECTOR, _KERNELS_PER_LAYER = 3, 2, 4
-# FLOPs of forward and backward of an attention kernel, by those of its forward: five products after two.
-_ATTENTION_STEP = 3.5
 _DTYPE_BITS = re.compile(r"(\d+)")
 _LAYER_INDEX = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 _PROOF = "which layers tensor ranks can shard is proved at the start of a run; the plan is subject to that proof"
@@ -174,7 +172,7 @@ def _layer(
     positions: int,
     counted: set[int],
 ) -> LayerCosts:
-    flops = sum(map(_forward_flops, group.nodes)) / samples
+    flops = sum(node.flops for node in group.nodes) / samples
     products = _products(matrices, flops, _rows(group, graph, samples))
     new = {value for node in group.nodes for value in node.saved_values} - counted
     counted |= new
@@ -209,11 +207,6 @@ def _keeps_shape(node: Node, graph: StepGraph) -> bool:
     """Whether it calls a unit with an argument of its result's shape, whose positions context ranks divide."""
     shapes = {graph.values[index].shape for index in node.inputs if len(graph.values[index].shape) > 2}
     return node.unit is not None and any(graph.values[index].shape in shapes for index in node.outputs)
-
-
-def _forward_flops(node: Node) -> float:
-    """FLOPs of a node's forward; those of CPU kernels of attention are counted in ``step_flops`` alone."""
-    return node.flops + max(0.0, node.step_flops - 3.0 * node.flops) / _ATTENTION_STEP
 
 
 def _products(matrices: Sequence[tuple[int, ...]], flops: float, rows: float) -> tuple[Product, ...]:

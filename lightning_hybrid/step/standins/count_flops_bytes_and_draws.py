@@ -24,8 +24,10 @@ class CostCounter(TorchDispatchMode):
     """Counts the cost of every kernel of a recording, inside units too.
 
     Attributes:
-        flops: Floating-point operations so far (torch's own formulas for matrix products, convolutions, attention).
-        step_flops: Those of a training step so far: of the kernels, and of what differentiates them.
+        flops: Floating-point operations so far (torch's own formulas for matrix products, convolutions, attention), of
+            causal attention those that its kernel does not skip.
+        step_flops: Those of a training step so far, all by torch's formulas: of the kernels, and of what differentiates
+            them.
         moved_bytes: Bytes written so far.
         drawing: FQNs of the modules whose own code ran a random kernel, in order.
         has_dynamic_shapes: Whether a kernel ran whose result has a shape that depends on values.
@@ -47,7 +49,7 @@ class CostCounter(TorchDispatchMode):
         self._saved_for_backward = SavedForBackward(root)
         self._names = {id(module): name for name, module in root.named_modules()}
         self._stack = [""]
-        self._kernel_traits: dict[Any, tuple[bool, Callable[..., Any] | None, bool]] = {}
+        self._kernel_traits: dict[Any, tuple[bool, bool]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count one kernel."""
@@ -67,13 +69,13 @@ class CostCounter(TorchDispatchMode):
         kind = self._kernel_traits.get(func)
         if kind is None:
             may_draw = torch.Tag.nondeterministic_seeded in func.tags
-            kind = self._kernel_traits[func] = may_draw, flop_registry.get(func._overloadpacket), func.is_view
-        may_draw, count, is_view = kind
+            kind = self._kernel_traits[func] = may_draw, func.is_view
+        may_draw, is_view = kind
         if may_draw and _draws(func, args, kwargs):
             self.drawing[self._stack[-1]] = None
-        if count is not None:
-            self.flops += count(*args, **kwargs, out_val=out)
-        self.step_flops += sum(flops_of_kernel(func, args, kwargs, out))
+        forward, backward = flops_of_kernel(func, args, kwargs, out)
+        self.flops += forward * _computed_share(func, args, kwargs) if forward else 0.0
+        self.step_flops += forward + backward
         if not is_view:
             for made in out if isinstance(out, tuple | list) else (out,):
                 if isinstance(made, Tensor):
@@ -120,6 +122,13 @@ _PRODUCTS = {
 # Attention is two products, and its backward five: three by the operands, one by the probabilities, one recomputed.
 _ATTENTION_BACKWARD = 2.5
 _CPU_ATTENTION = _ATEN._scaled_dot_product_flash_attention_for_cpu  # torch has no formula for it
+# Kernels of queries [..., queries, width] and keys [..., keys, width].
+_ATTENTION = {
+    _CPU_ATTENTION,
+    _ATEN._scaled_dot_product_flash_attention,
+    _ATEN._scaled_dot_product_efficient_attention,
+    _ATEN._scaled_dot_product_cudnn_attention,
+}
 
 
 def flops_of_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, float]:
@@ -145,6 +154,20 @@ def flops_of_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float,
         differentiated = [args[position] for position in _PRODUCTS[kernel] if position < len(args)]
         return forward, forward * sum(_takes_gradient(each) for each in differentiated)
     return forward, forward * _ATTENTION_BACKWARD * any(_takes_gradient(each) for each in args[:3])
+
+
+def _computed_share(func: Any, args: Any, kwargs: Any) -> float:
+    """The share of the scores that a kernel of attention computes: without those that a causal mask hides."""
+    if func._overloadpacket not in _ATTENTION or not _argument(func, args, kwargs, "is_causal"):
+        return 1.0
+    queries, keys = args[0].shape[-2], args[1].shape[-2]
+    seen = min(queries, keys)  # query i sees keys 0 to i
+    return (seen * (seen + 1) / 2 + (queries - seen) * keys) / max(1, queries * keys)
+
+
+def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+    [position] = [i for i, argument in enumerate(func._schema.arguments) if argument.name == name]
+    return args[position] if position < len(args) else kwargs.get(name, False)
 
 
 def _takes_gradient(value: Any) -> bool:

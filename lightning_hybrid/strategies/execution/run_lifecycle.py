@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -35,7 +36,11 @@ from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePa
 from lightning_hybrid.strategies.run.precision_loggers_and_world_around_steps import StepContexts
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting, shards_module
-from lightning_hybrid.strategies.slow_links.connect_slow_links import carry_slow_links, connect_slow_links
+from lightning_hybrid.strategies.slow_links.connect_slow_links import (
+    carry_slow_links,
+    connect_slow_links,
+    replicas_step_by_themselves,
+)
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.start.initial_sync import synchronize_start
 from lightning_hybrid.strategies.start.model_graph_logging import log_full_graph
@@ -144,9 +149,9 @@ class RunLifecycle:
         self.changes.restrict(may_retry)
         return is_filled
 
-    def connect_optimizers(self) -> None:
-        """Let the optimizers of the Trainer step the local shards."""
-        self.optimization = connect_optimizers(self.run, self, self.setting.trainer.optimizers)
+    def connect_optimizers(self, built_with: frozenset[int] | None = None) -> None:
+        """Let the optimizers of the Trainer step the local shards; ``built_with`` as `connect_optimizers` of a run."""
+        self.optimization = connect_optimizers(self.run, self, self.setting.trainer.optimizers, built_with)
         self.state.follow(self.run, self.optimization)
         connect_slow_links(self.run, self.optimization)
         self._announce()
@@ -215,17 +220,27 @@ class RunLifecycle:
         optimizers: list[Optimizer] = setting.trainer.optimizers
         assert run.plan is not None and run.metrics is not None
         run.metrics.broadcast_all_states()
-        states = full_states(optimizers, self.state.optimizer_state)
-        mesh, is_complete = setting.world.mesh, self.gradients_are_complete
-        gradients = FullGradients(setting.module, run.plan, run.parts, mesh, setting.device, are_complete=is_complete)
+        differ = replicas_step_by_themselves(setting.trainer)
+        copies = self.state.ranks_of_copies if differ else [range(setting.layout.world_size)]
+        states = full_states(optimizers, partial(self.state.optimizer_state, of_each_copy=differ), copies)
+        gradients = FullGradients(
+            setting.module,
+            run.plan,
+            run.parts,
+            setting.world.mesh,
+            setting.device,
+            are_complete=self.gradients_are_complete,
+            replicas="dp_shard" if differ else "data",
+        )
         carry_slow_links(run, self.state.optimizer_state)
         for optimizer in optimizers:
             optimizer.state.clear()  # what it does is tried on a copy without any
         self.make_full()
+        built_with = self.optimization.step_hooks
         self._close_run()
         may_retry, _ = self._lay_out(may_retry=may_retry, arguments=arguments, refusal=refusal)
         self.state.pickle_shards()  # copies are made to see what optimizers do
-        self.connect_optimizers()
+        self.connect_optimizers(built_with)
         self.state.pickle_in_full(optimizers)
         self.state.load_optimizers(optimizers, states)
         gradients.give(setting.module, self.run.plan, self.run.parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -49,13 +50,34 @@ from lightning_hybrid.strategies.user_code.custom_optimizers_read_full_parameter
     step_local_shards,
     watch_step,
 )
+from lightning_hybrid.strategies.user_code.hooks_of_optimizer_steps import (
+    read_in_later_hooks,
+    step_hooks,
+    without_later_hooks,
+)
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import around_validation
 from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
 
 
-def connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> Optimization:
-    """Let optimizers, which hold the user's own Parameter objects, step local shards with reduced gradients."""
+def connect_optimizers(
+    run: Run, owner: RunOwner, optimizers: Sequence[Optimizer], built_with: frozenset[int] | None = None
+) -> Optimization:
+    """Let optimizers, which hold the user's own Parameter objects, step local shards with reduced gradients.
+
+    ``built_with`` are the numbers of the hooks on their steps that they were built with; None where they are new.
+    """
+    built_with = step_hooks(optimizers) if built_with is None else built_with
+    with without_later_hooks(optimizers, built_with):
+        made = _connect_optimizers(run, owner, optimizers)
+    if run.hook_reads is not None and not run.setting.is_manual:
+        for optimizer in optimizers:
+            undo = read_in_later_hooks(optimizer, built_with, run.hook_reads, lambda: not owner.state.is_full)
+            run.until_end.callback(undo)
+    return dataclasses.replace(made, step_hooks=built_with)
+
+
+def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> Optimization:
     setting, undo = run.setting, run.until_end
     _check_optimizers(optimizers, run.plan)
     check_quantized_states(optimizers, setting.options, is_sharded=run.parts is not None)

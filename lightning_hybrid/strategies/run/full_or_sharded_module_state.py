@@ -29,6 +29,7 @@ from lightning_hybrid.checkpoint.full_module_and_optimizer_state import (
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import LocalState
 from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedOptimizer
 from lightning_hybrid.errors import CheckpointError
+from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.patching import Replacement, temporary_hook
@@ -185,7 +186,7 @@ class FullOrShardedState:
     def is_in_first_copy(self) -> bool:
         """Whether this rank holds a shard of the copy of the module that is written to files."""
         layout = self._world.layout
-        return self._world.data_rank < max(layout.data_shard_size, layout.expert_replicas)
+        return self._world.data_rank < _data_ranks_of_copy(layout)
 
     def load_module(self, state: Mapping[str, Any], empty: Callable[[], EmptyInit | None], *, strict: bool) -> None:
         """Load a state dict of full tensors into this rank's shards; ``empty`` adopts a module without storage.
@@ -209,8 +210,8 @@ class FullOrShardedState:
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Gather the state dict of an optimizer over all ranks on the first one; collective."""
+    def optimizer_state(self, optimizer: Optimizer, *, of_each_copy: bool = False) -> dict[str, Any]:
+        """Gather the state dict of an optimizer on the first rank, or on that of each copy of the model; collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         self.check_files()
@@ -220,9 +221,20 @@ class FullOrShardedState:
                 return {} if is_disconnected else stepped.full_state()
         if run is None or run.plan is None or (run.plan.num_ranks == 1 and run.parts is None):
             return optimizer.state_dict()
-        if is_disconnected or not self.is_in_first_copy:
+        if is_disconnected or not (of_each_copy or self.is_in_first_copy):
             return {}
-        return gather_optimizer_state(optimizer, run.plan, run.parts, keep=self._world.data_rank == 0)
+        keep = self._world.data_rank % _data_ranks_of_copy(self._world.layout) == 0
+        return gather_optimizer_state(optimizer, run.plan, run.parts, keep=keep)
+
+    @property
+    def ranks_of_copies(self) -> list[list[int]]:
+        """The ranks of the world by copy of the model."""
+        layout = self._world.layout
+        size = _data_ranks_of_copy(layout)
+        copies: defaultdict[int, list[int]] = defaultdict(list)
+        for rank in range(layout.world_size):
+            copies[layout.data_rank(rank) // size].append(rank)
+        return list(copies.values())
 
     def load_optimizers(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
         """Load each optimizer's state for the parameters of this rank, from full states or a distributed checkpoint."""
@@ -296,6 +308,11 @@ class FullOrShardedState:
             for key, entry in box[0].items():
                 full[parameters[key] if isinstance(key, int) else key] = _on(self._world.device, entry)
         return {**local, "state": full}
+
+
+def _data_ranks_of_copy(layout: ParallelLayout) -> int:
+    """Number of ranks with data that hold shards of one copy of the module."""
+    return max(layout.data_shard_size, layout.expert_replicas)
 
 
 def _guarded(module: nn.Module, refusal: Callable[..., None]) -> RemovableHandle:

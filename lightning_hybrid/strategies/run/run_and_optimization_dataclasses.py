@@ -167,6 +167,7 @@ class Optimization:
         watched: Optimizers whose steps read parameters of other ranks.
         in_backward: Steps parameters in the backward, if the user wants it.
         connected: The optimizers that all of this is connected to; None before there are any.
+        step_hooks: Numbers of the hooks on steps that optimizers were built with.
     """
 
     reducers: Reducers = dataclasses.field(default_factory=dict)
@@ -177,3 +178,4 @@ class Optimization:
     watched: tuple[Optimizer, ...] = ()
     in_backward: StepsInBackward | None = None
     connected: ConnectedOptimizers | None = None
+    step_hooks: frozenset[int] = frozenset()

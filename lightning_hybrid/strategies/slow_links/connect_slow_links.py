@@ -151,6 +151,12 @@ def carry_slow_links(run: Run, gather: Callable[[Optimizer], dict[str, Any]]) ->
             callback.carry(gather, run.setting.world.broadcast)
 
 
+def replicas_step_by_themselves(trainer: Any) -> bool:
+    """Whether the next step of each replica is its own, so that parameters and states of optimizers differ."""
+    local = (callback for callback in trainer.callbacks if isinstance(callback, LocalSGD))
+    return any(callback.is_local(trainer.global_step) for callback in local)
+
+
 def describe_slow_links(trainer: Any) -> list[str]:
     """Return the lines of the start table for these callbacks."""
     callbacks = (callback for callback in trainer.callbacks if isinstance(callback, SlowLinkCallback))

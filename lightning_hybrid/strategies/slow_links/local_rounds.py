@@ -18,7 +18,11 @@ from lightning_hybrid.gradient_compression.method import all_reduce_bytes
 from lightning_hybrid.patching import around
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
-from lightning_hybrid.strategies.slow_links.parameter_states_in_checkpoints import local_states, save_states
+from lightning_hybrid.strategies.slow_links.parameter_states_in_checkpoints import (
+    ParameterStates,
+    local_states,
+    save_states,
+)
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import RunCallback
 
 _MESSAGE_BYTES = 25 << 20
@@ -52,7 +56,7 @@ class LocalRounds(RunCallback):
         undo = self._run.until_end
         undo.callback(self.enter(self._trainer))
         undo.callback(around(self._trainer, "save_checkpoint", self._save, reason="a checkpoint ends a round"))
-        self._load(self._callback.loaded.get("outer", {}))
+        self._load(self._callback.loaded)
         self._callback.loaded = {}
         self._callback.connect(self)
         self._set_mode()
@@ -108,7 +112,7 @@ class LocalRounds(RunCallback):
     @property
     def is_local(self) -> bool:
         """Whether the next step is local."""
-        return bool(self._trainer.global_step >= self._callback.warmup_steps)
+        return self._callback.is_local(self._trainer.global_step)
 
     @property
     def _synchronous_bytes(self) -> float:
@@ -211,17 +215,43 @@ class LocalRounds(RunCallback):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, gather: Gather | None = None) -> dict[str, Any]:
-        """Return the states of the outer optimizer as a checkpoint has them, or by another ``gather``; collective."""
+        """Return the states of the outer optimizer as a checkpoint has them; for another layout, the round too."""
         with torch._C.DisableTorchFunction():
-            self.end_early("a change of the layout")  # a checkpoint has ended the round before
+            if gather is not None:
+                return self._save_outer(gather) | self._save_round(gather)
+            self.end_early("a checkpoint")  # which has ended the round before, unless it is not the Trainer's
+            return self._save_outer(self._run.setting.trainer.strategy.optimizer_state)
+
+    def _save_outer(self, gather: Gather) -> dict[str, Any]:
         if self._outer is None or not self._run.setting.world.decide(bool(self._outer.state), all_ranks=False):
             return {}
-        setting = self._run.setting
-        with torch._C.DisableTorchFunction():
-            gather = gather or setting.trainer.strategy.optimizer_state
-            return {"outer": save_states(self._outer, setting.module, self._stepped, gather)}
+        return {"outer": save_states(self._outer, self._run.setting.module, self._stepped, gather)}
 
-    def _load(self, states: dict[str, Any]) -> None:
+    def _save_round(self, gather: Gather) -> dict[str, Any]:
+        """The round that has begun: its steps, counts, and the parameters of its begin, which all replicas share."""
+        counts = self._steps, self._total_steps, self._sent
+        begin = ParameterStates(
+            {name: self._named[name] for name in self._trained},
+            {name: {"begin": value} for name, value in self._begin.items()},
+        )
+        saved = save_states(begin, self._run.setting.module, self._trained, gather) if self._outer is not None else {}
+        return {"round": {"counts": counts, "trained": self._trained, "begin": saved}}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._load_outer(state.get("outer", {}))
+        if (begun := state.get("round")) is None:
+            return
+        self._steps, self._total_steps, self._sent = begun["counts"]
+        self._trained = set(begun["trained"])
+        self._parameters = {
+            name: parameter
+            for name, parameter in self._named.items()
+            if name in self._trained and not is_absent(parameter)
+        }
+        for name, entry in local_states(begun["begin"], self._run.setting.module, self._run.parts).items():
+            self._begin[name] = entry["begin"].to(self._named[name].device).clone()
+
+    def _load_outer(self, states: dict[str, Any]) -> None:
         if self._outer is None:
             return
         self._stepped = set(states)

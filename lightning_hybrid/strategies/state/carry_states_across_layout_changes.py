@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,21 +17,32 @@ from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
-def full_states(optimizers: list[Optimizer], gather: Callable[[Optimizer], dict[str, Any]]) -> list[dict[str, Any]]:
+def full_states(
+    optimizers: list[Optimizer], gather: Callable[[Optimizer], dict[str, Any]], copies: Sequence[Collection[int]]
+) -> list[dict[str, Any]]:
     """Return the full state dict of each optimizer on every rank, in host memory; collective over the world.
 
-    ``gather`` returns the full state dict of one on the first rank.
+    Args:
+        optimizers: Of the Trainer.
+        gather: Returns the full state dict of one on the first rank of each copy of the model.
+        copies: Ranks of each copy of the model whose states are its own, the first one first; all together in one where
+            copies have equal states.
     """
-    box = [[map_leaves(_on_host, gather(optimizer)) for optimizer in optimizers]]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    states = [map_leaves(_on_host, gather(optimizer)) for optimizer in optimizers]
+    rank = dist.get_rank()
+    for ranks in copies:  # one after the other: only one of them is in memory besides that of this rank
+        box = [states]
+        dist.broadcast_object_list(box, src=min(ranks))
+        if rank in ranks:
+            states = box[0]
+    return states
 
 
 class FullGradients:
     """Accumulated gradients of all parameters, in full on every rank; gathered by a collective over the world.
 
     ``plan``, ``parts`` and ``mesh`` are of the layout that ends; ``are_complete`` says whether gradients are summed
-    over stages and averaged over replicas.
+    over stages and averaged over ``replicas``, an axis of the mesh.
     """
 
     @torch.no_grad()
@@ -44,8 +55,9 @@ class FullGradients:
         device: torch.device,
         *,
         are_complete: bool,
+        replicas: str = "data",
     ) -> None:
-        self._are_complete, self._device = are_complete, device
+        self._are_complete, self._device, self._replicas = are_complete, device, replicas
         self._full: dict[str, Tensor] = {}
         named = dict(module.named_parameters())
         local_names = {
@@ -78,7 +90,7 @@ class FullGradients:
             total = full.to(self._device).clone()
         mesh.all_reduce(total, "pp")
         if not self._are_complete:
-            mesh.all_reduce(total, "data", op="mean")
+            mesh.all_reduce(total, self._replicas, op="mean")
         return total
 
     @torch.no_grad()

@@ -79,7 +79,7 @@ class HookReads:
         return alone
 
     @contextlib.contextmanager
-    def hook(self, name: str, *, is_complete: bool = True) -> Iterator[None]:
+    def hook(self, name: str, *, is_complete: bool = True, is_on_all_ranks: bool = True) -> Iterator[None]:
         """Wrap a hook, as ``CrossStageReads.hook``."""
         outer = self._depth == 0
         self._depth += 1
@@ -88,10 +88,11 @@ class HookReads:
         try:
             with contextlib.ExitStack() as stack:
                 if self._stages is not None:
-                    stack.enter_context(self._stages.hook(name, is_complete=is_complete))
+                    how = {"is_complete": is_complete, "is_on_all_ranks": is_on_all_ranks}
+                    stack.enter_context(self._stages.hook(name, **how))
                 if self._shards is not None and outer:
                     if not (self._over_replicas and name.endswith(_PER_EVALUATED_BATCH)):
-                        stack.enter_context(self._agreement.checked_hook(name))
+                        stack.enter_context(self._agreement.checked_hook(name, is_on_all_ranks=is_on_all_ranks))
                     stack.enter_context(self._shards)
                 yield
         finally:

@@ -170,6 +170,43 @@ def test_configuration_of_no_transformer():
         costs_from_config({"channels": 3}, 16)
 
 
+class GPT2(pl.LightningModule):
+    """GPT-2 of transformers, of other sizes."""
+
+    def __init__(self, attention):
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        self.config = transformers.GPT2Config(
+            n_layer=3, n_embd=128, n_head=4, n_positions=256, vocab_size=512, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, attn_implementation=attention, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        self.model = transformers.GPT2LMHeadModel(self.config)
+
+    def training_step(self, batch, batch_idx):
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self):
+        tokens = torch.zeros(2, self.config.n_positions, dtype=torch.long)
+        return DataLoader(TensorDataset(tokens), batch_size=2)
+
+
+def test_recorded_gpt2_costs_what_its_configuration_does():
+    module = GPT2("sdpa")
+    positions = module.config.n_positions
+    expected = costs_from_config(module.config.to_dict(), positions)
+    costs = record_costs(pl, module, {}, "32-true").costs
+    assert costs.flops == pytest.approx(expected.flops, rel=0.005)
+    assert costs.parameters == pytest.approx(expected.parameters, rel=0.01)
+    # Without a fused kernel the scores that the mask hides are computed too.
+    hidden = 3 * 4 * positions**2 * 128 / 2
+    assert record_costs(pl, GPT2("eager"), {}, "32-true").costs.flops == pytest.approx(
+        expected.flops + hidden, rel=0.005
+    )
+
+
 def test_a_configuration_without_an_activation_says_what_is_counted():
     assert costs_from_config(CONFIG, TOKENS).notes == ()
     config = {name: value for name, value in CONFIG.items() if name != "hidden_act"}

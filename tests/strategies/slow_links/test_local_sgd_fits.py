@@ -66,6 +66,44 @@ class Branches(Small):
         return F.mse_loss(self.layers[1:](h), y)
 
 
+class BranchesWithMomentum(Branches):
+    momentum = 0.9
+
+
+class BranchesWithAdam(Branches):
+    configure_optimizers = Adam.configure_optimizers
+
+
+class BranchesEarly(BranchesWithMomentum):
+    """No pipeline runs its first two batches."""
+
+    def training_step(self, batch, batch_idx=None):
+        x, y = batch
+        h = self.layers[0](x)
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx < 1 and h.mean().item() > 1e6:
+            h = 2 * h
+        return F.mse_loss(self.layers[1:](h), y)
+
+
+class Breaks(BranchesWithMomentum):
+    """Its fifth batch breaks the pipeline in the middle of the step, on one replica."""
+
+    def training_step(self, batch, batch_idx=None):
+        x, y = batch
+        h = self.layers[0](x)
+        is_late = self.trainer.fit_loop.epoch_loop.total_batch_idx == 4
+        chosen = h[h.abs().sum(1) < (0 if is_late and x[0, 0] > 0 else 1000)]
+        loss = F.mse_loss(self.layers[1:](h), y)
+        return loss + 0 * h.sum() if len(chosen) else loss
+
+
+class Freezes(BranchesWithMomentum):
+    """Trains its first layer in the first three batches."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.layers[0].requires_grad_(self.trainer.fit_loop.epoch_loop.total_batch_idx < 3)
+
+
 class Unfreezes(Small):
     """Trains its first layer from the fourth step on."""
 
@@ -89,6 +127,7 @@ class Seen(Callback):
     def on_train_batch_end(self, trainer, pl_module, *_):
         self.first.append(float(next(pl_module.parameters()).double().sum()))
         self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        self.steps[-1]["is_pipelined"] = trainer.strategy.run.is_pipelined
 
 
 @dataclass(frozen=True)
@@ -291,11 +330,40 @@ def test_validation_sees_one_model_and_ends_a_round(worlds):
     assert_state([second], first[0], tolerance=0)
 
 
-@pytest.mark.extended
-def test_outer_state_goes_on_when_the_layout_changes(worlds):
-    options = {"pipeline_parallel_size": 2, "num_microbatches": 2}
-    run = Fit(every=2, outer="nesterov", steps=8, world_size=4, options=options, module=Branches)
-    assert_state(worlds.run(4, fit, run, timeout=300), simulated(Fit(every=2, outer="nesterov", steps=8)))
+STAGES = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+CHANGES = {
+    "in a round": (BranchesWithMomentum, {"every": 3, "outer": "nesterov"}),
+    "between rounds": (BranchesWithMomentum, {"every": 2, "outer": "nesterov"}),
+    "average": (BranchesWithAdam, {"every": 3}),
+    "Adam": (BranchesWithAdam, {"every": 5, "outer": adam}),
+    "to stages": (BranchesEarly, {"every": 3, "outer": "nesterov"}),
+    "in a step": (Breaks, {"every": 3, "outer": "nesterov"}),
+    "warmup": (BranchesWithMomentum, {"every": 3, "outer": "nesterov", "warmup": 3}),
+    "accumulated batches": (BranchesWithMomentum, {"every": 2, "outer": "nesterov", "accumulate": 3, "steps": 3}),
+    "accumulated, warmup": (BranchesWithMomentum, {"every": 1, "accumulate": 3, "warmup": 2, "steps": 3}),
+    "frozen": (Freezes, {"every": 5, "outer": "nesterov"}),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_round_goes_on_when_the_layout_changes(worlds, case):
+    """So do the states of each replica's optimizers."""
+    module, options = CHANGES[case]
+    run = Fit(**{"steps": 8, **options}, module=module)
+    [(expected, *_), _] = worlds.run(2, fit, run)
+    results = worlds.run(4, fit, replace(run, world_size=4, options=STAGES), timeout=300)
+    assert {step["is_pipelined"] for step in results[0][1]} == {True, False}
+    assert_state(results, expected)
+
+
+@pytest.mark.slow
+def test_a_round_of_sharded_copies_goes_on_when_the_layout_changes(worlds):
+    shards = {"zero_stage": 1, "shard_size": 2}
+    run = Fit(every=3, outer="nesterov", steps=8, world_size=4, options=shards, module=BranchesWithAdam)
+    expected, *_ = worlds.run(4, fit, run, timeout=300)[0]
+    results = worlds.run(8, fit, replace(run, world_size=8, options=STAGES | shards), timeout=500)
+    assert {step["is_pipelined"] for step in results[0][1]} == {True, False}
+    assert_state(results, expected)
 
 
 @pytest.mark.extended
