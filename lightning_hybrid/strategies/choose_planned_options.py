@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_hybrid.callbacks.lost_time.write_measurements import path_of_measured_costs
 from lightning_hybrid.memory.budget.byte_sizes import parse_budget
 from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters
 from lightning_hybrid.planner.hardware.hardware import Hardware, load_hardware, preset_names
+from lightning_hybrid.planner.measured.correct_by_run import corrected
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.plan_layout import PlanLayout
 from lightning_hybrid.planner.report.plan_tables import ranked_lines
@@ -62,7 +65,8 @@ def planned_options(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> dict[str
         states.restore()
     if recorded is None:
         return {}
-    run = _planned_run(strategy, recorded)
+    run = _planned_run(strategy, recorded, path_of_measured_costs(trainer))
+    strategy.predicted_plan = run.result.best
     lines = ranked_lines(run, _PLANS)
     rank_zero_info(
         "\n".join([f"hybrid3d: plan of {run.title}", *lines, *(f"note: {note}" for note in run.costs.notes)])
@@ -154,10 +158,11 @@ def tensors_of_datasets(data: Any) -> dict[int, Any]:
     return found
 
 
-def _planned_run(strategy: Hybrid3DStrategy, recorded: RecordedCosts) -> PlannedRun:
-    options, costs, number_format = strategy.options, recorded.costs, recorded.number_format
+def _planned_run(strategy: Hybrid3DStrategy, recorded: RecordedCosts, measured: Path | None) -> PlannedRun:
+    options, number_format = strategy.options, recorded.number_format
     devices, num_nodes = strategy.num_processes, strategy.num_nodes
     hardware = _hardware(strategy.root_device, devices)
+    costs = corrected(recorded.costs, number_format, hardware, measured)
     if options.max_memory is not None:
         budget = parse_budget(options.max_memory)
         assert budget is not None

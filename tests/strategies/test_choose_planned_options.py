@@ -2,11 +2,13 @@
 
 import copy
 import pickle
+import re
 import threading
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
@@ -15,6 +17,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.errors import LayoutError, PlanError
+from lightning_hybrid.schedule.measured.lost_time_by_cause import TimeByCause
+from lightning_hybrid.schedule.measured.measured_costs_file import MeasuredCosts, save_measured_costs
 from lightning_hybrid.strategies import choose_planned_options
 from lightning_hybrid.strategies.choose_planned_options import parameters_without_storage
 from lightning_hybrid.strategies.options import plan_auto_sizes
@@ -84,10 +88,11 @@ class _Recorded(Exception):
     """Ends a fit before its ranks meet."""
 
 
-def plan_on(monkeypatch, devices, nbytes, module=None, logger=False, **options):
+def plan_on(monkeypatch, devices, nbytes, module=None, logger=False, checkpoints=None, **options):
     """Options that the first of several ranks plans in this process, whose device has a number of bytes."""
     strategy = Hybrid3DStrategy(**options)
-    trainer = trainer_of(devices, strategy, [], logger=logger)
+    callbacks = [] if checkpoints is None else [ModelCheckpoint(checkpoints)]
+    trainer = trainer_of(devices, strategy, callbacks, logger=logger, enable_checkpointing=bool(callbacks))
     planned = []
 
     def plan():
@@ -144,6 +149,19 @@ def test_plan_reaches_the_loggers(monkeypatch, tmp_path):
     logged = logger.experiment.hparams["hybrid3d_plan"]
     assert logged["tensor_parallel_size"] == 1
     assert logged["predicted_bytes"] > 0 and logged["predicted_seconds_per_step"] > 0
+
+
+def test_measured_costs_beside_the_checkpoints_correct_the_plan(monkeypatch, tmp_path, caplog):
+    step = TimeByCause(work=3.0, communication=0.1, optimizer=0.2)
+    layout = {"pp": 1, "dp_replicate": 2, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1}
+    batch = {"num_microbatches": 1, "microbatch_size": 8, "batch_size": 8}
+    device = {"hardware": {"device": "any", "device_type": "cpu", "num_hosts": 1}, "software": {"precision": "32-true"}}
+    steps = {"steps": (10,), "step": step, "step_times": (step,)}
+    path = tmp_path / "measured_costs.json"
+    save_measured_costs(MeasuredCosts(layout=layout, schedule="", **device, **batch, **steps), path)
+    plan_on(monkeypatch, 2, 16e9, checkpoints=tmp_path, **PLANNED)
+    assert f"corrected by the measured costs of {path}: 3.30 s of a step" in caplog.text
+    assert re.search(r"dp=2 +3\.30 s", caplog.text)
 
 
 def test_copy_has_no_storage_and_keeps_shared_parameters():

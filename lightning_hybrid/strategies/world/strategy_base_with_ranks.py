@@ -32,6 +32,7 @@ from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.memory.saved_activations.requested_techniques import ActivationRequests, Compression, Offload
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.planner.search.plans_and_rejections import Plan
 from lightning_hybrid.precision.check_device_capability import check_device_precision
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.strategies.options.let_lightning_search_batch_sizes import is_check_of_batch_size_search
@@ -48,6 +49,7 @@ class RankedStrategy(ParallelStrategy):
 
     Attributes:
         options: The arguments of the strategy.
+        predicted_plan: The plan of sizes that were "auto", on the first rank; None if there was none.
     """
 
     _may_plan = True  # sizes that are "auto"
@@ -60,6 +62,7 @@ class RankedStrategy(ParallelStrategy):
         self.saved_activations = ActivationRequests()
         self._backend = options.process_group_backend
         self._world: RankWorld | None = None
+        self.predicted_plan: Plan | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle no ranks, and the recomputation of the options; nothing that a Trainer's callbacks request."""
