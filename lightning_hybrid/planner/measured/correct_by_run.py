@@ -206,13 +206,14 @@ def _of_time(layout: PlanLayout, predicted: PredictedTime, step: TimeByCause) ->
     """Return the correction by which the predicted time of a layout becomes the measured one.
 
     Gaps of the host, and actions that vary, are seconds that every step has. So is communication where little was
-    predicted; otherwise it has a factor. Gathers of ZeRO-3 run within forwards and backwards: one factor for both.
+    predicted; otherwise it has a factor. Layers and communication have one factor where it runs within forwards and
+    backwards: with gathers of ZeRO-3, and where less than a tenth of what was predicted is seen outside of them.
     """
     terms = predicted.terms
     communicated, optimizer = (sum(terms.get(name, 0.0) for name in names) for names in (COMMUNICATION, OPTIMIZER))
     computed = sum(terms.values()) - communicated - optimizer
     worked, gaps = step.work + step.bubble + step.imbalance, step.variation + step.other
-    if layout.zero_stage == 3:
+    if layout.zero_stage == 3 or step.communication < LEAST_FACTOR * communicated:
         computation = _linear(computed + communicated, worked + step.communication)
         communication = LinearCorrection(computation.factor)
     else:

@@ -266,6 +266,23 @@ def test_communication_has_no_factor_where_little_was_predicted():
     assert found.communication.added == pytest.approx(0.2, rel=0.05)
 
 
+@pytest.mark.parametrize(("communication", "zero"), [(0.001, 0), (0.2, 3)], ids=["not seen", "ZeRO-3"])
+def test_communication_within_layers_has_their_factor(communication, zero):
+    """Reductions of gradients may run while backwards do: layers alone would be too slow, and reductions free."""
+    slow = dataclasses.replace(A100, overlap=0.0, within_node=scaled_curve(A100.within_node, 1 / 20))
+    step = dataclasses.replace(STEP, communication=communication)
+    run = run_of(dp=4, zero=zero, steps=(step,) * 3)
+    costs = corrected_costs(run, slow)
+    assert costs.correction.communication.factor == costs.correction.computation.factor
+    plan = predict_plan(costs, measured_layout(run), FORMAT, slow)
+    assert plan.time.terms["replicas"] > 0.05 * plan.time.seconds
+    assert plan.time.seconds == pytest.approx(step.step_seconds)
+
+
+def scaled_curve(curve, share):
+    return dataclasses.replace(curve, bandwidths=tuple(share * bandwidth for bandwidth in curve.bandwidths))
+
+
 def test_search_predicts_with_the_correction():
     run = run_of(dp=4, steps=(scaled(4),) * 3)
     arguments = {"batch": 64, "fixed": {"num_microbatches": 4, "data": 4, "zero_stage": 0, "recompute": "none"}}
