@@ -29,7 +29,7 @@ from lightning_hybrid.planner.plan_layout import PlanLayout
 from lightning_hybrid.planner.report.plan_tables import ranked_lines
 from lightning_hybrid.planner.report.planned_run import PlannedRun
 from lightning_hybrid.planner.search.layout_options import fixed_fields, strategy_options
-from lightning_hybrid.planner.search.plans_and_rejections import Allowed, SearchResult
+from lightning_hybrid.planner.search.plans_and_rejections import SearchResult
 from lightning_hybrid.planner.search.search_layouts import cluster_of, predict_plan, search_layouts
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
@@ -187,7 +187,6 @@ def _planned_run(strategy: Hybrid3DStrategy, recorded: RecordedCosts, measured: 
         is_replica_batch=True,
         objective=options.objective or "throughput",
         fixed=fixed,
-        allowed=Allowed(offload=strategy.root_device.type != "cpu"),  # the host's memory is the device's own there
     )
     return PlannedRun(result, costs, number_format, hardware, devices, num_nodes, number_format.name)
 

@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
+from torch import nn
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory, activation_bytes
@@ -130,7 +131,7 @@ class PlanningStrategy(Hybrid3DStrategy):
         recorded = None
         if not run.is_pipelined and lifecycle.setting.is_fitting:
             with phase("recording the step for its activations"):
-                recorded = record_in_one_stage(run, randomness)
+                recorded = record_in_one_stage(run, randomness, self._layers(module))
         run = compile_layers(run, randomness)
         self.setup_optimizers(trainer)
         with phase("estimating memory"):
@@ -139,6 +140,10 @@ class PlanningStrategy(Hybrid3DStrategy):
 
     def _begin(self, lifecycle: RunLifecycle) -> None:
         """Change what a run would have, before its first step is recorded."""
+
+    def _layers(self, module: pl.LightningModule) -> Mapping[str, nn.Module] | None:
+        """Return the units to record a step in that has no stages; the layers that would be recomputed if None."""
+        return None
 
     _find_tensor_plan: Callable[..., UnitPlan] = staticmethod(plan_unit)
 

@@ -19,11 +19,18 @@ from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.plan_layout import NumberFormat
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, elements_per_sample
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
+from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes
 from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import batch_norms_in_training
 from lightning_hybrid.strategies.plan_in_one_process import PlanningStrategy, make_plan
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.start.example_batch import take_example
+
+_STAGES = 4  # an nn.Sequential with more parameters than one of so many stages can be shared among them
+
+
+def _count(module: nn.Module) -> int:
+    return sum(math.prod(shape) for shape in parameter_shapes(module).values())
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,16 @@ class _CostRecordingStrategy(PlanningStrategy):
         """Build the layers of ``configure_model`` without storage."""
         with super().tensor_init_context(empty_init=False), parameters_on_meta():
             yield
+
+    def _layers(self, module: nn.Module) -> Mapping[str, nn.Module]:
+        """Return the layers that would be recomputed, or the modules inside of a large ``nn.Sequential``."""
+        found: dict[str, nn.Module] = {}
+        most = _count(module) / _STAGES
+        for name, layer in find_layers(dict(module.named_children())).items():
+            is_open = isinstance(layer, nn.Sequential) and _count(layer) > most
+            inside = {f"{name}.{inner}": child for inner, child in layer.named_children() if _count(child)}
+            found |= inside if is_open else {name: layer}
+        return found
 
     def _describe(self, run: Run, recorded: Assignment | None) -> None:
         super()._describe(run, recorded)

@@ -76,6 +76,7 @@ def test_plan_of_a_module(capsys):
     status, text = planned(capsys, module, "--hardware", "cpu", "--devices", "2", "--json")
     content = json.loads(text)
     assert status == 0 and content["model"]["name"] == "Stack" and content["model"]["is_traced"]
+    assert not any("offload" in plan["options"] for plan in content["plans"])  # to the host that the devices are
     # The loader's batch is that of each replica.
     fields = content["plans"][0]["fields"]
     assert fields["batch"] == 8 * fields["replicate"] * fields["shard"]

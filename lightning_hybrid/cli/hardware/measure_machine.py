@@ -77,6 +77,7 @@ def measure_machine(
         overlap=like.overlap if like else float(kind == "cuda"),
         host_bandwidth=host_bandwidth,
         host_update_rate=_host_update_rate(),
+        is_host=kind == "cpu",
     ), notes
 
 

@@ -63,6 +63,7 @@ class Hardware:
             read the devices' memory, 0 where the host drives them (Omni-Path).
         host_bandwidth: Bytes per second between a device and its host, in one direction.
         host_update_rate: Parameters per second and device that an optimizer on the host updates.
+        is_host: Whether the devices are the host's own cores, so that nothing is offloaded to it.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Hardware:
     overlap: float
     host_bandwidth: float
     host_update_rate: float
+    is_host: bool = False
 
 
 def preset_names() -> list[str]:
@@ -109,9 +111,10 @@ def hardware_from_table(table: Mapping[str, Any], path: Path) -> Hardware:
         ValueError: A key is missing or unknown.
     """
     wanted = set(Hardware.__dataclass_fields__)
+    optional = {"is_host", "sources"}
     given = dict(table)
     given.setdefault("name", path.stem)
-    missing, unknown = wanted - set(given), set(given) - wanted - {"sources"}
+    missing, unknown = wanted - set(given) - optional, set(given) - wanted - optional
     if missing or unknown:
         raise ValueError(f"{path}: missing keys {sorted(missing)}, unknown keys {sorted(unknown)}")
     given.pop("sources", None)

@@ -75,7 +75,8 @@ def search_layouts(
     if objective == "fewest_devices":
         worlds = divisors(devices) + [devices * nodes for nodes in divisors(num_nodes)[1:]]
     fixed = {**({"num_microbatches": 1} if costs.has_batch_norm else {}), **(fixed or {})}
-    options = fixed, allowed or Allowed()
+    allowed = allowed or Allowed()
+    options = fixed, dataclasses.replace(allowed, offload=allowed.offload and not hardware.is_host)
     searches = [
         _Search(Candidates(costs, hardware, ranks, batch, is_replica_batch, *options), number_format, objective)
         for ranks in worlds

@@ -29,12 +29,15 @@ from lightning_hybrid.strategies.start.provisional_optimizers import record_with
 from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import current_hook, step_arguments
 
 
-def record_in_one_stage(run: Run, randomness: KeyedRandomness) -> Assignment | None:
+def record_in_one_stage(
+    run: Run, randomness: KeyedRandomness, layers: Mapping[str, nn.Module] | None = None
+) -> Assignment | None:
     """Record the training step on the first microbatch; None where it cannot be recorded, whatever its branches.
 
     Args:
         run: A plan, whose module is full.
         randomness: Keys the random numbers of the step.
+        layers: Units of the recording, by FQN; the layers that would be recomputed if None.
     """
     setting = run.setting
     trainer, module, options = setting.trainer, setting.module, setting.options
@@ -52,8 +55,8 @@ def record_in_one_stage(run: Run, randomness: KeyedRandomness) -> Assignment | N
         with torch.enable_grad(), current_hook(module, "training_step"), context(), no_logs:
             graphs.append(record(module, step, units, **how).graph)
 
-    # The layers that would be recomputed, or units as of stages where a step reads parameters inside of these.
-    layers = find_layers(dict(module.named_children()))
+    layers = find_layers(dict(module.named_children())) if layers is None else layers
+    # Units as of stages where a step reads parameters inside of layers.
     for units, guesses in itertools.product((layers, choose_units(module, 2)), GUESSES):
         with contextlib.suppress(Exception):  # any step can be trained; only this estimate needs a recording
             record_with_optimizers(trainer, module, partial(record_with, units, guesses))

@@ -92,7 +92,7 @@ def test_recorded_layers(recorded):
 
 
 def test_step_that_cannot_be_recorded_is_planned_from_parameters(monkeypatch):
-    monkeypatch.setattr(plan_in_one_process, "record_in_one_stage", lambda run, randomness: None)
+    monkeypatch.setattr(plan_in_one_process, "record_in_one_stage", lambda run, randomness, layers: None)
     costs = record_costs(pl, LanguageModel(), {}, "32-true").costs
     assert not costs.is_traced and "the step was not recorded" in costs.notes[0]
     assert costs.parameters == sum(parameter.numel() for parameter in LanguageModel().parameters())
@@ -130,6 +130,23 @@ def test_parameters_that_the_step_does_not_read():
     costs = record_costs(pl, module, {}, "32-true").costs
     assert costs.parameters == sum(parameter.numel() for parameter in WithTeacher().parameters())
     assert costs.frozen_parameters == 1024 * 1025 < costs.parameters
+
+
+class OneSequential(LanguageModel):
+    """All of its layers are in one ``nn.Sequential``, none of which is recomputed by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.head(self.layers(self.embedding(batch))).flatten(0, 1), batch.flatten())
+
+
+def test_layers_of_one_sequential_are_shared_among_stages():
+    costs = record_costs(pl, OneSequential(), {}, "32-true").costs
+    assert costs.num_layers == 8
+    assert costs.flops == pytest.approx(2 * TOKENS * (6 * WIDTH**2 + WIDTH * WORDS), rel=0.02)
 
 
 def test_tensors_of_datasets_are_not_copied():

@@ -39,8 +39,8 @@ def test_options_that_others_build_on():
     assert timeout.total_seconds() > 0
     assert list(positional.items()) == [
         ("data_parallel_size", "auto"),
-        ("tensor_parallel_size", 1),
-        ("pipeline_parallel_size", 1),
+        ("tensor_parallel_size", "auto"),
+        ("pipeline_parallel_size", "auto"),
         ("num_microbatches", "auto"),
         ("schedule", "1f1b"),
         ("stages_per_rank", 1),
