@@ -75,6 +75,7 @@ class GradientReducer:
     Attributes:
         compression: how a bucket is averaged; all-reduced as it is if None.
         is_local: whether gradients stay those of this rank: `arm` and `finish` do nothing.
+        unaveraged: FQNs of parameters that got a gradient since the latest average, by their ids.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class GradientReducer:
         self.observer = observer
         self.compression: CompressedAverage | None = None
         self.is_local = False
+        self.unaveraged: dict[int, str] = {}
         # Called with parameters whose averages have arrived, also in the backward; it may free their gradients.
         self.on_averages: Callable[[Sequence[nn.Parameter]], None] | None = None
 
@@ -171,6 +173,7 @@ class GradientReducer:
         if not self._armed:
             raise RuntimeError("GradientReducer.finish() was called without arm(); call arm() before the last backward")
         self._armed = False
+        self.unaveraged.clear()
         while self._next < len(self._buckets):
             self._launch_next()
         any_unbucketed, sparse = self._wait_for(self._buckets)
@@ -219,6 +222,8 @@ class GradientReducer:
 
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
         if not self._armed:
+            if not self.is_local:
+                self.unaveraged[id(parameter)] = self._names[index]
             return
         bucket = self._bucket_of[index]
         if bucket is None:

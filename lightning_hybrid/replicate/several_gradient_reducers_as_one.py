@@ -37,6 +37,11 @@ class JointReducer:
             reducer.is_local = is_local
 
     @property
+    def unaveraged(self) -> dict[int, str]:
+        """FQNs of parameters that got a gradient since the latest average, by their ids."""
+        return {key: name for reducer in self._reducers for key, name in reducer.unaveraged.items()}
+
+    @property
     def messages(self) -> list[Tensor]:
         """The flat tensors that are sent, one for each bucket."""
         return [message for reducer in self._reducers for message in reducer.messages]

@@ -31,6 +31,7 @@ from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.options.names_of_other_libraries import OtherNames, resolve_names
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.options.weigh_microbatches_by_count import MicrobatchWeight
+from lightning_hybrid.strategies.out_of_memory.note_steps_that_do_not_run_again import note_why_not_run_again
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import needs_runner
@@ -274,6 +275,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         """Report the error to the other ranks, and join no further collectives."""
         if self._state is not None:
             self._state.fail()
+        if self._lifecycle is not None and self._lifecycle.execution.fit is not None:
+            note_why_not_run_again(exception, self._lifecycle.setting.trainer)
         super().on_exception(exception)
         # What is being written does not need the ranks that failed: it was all copied.
         self._files.wait(on_error=rank_zero_warn)

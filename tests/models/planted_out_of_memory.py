@@ -105,3 +105,17 @@ class Planted(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Validates(Planted):
+    def validation_step(self, batch, batch_idx):
+        self.log("val", nn.functional.mse_loss(self.head(self.blocks(batch["x"])), batch["y"]))
+
+    def on_validation_batch_start(self, *_):
+        PLANT.is_armed = True
+
+    def on_validation_batch_end(self, *_):
+        PLANT.is_armed = False
+
+    def val_dataloader(self):
+        return loader(self.batch_size, 128)

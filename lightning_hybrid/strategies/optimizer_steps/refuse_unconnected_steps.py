@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ class ConnectedOptimizers:
         has_copies: bool,
         sharded: Collection[str],
         is_manual: bool,
+        unaveraged: Callable[[], Mapping[int, str]],
         is_sharded: bool,
         steps_in_backward: bool,
         steps_in_float32: bool,
@@ -41,6 +42,7 @@ class ConnectedOptimizers:
             has_copies: Whether ranks exchange gradients: there are replicas, or stages.
             sharded: FQNs of parameters that are sharded.
             is_manual: Whether the module calls its optimizers itself.
+            unaveraged: Returns the FQNs of parameters that got a gradient since the latest average, by their ids.
             is_sharded: Whether a rank has shards, or stages, of the module.
             steps_in_backward: Whether the backward steps parameters by the optimizer that is connected.
             steps_in_float32: Whether the optimizers step bfloat16 parameters in float32.
@@ -48,7 +50,7 @@ class ConnectedOptimizers:
         self.is_averaging = False
         self._optimizers, self._module = list(optimizers), module
         self._num_replicas, self._has_copies, self._sharded = num_replicas, has_copies, frozenset(sharded)
-        self._is_manual = is_manual
+        self._is_manual, self._unaveraged = is_manual, unaveraged
         self._is_sharded, self._steps_in_backward = is_sharded, steps_in_backward
         self._steps_in_float32 = steps_in_float32
         stepped = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -77,9 +79,24 @@ class ConnectedOptimizers:
                     " call it in place of loss.backward() or torch.autograd.grad",
                     entry="manual-backward",
                 )
+            self._check_averages(optimizer)
             return result
 
         return checked
+
+    def _check_averages(self, optimizer: Optimizer) -> None:
+        """Refuse gradients to which another backward has added after their average over the replicas."""
+        unaveraged = self._unaveraged()
+        for group in optimizer.param_groups if unaveraged else ():
+            for p in group["params"]:
+                if id(p) in unaveraged and p.grad is not None and bool(p.grad.any()):
+                    raise StepError(
+                        f"{type(optimizer).__name__}.step in manual optimization: the gradient of"
+                        f" {unaveraged[id(p)]} has not been averaged over the {self._num_replicas} replicas, because a"
+                        " backward has added to it after the last self.manual_backward(loss); call"
+                        " self.manual_backward(loss) in place of each loss.backward()",
+                        entry="manual-backward",
+                    )
 
     def _check_other(self, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__

@@ -121,6 +121,7 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
             has_copies=run.mesh.size("data") > 1 or run.zero is not None or run.is_pipelined,
             sharded=frozenset() if run.parts is None else run.parts.names,
             is_manual=setting.is_manual,
+            unaveraged=lambda: {key: name for each in reducers.values() for key, name in each.unaveraged.items()},
             is_sharded=run.parts is not None or run.is_pipelined,
             steps_in_backward=setting.options.optimizer_in_backward,
             steps_in_float32=isinstance(setting.precision, HybridPrecision) and setting.precision.steps_in_float32,

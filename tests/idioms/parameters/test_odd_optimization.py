@@ -89,6 +89,32 @@ class CallsBackward(Manual):
         self.log("loss", loss)
 
 
+class MixesBackwards(Manual):
+    """The backward of its second loss is torch's own."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.loss(batch).backward()
+        self.optimizers().step()
+        self.log("loss", loss)
+
+
+class BackwardsBeforeTheLast(Manual):
+    """Only its last backward is the strategy's, which averages what the others have left."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.loss(batch).backward()
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+        self.loss(batch).backward()  # of no step
+        self.log("loss", loss)
+
+
 class SetsGradients(Manual):
     """Its gradients are those of ``torch.autograd.grad``, and it sets them."""
 
@@ -345,7 +371,7 @@ AUTOMATIC = [
 ]
 MANUAL = [
     *(Gan, AccumulatesByHand, CallsBackward, SetsGradients, GradientPenalty, StepsByLBFGS),
-    TwoOptimizersOfOneParameter,
+    *(TwoOptimizersOfOneParameter, MixesBackwards, BackwardsBeforeTheLast),
 ]
 
 
@@ -355,6 +381,7 @@ SHARDED = ("pp2", "tp2", "zero3", "zero1 x tp2", "zero3 x tp2", "zero1 x pp2")
 REFUSED = {
     CallsBackward: (BY_REPLICAS, "has not called self.manual_backward"),
     SetsGradients: (BY_REPLICAS, "has not called self.manual_backward"),
+    MixesBackwards: (BY_REPLICAS, "has added to it after the last self.manual_backward"),
     NewHead: (("pp2", *BY_REPLICAS), "head.weight, of shape (1, 6), was made after the run had begun"),
     OtherOptimizerOfUser: (SHARDED, "ScaledByNorm has taken the place of another optimizer"),
 }
@@ -362,6 +389,7 @@ REFUSED = {
 MIXES_SAMPLES = {GradientPenalty: BY_REPLICAS}
 FAST = {
     *((AccumulatesByHand, "zero1 x tp2"), (Gan, "zero3 x tp2"), (CallsBackward, "dp2"), (NewHead, "dp2")),
+    *((MixesBackwards, "dp2"), (BackwardsBeforeTheLast, "dp2")),
     *((HooksOnParameters, "tp2"), (OtherOptimizerOfUser, "zero3"), (Complex, "pp2")),
 }
 CASES = [(module, layout) for module in (*AUTOMATIC, *MANUAL) for layout in LAYOUTS]

@@ -2,27 +2,11 @@
 
 import pytest
 from lightning.pytorch.callbacks import BatchSizeFinder
-from torch import nn
 
 from harness.feature_runs import LAYOUTS, SHARED_OUT, compare, on_rank, refusal
-from models.planted_out_of_memory import PLANT, Planted
-from models.tiny import loader
+from models.planted_out_of_memory import PLANT, Validates
 
 OPTIONS = {"dp2 x zero3": {"zero_stage": 3}, "tp2": {"tensor_parallel_size": 2}}
-
-
-class Validates(Planted):
-    def validation_step(self, batch, batch_idx):
-        self.log("val", nn.functional.mse_loss(self.head(self.blocks(batch["x"])), batch["y"]))
-
-    def on_validation_batch_start(self, *_):
-        PLANT.is_armed = True
-
-    def on_validation_batch_end(self, *_):
-        PLANT.is_armed = False
-
-    def val_dataloader(self):
-        return loader(self.batch_size, 128)
 
 
 def fit(run, **options):

@@ -271,6 +271,37 @@ def test_layout_that_changes(worlds):
     assert 0 < away < 0.05, away
 
 
+class Additive(Wide):
+    """Its gradients do not depend on its parameters; no pipeline runs it from its third batch on."""
+
+    def training_step(self, batch, batch_idx=None):
+        x, y = batch
+        loss = 0.0
+        for index in (0, 2, 4, 6):
+            h = self.layers[index](x)
+            if not index and self.trainer.fit_loop.epoch_loop.total_batch_idx >= 2 and h.mean().item() > 1e6:
+                h = 2 * h
+            loss = loss + (h * (x * y).roll(1, 1)).mean()
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("method", [POWERSGD, ("topk", 4, 0.2), ("1bit",), ("int8",)], ids=str)
+def test_no_gradient_is_lost_when_the_layout_changes(worlds, tmp_path, method):
+    """The averages so far and the feedback are the gradients so far."""
+    path = tmp_path / "saved"
+    [(exact, _), _] = worlds.run(2, fit, Fit(method=None, steps=5, module=Additive))
+    run = Fit(method, 4, {"pipeline_parallel_size": 2}, steps=5, module=Additive, save=str(path))
+    results = worlds.run(4, fit, run, timeout=300)
+    callbacks = torch.load(path, weights_only=False)["callbacks"]
+    [feedback] = [state["feedback"] for name, state in callbacks.items() if name.startswith("GradientCompression")]
+    assert max(float(value.abs().max()) for value in feedback.values()) > 1e-4
+    names = [name for name, _ in Additive().named_parameters()]
+    assert_equal(results, [p + 0.05 * feedback.get(n, 0.0) for n, p in zip(names, exact, strict=True)])
+
+
 class Spoiled(torch.autograd.Function):
     """The identity; its gradient is infinite where a flag is set."""
 
