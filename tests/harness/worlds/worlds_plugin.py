@@ -329,15 +329,17 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark three of four parameter sets of each test on ranks as extended, unless single files are run."""
+    """Mark seven of eight parameter sets of each test on ranks as extended; where single files are run, none."""
     if not any(Path(argument).is_dir() for argument in config.args):
+        for item in items:
+            item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "extended"]
         return
     counts: Counter[str] = Counter()
     for item in items:
         on_ranks = "worlds" in getattr(item, "fixturenames", ()) or item.get_closest_marker("world") is not None
         if on_ranks and item.get_closest_marker("slow") is None and item.get_closest_marker("gpu") is None:
             test = item.nodeid.partition("[")[0]
-            if counts[test] % 4:
+            if counts[test] % 8:
                 item.add_marker("extended")
             counts[test] += 1
 
