@@ -120,6 +120,7 @@ COMPILED = replace(LARGE, strategy={"compile": {"backend": "aot_eager"}}, callba
         pytest.param(replace(COMPILED, case=GPT2, microbatches=1), id="none"),
     ],
 )
+@pytest.mark.extended  # by default in tests/memory/test_budget_of_compiled_layers.py, without a Trainer
 def test_compiled_layers(worlds, run):
     """They keep what their compiler saves, or are recomputed in full; they draw the same random numbers both times."""
     plain = worlds.run(run.world_size, fit, run, timeout=300)
