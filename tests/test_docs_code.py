@@ -26,6 +26,7 @@ _FENCE = re.compile(
 _NAME = re.compile(r"# ([\w.-]+\.(?:py|yaml))\n")
 _SLOW = ("Trainer(", "CLI(", "verify(", "torchao")  # start processes, or import what takes long
 _FAST_PAGES = {"docs/howto/notebooks.md"}  # one fit of forked ranks
+_EXTENDED = ("import torch", "from torch", "lightning")  # load torch in an interpreter of their own
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,18 @@ def test_a_block_is_python_and_its_imports_of_this_package_exist(block):
                 assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
 
 
+def is_extended(block: Block) -> bool:
+    return block.page not in _FAST_PAGES and any(text in block.body for text in _EXTENDED)
+
+
 @pytest.mark.parametrize(
     "block",
     [
-        pytest.param(block, id=f"{block.page}-{block.number}", marks=[pytest.mark.slow] * is_slow(block))
+        pytest.param(
+            block,
+            id=f"{block.page}-{block.number}",
+            marks=[pytest.mark.slow] * is_slow(block) + [pytest.mark.extended] * is_extended(block),
+        )
         for block in ALONE
     ],
 )

@@ -19,6 +19,7 @@ DRAWN = sorted({path.stem for path in FOLDER.glob("*.svg")} - MEASURED - PLANNED
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+@pytest.mark.extended
 def test_pictures_are_up_to_date(tmp_path):
     script = ROOT / ".ci" / "pictures" / "draw.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -131,23 +132,27 @@ def violations(source, path):
                 yield f"{where}: {room} (floor {floor}) imports {other} (floor {other_floor}), which is not below it"
 
 
-@pytest.mark.parametrize("path", sources(), ids=str)
-def test_imports_point_down(path):
-    assert not list(violations((PACKAGE / path).read_text(), path))
+def test_imports_point_down():
+    assert not [found for path in sources() for found in violations((PACKAGE / path).read_text(), path)]
 
 
-@pytest.mark.parametrize("path", sources(), ids=str)
-def test_file_sizes_and_names(path):
-    num_lines = len((PACKAGE / path).read_text().splitlines())
-    assert num_lines <= MAX_LINES, f"{path} has {num_lines} lines; above {MAX_LINES} it holds two ideas: split it"
-    assert not VAGUE_NAMES & set(path.with_suffix("").parts), f"{path} has a name that says nothing; name its idea"
+def test_file_sizes_and_names():
+    num_lines = {path: len((PACKAGE / path).read_text().splitlines()) for path in sources()}
+    long = {str(path): number for path, number in num_lines.items() if number > MAX_LINES}
+    assert not long, f"above {MAX_LINES} lines a file holds two ideas: split it"
+    vague = [str(path) for path in num_lines if VAGUE_NAMES & set(path.with_suffix("").parts)]
+    assert not vague, "a name that says nothing; name the idea of the file"
 
 
-@pytest.mark.parametrize("path", sources(), ids=str)
-def test_a_function_fits_a_screen(path):
-    functions = (n for n in ast.walk(ast.parse((PACKAGE / path).read_text())) if isinstance(n, ast.FunctionDef))
-    long = {f.name: f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno - f.lineno >= MAX_FUNCTION}
-    assert not long, f"{path}: functions of more than {MAX_FUNCTION} lines: {long}; split them along their phases"
+def lines_of_functions(source):
+    functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+    return [(function.name, function.end_lineno - function.lineno + 1) for function in functions]
+
+
+def test_a_function_fits_a_screen():
+    num_lines = {path: lines_of_functions((PACKAGE / path).read_text()) for path in sources()}
+    long = [(str(path), *each) for path, functions in num_lines.items() for each in functions if each[1] > MAX_FUNCTION]
+    assert not long, f"functions of more than {MAX_FUNCTION} lines; split them along their phases"
 
 
 def test_the_strategy_only_translates_hooks():
@@ -194,9 +199,9 @@ def coinages_in(path):
     return [name for name, words in names_in(path.read_text(), path).items() if words & COINAGES]
 
 
-@pytest.mark.parametrize("path", sources(), ids=str)
-def test_names_are_those_of_the_field(path):
-    assert not coinages_in(PACKAGE / path), f"{path}: use the field's word"
+def test_names_are_those_of_the_field():
+    found = {str(path): coinages_in(PACKAGE / path) for path in sources()}
+    assert not {path: names for path, names in found.items() if names}, "use the field's word"
 
 
 def test_names_of_tests_are_those_of_the_field():
@@ -209,10 +214,10 @@ def test_coinages_are_found():
     assert sum(bool(words & COINAGES) for words in names_in(source, Path("zero/lent_parts.py")).values()) == 4
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in sources()}), ids=str)
-def test_folder_sizes(folder):
-    count = len([path for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"])
-    assert count <= MAX_FILES, f"{folder} has {count} files; above {MAX_FILES} it holds two ideas: split it"
+def test_folder_sizes():
+    counts = Counter(str(path.parent) for path in sources() if path.stem != "__init__")
+    large = {folder: count for folder, count in counts.items() if count > MAX_FILES}
+    assert not large, f"above {MAX_FILES} files a folder holds two ideas: split it"
 
 
 @pytest.mark.parametrize(
@@ -291,8 +296,12 @@ def rooms_with_lines():
     return lines
 
 
-@pytest.mark.parametrize("room", sorted(room for room, lines in rooms_with_lines().items() if lines > MIN_TESTED_LINES))
-def test_every_room_has_tests(room):
-    tests = ROOT / "tests" / room
-    files = [*tests.glob("test_*.py"), *tests.glob("*/test_*.py"), *tests.parent.glob(f"test_{tests.name}.py")]
-    assert files, f"no test file in tests/{room}, and no {tests.parent.relative_to(ROOT)}/test_{tests.name}.py"
+def test_every_room_has_tests():
+    folders = [TESTS / room for room, lines in rooms_with_lines().items() if lines > MIN_TESTED_LINES]
+    assert folders
+    without = [
+        f"no test file in {tests.relative_to(ROOT)}, and no {tests.parent.relative_to(ROOT)}/test_{tests.name}.py"
+        for tests in folders
+        if not any([*tests.glob("test_*.py"), *tests.glob("*/test_*.py"), *tests.parent.glob(f"test_{tests.name}.py")])
+    ]
+    assert not without

@@ -89,7 +89,7 @@ ZERO = {
 @pytest.mark.parametrize("stage", ZERO)
 def test_gain_with_sharded_gradients(worlds, stage, pipeline, accumulated):
     devices = 2 * pipeline
-    expected = worlds.run(devices, fit, devices, pipeline, accumulated)
+    expected = worlds.run_once(devices, fit, devices, pipeline, accumulated)
     found = worlds.run(devices, functools.partial(fit, **ZERO[stage]), devices, pipeline, accumulated)
     for (gains, parameters), (wanted, wanted_parameters) in zip(found, expected, strict=True):
         assert len(gains) >= 4 and any(gain > 1.001 for gain in gains)

@@ -46,6 +46,7 @@ def best_and_last(run):
     return uninterrupted, kept, run.numbers(trainer, module), Path(resumed.best_model_path).name
 
 
+@pytest.mark.extended  # by default in test_distributed_checkpoints.py, of other files
 @pytest.mark.parametrize("size", [pytest.param(2, id="pp2"), pytest.param(4, id="dp2 x pp2", marks=pytest.mark.slow)])
 def test_best_and_last_resume_bitwise(worlds, tmp_path, size):
     for uninterrupted, kept, resumed, best in worlds.run(size, on_rank, best_and_last, size, 2, str(tmp_path)):

@@ -27,6 +27,7 @@ checked = {}  # references are run once per module
 
 
 @pytest.mark.parametrize(("name", "layout"), ALL)
+@pytest.mark.extended  # by default in tests/idioms, by topic
 def test_module_under_layout(worlds, name, layout):
     if name not in checked:
         checked.clear()

@@ -71,6 +71,7 @@ def fit(top, objects_of, precision=None, *, as_plugin=False, late=False):
     return weights_of(model) | {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
+@pytest.mark.extended  # by default with both command lines, below
 @pytest.mark.parametrize(
     ("objects_of", "options"),
     [

@@ -79,6 +79,14 @@ def process_id():
     return os.getpid()
 
 
+_calls = []
+
+
+def number_of_calls():
+    _calls.append(None)
+    return len(_calls)
+
+
 def environment():
     return {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")}
 
@@ -146,6 +154,12 @@ def test_world_is_reused_until_it_fails(worlds):
     with pytest.raises(RankError):
         worlds.run(2, fail_on, 0, grace=0.2)
     assert not set(worlds.run(2, process_id)) & set(before)
+
+
+def test_a_reference_is_run_once(worlds):
+    first = worlds.run_once(2, number_of_calls)
+    assert worlds.run(2, number_of_calls) == [count + 1 for count in first]
+    assert worlds.run_once(2, number_of_calls) == first
 
 
 def test_failure_report_contents(worlds):

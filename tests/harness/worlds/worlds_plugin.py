@@ -69,6 +69,7 @@ class Worlds:
     def __init__(self, *, capture: bool) -> None:
         self._capture = capture
         self._by_size: dict[int, _World] = {}
+        self._references: dict[tuple[int, bytes], bytes] = {}
 
     def run(
         self,
@@ -117,6 +118,16 @@ class Worlds:
         if skipped:
             pytest.skip(skipped[0])
         return [pickle.loads(report.result) for report in reports]
+
+    def run_once(self, n: int, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Return what `run` returns, from an earlier call with equal arguments if there was one.
+
+        For a reference that several tests compare with.
+        """
+        key = n, pickle.dumps((function, args, kwargs))
+        if key not in self._references:
+            self._references[key] = pickle.dumps(self.run(n, function, *args, **kwargs))
+        return pickle.loads(self._references[key])
 
     def stop(self) -> None:
         """End all worlds."""
@@ -329,15 +340,18 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark three of four parameter sets of each test on ranks as extended, unless single files are run."""
+    """Mark seven of eight parameter sets of each test on ranks, or marked so, as extended; none in a run of files."""
     if not any(Path(argument).is_dir() for argument in config.args):
+        for item in items:
+            item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "extended"]
         return
     counts: Counter[str] = Counter()
     for item in items:
         on_ranks = "worlds" in getattr(item, "fixturenames", ()) or item.get_closest_marker("world") is not None
-        if on_ranks and item.get_closest_marker("slow") is None and item.get_closest_marker("gpu") is None:
+        is_sampled = on_ranks or item.get_closest_marker("sampled") is not None
+        if is_sampled and item.get_closest_marker("slow") is None and item.get_closest_marker("gpu") is None:
             test = item.nodeid.partition("[")[0]
-            if counts[test] % 4:
+            if counts[test] % 8:
                 item.add_marker("extended")
             counts[test] += 1
 

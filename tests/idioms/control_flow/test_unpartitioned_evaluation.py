@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 import torchmetrics
 import transformers
@@ -324,6 +325,7 @@ def test_tensor_parallel_and_zero(worlds, module, make_data, layout):
     same(worlds, module, make_data, layout)
 
 
+@pytest.mark.extended  # by default over stages, tensor ranks and ZeRO
 @under([EXPERTS])
 def test_expert_parallel(worlds, layout):
     same(worlds, Routed, few_texts, layout, precision="32-true")

@@ -50,6 +50,7 @@ def assert_unchanged(before, after):
             assert content == after[key][1], key
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_module_is_unchanged(case):
     module = make(case).train()

@@ -38,6 +38,7 @@ def assert_stages(outcome, case, num_stages):
     assert set(assignment.shared) <= SHARED.get(case.__name__, set())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("case", [Layers, *HAND_WRITTEN, *HUGGING_FACE], ids=lambda case: case.__name__)
 def test_parity(case, num_stages):

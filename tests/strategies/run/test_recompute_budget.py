@@ -1,5 +1,6 @@
 """A Trainer with ``recompute="35MB"``: equal results in bits, and a peak just under the budget, on each rank."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -120,6 +121,7 @@ COMPILED = replace(LARGE, strategy={"compile": {"backend": "aot_eager"}}, callba
         pytest.param(replace(COMPILED, case=GPT2, microbatches=1), id="none"),
     ],
 )
+@pytest.mark.extended  # by default in tests/memory/test_budget_of_compiled_layers.py, without a Trainer
 def test_compiled_layers(worlds, run):
     """They keep what their compiler saves, or are recomputed in full; they draw the same random numbers both times."""
     plain = worlds.run(run.world_size, fit, run, timeout=300)
@@ -181,12 +183,17 @@ def test_a_share_of_the_free_memory(worlds):
     assert budget > 100 * floor
 
 
+@functools.cache
+def parser_of(taker):
+    parser = ArgumentParser()
+    parser.add_class_arguments(taker, "it")
+    return parser
+
+
 @pytest.mark.parametrize("given", ["6GiB", "500 MB", "50%"])
 @pytest.mark.parametrize("taker", [Hybrid3DStrategy, ActivationCheckpointing])
 def test_yaml_form(taker, given):
-    parser = ArgumentParser()
-    parser.add_class_arguments(taker, "it")
-    assert parser.parse_string(yaml.safe_dump({"it": {"recompute": given}})).it.recompute == given
+    assert parser_of(taker).parse_string(yaml.safe_dump({"it": {"recompute": given}})).it.recompute == given
     with pytest.raises(ValueError, match="'6GiB' or '500 MB', or a share of the free memory such as '50%'"):
         taker(recompute="6 gigabytes")
 

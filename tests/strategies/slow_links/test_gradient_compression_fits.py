@@ -122,16 +122,25 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_powersgd_is_the_same_in_each_layout(worlds, layout):
     """It depends on the gradients of the replicas alone."""
-    [(expected, steps), _] = worlds.run(2, fit, Fit())
-    [(exact, _), _] = worlds.run(2, fit, Fit(method=None))
+    [(expected, steps), _] = worlds.run_once(2, fit, Fit())
+    [(exact, _), _] = worlds.run_once(2, fit, Fit(method=None))
     assert not all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(expected, exact, strict=True)), "not compressed"
     assert steps[-1]["gradient_compression"] > 1.3
     world_size, options = LAYOUTS[layout]
     assert_equal(worlds.run(world_size, fit, Fit(world_size=world_size, options=options), timeout=300), expected)
 
 
-@pytest.mark.parametrize("method", [POWERSGD, ("int8",), ("topk", 4, 0.3), ("1bit",), ("bf16",), ("fp16",)], ids=str)
-@pytest.mark.parametrize("layout", ["replicas", "ZeRO-3", "two copies of shards", "tensor ranks"])
+METHODS = [POWERSGD, ("int8",), ("topk", 4, 0.3), ("1bit",), ("bf16",), ("fp16",)]
+IN_ALL_LAYOUTS = [POWERSGD, ("topk", 4, 0.3)]
+# A layout decides which tensors are averaged, a method how: all methods in one layout, two methods in all layouts.
+EACH_METHOD = [
+    pytest.param(method, layout, marks=[pytest.mark.slow] * (layout != "replicas" and method not in IN_ALL_LAYOUTS))
+    for layout in ("replicas", "ZeRO-3", "two copies of shards", "tensor ranks")
+    for method in METHODS
+]
+
+
+@pytest.mark.parametrize(("method", "layout"), EACH_METHOD, ids=str)
 def test_each_method_learns_in_each_layout(worlds, method, layout):
     sizes = {
         "replicas": (2, {}),
@@ -142,7 +151,7 @@ def test_each_method_learns_in_each_layout(worlds, method, layout):
     world_size, options = sizes[layout]
     results = worlds.run(world_size, fit, Fit(method, world_size, options, steps=10), timeout=300)
     assert_equal(results, results[0][0], tolerance=1e-12)
-    exact = worlds.run(world_size, fit, Fit(None, world_size, options, steps=10), timeout=300)
+    exact = worlds.run_once(world_size, fit, Fit(None, world_size, options, steps=10), timeout=300)
     away = max(float((a - b).abs().max()) for a, b in zip(results[0][0], exact[0][0], strict=True))
     assert 0 < away < 0.1, away
     assert results[0][1][-1]["gradient_compression"] > 1
@@ -172,11 +181,18 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])
-@pytest.mark.parametrize("after", RESUMED)
-@pytest.mark.parametrize("before", RESUMED)
+# Files for each pair of layouts, folders from each layout to another one.
+EACH_RESUMED = [
+    pytest.param(before, after, folder, marks=[pytest.mark.slow] * (folder and i != (j + 1) % 3))
+    for folder in (False, True)
+    for i, before in enumerate(RESUMED)
+    for j, after in enumerate(RESUMED)
+]
+
+
+@pytest.mark.parametrize(("before", "after", "folder"), EACH_RESUMED)
 def test_resumed_in_another_layout_as_if_not_interrupted(worlds, tmp_path, before, after, folder):
-    [(expected, _), _] = worlds.run(2, fit, Fit(steps=6, epoch=3))
+    [(expected, _), _] = worlds.run_once(2, fit, Fit(steps=6, epoch=3))
     path, saves = str(tmp_path / "saved"), {"save_distributed_checkpoint": folder}
     world_size, options = RESUMED[before]
     worlds.run(world_size, fit, Fit(POWERSGD, world_size, options | saves, epoch=3, steps=3, save=path), timeout=300)

@@ -384,9 +384,17 @@ def test_manual_optimization(worlds):
     assert_state(worlds.run(2, fit, Fit(every=3, steps=7, module=Manual)), simulated(Fit(every=3, steps=7)))
 
 
-@pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])
-@pytest.mark.parametrize("after", ["replicas", "stages", "ZeRO-3 inside"])
-@pytest.mark.parametrize("before", ["replicas", "stages", "ZeRO-3 inside"])
+RESUMED = ["replicas", "stages", "ZeRO-3 inside"]
+# Files for each pair of layouts, folders from each layout to another one.
+EACH_RESUMED = [
+    pytest.param(before, after, folder, marks=[pytest.mark.slow] * (folder and i != (j + 1) % 3))
+    for folder in (False, True)
+    for i, before in enumerate(RESUMED)
+    for j, after in enumerate(RESUMED)
+]
+
+
+@pytest.mark.parametrize(("before", "after", "folder"), EACH_RESUMED)
 def test_resumed_in_another_layout_as_if_not_interrupted(worlds, tmp_path, before, after, folder):
     sizes = LAYOUTS | {"replicas": (2, {})}
     resumed = partial(Fit, every=2, outer="nesterov", epoch=4)

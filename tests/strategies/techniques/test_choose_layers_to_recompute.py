@@ -1,5 +1,6 @@
 """Layers recomputed in the backward: bitwise equal results, and fewer saved bytes."""
 
+import functools
 import re
 from dataclasses import replace
 
@@ -192,14 +193,19 @@ def test_invalid_requests(worlds):
     assert "recompute names 'model.transformer.g.*', which matches no layer; nearest: model.tran" in message
 
 
+@functools.cache
+def parser_of(taker):
+    parser = ArgumentParser()
+    parser.add_class_arguments(taker, "it")
+    return parser
+
+
 @pytest.mark.parametrize(
     "given", [1, 2, 0.3, 1.0, "full", ["layers.*"], {"layers.*": 0.3, "layers.0": "keep"}], ids=str
 )
 @pytest.mark.parametrize("taker", [Hybrid3DStrategy, ActivationCheckpointing])
 def test_yaml_form(taker, given):
-    parser = ArgumentParser()
-    parser.add_class_arguments(taker, "it")
-    parsed = parser.parse_string(yaml.safe_dump({"it": {"recompute": given}})).it.recompute
+    parsed = parser_of(taker).parse_string(yaml.safe_dump({"it": {"recompute": given}})).it.recompute
     assert parsed == given and type(parsed) is type(given)
 
 

@@ -116,6 +116,7 @@ def test_misfit_sizes_are_reported_by_the_layout():
 SCRIPT = """
     import os, sys, threading, warnings
     warnings.simplefilter("ignore")
+    import harness.worlds.light_torchmetrics  # loads in half the time
     import lightning_hybrid
     import torch
     from lightning.pytorch import Trainer

@@ -86,6 +86,7 @@ def calls_of_units(model, inputs):
     return calls.values()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_are_sharded_in_pairs(name):
     model, inputs = MODELS[name]()

@@ -102,6 +102,7 @@ CASES += [(layout, limit_of_maximum) for layout in LAYOUTS[1:]]
 CASES += [pytest.param(layout, change, marks=pytest.mark.slow) for layout in LAYOUTS[1:] for change in THRESHOLDS[1:]]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("layout", "change"), CASES)
 def test_decisions_of_all_positions_keep_the_full_sequence(layout, change):
     plan = planned(change, **layout)
