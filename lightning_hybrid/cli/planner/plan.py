@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, UsageError, print_json, usage_errors
-from lightning_hybrid.cli.module_and_data_from_cli import FLAGS
+from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, strategies_file
 from lightning_hybrid.cli.progress_bar import Progress
 from lightning_hybrid.cli.user_classes_from_arguments import existing_file
 from lightning_hybrid.cli.verify import add_classes_to, configured
@@ -135,16 +134,13 @@ def _recorded(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCost
     made, config = configured(parsed)
     import torch  # late: it takes seconds
 
-    from lightning_hybrid.namespaces.lightning_namespaces import NAMESPACES
     from lightning_hybrid.verify.run_experiment import fit_arguments, namespace_of
 
     torch.manual_seed(0)
     progress.phase("making the module and its data")
     module, data = made.make_module(), made.make_data()
     lightning = namespace_of(module)
-    namespace = next(known for known in NAMESPACES if known.package == lightning.__name__)
-    namespace.load("Hybrid3DStrategy")  # refuses a version of Lightning that lacks what is used
-    recording = importlib.import_module(f"{namespace.home}.strategies.record_planner_costs")
+    recording = strategies_file(lightning, "record_planner_costs")
     precision = parsed.precision or config.precision or "32-true"
     arguments = fit_arguments(lightning, data)
     recorded = recording.record_costs(lightning, module, arguments, precision, progress.phase)

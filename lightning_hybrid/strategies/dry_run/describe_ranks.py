@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -30,7 +29,6 @@ from lightning_hybrid.strategies.dry_run.tensor_ranks_of_units import TensorUnit
 from lightning_hybrid.strategies.plan_in_one_process import make_plan
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.tensor.search.unit_search import NOT_SEARCHED
-from lightning_hybrid.verify.records.run_record_and_recorder import describe_failure
 
 ChooseRanks = Callable[[ParallelLayout], Sequence[int]]
 
@@ -78,11 +76,8 @@ def dry_run(
     layout = run.setting.layout
     content: dict[str, Any] = {"ranks": layout.world_size, "nodes": num_nodes, "refused": None, "rank": []}
     content |= {"samples": strategy.samples, "num_microbatches": strategy.num_microbatches, "table": strategy.table}
-    if run.zero3_fallback is not None:
-        content["refused"] = run.zero3_fallback.refusal
-        error = None if strategy.partition is None else strategy.partition.fallback_error
-        if error is not None and not describe_failure(error, steps_done=0).refused:
-            traceback.print_exception(error)
+    content["refused"] = strategy.refusal()
+    if content["refused"] is not None:
         return content
     on_phase("building the program of the pipeline")
     plans = {} if run.shards is None else run.shards.plans
