@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, print_json
-from lightning_hybrid.cli.module_and_data_from_cli import FLAGS
+from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, strategies_file
 from lightning_hybrid.cli.progress_bar import Progress
 from lightning_hybrid.cli.verify import add_classes_to, add_tensor_plan_to, checked, configured, layout_of
 
@@ -97,14 +95,10 @@ def explain(
         precision: Lightning's name of the precision.
         on_phase: Receives the name of each phase as it begins.
     """
-    from lightning_hybrid.namespaces.lightning_namespaces import NAMESPACES
-    from lightning_hybrid.verify.records.run_record_and_recorder import describe_failure
     from lightning_hybrid.verify.run_experiment import fit_arguments, namespace_of
 
     lightning = namespace_of(module)
-    namespace = next(known for known in NAMESPACES if known.package == lightning.__name__)
-    namespace.load("Hybrid3DStrategy")  # refuses a version of Lightning that lacks what is used
-    planning = importlib.import_module(f"{namespace.home}.strategies.plan_in_one_process")
+    planning = strategies_file(lightning, "plan_in_one_process")
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     arguments = fit_arguments(lightning, data)
     options = layout.options(None)
@@ -120,11 +114,8 @@ def explain(
     partition = strategy.partition
     if partition is None:
         return content
-    if partition.run.zero3_fallback is not None:
-        content |= {"refused": partition.run.zero3_fallback.refusal, "may_retry": partition.may_retry}
-        error = partition.fallback_error
-        if error is not None and not describe_failure(error, steps_done=0).refused:
-            traceback.print_exception(error)
+    content["refused"] = strategy.refusal()
+    content["may_retry"] = content["refused"] is not None and partition.may_retry
     plan = partition.run.plan
     if plan is not None and plan.first is not None and content["refused"] is None:
         content["units"] = units_of(plan.first.assignment, sizes)

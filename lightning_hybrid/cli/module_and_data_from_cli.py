@@ -199,3 +199,17 @@ def _in_words_of_the_command(message: str, cli: Any) -> str:
         near = difflib.get_close_matches(unknown[1], arguments) or arguments[:12]
         message += f"; nearest: {', '.join(near)}" if near else ""
     return message.replace("--model.", "--module.")
+
+
+def strategies_file(lightning: Any, name: str) -> Any:
+    """Import a file of ``strategies`` for a namespace of Lightning; a version that lacks what is used is refused.
+
+    Args:
+        lightning: The namespace of the user's module.
+        name: The name of the file below ``strategies``, with dots.
+    """
+    from lightning_hybrid.namespaces.lightning_namespaces import NAMESPACES
+
+    namespace = next(known for known in NAMESPACES if known.package == lightning.__name__)
+    namespace.load("Hybrid3DStrategy")
+    return importlib.import_module(f"{namespace.home}.strategies.{name}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
@@ -40,6 +41,7 @@ from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.world.strategy_base_with_ranks import RankedStrategy
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.search.unit_search import plan_unit
+from lightning_hybrid.verify.records.run_record_and_recorder import describe_failure
 
 
 class FirstOfManyRanks(LightningEnvironment):
@@ -152,6 +154,19 @@ class PlanningStrategy(Hybrid3DStrategy):
         self.techniques = describe_techniques(run)
         self.memory = self._memory_of(run, recorded)
         self.memory_without_techniques = self._memory_of(without_techniques(run), recorded)
+
+    def refusal(self) -> str | None:
+        """Return why the ranks would hold shards of all parameters instead; None if they would not.
+
+        An error of the user's step while it was recorded is printed with its traceback.
+        """
+        partition = self.partition
+        if partition is None or partition.run.zero3_fallback is None:
+            return None
+        error = partition.fallback_error
+        if error is not None and not describe_failure(error, steps_done=0).refused:
+            traceback.print_exception(error)
+        return partition.run.zero3_fallback.refusal
 
     def _memory_of(self, run: Run, recorded: Assignment | None) -> list[RankMemory]:
         """Estimate the memory of each pipeline rank; ``recorded`` is the step of a run without stages."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.cli.dryrun.print_ranks import print_ranks
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, UsageError, print_json
-from lightning_hybrid.cli.module_and_data_from_cli import FLAGS
+from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, strategies_file
 from lightning_hybrid.cli.progress_bar import Progress
 from lightning_hybrid.cli.verify import add_classes_to, add_tensor_plan_to, checked, configured, layout_of
 
@@ -131,13 +130,10 @@ def _made(made: Any, *, with_storage: bool) -> tuple[Any, Any]:
 def _dry_run(
     module: Any, data: Any, layout: Layout, parsed: argparse.Namespace, precision: str, progress: Progress
 ) -> dict[str, Any]:
-    from lightning_hybrid.namespaces.lightning_namespaces import NAMESPACES
     from lightning_hybrid.verify.run_experiment import fit_arguments, namespace_of
 
     lightning = namespace_of(module)
-    namespace = next(known for known in NAMESPACES if known.package == lightning.__name__)
-    namespace.load("Hybrid3DStrategy")  # refuses a version of Lightning that lacks what is used
-    dry_run = importlib.import_module(f"{namespace.home}.strategies.dry_run.describe_ranks").dry_run
+    dry_run = strategies_file(lightning, "dry_run.describe_ranks").dry_run
     content: dict[str, Any] = dry_run(
         lightning,
         module,

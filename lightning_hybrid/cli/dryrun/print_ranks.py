@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _KINDS = ("parameters", "gradients", "optimizer_states", "activations", "gathered", "messages", "total")
@@ -37,6 +37,7 @@ def print_ranks(content: dict[str, Any], *, verbose: bool) -> None:
     ranks = content["rank"]
     _print_rows(_memory_rows(ranks))
     _print_rows(_message_rows(ranks))
+    _print_tensor_plans(content["tensor_plans"])
     if verbose or len(ranks) <= _FEW:
         for rank in ranks:
             _print_rank(rank, verbose=verbose)
@@ -75,6 +76,13 @@ def _message_rows(ranks: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
             cells += [f"{count:,}", f"{rank['sent_bytes'].get(axis, 0):,}"]
         rows.append((f"rank {rank['rank']}", *cells))
     return rows
+
+
+def _print_tensor_plans(plans: Mapping[str, Sequence[str]]) -> None:
+    from lightning_hybrid.step.objects.repeated_layers import lines_of_layers
+
+    if plans:
+        print("\n".join(["layers on tensor and context ranks", *(f"  {line}" for line in lines_of_layers(plans)), ""]))
 
 
 def _print_rank(rank: dict[str, Any], *, verbose: bool) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, UsageError, print_json, usage_errors
-from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, ConfiguredRun
+from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, ConfiguredRun, strategies_file
 from lightning_hybrid.cli.progress_bar import Progress
 from lightning_hybrid.cli.user_classes_from_arguments import existing_file
 from lightning_hybrid.cli.verify import add_classes_to, configured
@@ -162,16 +161,13 @@ def _record(
 ) -> RecordedCosts:
     import torch
 
-    from lightning_hybrid.namespaces.lightning_namespaces import NAMESPACES
     from lightning_hybrid.verify.run_experiment import fit_arguments, namespace_of
 
     torch.manual_seed(0)
     with building:
         module, data = made.make_module(), made.make_data()
     lightning = namespace_of(module)
-    namespace = next(known for known in NAMESPACES if known.package == lightning.__name__)
-    namespace.load("Hybrid3DStrategy")  # refuses a version of Lightning that lacks what is used
-    recording = importlib.import_module(f"{namespace.home}.strategies.record_planner_costs")
+    recording = strategies_file(lightning, "record_planner_costs")
     recorded: RecordedCosts = recording.record_costs(
         lightning, module, fit_arguments(lightning, data), precision, progress.phase
     )

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 _LARGE_NUMEL = 2**24
+_MADE = (torch.empty, torch.rand, torch.randn)  # functions that take a size and a device
 
 
 @contextlib.contextmanager
@@ -30,12 +31,16 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """A function mode in which large uninitialised tensors have no storage: the host may refuse to reserve it."""
+    """A function mode in which large tensors without values, or of random ones, have no storage.
+
+    The host may refuse to reserve it, and random numbers of a wide layer take seconds.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") is None and "out" not in kwargs:
-            meta = func(*args, **{**kwargs, "device": "meta"})
+        if func in _MADE and kwargs.get("device") is None and "out" not in kwargs:
+            sizes = {name: value for name, value in kwargs.items() if name != "generator"}
+            meta = func(*args, **{**sizes, "device": "meta"})
             if meta.numel() > _LARGE_NUMEL:
                 return meta
         return func(*args, **kwargs)

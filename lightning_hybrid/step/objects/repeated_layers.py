@@ -6,7 +6,7 @@ are the layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -43,6 +43,19 @@ def shortened(fqn: str) -> str:
             break
         tail = f"{name}.{tail}"
     return f"{head}...{tail}"
+
+
+def lines_of_layers(lines: Mapping[str, Sequence[str]]) -> list[str]:
+    """Lines about layers, by FQN, for a table: layers with equal lines share them."""
+    by_text: dict[tuple[str, ...], list[str]] = {}
+    for fqn, text in lines.items():
+        by_text.setdefault(tuple(text), []).append(fqn)
+    found = []
+    for each, fqns in by_text.items():
+        first, last = shortened(fqns[0]), shortened(fqns[-1])
+        found.append(first if len(fqns) == 1 else f"{first} .. {last} ({len(fqns)})")
+        found += [f"    {line}" for line in each]
+    return found
 
 
 def _has_layers(module: nn.Module) -> bool:

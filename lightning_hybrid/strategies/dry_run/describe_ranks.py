@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -24,12 +23,12 @@ from lightning_hybrid.strategies.dry_run.messages_of_step import (
     program_of,
     sent_by_axis,
 )
-from lightning_hybrid.strategies.dry_run.plan_on_meta import MOST_PROVED_NUMEL, DryRunStrategy
+from lightning_hybrid.strategies.dry_run.plan_on_meta import DryRunStrategy
 from lightning_hybrid.strategies.dry_run.run_of_other_rank import run_of_rank
 from lightning_hybrid.strategies.dry_run.tensor_ranks_of_units import TensorUnits
 from lightning_hybrid.strategies.plan_in_one_process import make_plan
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
-from lightning_hybrid.verify.records.run_record_and_recorder import describe_failure
+from lightning_hybrid.tensor.search.unit_search import NOT_SEARCHED
 
 ChooseRanks = Callable[[ParallelLayout], Sequence[int]]
 
@@ -77,13 +76,12 @@ def dry_run(
     layout = run.setting.layout
     content: dict[str, Any] = {"ranks": layout.world_size, "nodes": num_nodes, "refused": None, "rank": []}
     content |= {"samples": strategy.samples, "num_microbatches": strategy.num_microbatches, "table": strategy.table}
-    if run.zero3_fallback is not None:
-        content["refused"] = run.zero3_fallback.refusal
-        error = None if strategy.partition is None else strategy.partition.fallback_error
-        if error is not None and not describe_failure(error, steps_done=0).refused:
-            traceback.print_exception(error)
+    content["refused"] = strategy.refusal()
+    if content["refused"] is not None:
         return content
     on_phase("building the program of the pipeline")
+    plans = {} if run.shards is None else run.shards.plans
+    content["tensor_plans"] = {fqn: plan.lines() for fqn, plan in plans.items()}
     described = _Described(strategy, run, layout.world_size // num_nodes, with_shapes=with_shapes)
     ranks = choose_ranks(layout)
     for number, rank in enumerate(ranks):
@@ -182,16 +180,20 @@ class _Described:
     def notes(self) -> list[str]:
         """Return what the figures leave out."""
         layout, found = self._run.setting.layout, []
-        if unproved := self._strategy.unproved:
+        plans = {} if self._run.shards is None else self._run.shards.plans
+        unsearched = [
+            f for f, plan in plans.items() if any(NOT_SEARCHED in r for r in plan.replicated_reasons.values())
+        ]
+        if unsearched:
+            others = f" and {len(unsearched) - 1} more" if unsearched[1:] else ""
             found.append(
-                f"the plans for tensor ranks of {len(unproved)} kinds of layers (up to {max(unproved):,} parameters;"
-                f" more than {MOST_PROVED_NUMEL:,}) were chosen by shapes, and the proof that a run makes was not run"
+                f"{unsearched[0]}{others}: left unsharded, since no plan was found on a narrow copy (the reason is with"
+                " its plan); a run searches it at full width, as lightning-hybrid explain does"
             )
         for fqn, error in self._units.unmeasured.items():
             found.append(
                 f"messages of {fqn} between tensor ranks are not counted: it does not run on meta tensors: {error}"
             )
-        plans = {} if self._run.shards is None else self._run.shards.plans
         if any(plan.positions is not None for plan in plans.values()):
             found.append(
                 "sequences are sharded between layers: their messages are an estimate, counted as if each layer got and"

@@ -1,29 +1,22 @@
-"""The plan of a run on parameters without storage; large layers are sharded over tensor ranks by shapes alone."""
+"""The plan of a run on parameters without storage; wide layers are searched on narrow copies, or left unsharded."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
-
-import torch
-from torch import nn
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, check_count, choose_count, split
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
-from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.plan_in_one_process import PlanningStrategy
 from lightning_hybrid.strategies.run.partition_module_over_ranks import RecordedBatch
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.start.example_batch import take_example
-from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.search.unit_search import plan_unit
-from lightning_hybrid.tensor.shapes_only.search_by_shapes import plan_by_shapes
-
-MOST_PROVED_NUMEL = 2**24  # parameters of a layer whose plan is proved, which takes a second or two
 
 
 class DryRunStrategy(PlanningStrategy):
@@ -32,7 +25,6 @@ class DryRunStrategy(PlanningStrategy):
     Attributes:
         run_as_planned: The decisions; None if there are none.
         recorded: The recorded step where there are no stages.
-        unproved: Numbers of parameters of the layers whose tensor plans are not proved, one for each kind of layer.
         samples: Samples in the batch of a replica; None if unknown.
         num_microbatches: Microbatches of that batch.
     """
@@ -41,7 +33,6 @@ class DryRunStrategy(PlanningStrategy):
         super().__init__(**options)
         self.run_as_planned: Run | None = None
         self.recorded: Assignment | None = None
-        self.unproved: list[int] = []
         self.samples: int | None = None
         self.num_microbatches = 1
 
@@ -68,12 +59,7 @@ class DryRunStrategy(PlanningStrategy):
         lifecycle.setting = dataclasses.replace(setting, options=options)
         lifecycle.run = dataclasses.replace(lifecycle.run, setting=lifecycle.setting)
 
-    def _find_tensor_plan(self, unit: nn.Module, args: Any, kwargs: Any, size: int, **how: Any) -> UnitPlan:
-        numel = sum(torch.Size(full_shape(parameter)).numel() for parameter in unit.parameters())
-        if numel <= MOST_PROVED_NUMEL or how.get("context", 1) > 1:
-            return plan_unit(unit, args, kwargs, size, **how)
-        self.unproved.append(numel)
-        return plan_by_shapes(unit, args, kwargs, size, **how)
+    _find_tensor_plan = staticmethod(partial(plan_unit, at_full_width=False))
 
     def _describe(self, run: Run, recorded: Assignment | None) -> None:
         partition = self.partition

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.errors import LayoutError
-from lightning_hybrid.step.objects.repeated_layers import shortened
+from lightning_hybrid.step.objects.repeated_layers import lines_of_layers
 from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, UnitPlan
 
 
@@ -85,14 +85,5 @@ def _spans(first: int, size: int, ranks_per_node: int) -> bool:
 
 def describe_tensor_plans(plans: Mapping[str, UnitPlan], summary: str = "") -> str:
     """Return lines that describe the plans; units with equal plans share them."""
-    by_text: dict[tuple[str, ...], list[str]] = {}
-    for fqn, plan in plans.items():
-        by_text.setdefault(tuple(plan.lines()), []).append(fqn)
-    lines = []
-    for text, fqns in by_text.items():
-        first, last = shortened(fqns[0]), shortened(fqns[-1])
-        lines.append(first if len(fqns) == 1 else f"{first} .. {last} ({len(fqns)})")
-        lines += [f"    {line}" for line in text]
-    if summary:
-        lines.append(summary)
-    return "\n".join(lines)
+    lines = lines_of_layers({fqn: plan.lines() for fqn, plan in plans.items()})
+    return "\n".join([*lines, summary] if summary else lines)

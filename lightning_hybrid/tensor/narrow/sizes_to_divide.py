@@ -20,7 +20,8 @@ FACTORS = (2, 4, 8, 16, 32, 64)
 _MOST_NUMEL = 2**22  # parameters of a copy that is narrow enough
 _LEAST_SIZE = 4  # of a divided size: below, different values become equal or vanish
 _MULTIPLES = (1, 2, 3)  # of the ranks; fused projections have two or three pieces
-_COUNTS = ("head", "expert", "group", "bucket", "layer", "position", "token")  # in names of numbers that are no width
+# In names of numbers that are no width.
+_COUNTS = ("head", "expert", "group", "bucket", "layer", "position", "token", "embeddings")
 _WIDTHS = ("dim", "size", "width", "features", "channels")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.parts.parameter_shard_placement import Placement, Replicated, Shard
-from lightning_hybrid.tensor.plan.unit_plan import Group, LinearLike, Role, Rule, Site, UnitPlan
+from lightning_hybrid.tensor.plan.unit_plan import NO_LINEAR, Group, LinearLike, Role, Rule, Site, UnitPlan
 from lightning_hybrid.tensor.trial.example_inputs import Example
 
 
@@ -114,4 +114,4 @@ def _reason(fqn: str, roles: Mapping[str, Role], reasons: Mapping[str, str]) -> 
         return reasons[fqn]
     owner = fqn.rpartition(".")[0]
     is_bias = roles.get(owner) == "row" or roles.get(owner.rpartition(".")[0]) == "attention"
-    return "added to the sum over ranks" if is_bias else "no weight of a linear"
+    return "added to the sum over ranks" if is_bias else NO_LINEAR

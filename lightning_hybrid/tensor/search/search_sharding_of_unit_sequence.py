@@ -23,6 +23,8 @@ from lightning_hybrid.tensor.trial.sharded_unit_proof import LOOSE_TOLERANCE, TO
 # The largest number of choices of modules that see the full length that are tried.
 _MAX_TRIALS = 16
 
+NO_SEQUENCE = "no argument of the unit has the shape of its result"
+
 
 def plan_sequence(
     unit: nn.Module,
@@ -49,7 +51,7 @@ def plan_sequence(
             same in both see the same lengths.
     """
     if sequence is None:
-        return replace(plan, full_sequence_reason="no argument of the unit has the shape of its result")
+        return replace(plan, full_sequence_reason=NO_SEQUENCE)
     leaf_index, dim = sequence
     num_dims = int(proof.example.leaves[leaf_index].dim())
     reason = ""

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_hybrid.errors import TensorPlanError
 from lightning_hybrid.tensor.narrow.narrow_layer import NarrowLayer, narrow_layer
-from lightning_hybrid.tensor.plan.unit_plan import SequenceParallel, UnitPlan
+from lightning_hybrid.tensor.plan.unit_plan import NO_LINEAR, SequenceParallel, UnitPlan
 from lightning_hybrid.tensor.requests.plan_requests_by_unit import UnitRequests, check_followed
 from lightning_hybrid.tensor.search.linear_group_search import GroupSearch
 from lightning_hybrid.tensor.search.ring_attention_search import reads_values, with_ring_attention
@@ -22,7 +22,10 @@ from lightning_hybrid.tensor.search.search_context_parallel_exchanges import (
     ShardedGroups,
     shard_over_context,
 )
+from lightning_hybrid.tensor.search.search_sharding_of_unit_sequence import NO_SEQUENCE
 from lightning_hybrid.tensor.trial.sharded_unit_proof import Proof, proof_of
+
+NOT_SEARCHED = "not searched here, but by a run at full width"  # of a wide unit without a narrow copy
 
 
 def plan_unit(
@@ -36,6 +39,7 @@ def plan_unit(
     sequence_parallel: SequenceParallel = None,
     plan_requests: UnitRequests | None = None,
     vocabulary: Mapping[str, int] | None = None,
+    at_full_width: bool = True,
 ) -> UnitPlan:
     """Finds how a unit can be sharded over tensor ranks, and proves it.
 
@@ -53,6 +57,8 @@ def plan_unit(
             between regions (sequence parallelism).
         plan_requests: The requests of plans for its modules.
         vocabulary: Weights and biases to shard by vocabulary, by FQN inside the unit, each with its dim of rows.
+        at_full_width: Whether a wide unit is searched itself where it has no narrow copy; it is left unsharded
+            otherwise. That takes several copies of its weights.
 
     Returns:
         A proved plan; at worst one that replicates everything and has the reason.
@@ -69,8 +75,10 @@ def plan_unit(
     excluded = {**(keep_replicated or {}), **plan_requests.replicated(unit)}
     find = partial(_find, unit, size, context, sequence_parallel, plan_requests, vocabulary, excluded)
     narrow = narrow_layer(unit, *call, size * context, kept)
-    plan = narrow if isinstance(narrow, str) else _find_on_copy(narrow, find)
-    if isinstance(plan, str):
+    plan = narrow if isinstance(narrow, str) else _find_on_copy(narrow, find, excluded)
+    if isinstance(plan, str) and plan and not at_full_width:
+        plan = UnitPlan.unsharded(unit, size, f"{NOT_SEARCHED} ({plan})")
+    elif isinstance(plan, str):
         notes = [f"searched at full width ({plan})"] if plan else []
         plan = find(unit, *call)
         plan = replace(plan, notes=(*plan.notes, *notes))
@@ -78,13 +86,16 @@ def plan_unit(
     return replace(plan, seconds=time.perf_counter() - began)
 
 
-def _find_on_copy(narrow: NarrowLayer, find: Callable[..., UnitPlan]) -> UnitPlan | str:
+def _find_on_copy(narrow: NarrowLayer, find: Callable[..., UnitPlan], excluded: Mapping[str, str]) -> UnitPlan | str:
     """The plan of a unit, searched on its narrow copy; or why it has to be searched on the unit itself."""
     try:
         plan = find(narrow.unit, narrow.args, narrow.kwargs)
     except TensorPlanError as error:  # raised again with the sizes of the unit
         return str(error)
-    if not plan.num_sharded and plan.positions is None:  # or for reasons with the sizes of the unit
+    is_sharded = plan.num_sharded > 0 or plan.positions is not None
+    reasons = {*plan.replicated_reasons.values(), *filter(None, [plan.full_sequence_reason])}
+    # There is nothing to shard; other reasons may have the sizes of the unit.
+    if not is_sharded and not reasons <= {NO_LINEAR, ONE_TENSOR_RANK, NO_SEQUENCE, *excluded.values()}:
         return f"nothing is sharded at 1/{narrow.factor} of it"
     return narrow.plan_of_full(plan)
 

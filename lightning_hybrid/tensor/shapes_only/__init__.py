@@ -1,1 +1,1 @@
-"""Sharded units without values: plans searched by shapes alone, and the messages and saved bytes of one rank."""
+"""Sharded units at full width without values: the messages and saved bytes of one rank."""

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
+from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta, on_meta
+from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
 from lightning_hybrid.tensor.shapes_only.counted_ranks import Collective, CountedRanks
-from lightning_hybrid.tensor.shapes_only.proof_of_shapes import copy_on_meta, example_on_meta
+from lightning_hybrid.tensor.trial.example_inputs import Example
 from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import VocabularyShard
 
 
@@ -82,7 +84,7 @@ def measure_unit(
         running = sharded.running()
     else:
         local = dict(twin.named_parameters())
-    call_args, call_kwargs, inputs = example_on_meta(args, kwargs).call()
+    call_args, call_kwargs, inputs = _example_on_meta(args, kwargs).call()
     saved = _SavedBytes([*local.values(), *inputs.values(), *twin.parameters()], ranks)
     with torch.enable_grad(), torch.device("meta"), saved.counting():
         with running, around:
@@ -93,6 +95,16 @@ def measure_unit(
         forward = tuple(ranks.done)
         _run_backward(ends, [*inputs.values(), *(p for p in local.values() if p.requires_grad)])
     return UnitUse(forward, recomputed, tuple(ranks.done[len(forward) :]), saved.nbytes, has_loss)
+
+
+def _example_on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Example:
+    """The arguments of one call with their own shapes, on the meta device."""
+    leaves, spec = flatten((args, kwargs))
+    moved = (
+        on_meta(leaf) if isinstance(leaf, Tensor) else copied(leaf, lambda tensor: on_meta(tensor).detach())
+        for leaf in leaves
+    )
+    return Example(tuple(moved), spec)
 
 
 def _end_of(output: Tensor) -> Tensor:

@@ -35,3 +35,19 @@ def test_parameters_larger_than_the_memory():
     with parameters_on_meta():
         wide = nn.Linear(2**22, 2**22)
     assert wide.weight.is_meta and wide.weight.numel() == 2**44
+
+
+def test_random_parameters_larger_than_the_memory():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(64, 2**20, 2**20) / 2**10)
+            self.down = nn.Parameter(torch.rand((64, 2**20, 2**20), dtype=torch.bfloat16, generator=torch.Generator()))
+            self.register_buffer("noise", torch.randn(4, 4, generator=torch.Generator()))
+
+    with parameters_on_meta():
+        module = Experts()
+    assert module.up.is_meta and module.up.numel() == 2**46
+    assert module.down.is_meta and module.down.dtype is torch.bfloat16
+    assert not module.noise.is_meta
+    assert torch.equal(module.noise, torch.randn(4, 4, generator=torch.Generator()))

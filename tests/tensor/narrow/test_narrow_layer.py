@@ -7,15 +7,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard
+from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard, shard_tensor
 from lightning_hybrid.tensor.narrow import narrow_layer as narrowing
 from lightning_hybrid.tensor.narrow.narrow_layer import narrow_layer
 from lightning_hybrid.tensor.narrow.plan_of_other_width import plan_of_other_width
 from lightning_hybrid.tensor.narrow.sizes_to_divide import Division, divisions, have_same_shards
+from lightning_hybrid.tensor.plan.unit_plan import NO_LINEAR
 from lightning_hybrid.tensor.requests.plan_requests_by_unit import UnitRequests
 from lightning_hybrid.tensor.search import plan_cache
 from lightning_hybrid.tensor.search.plan_cache import PlanCache
-from lightning_hybrid.tensor.search.unit_search import plan_unit
+from lightning_hybrid.tensor.search.search_sharding_of_unit_sequence import NO_SEQUENCE
+from lightning_hybrid.tensor.search.unit_search import NOT_SEARCHED, plan_unit
+from lightning_hybrid.tensor.trial import sharded_unit_proof
 from models.wide_layers import GatedLayer
 
 WIDTH = 128
@@ -107,6 +110,57 @@ def test_layer_whose_copy_runs_another_program_is_searched_itself(monkeypatch, k
     plan, wanted = plan_unit(unit, (tokens(),), {}, 2), searched_at_full_width(monkeypatch, unit, size=2)
     assert (plan.groups, plan.placements, plan.calls) == (wanted.groups, wanted.placements, wanted.calls)
     assert plan.notes == (f"searched at full width ({found})",)
+
+
+@pytest.mark.parametrize("kind", [FixedFeatures, OddWidth])
+def test_layer_without_a_copy_is_left_unsharded_where_weights_are_not_to_be_made(kind):
+    with torch.device("meta"):
+        unit = kind(WIDTH, 3 * WIDTH, num_heads=4, num_kv_heads=2)
+    found = narrow_layer(unit, (tokens(),), {}, 2)
+    plan = plan_unit(unit, (tokens(),), {}, 2, at_full_width=False)
+    assert not plan.num_sharded
+    assert not plan.num_trials
+    assert set(plan.replicated_reasons.values()) == {f"{NOT_SEARCHED} ({found})"}
+
+
+def no_search(monkeypatch, unit):
+    """Refuses random copies of a unit with its own number of parameters."""
+    make, numel = sharded_unit_proof.random_copy, sum(p.numel() for p in unit.parameters())
+
+    def copied(tried, *arguments):
+        assert sum(p.numel() for p in tried.parameters()) < numel
+        return make(tried, *arguments)
+
+    monkeypatch.setattr(sharded_unit_proof, "random_copy", copied)
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        ({"size": 2}, NO_LINEAR),
+        ({"size": 2, "sequence_parallel": "tensor"}, NO_LINEAR),
+        ({"size": 1, "context": 2}, ""),
+    ],
+)
+def test_table_with_nothing_to_shard_is_not_searched_itself(monkeypatch, layout, reason):
+    unit = nn.Embedding(50, WIDTH)
+    rows = torch.arange(20).reshape(2, 10)
+    rows[0, 0] = 49
+    no_search(monkeypatch, unit)
+    plan = plan_unit(unit, (rows,), {}, **layout)
+    assert not plan.num_sharded
+    assert not plan.notes
+    assert plan.replicated_reasons["weight"] == (reason or "context ranks hold all parameters")
+    assert plan.full_sequence_reason == ("" if reason else NO_SEQUENCE)
+
+
+def test_layer_of_any_width_is_searched_without_its_weights():
+    with torch.device("meta"):
+        unit = nn.Sequential(nn.Linear(2**16, 2**18), nn.GELU(), nn.Linear(2**18, 2**16))
+    x = torch.empty(4, 2**16, device="meta", requires_grad=True)
+    plan = plan_unit(unit, (x,), {}, 8, at_full_width=False)
+    assert [str(group).partition(" (")[0] for group in plan.groups] == ["0 -> 2"]
+    assert shard_tensor(unit[0].weight, plan.placements["0.weight"], 3, 8).shape == (2**15, 2**16)
 
 
 class OtherCodeIfShardIsWide(nn.Module):
