@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import importlib
 import re
@@ -15,7 +14,7 @@ import numpy
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
@@ -33,6 +32,7 @@ from lightning_hybrid.planner.search.plans_and_rejections import SearchResult
 from lightning_hybrid.planner.search.search_layouts import cluster_of, predict_plan, search_layouts
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
+from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta
 from lightning_hybrid.strategies.hybrid3d import OPTION_DEFAULTS, Hybrid3DStrategy
 from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes, replicas_fit
 from lightning_hybrid.strategies.record_planner_costs import RecordedCosts, noting_batch_norm, record_costs
@@ -122,23 +122,13 @@ def _copied(module: pl.LightningModule, trainer: pl.Trainer) -> tuple[Any, Mappi
     """Return a copy of a module with all of its layers, but no storage for parameters, and arguments for its fit."""
     datamodule = getattr(trainer, "datamodule", None)
     data = datamodule or trainer.fit_loop._data_source.instance
-    memo = {id(trainer): None, **tensors_of_datasets(data), **parameters_without_storage(module)}
-    copied, data = copy.deepcopy((module, None if data is module else data), memo)
+    memo = {id(trainer): None, **tensors_of_datasets(data)}
+    copied, data = copy_on_meta((module, None if data is module else data), only_parameters=True, memo=memo)
     if is_overridden("configure_model", copied, pl.LightningModule):
         with parameters_on_meta():
             copied.configure_model()
     kind = "train_dataloaders" if datamodule is None else "datamodule"
     return copied, {} if data is None else {kind: data}
-
-
-def parameters_without_storage(module: Any) -> dict[int, nn.Parameter]:
-    """Return parameters on the meta device for those of a module, by their identity as in `copy.deepcopy`'s memo."""
-    found: dict[int, nn.Parameter] = {}
-    for parameter in module.parameters():
-        if type(parameter) is nn.Parameter and parameter.layout == torch.strided:
-            meta = torch.empty_like(parameter, device="meta")
-            found[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
-    return found
 
 
 def tensors_of_datasets(data: Any) -> dict[int, Any]:

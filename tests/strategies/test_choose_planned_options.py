@@ -1,6 +1,5 @@
 """Sizes of "auto": replicas alone where they fit, another layout where they do not, one plan on all ranks."""
 
-import copy
 import pickle
 import re
 import threading
@@ -20,7 +19,6 @@ from lightning_hybrid.errors import LayoutError, PlanError
 from lightning_hybrid.schedule.measured.lost_time_by_cause import TimeByCause
 from lightning_hybrid.schedule.measured.measured_costs_file import MeasuredCosts, save_measured_costs
 from lightning_hybrid.strategies import choose_planned_options
-from lightning_hybrid.strategies.choose_planned_options import parameters_without_storage
 from lightning_hybrid.strategies.options import plan_auto_sizes
 from lightning_hybrid.strategies.options.plan_auto_sizes import may_be_planned, plan_options
 
@@ -162,15 +160,6 @@ def test_measured_costs_beside_the_checkpoints_correct_the_plan(monkeypatch, tmp
     plan_on(monkeypatch, 2, 16e9, checkpoints=tmp_path, **PLANNED)
     assert f"corrected by the measured costs of {path}: 3.30 s of a step" in caplog.text
     assert re.search(r"dp=2 +3\.30 s", caplog.text)
-
-
-def test_copy_has_no_storage_and_keeps_shared_parameters():
-    module = Net()
-    module.tied = module.head
-    copied = copy.deepcopy(module, parameters_without_storage(module))
-    assert all(parameter.is_meta for parameter in copied.parameters())
-    assert copied.tied.weight is copied.head.weight and len(list(copied.parameters())) == 10
-    assert not any(parameter.is_meta for parameter in module.parameters())
 
 
 def test_replicas_alone_are_kept_where_they_fit(monkeypatch):
