@@ -57,6 +57,7 @@ CASES = [
     case("two replicas, ZeRO-1", 2, {"zero_stage": 1}, 8, **sharded(1)),
     case("two replicas, ZeRO-2", 2, {"zero_stage": 2}, 8, **sharded(2)),
     case("two replicas, ZeRO-3", 2, {"zero_stage": 3}, 8, **sharded(3)),
+    case("two replicas, ZeRO-3, 4 microbatches", 2, {"zero_stage": 3, "num_microbatches": 4}, 2, **sharded(3)),
     case(
         "two replicas, ZeRO-3, resharded, recomputed",
         2,
