@@ -1,4 +1,4 @@
-"""Predicted against measured memory of tensors on this machine's CPU ranks, for a GPT under 14 layouts.
+"""Predicted against measured memory of tensors on this machine's CPU ranks, for a GPT under 15 layouts.
 
     PYTHONPATH=. python benchmarks/planner_memory_here.py
     PYTHONPATH=. python benchmarks/planner_memory_here.py --only "two stages" --terms
