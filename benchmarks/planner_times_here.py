@@ -1,4 +1,4 @@
-"""Predicted against measured step times on this machine's CPU ranks, for a GPT under 12 layouts of at most two ranks.
+"""Predicted against measured step times on this machine's CPU ranks, for a GPT under 13 layouts of at most two ranks.
 
     lightning-hybrid hardware measure --output here.toml
     PYTHONPATH=. python benchmarks/planner_times_here.py here.toml

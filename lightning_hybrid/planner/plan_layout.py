@@ -72,7 +72,8 @@ class PlanLayout:
         microbatch: Samples of one microbatch on one replica.
         batch: Samples of one optimizer step over all replicas.
         zero_stage: 0 to 3.
-        reshard_after_forward: Whether ZeRO-3 gathers parameters again for each backward.
+        reshard_after_forward: Whether ZeRO-3 gathers parameters again for each backward, and ZeRO-2 reduces gradients
+            after each.
         recompute: What the backward recomputes.
         offload: Kinds whose memory is on the host: "optimizer_states", "gradients", "parameters", "activations".
         sequence_parallel: Whether tensor ranks divide the positions between sharded regions.
@@ -120,6 +121,11 @@ class PlanLayout:
     def num_microbatches(self) -> int:
         """Microbatches of one replica in one step, at least 1."""
         return max(1, -(-self.batch // (self.data * self.microbatch)))
+
+    @property
+    def reduces_each_microbatch(self) -> bool:
+        """Whether ZeRO-2 reduces the gradients of each microbatch, to hold no more than shards of them."""
+        return self.zero_stage == 2 and self.reshard_after_forward and self.num_microbatches > 1
 
     @property
     def num_stages(self) -> int:

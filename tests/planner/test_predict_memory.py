@@ -139,6 +139,13 @@ def test_zero_3_gathers_layers_and_keeps_all_where_it_does_not_reshard():
     assert terms(dataclasses.replace(layout, zero_stage=1))["gathered"] == 0
 
 
+def test_zero_3_that_reduces_once_holds_the_gradients_of_all_layers():
+    layout = PlanLayout(shard=8, zero_stage=3, batch=16, reshard_after_forward=False)
+    sharded = terms(dataclasses.replace(layout, reshard_after_forward=True))["gradients"]
+    assert terms(layout)["gradients"] == pytest.approx(8 * sharded)
+    assert terms(dataclasses.replace(layout, microbatch=2, recompute="full"))["gradients"] in (0, sharded)
+
+
 @pytest.mark.parametrize("kind", ["parameters", "gradients", "optimizer_states", "activations"])
 def test_what_is_offloaded_takes_no_memory(kind):
     layout = PlanLayout(shard=2, zero_stage=3, batch=4, recompute="full", offload=frozenset({kind}))

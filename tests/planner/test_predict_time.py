@@ -100,6 +100,21 @@ def test_copies_of_shards_are_reduced_over_the_other_replicas():
     assert found - one == pytest.approx(all_reduce_seconds(size, group, slow, Shares(0.45, 0.8)))
 
 
+def test_zero_2_reduces_the_gradients_of_each_microbatch():
+    slow = dataclasses.replace(A100, overlap=0.0)
+    times = [
+        predicted(PlanLayout(shard=8, batch=8 * m, zero_stage=2, microbatch=1), hardware=slow).terms["replicas"]
+        for m in (2, 3, 4)
+    ]
+    reduced = sum(
+        layer.count * gather_seconds(layer.parameters * BF16.reduced, RankGroup(8, 1, 1), slow, Shares(0.45, 1.0))
+        for layer in GPT.layers
+    )
+    assert [times[1] - times[0], times[2] - times[1]] == pytest.approx([reduced, reduced])
+    once = PlanLayout(shard=8, batch=32, zero_stage=2, reshard_after_forward=False)
+    assert predicted(once, hardware=slow).terms["replicas"] < times[0]
+
+
 def test_context_ranks_reduce_the_gradients():
     slow = dataclasses.replace(A100, overlap=0.0)
     replicas = predicted(PlanLayout(replicate=4, batch=4), hardware=slow).terms["replicas"]

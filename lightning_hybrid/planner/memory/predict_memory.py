@@ -98,7 +98,8 @@ def _states(
         held = Parameters(held.dense + costs.layers[0].sharded_parameters / layout.tensor, held.experts)
     sharded = held.over_shards(layout).total
     parameters = sharded if layout.zero_stage >= 3 else held.total
-    gradients = (sharded if layout.zero_stage >= 2 else held.total) * trained
+    accumulates = layout.zero_stage == 3 and not layout.reshard_after_forward and layout.num_microbatches > 1
+    gradients = (sharded if layout.zero_stage >= 2 and not accumulates else held.total) * trained
     states = (sharded if layout.zero_stage >= 1 else held.total) * trained
     terms = {
         "parameters": parameters * (number_format.parameter + number_format.compute_copy),

@@ -59,7 +59,7 @@ def strategy_options(layout: PlanLayout) -> dict[str, Any]:
         options["zero_stage"] = layout.zero_stage
         if layout.shard != layout.data:
             options["shard_size"] = layout.shard
-        if layout.zero_stage == 3:
+        if layout.zero_stage == 3 or layout.reduces_each_microbatch:
             options["reshard_after_forward"] = layout.reshard_after_forward
     if layout.tensor > 1 and layout.sequence_parallel:
         options["sequence_parallel"] = True

@@ -187,20 +187,26 @@ class _StepModel:
         layout, hardware = self.layout, self.hardware
         if layout.data * layout.context == 1:
             return {"replicas": 0.0}
-        if layout.zero_stage == 3 and layout.shard > 1:
-            return {"replicas": max(0.0, self.sharded_seconds(layers) - hardware.overlap * computed)}
+        if layout.shard > 1 and (layout.zero_stage == 3 or layout.reduces_each_microbatch):
+            beside = computed if layout.zero_stage == 3 else computed * (2 / 3)
+            return {"replicas": max(0.0, self.sharded_seconds(layers) - hardware.overlap * beside)}
         one = self.reduction_seconds(parameters_of_rank(layers, layout), layout.data * layout.context, 1)
         hidden = hardware.overlap * computed / layout.num_microbatches * (2 / 3)
         return {"replicas": max(0.0, one - hidden) if layout.pipeline == 1 else one}
 
     def sharded_seconds(self, layers: LayersOfRank) -> float:
-        """Seconds of ZeRO-3's gathers and reductions, layer by layer, and of reductions over what is no shard."""
+        """Seconds of gathers and reductions over shards, layer by layer, and of reductions over what is no shard.
+
+        ZeRO-3 gathers for each forward and backward, or once; ZeRO-2 once, after the optimizer's step.
+        """
         layout, constants, hardware = self.layout, self.constants, self.hardware
         groups = [self.shard_group]
         if layout.expert > 1:
             stride = layout.tensor * max(layout.expert, layout.context)
             groups.append(self.group(layout.expert_shards, stride))
         rest = 1.0 - constants.gather_share
+        passes = layout.num_microbatches if layout.reshard_after_forward else 1
+        gathers = 2 * passes if layout.reshard_after_forward and layout.zero_stage == 3 else 1
         seconds = 0.0
         for layer, count in layers:
             own = parameters_of_rank([(layer, 1)], layout)
@@ -209,11 +215,10 @@ class _StepModel:
                 shares = Shares(constants.within_share, between)
                 gather = gather_seconds(size * self.format.gathered, group, hardware, shares)
                 reduce = gather_seconds(size * self.format.reduced * self.backward_share, group, hardware, shares)
-                seconds += count * ((2 if layout.reshard_after_forward else 1) * gather + reduce)
-        passes = layout.num_microbatches if layout.reshard_after_forward else 1
+                seconds += count * (gathers * gather + passes * reduce)
         copies = layout.replicate * layout.context
         shard = parameters_of_rank(layers, layout).over_shards(layout)
-        return passes * seconds + self.reduction_seconds(shard, copies, layout.shard)
+        return seconds + self.reduction_seconds(shard, copies, layout.shard)
 
     def reduction_seconds(self, own: Parameters, copies: int, shard: int) -> float:
         """Seconds of the all-reduces of gradients over ``copies`` ranks, each ``shard`` replicas from the next one."""
