@@ -224,6 +224,8 @@ def _numbers(text: str, world: int) -> list[int]:
                 f"--rank {text!r}: {entry.strip()!r} is no number, no range such as 16-23, 'stages' or 'all'"
             )
         ranks = range(int(first), int(last or first) + 1)
+        if not ranks:
+            raise UsageError(f"--rank {text}: {entry.strip()} has no ranks; write the smaller one first")
         outside = next((rank for rank in ranks if rank >= world), None)
         if outside is not None:
             raise UsageError(f"--rank {text}: rank {outside} is not in a world of {world} ranks (0 to {world - 1})")
