@@ -12,7 +12,14 @@ from lightning_hybrid.cli.dryrun.print_ranks import print_ranks
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, UsageError, print_json
 from lightning_hybrid.cli.module_and_data_from_cli import FLAGS
 from lightning_hybrid.cli.progress_bar import Progress
-from lightning_hybrid.cli.verify import add_classes_to, add_tensor_plan_to, checked, configured, layout_of
+from lightning_hybrid.cli.verify import (
+    add_classes_to,
+    add_precision_to,
+    add_tensor_plan_to,
+    checked,
+    configured,
+    layout_of,
+)
 
 if TYPE_CHECKING:
     from lightning_hybrid.layout import ParallelLayout
@@ -51,7 +58,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--num-nodes", type=int, default=1, help="nodes of the world (%(default)s)")
     parser.add_argument("--devices", type=int, help="ranks of a node (those of the layout / nodes)")
-    parser.add_argument("--precision", help="as Lightning spells it (config's or 32-true)")
+    add_precision_to(parser, "config's or 32-true")
     parser.add_argument(
         "--with-storage", action="store_true", help="build parameters with storage, if the module reads their values"
     )
