@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,8 @@ class PipelineTimeline(Callback):
 
     Raises:
         TypeError: a number of steps is no int, `rebalance` is no bool.
-        ValueError: a number of steps is below 1, a path has another suffix, or `ranks` selects none.
+        ValueError: a number of steps is below 1, a path has another suffix, or `ranks` selects none, or a
+            part of a pipeline beside `rebalance`.
     """
 
     def __init__(
@@ -97,6 +98,11 @@ class PipelineTimeline(Callback):
                 raise ValueError(f"{name}={value} must be at least 1; steps are counted from 1")
         if not isinstance(rebalance, bool):
             raise TypeError(f"rebalance={rebalance!r} must be True or False")
+        if rebalance and isinstance(ranks, Mapping) and "pipeline" in ranks:
+            raise ValueError(
+                f"rebalance=True proposes cuts from all stages, and ranks={dict(ranks)!r} measures a part;"
+                " leave 'pipeline' out of ranks"
+            )
         check_ranks(ranks)
         self.rebalance, self.cuts, self._steps = rebalance, RebalancedCuts(), MeasuredSteps()
         self._model = ModelAndMemory()

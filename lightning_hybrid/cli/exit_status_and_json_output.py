@@ -14,6 +14,13 @@ EXIT_STATUSES = """exit status: 0 ok; 1 numbers differ, or a problem was found; 
 3 a layout or a step is refused. An error in your own code gives its traceback and 1"""
 
 
+# What Lightning takes; named here since an import of it takes seconds.
+PRECISIONS = (
+    "32-true", "32", "bf16-mixed", "bf16", "16-mixed", "16", "bf16-true", "16-true", "64-true", "64",
+    "transformer-engine", "transformer-engine-float16",
+)  # fmt: skip
+
+
 class UsageError(Exception):
     """The command line is invalid."""
 

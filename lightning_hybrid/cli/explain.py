@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, print_json
 from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, strategies_file
 from lightning_hybrid.cli.progress_bar import Progress
-from lightning_hybrid.cli.verify import add_classes_to, add_tensor_plan_to, checked, configured, layout_of
+from lightning_hybrid.cli.verify import (
+    add_classes_to,
+    add_precision_to,
+    add_tensor_plan_to,
+    checked,
+    configured,
+    layout_of,
+)
 
 if TYPE_CHECKING:
     from lightning_hybrid.graph.partition import Assignment
@@ -39,7 +46,7 @@ def add_to(commands: Any) -> None:
     add_classes_to(parser)
     parser.add_argument("--layout", metavar="pp=2,tp=2", help="(config's or pp=2)")
     add_tensor_plan_to(parser)
-    parser.add_argument("--precision", help="as Lightning spells it (config's or 32-true)")
+    add_precision_to(parser, "config's or 32-true")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 

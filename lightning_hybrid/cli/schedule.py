@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,7 @@ def run(parsed: argparse.Namespace) -> int:
     Raises:
         UsageError: The schedule does not have these sizes, or a time is negative.
     """
-    if min(parsed.forward_ms, parsed.backward_ms, parsed.transfer_ms) < 0 or parsed.width < 1:
-        raise UsageError("times must be 0 or more, and --width 1 or more")
+    _check(parsed)
     with usage_errors():
         schedule = make_schedule(
             parsed.name,
@@ -100,3 +100,17 @@ def run(parsed: argparse.Namespace) -> int:
         }
     )
     return OK
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    """Refuse times, a width and a file that nothing can be drawn with."""
+    for name in ("forward", "backward", "transfer"):
+        value = getattr(parsed, f"{name}_ms")
+        if not (math.isfinite(value) and value >= 0):
+            raise UsageError(f"--{name}-ms {value}; times must be 0 or more")
+    if parsed.forward_ms + parsed.backward_ms == 0:
+        raise UsageError("--forward-ms 0 --backward-ms 0 leave nothing to draw; one must be above 0")
+    if parsed.width < 1:
+        raise UsageError(f"--width {parsed.width}; use 1 or more")
+    if parsed.svg is not None and parsed.svg.suffix != ".svg":
+        raise UsageError(f"--svg {parsed.svg} must end in .svg")

@@ -7,7 +7,15 @@ import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_hybrid.cli.exit_status_and_json_output import OK, PROBLEM, REFUSED, UsageError, print_json, usage_errors
+from lightning_hybrid.cli.exit_status_and_json_output import (
+    OK,
+    PRECISIONS,
+    PROBLEM,
+    REFUSED,
+    UsageError,
+    print_json,
+    usage_errors,
+)
 from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, ConfiguredRun
 from lightning_hybrid.cli.progress_bar import Progress
 from lightning_hybrid.cli.trainer_config import TrainerConfig, trainer_config
@@ -39,7 +47,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--steps", type=int, default=4, help="batches of an epoch and of a validation (%(default)s)")
     parser.add_argument("--epochs", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--num-microbatches", type=int, default=2, help="of each replica's batch (%(default)s)")
-    parser.add_argument("--precision", default="64-true", help="as Lightning spells it (%(default)s)")
+    add_precision_to(parser, "%(default)s", default="64-true")
     parser.add_argument("--seed", type=int, help="(config's or 1)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one run may take (%(default)s)")
     parser.add_argument("--strict", action="store_true", help="a layout that is refused gives exit status 1 too")
@@ -67,6 +75,17 @@ def configured(parsed: argparse.Namespace) -> tuple[ConfiguredRun, TrainerConfig
     flags = [*(f"--config={path}" for path in parsed.config), *parsed.class_flags]
     run = ConfiguredRun(parsed.module, parsed.data, flags)
     return run, trainer_config(run.parse())
+
+
+def add_precision_to(parser: argparse.ArgumentParser, default_words: str, default: str | None = None) -> None:
+    """Add ``--precision``, with the names that Lightning knows."""
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        metavar="PRECISION",
+        default=default,
+        help=f"as Lightning spells it ({default_words})",
+    )
 
 
 def add_tensor_plan_to(parser: argparse.ArgumentParser) -> None:

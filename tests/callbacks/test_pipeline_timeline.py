@@ -294,6 +294,7 @@ def test_unreached_step_is_reported():
         ({"step": 2.5}, TypeError, "step=2.5 must be an int"),
         ({"step": True}, TypeError, "step=True must be an int"),
         ({"rebalance": 1}, TypeError, "rebalance=1 must be True or False"),
+        ({"ranks": {"pipeline": 0}, "rebalance": True}, ValueError, "measures a part; leave 'pipeline' out"),
         ({"every_n_steps": -1}, ValueError, "every_n_steps=-1 must be at least 1"),
     ],
 )

@@ -80,6 +80,22 @@ def test_interleaved_stages(capsys):
     assert counts == {("values to stage 1", 4), ("values to stage 3", 4), ("gradients to stage 1", 4)}
 
 
+def test_limit_of_microbatches_in_flight(capsys):
+    layout = "pp=2,m=4,schedule=zero_bubble_searched,max_microbatches_in_flight="
+    bytes_of = [dry_run(capsys, f"{CLASSES}:Stack", "--layout", f"{layout}{n}")[1]["rank"][0]["bytes"] for n in (1, 2)]
+    assert bytes_of[1]["activations"] == 2 * bytes_of[0]["activations"] > 0
+
+
+def test_activations_of_several_stages_are_those_of_one_time(capsys):
+    """The stages of a rank hold most at different times; the rank's peak is below the sum of theirs."""
+    layout = "pp=2,stages=2,m=4"
+    _, content = dry_run(capsys, f"{CLASSES}:Stack", "--layout", layout)
+    assert main(["explain", f"{CLASSES}:Stack", "--layout", layout, "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)["memory"]
+    for rank, row in zip(content["rank"], explained, strict=True):
+        assert rank["bytes"]["activations"] == row["activations"]
+
+
 def test_zero_shards_and_gathers(capsys):
     name = f"{CLASSES}:Stack"
     plain = dry_run(capsys, name, "--layout", "dp=4", "--rank", "1")[1]["rank"][0]
@@ -122,7 +138,8 @@ def test_text(capsys):
 def test_text_of_many_ranks_is_a_table(capsys):
     assert main(["dryrun", f"{CLASSES}:Stack", "--layout", "dp=2,pp=4"]) == 0
     assert main(["dryrun", f"{CLASSES}:Stack", "--layout", "dp=8", "--rank", "all"]) == 0
-    assert "8 ranks; --rank R shows" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "8 ranks; --rank R shows" in text and "; 1 microbatch of a replica's batch" in text
 
 
 @pytest.mark.parametrize(
@@ -133,6 +150,7 @@ def test_text_of_many_ranks_is_a_table(capsys):
         (["--layout", "dp=2,pp=2", "--devices", "8"], "has 4 ranks, and 1 nodes x 8 devices are 8"),
         (["--layout", "dp=2", "--rank", "2"], "rank 2 is not in a world of 2 ranks"),
         (["--layout", "dp=2", "--rank", "x"], "'x' is no number, no range"),
+        (["--layout", "dp=2", "--rank", "1-0"], "1-0 has no ranks; write the smaller one first"),
         (["--layout", "dp=1024", "--rank", "all"], "1024 ranks are more than 512"),
         (["--layout", "dp=2", "--num-nodes", "0"], "--num-nodes=0; use 1 or more"),
     ],

@@ -41,6 +41,13 @@ def status_of(line):
         return ended.code
 
 
+@pytest.mark.parametrize("command", ["explain", "plan", "dryrun", "verify"])
+def test_unknown_precision(command, capsys):
+    assert status_of([command, STACK, "--precision", "fp8"]) == USAGE
+    error = capsys.readouterr().err
+    assert "argument --precision: invalid choice: 'fp8'" in error and "'bf16-mixed'" in error
+
+
 @pytest.mark.parametrize(
     ("line", "status"),
     [

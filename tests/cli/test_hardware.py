@@ -9,6 +9,7 @@ import pytest
 from lightning_hybrid.cli import main
 from lightning_hybrid.cli.hardware import measure_machine as measurement
 from lightning_hybrid.planner.hardware.hardware import BandwidthCurve, load_hardware, preset_names
+from lightning_hybrid.planner.hardware.write_hardware import hardware_to_toml
 
 
 def test_list_has_a_row_for_each_preset(capsys):
@@ -36,7 +37,8 @@ def test_json_has_the_keys_of_the_file(capsys):
     ("arguments", "text"),
     [
         (["show", "a100-81"], "no hardware 'a100-81': give one of a100-40"),
-        (["show", "/no/such/file.toml"], "path of a TOML file"),
+        (["show", "/no/such/file.toml"], "there is no file '/no/such/file.toml'; presets are a100-40"),
+        (["measure", "--output", "/no/such/folder/mine.toml"], "there is no folder /no/such/folder"),
         (["measure", "--like", "nothing"], "no hardware 'nothing'"),
         (["measure", "--ranks", "1"], "--ranks 1 must be at least 2"),
         (["measure", "--device", "cuda", "--ranks", "2"], "--device cuda: PyTorch finds no GPU"),
@@ -46,6 +48,30 @@ def test_invalid_arguments(arguments, text, capsys, monkeypatch):
     monkeypatch.setattr(measurement.torch.cuda, "is_available", lambda: False)
     assert main(["hardware", *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("memory", "-4", "memory=-4; use a number above 0"),
+        ("memory", "", "is no TOML file: "),
+        ("efficiency", '"high"', "efficiency='high'; use a number above 0"),
+        ("latency_within", "nan", "latency_within=nan; use a number of 0 or more"),
+        ("product_flops", "{ float32 = 0 }", "product_flops.float32=0; use a number above 0"),
+        ("product_flops", "1e12", "product_flops=1000000000000.0; use FLOP/s by number format"),
+        ("within_node", "[[1e6, 1e9, 2]]", "within_node needs pairs of bytes and bytes per second above 0"),
+        ("between_nodes", "[]", "between_nodes needs pairs"),
+    ],
+)
+def test_impossible_descriptions(key, value, text, tmp_path, capsys):
+    lines = hardware_to_toml(load_hardware("cpu"), []).splitlines()
+    path = tmp_path / "mine.toml"
+    changed = [f"{key} = {value}" if line.startswith(f"{key} =") else line for line in lines]
+    assert changed != lines
+    path.write_text("\n".join(changed))
+    assert main(["hardware", "show", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert str(path) in error and text in error
 
 
 def test_list_and_show_import_no_torch():

@@ -63,6 +63,10 @@ def test_json_and_svg(tmp_path, capsys):
         (["dualpipe_v", *SIZES, "--stages-per-rank", "3"], "two stages per rank"),
         (["1f1b", *SIZES, "--max-microbatches-in-flight", "3"], "zero_bubble_searched"),
         (["1f1b", *SIZES, "--forward-ms", "-1"], "0 or more"),
+        (["1f1b", *SIZES, "--forward-ms", "nan"], "--forward-ms nan; times must be 0 or more"),
+        (["1f1b", *SIZES, "--transfer-ms", "inf"], "--transfer-ms inf; times must be 0 or more"),
+        (["1f1b", *SIZES, "--forward-ms", "0", "--backward-ms", "0"], "nothing to draw"),
+        (["1f1b", *SIZES, "--svg", "picture.png"], "--svg picture.png must end in .svg"),
         (["1f1b", *SIZES, "--svg", "/no/such/folder/picture.svg"], "--svg"),
     ],
 )

@@ -84,7 +84,7 @@ def costs_of(trainer: Trainer, steps: MeasuredSteps, batch_size: int | None, **m
         layout={
             **dict(zip(AXES, layout.sizes, strict=True)),
             "ep": layout.expert_parallel_size,
-            "stages_per_rank": 1 if assignment is None else options.stages_per_rank,
+            "stages_per_rank": 1 if assignment is None else options.stages_of_each_rank,
         },
         schedule=options.schedule if assignment is not None else "",
         num_microbatches=count,

@@ -11,7 +11,14 @@ from lightning_hybrid.cli.dryrun.print_ranks import print_ranks
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, UsageError, print_json
 from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, strategies_file
 from lightning_hybrid.cli.progress_bar import Progress
-from lightning_hybrid.cli.verify import add_classes_to, add_tensor_plan_to, checked, configured, layout_of
+from lightning_hybrid.cli.verify import (
+    add_classes_to,
+    add_precision_to,
+    add_tensor_plan_to,
+    checked,
+    configured,
+    layout_of,
+)
 
 if TYPE_CHECKING:
     from lightning_hybrid.layout import ParallelLayout
@@ -50,7 +57,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--num-nodes", type=int, default=1, help="nodes of the world (%(default)s)")
     parser.add_argument("--devices", type=int, help="ranks of a node (those of the layout / nodes)")
-    parser.add_argument("--precision", help="as Lightning spells it (config's or 32-true)")
+    add_precision_to(parser, "config's or 32-true")
     parser.add_argument(
         "--with-storage", action="store_true", help="build parameters with storage, if the module reads their values"
     )
@@ -220,6 +227,8 @@ def _numbers(text: str, world: int) -> list[int]:
                 f"--rank {text!r}: {entry.strip()!r} is no number, no range such as 16-23, 'stages' or 'all'"
             )
         ranks = range(int(first), int(last or first) + 1)
+        if not ranks:
+            raise UsageError(f"--rank {text}: {entry.strip()} has no ranks; write the smaller one first")
         outside = next((rank for rank in ranks if rank >= world), None)
         if outside is not None:
             raise UsageError(f"--rank {text}: rank {outside} is not in a world of {world} ranks (0 to {world - 1})")

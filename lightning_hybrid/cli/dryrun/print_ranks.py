@@ -48,7 +48,8 @@ def print_ranks(content: dict[str, Any], *, verbose: bool) -> None:
 def _headline(content: dict[str, Any]) -> str:
     size = f"{content['ranks']:,} ranks on {content['nodes']:,} node{'s' * (content['nodes'] != 1)}"
     samples = "" if content["samples"] is None else f" of {content['samples']} samples"
-    return f"{content['layout']}: {size}; {content['num_microbatches']} microbatches of a replica's batch{samples}"
+    count = content["num_microbatches"]
+    return f"{content['layout']}: {size}; {count} microbatch{'es' * (count != 1)} of a replica's batch{samples}"
 
 
 def _memory_rows(ranks: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:

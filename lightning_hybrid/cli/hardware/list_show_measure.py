@@ -117,6 +117,8 @@ def run_measure(parsed: argparse.Namespace) -> int:
     """
     if parsed.ranks is not None and parsed.ranks < 2:
         raise UsageError(f"--ranks {parsed.ranks} must be at least 2")
+    if parsed.output is not None and not parsed.output.resolve().parent.is_dir():
+        raise UsageError(f"--output {parsed.output}: there is no folder {parsed.output.parent}")
     like = None if parsed.like is None else _load(parsed.like)
     from lightning_hybrid.cli.hardware.measure_machine import measure_machine
 

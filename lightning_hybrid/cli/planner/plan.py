@@ -12,7 +12,7 @@ from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, UsageE
 from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, ConfiguredRun, strategies_file
 from lightning_hybrid.cli.progress_bar import Progress
 from lightning_hybrid.cli.user_classes_from_arguments import existing_file
-from lightning_hybrid.cli.verify import add_classes_to, configured
+from lightning_hybrid.cli.verify import add_classes_to, add_precision_to, configured
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.memory.budget.byte_sizes import parse_budget
 from lightning_hybrid.planner.costs.costs_from_config import costs_from_config
@@ -59,9 +59,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--devices", type=int, default=8, help="of each node (%(default)s)")
     parser.add_argument("--num-nodes", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--batch", type=int, help="samples of an optimizer step (the loader's, of each replica)")
-    parser.add_argument(
-        "--precision", help="as Lightning spells it (config's or 32-true; bf16-mixed with --config-json)"
-    )
+    add_precision_to(parser, "config's or 32-true; bf16-mixed with --config-json")
     parser.add_argument("--objective", choices=OBJECTIVES, default="throughput", help="(%(default)s)")
     parser.add_argument("--max-memory", metavar="20GiB", help="of a device that may be used (all)")
     parser.add_argument("--fix", metavar="tp=2,zero=1", help="sizes and options that are not chosen")

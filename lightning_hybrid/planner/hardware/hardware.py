@@ -16,6 +16,8 @@ else:
     import tomli as tomllib
 
 PRESETS = Path(__file__).with_name("presets")
+_LINKS = ("within_node", "between_nodes")
+_MAY_BE_ZERO = ("reserved", "kernel_seconds", "latency_within", "latency_between", "overlap")
 
 
 @dataclass(frozen=True)
@@ -96,19 +98,25 @@ def load_hardware(name: str) -> Hardware:
         name: Of a preset such as "a100-80", or the path of a file.
 
     Raises:
-        ValueError: Neither a preset nor a file, or a key is missing or unknown.
+        ValueError: Neither a preset nor a file, no TOML, a key is missing or unknown, or a value is impossible.
     """
     path = Path(name) if name.endswith(".toml") else PRESETS / f"{name.lower()}.toml"
     if not path.is_file():
+        if name.endswith(".toml"):
+            raise ValueError(f"there is no file {name!r}; presets are {', '.join(preset_names())}")
         raise ValueError(f"no hardware {name!r}: give one of {', '.join(preset_names())}, or the path of a TOML file")
-    return hardware_from_table(tomllib.loads(path.read_text()), path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no TOML file: {error}") from error
+    return hardware_from_table(table, path)
 
 
 def hardware_from_table(table: Mapping[str, Any], path: Path) -> Hardware:
     """Build a `Hardware` from the table of a TOML file.
 
     Raises:
-        ValueError: A key is missing or unknown.
+        ValueError: A key is missing or unknown, or a value is impossible.
     """
     wanted = set(Hardware.__dataclass_fields__)
     optional = {"is_host", "sources"}
@@ -118,7 +126,32 @@ def hardware_from_table(table: Mapping[str, Any], path: Path) -> Hardware:
     if missing or unknown:
         raise ValueError(f"{path}: missing keys {sorted(missing)}, unknown keys {sorted(unknown)}")
     given.pop("sources", None)
-    for link in ("within_node", "between_nodes"):
+    _check_values(given, path)
+    for link in _LINKS:
         points: Sequence[Sequence[float]] = sorted(given[link])
         given[link] = BandwidthCurve(tuple(size for size, _ in points), tuple(rate for _, rate in points))
     return Hardware(**given)
+
+
+def _check_values(table: Mapping[str, Any], path: Path) -> None:
+    """Refuse values that are no numbers, negative, or 0 where a rate or a size is needed."""
+    single = {name: value for name, value in table.items() if name not in ("name", "product_flops", *_LINKS)}
+    rates = table["product_flops"]
+    if not isinstance(rates, Mapping) or not rates:
+        raise ValueError(f"{path}: product_flops={rates!r}; use FLOP/s by number format, such as {{ float32 = 1e12 }}")
+    for name, value in {**single, **{f"product_flops.{dtype}": rate for dtype, rate in rates.items()}}.items():
+        may_be_zero = name in _MAY_BE_ZERO
+        if not _is_number(value) or value < 0 or (value == 0 and not may_be_zero):
+            raise ValueError(f"{path}: {name}={value!r}; use a number {'of 0 or more' if may_be_zero else 'above 0'}")
+    for name in _LINKS:
+        points = table[name]
+        if not isinstance(points, Sequence) or not points or not all(map(_is_point, points)):
+            raise ValueError(f"{path}: {name} needs pairs of bytes and bytes per second above 0, such as [[1e6, 1e9]]")
+
+
+def _is_point(point: Any) -> bool:
+    return isinstance(point, list) and len(point) == 2 and all(_is_number(each) and each > 0 for each in point)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

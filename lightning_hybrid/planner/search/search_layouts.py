@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -250,6 +251,16 @@ class _Search:
         """Return the error that names the nearest layout, and what is missing."""
         candidates, costs = self.candidates, self.candidates.costs
         if not self.plans:
+            names = [name for name in ("pipeline", "data", "tensor", "context") if candidates.fixed.get(name, 1) > 1]
+            product = math.prod(candidates.fixed[name] for name in names)
+            if candidates.ranks % product:
+                sizes = " * ".join(f"{name}={candidates.fixed[name]}" for name in names)
+                return PlanError(
+                    f"no layout of {costs.name} fits {candidates.ranks} devices: {sizes} as set"
+                    f" does not divide {candidates.ranks}; set other sizes, or a number of devices that is a multiple"
+                    f" of {product}",
+                    entry="plan-nothing-fits",
+                )
             batch = f"{candidates.batch} samples" + (" per replica" if candidates.is_replica_batch else "")
             return PlanError(
                 f"no layout of {costs.name} fits {candidates.ranks} devices: a batch of {batch}, {costs.num_layers}"

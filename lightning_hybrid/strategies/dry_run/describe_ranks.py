@@ -11,7 +11,7 @@ from typing import Any
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory, activation_bytes
 from lightning_hybrid.parts.shard_boxes import shard_of
-from lightning_hybrid.schedule.microbatches_in_flight import microbatches_in_flight
+from lightning_hybrid.schedule.microbatches_in_flight import in_flight_at_peak
 from lightning_hybrid.schedule.program import Program
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.strategies.description.memory_of_stages import memory_of_ranks, memory_of_stages
@@ -157,7 +157,7 @@ class _Described:
             policies = {} if run.recomputation is None else run.recomputation.policies
             local = self._units.with_local_activations(self._assignment, _place(run))
             saved = activation_bytes(local, policies)
-            counts = [1] if self._program is None else microbatches_in_flight(self._program.schedule)
+            counts = [1] if self._program is None else in_flight_at_peak(self._program.schedule, saved)
             of_stages = [
                 dataclasses.replace(stage, activations=each * count)
                 for stage, each, count in zip(of_stages, saved, counts, strict=True)

@@ -16,7 +16,6 @@ import torch
 from lightning_hybrid.memory.estimate_rank_memory import value_bytes
 from lightning_hybrid.parts.shard_boxes import shard_of
 from lightning_hybrid.precision.message_dtypes import message_dtypes
-from lightning_hybrid.schedule import make_schedule
 from lightning_hybrid.schedule.linked_stages_and_messages import Portals
 from lightning_hybrid.schedule.program import Program, Receive, Send, lower
 from lightning_hybrid.step.standins.absent_tensors import full_shape
@@ -64,8 +63,7 @@ def program_of(run: Run, num_microbatches: int) -> Program | None:
     plan = run.plan
     if not run.is_pipelined or plan is None or plan.first is None:
         return None
-    schedule = make_schedule(run.setting.options.schedule, plan.num_ranks, num_microbatches, plan.stages_per_rank)
-    return lower(schedule, Portals.of(plan.first.assignment))
+    return lower(plan.training_schedule(num_microbatches), Portals.of(plan.first.assignment))
 
 
 def pipeline_messages(run: Run, program: Program | None) -> list[Messages]:

@@ -15,6 +15,7 @@ from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.plan_in_one_process import PlanningStrategy
 from lightning_hybrid.strategies.run.partition_module_over_ranks import RecordedBatch
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.strategies.start.example_batch import take_example
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 
@@ -47,11 +48,9 @@ class DryRunStrategy(PlanningStrategy):
         setting = lifecycle.setting
         if not (setting.layout.pipeline_parallel_size > 1 and setting.is_fitting):
             return
-        trainer, options = setting.trainer, setting.options
-        batch = options.example_batch
-        batch = take_example(trainer, trainer.fit_loop, "max_size_cycle") if batch is None else batch
+        options, batch = setting.options, _example(setting)
         check_count(batch, options.microbatches)
-        num_stages = setting.layout.pipeline_parallel_size * options.stages_per_rank
+        num_stages = setting.layout.pipeline_parallel_size * options.stages_of_each_rank
         self.num_microbatches = choose_count(batch, options.microbatches, num_stages, options.batch_splitter)
         self.samples = batch_size_of(batch)
         first = split(batch, self.num_microbatches, options.batch_splitter)[0][0]
@@ -67,5 +66,15 @@ class DryRunStrategy(PlanningStrategy):
             partition.batch = RecordedBatch(self.samples, self.num_microbatches)
         elif partition is not None and partition.batch is not None:
             self.samples, self.num_microbatches = partition.batch.samples, partition.batch.num_microbatches
+        elif run.setting.is_fitting:
+            batch = _example(run.setting)
+            self.samples = batch_size_of(batch)
+            self.num_microbatches = 1 if run.runner is None else run.runner.count("training_step", batch)
         super()._describe(run, recorded)
         self.run_as_planned, self.recorded = run, recorded
+
+
+def _example(setting: Setting) -> Any:
+    """Return the example of the options, or the first batch of the loader."""
+    batch = setting.options.example_batch
+    return take_example(setting.trainer, setting.trainer.fit_loop, "max_size_cycle") if batch is None else batch

@@ -111,6 +111,13 @@ class FittingMicrobatches:
                 " num_microbatches, or a smaller batch_size",
                 entry="rank-out-of-memory",
             )
+        if isinstance(runner, PlainRunner) and runner.can_share_batches and not runner.runs_shares:
+            raise RankOutOfMemory(
+                f"{reason}; ranks that hold shards instead of stages or cut layers run their first batch unsplit, on"
+                " each rank, to see whether it changes modules; set a smaller batch_size, or leave the parallel sizes"
+                " out: replicas with zero_stage=3 split it",
+                entry="rank-out-of-memory",
+            )
         count, size = runner.count("training_step", batch), batch_size_of(batch)
         largest = int(guard.largest(1 if size is None else ceil(size / count)))
         now = int(guard.largest(count))

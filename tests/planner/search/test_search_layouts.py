@@ -316,3 +316,15 @@ def test_seconds_of_a_search(nodes, limit):
     result = search_layouts(LARGE, MASTER, A100, 8, nodes, batch=200_000 if nodes > 1000 else 2048)
     assert time.process_time() - begin < limit
     assert result.best.layout.ranks == 8 * nodes
+
+
+@pytest.mark.parametrize(
+    ("fixed", "text"),
+    [
+        ({"tensor": 3}, "8 devices: tensor=3 as set does not divide 8; .* a multiple of 3"),
+        ({"tensor": 2, "pipeline": 8}, r"pipeline=8 \* tensor=2 as set does not divide 8; .* a multiple of 16"),
+    ],
+)
+def test_fixed_sizes_that_do_not_divide_the_devices(fixed, text):
+    with pytest.raises(PlanError, match=text):
+        search_layouts(SMALL, MASTER, A100, 8, batch=64, fixed=fixed)

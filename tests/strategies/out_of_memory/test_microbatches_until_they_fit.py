@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from harness.feature_runs import LAYOUTS, SHARED_OUT, compare, on_rank
+from lightning_hybrid.errors import RankOutOfMemory
 from models.planted_out_of_memory import PLANT, Planted
 
 EVERYWHERE = ("dp2", "pp2", "tp2", "dp2 x zero3")
@@ -80,3 +81,28 @@ def test_combined_layouts(worlds, tmp_path, expected, size, pp, options, where):
     for numbers, _ in found:
         compare(numbers, expected)
     assert sum(failures for _, failures in found)
+
+
+class Branching(Planted):
+    """Its step cannot be partitioned into stages."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return 2 * loss if loss > 0.5 else loss
+
+
+def fit_shards(run):
+    PLANT.__init__(1, "forward", run.size)
+    try:
+        run.trainer(microbatches="auto", strategy_options={"microbatch": "auto"}).fit(Branching(), run.data())
+    except RankOutOfMemory as error:
+        return str(error)
+    finally:
+        PLANT.__init__()
+
+
+@pytest.mark.filterwarnings("ignore:sharded instead of pipelined")
+def test_unsplit_first_batch_of_shards_is_named(worlds, tmp_path):
+    """More microbatches cannot help there."""
+    for error in worlds.run(2, on_rank, fit_shards, 2, 2, str(tmp_path)):
+        assert "run their first batch unsplit" in error and "microbatch is one sample" not in error
