@@ -89,6 +89,8 @@ def test_recorded_layers(recorded):
     assert encoder.outputs == TOKENS * WIDTH
     assert encoder.saved > encoder.selective_saved > 0
     assert recorded.costs.num_layers >= LAYERS + 2
+    full = [layer.has_full_positions for layer in recorded.costs.layers]  # context ranks divide the encoders alone
+    assert full[0] and full[-1] and not encoder.has_full_positions
 
 
 def test_step_that_cannot_be_recorded_is_planned_from_parameters(monkeypatch):
