@@ -119,7 +119,7 @@ def test_short_memory_is_planned_without_a_request(monkeypatch):
     states = 16 * sum(parameter.numel() for parameter in Net().parameters())
     with pytest.warns(match="no layout of Net fits 2 devices .*; the run goes on"):  # the framework alone takes more
         assert plan_on(monkeypatch, 2, 1.9 * states) == {}
-    for layout in ({"tensor_parallel_size": 2}, {"expert_parallel_size": 1}, {"zero_stage": 3}, {"offload": "cpu"}):
+    for layout in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2}, {"zero_stage": 3}, {"offload": "cpu"}):
         assert plan_on(monkeypatch, 2, 1.9 * states, **layout) is None
     monkeypatch.setattr(plan_auto_sizes, "_STATES_SHARE", 0.0)
     assert plan_on(monkeypatch, 2, 16e9) == dict.fromkeys(SIZES, 1)  # they fit with their activations

@@ -19,7 +19,7 @@ _SELECTIVE_SHARE = 0.4
 _KERNELS_PER_PRODUCT, _KERNELS_PER_VECTOR, _KERNELS_PER_LAYER = 3, 2, 4
 _DTYPE_BITS = re.compile(r"(\d+)")
 _LAYER_INDEX = re.compile(r"^(.*?\.\d+)(?:\.|$)")
-_PROOF = "which layers tensor ranks can shard is proved at the start of a run; the plan is subject to that proof"
+PROOF = "which layers tensor ranks can shard is proved at the start of a run; the plan is subject to that proof"
 
 
 def costs_from_step_graph(
@@ -68,7 +68,7 @@ def costs_from_step_graph(
         positions=positions,
         has_tied_embedding=tied,
         frozen_parameters=sum(math.prod(shapes[parameter]) for parameter in frozen if parameter in shapes),
-        notes=(_PROOF,),
+        notes=(PROOF,),
         names_checksum=checksum_of_names(shapes),
     )
 
@@ -119,7 +119,7 @@ def costs_from_parameters(
         positions=positions,
         is_traced=False,
         frozen_parameters=sum(math.prod(shapes[parameter]) for parameter in frozen if parameter in shapes),
-        notes=(note, _PROOF),
+        notes=(note, PROOF),
         names_checksum=checksum_of_names(shapes),
     )
 

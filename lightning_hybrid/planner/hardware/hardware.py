@@ -135,7 +135,10 @@ def hardware_from_table(table: Mapping[str, Any], path: Path) -> Hardware:
 
 def _check_values(table: Mapping[str, Any], path: Path) -> None:
     """Refuse values that are no numbers, negative, or 0 where a rate or a size is needed."""
-    single = {name: value for name, value in table.items() if name not in ("name", "product_flops", *_LINKS)}
+    others = ("name", "is_host", "product_flops", *_LINKS)
+    single = {name: value for name, value in table.items() if name not in others}
+    if not isinstance(table.get("is_host", False), bool):
+        raise ValueError(f"{path}: is_host={table['is_host']!r}; use true or false")
     rates = table["product_flops"]
     if not isinstance(rates, Mapping) or not rates:
         raise ValueError(f"{path}: product_flops={rates!r}; use FLOP/s by number format, such as {{ float32 = 1e12 }}")

@@ -48,7 +48,10 @@ class PlannedRun:
     def trainer_arguments(self, plan: Plan) -> str:
         """Return the Trainer of a plan in Python, with the batch size that its loader should have."""
         layout = plan.layout
-        options = "".join(f"\n        {name}={value!r}," for name, value in strategy_options(layout).items())
+        chosen = strategy_options(layout)
+        if layout.data == layout.ranks > 1 and not layout.zero_stage:
+            chosen = {"data_parallel_size": layout.data, **chosen}  # or the strategy would plan, were memory short
+        options = "".join(f"\n        {name}={value!r}," for name, value in chosen.items())
         devices, nodes = self.devices, self.num_nodes
         if layout.ranks < devices * nodes:
             devices, nodes = min(layout.ranks, devices), max(1, layout.ranks // devices)

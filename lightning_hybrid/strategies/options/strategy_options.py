@@ -183,8 +183,8 @@ class Options:
 
     @property
     def sets_layout(self) -> bool:
-        """Whether the user has set a size besides that of the data axis, or shards or offloads states."""
-        sizes = any(self.sizes[name] != "auto" for name in _SIZES[1:])
+        """Whether the user has set a size, or shards or offloads states."""
+        sizes = any(size != "auto" for size in self.sizes.values())
         return sizes or bool(self.zero_stage) or self.offload is not None
 
     def with_planned(self, planned: Mapping[str, Any]) -> Options:
