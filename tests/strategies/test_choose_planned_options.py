@@ -132,10 +132,11 @@ def test_layers_of_configure_model_are_counted_on_a_copy(monkeypatch):
     with pytest.warns(match="no layout of BuiltLater fits"):
         assert plan_on(monkeypatch, 2, 1.9 * states, module) == {}
     assert plan_on(monkeypatch, 2, 16e9, module, **PLANNED) == dict.fromkeys(SIZES, 1)
+    assert plan_on(monkeypatch, 1, 1.9 * states, module) is None
     assert not module.built and not list(module.parameters())
 
 
-def test_module_that_cannot_be_copied_is_planned_from_its_parameters(monkeypatch, caplog):
+def test_module_that_cannot_be_copied_is_planned_from_its_parameters(monkeypatch):
     module = Net()
     module.lock = threading.Lock()
     assert plan_on(monkeypatch, 2, 16e9, module, **PLANNED) == dict.fromkeys(SIZES, 1)
@@ -149,7 +150,9 @@ def test_plan_reaches_the_loggers(monkeypatch, tmp_path):
     assert logged["predicted_bytes"] > 0 and logged["predicted_seconds_per_step"] > 0
 
 
-def test_measured_costs_beside_the_checkpoints_correct_the_plan(monkeypatch, tmp_path, caplog):
+def test_measured_costs_beside_the_checkpoints_correct_the_plan(monkeypatch, tmp_path):
+    said = []
+    monkeypatch.setattr(choose_planned_options, "rank_zero_info", said.append)
     step = TimeByCause(work=3.0, communication=0.1, optimizer=0.2)
     layout = {"pp": 1, "dp_replicate": 2, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1}
     batch = {"num_microbatches": 1, "microbatch_size": 8, "batch_size": 8}
@@ -158,8 +161,8 @@ def test_measured_costs_beside_the_checkpoints_correct_the_plan(monkeypatch, tmp
     path = tmp_path / "measured_costs.json"
     save_measured_costs(MeasuredCosts(layout=layout, schedule="", **device, **batch, **steps), path)
     plan_on(monkeypatch, 2, 16e9, checkpoints=tmp_path, **PLANNED)
-    assert f"corrected by the measured costs of {path}: 3.30 s of a step" in caplog.text
-    assert re.search(r"dp=2 +3\.30 s", caplog.text)
+    assert f"corrected by the measured costs of {path}: 3.30 s of a step" in said[0]
+    assert re.search(r"dp=2 +3\.30 s", said[0])
 
 
 def test_replicas_alone_are_kept_where_they_fit(monkeypatch):

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
-from lightning_hybrid.precision import HybridPrecision
+from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.verify.check_available_memory import host_memory
 
@@ -43,7 +43,9 @@ def may_be_planned(strategy: Any) -> bool:
         return True
     if strategy.options.sets_layout or HybridPrecision.is_other(strategy.precision_plugin):
         return False
-    return is_overridden("configure_model", module, pl.LightningModule) or not replicas_fit(strategy, module)
+    if is_overridden("configure_model", module, pl.LightningModule):
+        return strategy.num_nodes * strategy.num_processes > 1  # else there is no layout to choose
+    return not replicas_fit(strategy, module)
 
 
 def replicas_fit(strategy: Any, module: Any) -> bool:

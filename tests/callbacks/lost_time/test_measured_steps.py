@@ -181,7 +181,9 @@ def test_files(tmp_path):
 def trainer_with(folder, **options):
     strategy = SimpleNamespace(
         layout=ParallelLayout(pipeline_parallel_size=2),
-        options=SimpleNamespace(stages_per_rank=1, schedule="1f1b", pipeline_cuts=None, **options),
+        options=SimpleNamespace(
+            stages_of_each_rank=1, stages_per_rank=1, schedule="1f1b", pipeline_cuts=None, **options
+        ),
         root_device=torch.device("cpu"),
     )
     return SimpleNamespace(

@@ -324,7 +324,7 @@ def test_dropout_of_local_positions_differs_and_repeats(worlds, run):
 
 
 def test_invalid_requests():
-    with pytest.raises(ValueError, match=r"sequence_parallel=True shards positions .* tensor_parallel_size=1"):
+    with pytest.raises(ValueError, match=r"sequence_parallel=True shards positions .* tensor_parallel_size='auto'"):
         Hybrid3DStrategy(sequence_parallel=True)
 
 
