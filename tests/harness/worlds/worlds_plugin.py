@@ -340,7 +340,7 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark seven of eight parameter sets of each test on ranks, or marked so, as extended; none in a run of files."""
+    """Mark two of eight parameter sets of each test on ranks, or marked so, as extended, five as slow; none for files."""
     if not any(Path(argument).is_dir() for argument in config.args):
         for item in items:
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "extended"]
@@ -351,8 +351,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         is_sampled = on_ranks or item.get_closest_marker("sampled") is not None
         if is_sampled and item.get_closest_marker("slow") is None and item.get_closest_marker("gpu") is None:
             test = item.nodeid.partition("[")[0]
-            if counts[test] % 8:
-                item.add_marker("extended")
+            if position := counts[test] % 8:
+                item.add_marker("extended" if position < 3 else "slow")
             counts[test] += 1
 
 
