@@ -340,7 +340,7 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark two of eight parameter sets of each test on ranks, or marked so, as extended, five as slow; none for files."""
+    """Mark two of eight parameter sets of each test on ranks, or marked so, extended, five slow; none for files."""
     if not any(Path(argument).is_dir() for argument in config.args):
         for item in items:
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "extended"]
