@@ -75,8 +75,10 @@ def _no_experts(candidates: Candidates) -> str:
         return f"expert_parallel_size={candidates.fixed['expert']} is set"
     if not candidates.allowed.expert:
         return "not permitted for this model"
-    experts = candidates.costs.experts
-    return f"{experts} experts and the replicas have no common divisor" if experts else "the model has no experts"
+    experts, is_configured = candidates.costs.experts, candidates.costs.heads is not None
+    if experts:
+        return f"{experts} experts and the replicas have no common divisor"
+    return "the model has no experts" if is_configured else "experts of a module are not known; fix their ranks"
 
 
 def _has_zero(stage: int) -> Callable[[PlanLayout], bool]:
