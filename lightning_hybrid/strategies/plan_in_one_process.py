@@ -23,6 +23,7 @@ from torch import nn
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory, activation_bytes
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
 from lightning_hybrid.step.standins.absent_tensors import drop
 from lightning_hybrid.strategies.description.estimate_unrecorded_activations import record_in_one_stage
 from lightning_hybrid.strategies.description.memory_of_stages import (
@@ -186,6 +187,16 @@ class PlanningStrategy(Hybrid3DStrategy):
             self.partition.run.until_end.close()
         if self._world is not None:
             self._world.close()
+
+
+class MetaPlanningStrategy(PlanningStrategy):
+    """Plans a run of a module without storage for its parameters."""
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build the layers of ``configure_model`` without storage."""
+        with super().tensor_init_context(empty_init=False), parameters_on_meta():
+            yield
 
 
 Planning = TypeVar("Planning", bound=PlanningStrategy)

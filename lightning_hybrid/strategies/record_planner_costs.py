@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -18,19 +17,15 @@ from lightning_hybrid.planner.costs.layer_costs import ModelCosts
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.plan_layout import NumberFormat
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, elements_per_sample
-from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
 from lightning_hybrid.step.objects.repeated_layers import find_layers
+from lightning_hybrid.step.recording.choose_units import num_elements
 from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes
 from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import batch_norms_in_training
-from lightning_hybrid.strategies.plan_in_one_process import PlanningStrategy, make_plan
+from lightning_hybrid.strategies.plan_in_one_process import MetaPlanningStrategy, make_plan
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
-from lightning_hybrid.strategies.start.example_batch import take_example
+from lightning_hybrid.strategies.start.example_batch import example_of_fit
 
 _STAGES = 4  # an nn.Sequential with more parameters than one of so many stages can be shared among them
-
-
-def _count(module: nn.Module) -> int:
-    return sum(math.prod(shape) for shape in parameter_shapes(module).values())
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class RecordedCosts:
     samples: int
 
 
-class _CostRecordingStrategy(PlanningStrategy):
+class _CostRecordingStrategy(MetaPlanningStrategy):
     """Records the step of one process."""
 
     def __init__(self, **options: Any) -> None:
@@ -57,27 +52,20 @@ class _CostRecordingStrategy(PlanningStrategy):
         self.samples: int | None = None
         self.sample_elements = 0.0
 
-    @contextlib.contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Build the layers of ``configure_model`` without storage."""
-        with super().tensor_init_context(empty_init=False), parameters_on_meta():
-            yield
-
     def _layers(self, module: nn.Module) -> Mapping[str, nn.Module]:
         """Return the layers that would be recomputed, or the modules inside of a large ``nn.Sequential``."""
         found: dict[str, nn.Module] = {}
-        most = _count(module) / _STAGES
+        most = num_elements(module) / _STAGES
         for name, layer in find_layers(dict(module.named_children())).items():
-            is_open = isinstance(layer, nn.Sequential) and _count(layer) > most
-            inside = {f"{name}.{inner}": child for inner, child in layer.named_children() if _count(child)}
+            is_open = isinstance(layer, nn.Sequential) and num_elements(layer) > most
+            inside = {f"{name}.{inner}": child for inner, child in layer.named_children() if num_elements(child)}
             found |= inside if is_open else {name: layer}
         return found
 
     def _describe(self, run: Run, recorded: Assignment | None) -> None:
         super()._describe(run, recorded)
-        trainer, batch = run.setting.trainer, run.setting.options.example_batch
         self.recorded = recorded
-        batch = take_example(trainer, trainer.fit_loop, "max_size_cycle") if batch is None else batch
+        batch = example_of_fit(run.setting.trainer, run.setting.options.example_batch)
         self.samples, self.sample_elements = batch_size_of(batch), elements_per_sample(batch) or 0.0
 
 
@@ -110,7 +98,7 @@ def record_costs(
     assert isinstance(strategy, _CostRecordingStrategy)
     shapes, frozen = parameter_shapes(module), frozen_names(module)
     memory = strategy.memory[0]
-    trained = sum(math.prod(shape) for name, shape in shapes.items() if name not in set(frozen))
+    trained = sum(math.prod(shapes[name]) for name in shapes.keys() - set(frozen))
     states = None if memory.optimizer_states is None or not trained else memory.optimizer_states / trained
     number_format = number_format_of(precision, states)
     samples = strategy.samples or 1

@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
@@ -137,3 +138,13 @@ def save_halfway(case, layout, path):
     trainer = trainer_of(layout.world_size, layout.strategy(), [SaveHalfway(path)], max_epochs=2)
     trainer.fit(module, loader_of(module, layout, trainer))
     return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def each_resumed(layouts):
+    """Parameters (before, after, folder): files for each pair of layouts, folders from each one to another."""
+    return [
+        pytest.param(before, after, folder, marks=[pytest.mark.slow] * (folder and i != (j + 1) % 3))
+        for folder in (False, True)
+        for i, before in enumerate(layouts)
+        for j, after in enumerate(layouts)
+    ]

@@ -20,7 +20,7 @@ from lightning_hybrid.schedule.measured.lost_time_by_cause import TimeByCause
 from lightning_hybrid.schedule.measured.measured_costs_file import MeasuredCosts, save_measured_costs
 from lightning_hybrid.strategies import choose_planned_options
 from lightning_hybrid.strategies.options import plan_auto_sizes
-from lightning_hybrid.strategies.options.plan_auto_sizes import may_be_planned, plan_options
+from lightning_hybrid.strategies.options.plan_auto_sizes import needs_plan, plan_options
 
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size")
 NUMBERS = dict.fromkeys(SIZES, 1)
@@ -94,7 +94,7 @@ def plan_on(monkeypatch, devices, nbytes, module=None, logger=False, checkpoints
     planned = []
 
     def plan():
-        planned.append(plan_options(strategy) if may_be_planned(strategy) else None)
+        planned.append(plan_options(strategy) if strategy.options.may_be_planned and needs_plan(strategy) else None)
         raise _Recorded
 
     monkeypatch.setattr(strategy, "setup_environment", plan)

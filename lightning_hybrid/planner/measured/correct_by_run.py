@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,11 @@ def usable_steps(measured: MeasuredCosts) -> list[TimeByCause]:
     return sorted(steps, key=lambda time: time.step_seconds)
 
 
+def median_step(steps: Sequence[TimeByCause]) -> TimeByCause:
+    """Return the median of steps that are sorted; the shorter one of two."""
+    return steps[(len(steps) - 1) // 2]
+
+
 def _correction(
     costs: ModelCosts, number_format: NumberFormat, hardware: Hardware, measured: MeasuredCosts
 ) -> tuple[Correction, str]:
@@ -175,7 +180,7 @@ def _correction(
             f"it has no step after the first {FIRST_STEPS} of its run; set step={FIRST_STEPS + 1} or more of"
             " PipelineTimeline"
         )
-    step = steps[(len(steps) - 1) // 2]
+    step = median_step(steps)
     correction = _of_time(layout, predicted, step)
     if len(steps) >= FEWEST_STEPS:
         spread = statistics.fmean(abs(each.step_seconds / step.step_seconds - 1.0) for each in steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_hybrid.planner.measured.correct_by_run import measured_layout, usable_steps
+from lightning_hybrid.planner.measured.correct_by_run import measured_layout, median_step, usable_steps
 from lightning_hybrid.planner.measured.correction import COMMUNICATION, OPTIMIZER
 from lightning_hybrid.planner.report.plan_tables import columns
 from lightning_hybrid.planner.search.layout_options import spelled
@@ -26,7 +26,7 @@ def compared_lines(plan: Plan, measured: MeasuredCosts) -> list[str]:
         of = f"{spelled(plan.layout)} with {plan.layout.batch} samples"
         return [f"the step is not compared with its plan, {of}: it ran as {spelled(layout)} with {layout.batch}"]
     steps = usable_steps(measured)
-    step = steps[(len(steps) - 1) // 2] if steps else measured.step
+    step = median_step(steps) if steps else measured.step
     terms = dict(plan.time.terms)
     communication, optimizer = (sum(terms.pop(name, 0.0) for name in names) for names in (COMMUNICATION, OPTIMIZER))
     waits = terms.pop("input", 0.0)

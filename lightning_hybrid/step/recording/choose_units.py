@@ -73,7 +73,7 @@ def _module_at_fault(error: Exception, root: nn.Module) -> str | None:
     while trace is not None:
         module = trace.tb_frame.f_locals.get("self")
         is_called = trace.tb_frame.f_code.co_name == "_call_impl"
-        if is_called and isinstance(module, nn.Module) and id(module) in names and not _count(module):
+        if is_called and isinstance(module, nn.Module) and id(module) in names and not num_elements(module):
             return names[id(module)]
         trace = trace.tb_next
     return None
@@ -107,7 +107,7 @@ def choose_units(
     Raises:
         StepError: Modules with full backward hooks, which are never opened, leave too few.
     """
-    total = _count(root)
+    total = num_elements(root)
     units: dict[str, nn.Module] = {}
     visited: set[int] = set()
 
@@ -115,7 +115,7 @@ def choose_units(
         if id(module) in visited:
             return
         visited.add(id(module))
-        size = _count(module)
+        size = num_elements(module)
         if size == 0:
             if fqn and (fqn in closed or has_backward_hooks(module)):
                 units[fqn] = module
@@ -130,7 +130,7 @@ def choose_units(
 
     descend("", root)
     hooked = [fqn for fqn, unit in units.items() if has_backward_hooks(unit) and _has_children_with_parameters(unit)]
-    count = sum(_count(unit) > 0 for unit in units.values())
+    count = sum(num_elements(unit) > 0 for unit in units.values())
     if hooked and count < num_stages:
         raise StepError(
             f"{hooked[0]} has a full backward hook, so that it must be on one stage; {num_stages} stages need as many"
@@ -152,7 +152,7 @@ def _can_open(module: nn.Module) -> bool:
 
 
 def _has_children_with_parameters(module: nn.Module) -> bool:
-    return any(_count(child) for child in module.children())
+    return any(num_elements(child) for child in module.children())
 
 
 def units_to_open(recording: Recording, cost: float, cuts: Sequence[str] | None) -> set[str]:
@@ -175,6 +175,6 @@ def units_to_open(recording: Recording, cost: float, cuts: Sequence[str] | None)
     return {unit for unit in inside if _can_open(recording.units[unit])}
 
 
-def _count(module: nn.Module) -> int:
+def num_elements(module: nn.Module) -> int:
     """Elements of the full parameters, whatever shard this rank has: all ranks choose the same units."""
     return sum(math.prod(full_shape(parameter)) for parameter in module.parameters())

@@ -24,7 +24,7 @@ from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.recording.record_step import record
 from lightning_hybrid.step.standins.guess_values_read_by_code import GUESSES
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
-from lightning_hybrid.strategies.start.example_batch import take_example
+from lightning_hybrid.strategies.start.example_batch import example_of_fit
 from lightning_hybrid.strategies.start.provisional_optimizers import record_with_optimizers
 from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import current_hook, step_arguments
 
@@ -44,8 +44,7 @@ def record_in_one_stage(
     graphs: list[StepGraph] = []
 
     def record_with(units: Mapping[str, nn.Module], guesses: Sequence[bool]) -> None:
-        batch = options.example_batch
-        batch = take_example(trainer, trainer.fit_loop, "max_size_cycle") if batch is None else batch
+        batch = example_of_fit(trainer, options.example_batch)
         count = 1 if run.runner is None else run.runner.count("training_step", batch)
         first = split(batch, count, options.batch_splitter)[0][0]
         step = partial(module.training_step, *step_arguments(module, "training_step", first))

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, check_count, choose_count, split
-from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
 from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
-from lightning_hybrid.strategies.plan_in_one_process import PlanningStrategy
+from lightning_hybrid.strategies.plan_in_one_process import MetaPlanningStrategy
 from lightning_hybrid.strategies.run.partition_module_over_ranks import RecordedBatch
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
-from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
-from lightning_hybrid.strategies.start.example_batch import take_example
+from lightning_hybrid.strategies.start.example_batch import example_of_fit
 from lightning_hybrid.tensor.search.unit_search import plan_unit
 
 
-class DryRunStrategy(PlanningStrategy):
+class DryRunStrategy(MetaPlanningStrategy):
     """Plans a run whose step is recorded on its first microbatch, which stands for all of them.
 
     Attributes:
@@ -37,18 +33,12 @@ class DryRunStrategy(PlanningStrategy):
         self.samples: int | None = None
         self.num_microbatches = 1
 
-    @contextlib.contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Build the layers of ``configure_model`` without storage."""
-        with super().tensor_init_context(empty_init=False), parameters_on_meta():
-            yield
-
     def _begin(self, lifecycle: RunLifecycle) -> None:
         """Let the first microbatch be the whole batch of the recording: all microbatches have its shapes."""
         setting = lifecycle.setting
         if not (setting.layout.pipeline_parallel_size > 1 and setting.is_fitting):
             return
-        options, batch = setting.options, _example(setting)
+        options, batch = setting.options, example_of_fit(setting.trainer, setting.options.example_batch)
         check_count(batch, options.microbatches)
         num_stages = setting.layout.pipeline_parallel_size * options.stages_of_each_rank
         self.num_microbatches = choose_count(batch, options.microbatches, num_stages, options.batch_splitter)
@@ -67,14 +57,8 @@ class DryRunStrategy(PlanningStrategy):
         elif partition is not None and partition.batch is not None:
             self.samples, self.num_microbatches = partition.batch.samples, partition.batch.num_microbatches
         elif run.setting.is_fitting:
-            batch = _example(run.setting)
+            batch = example_of_fit(run.setting.trainer, run.setting.options.example_batch)
             self.samples = batch_size_of(batch)
             self.num_microbatches = 1 if run.runner is None else run.runner.count("training_step", batch)
         super()._describe(run, recorded)
         self.run_as_planned, self.recorded = run, recorded
-
-
-def _example(setting: Setting) -> Any:
-    """Return the example of the options, or the first batch of the loader."""
-    batch = setting.options.example_batch
-    return take_example(setting.trainer, setting.trainer.fit_loop, "max_size_cycle") if batch is None else batch

@@ -26,14 +26,14 @@ _PACKAGE = __name__.partition(".strategies.")[0]
 _STATES_SHARE = 0.5
 
 
-def may_be_planned(strategy: Any) -> bool:
-    """Tell whether the first rank looks for a plan: it is requested, or no layout is set and replicas are too large.
+def needs_plan(strategy: Any) -> bool:
+    """Tell whether the first rank looks for a plan: it is requested, or replicas are too large.
 
     They are where parameters, gradients and Adam's states take more than half of the device's memory. Where
     ``configure_model`` makes layers, the first rank counts them on a copy.
 
     Args:
-        strategy: With sizes that are "auto", in a process of a run.
+        strategy: Whose options may be planned, in a process of a run.
     """
     module = strategy.lightning_module
     trainer = None if module is None else module._trainer
@@ -41,7 +41,7 @@ def may_be_planned(strategy: Any) -> bool:
         return False
     if strategy.options.asks_for_plan:
         return True
-    if strategy.options.sets_layout or HybridPrecision.is_other(strategy.precision_plugin):
+    if HybridPrecision.is_other(strategy.precision_plugin):
         return False
     if is_overridden("configure_model", module, pl.LightningModule):
         return strategy.num_nodes * strategy.num_processes > 1  # else there is no layout to choose

@@ -182,6 +182,11 @@ class Options:
         return self.has_auto_sizes and (self.objective is not None or self.max_memory is not None)
 
     @property
+    def may_be_planned(self) -> bool:
+        """Whether sizes that are "auto" may become others than 1: a plan is requested, or no layout is set."""
+        return self.has_auto_sizes and (self.asks_for_plan or not self.sets_layout)
+
+    @property
     def sets_layout(self) -> bool:
         """Whether the user has set a size, or shards or offloads states."""
         sizes = any(size != "auto" for size in self.sizes.values())

@@ -21,6 +21,11 @@ from lightning_hybrid.strategies.user_code.gather_parameters_for_dataloaders imp
 _NOTHING = object()
 
 
+def example_of_fit(trainer: Any, given: Any = None) -> Any:
+    """Return the batch that a training step is recorded on: the one given, or the first of the fit's loaders."""
+    return take_example(trainer, trainer.fit_loop, "max_size_cycle") if given is None else given
+
+
 def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "sequential"]) -> Any:
     """Return the first batch of a loop's loaders, on the strategy's device, after the user's transfer hooks.
 

@@ -36,7 +36,7 @@ from lightning_hybrid.planner.search.plans_and_rejections import Plan
 from lightning_hybrid.precision.check_device_capability import check_device_precision
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.strategies.options.let_lightning_search_batch_sizes import is_check_of_batch_size_search
-from lightning_hybrid.strategies.options.plan_auto_sizes import agreed_plan, may_be_planned, plan_options
+from lightning_hybrid.strategies.options.plan_auto_sizes import agreed_plan, needs_plan, plan_options
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.world.correct_user_samplers import split_sampler_over_replicas
 from lightning_hybrid.strategies.world.rank_failures import check_connections
@@ -270,8 +270,8 @@ class RankedStrategy(ParallelStrategy):
             _set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
         rank, timeout = self._launcher_rank, self.options.timeout
-        may_plan = self._may_plan and self.options.has_auto_sizes
-        is_planned = may_plan and may_be_planned(self)
+        may_plan = self._may_plan and self.options.may_be_planned
+        is_planned = may_plan and needs_plan(self)
         # One process plans, which has no process groups; the others wait for it where they meet.
         planned = plan_options(self) if is_planned and rank == 0 else {}
         sharing = (self.parallel_devices or []).count(self.root_device)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from harness.checkpoint_runs import each_resumed
 from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
 from lightning_hybrid.callbacks import AdaScale, GoodputMonitor, GradientCompression, LocalSGD
@@ -181,16 +182,7 @@ RESUMED = {
 }
 
 
-# Files for each pair of layouts, folders from each layout to another one.
-EACH_RESUMED = [
-    pytest.param(before, after, folder, marks=[pytest.mark.slow] * (folder and i != (j + 1) % 3))
-    for folder in (False, True)
-    for i, before in enumerate(RESUMED)
-    for j, after in enumerate(RESUMED)
-]
-
-
-@pytest.mark.parametrize(("before", "after", "folder"), EACH_RESUMED)
+@pytest.mark.parametrize(("before", "after", "folder"), each_resumed(RESUMED))
 def test_resumed_in_another_layout_as_if_not_interrupted(worlds, tmp_path, before, after, folder):
     [(expected, _), _] = worlds.run_once(2, fit, Fit(steps=6, epoch=3))
     path, saves = str(tmp_path / "saved"), {"save_distributed_checkpoint": folder}

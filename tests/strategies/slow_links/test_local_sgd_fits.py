@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from harness.checkpoint_runs import each_resumed
 from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import AdaScale, GoodputMonitor, LocalSGD
@@ -385,16 +386,9 @@ def test_manual_optimization(worlds):
 
 
 RESUMED = ["replicas", "stages", "ZeRO-3 inside"]
-# Files for each pair of layouts, folders from each layout to another one.
-EACH_RESUMED = [
-    pytest.param(before, after, folder, marks=[pytest.mark.slow] * (folder and i != (j + 1) % 3))
-    for folder in (False, True)
-    for i, before in enumerate(RESUMED)
-    for j, after in enumerate(RESUMED)
-]
 
 
-@pytest.mark.parametrize(("before", "after", "folder"), EACH_RESUMED)
+@pytest.mark.parametrize(("before", "after", "folder"), each_resumed(RESUMED))
 def test_resumed_in_another_layout_as_if_not_interrupted(worlds, tmp_path, before, after, folder):
     sizes = LAYOUTS | {"replicas": (2, {})}
     resumed = partial(Fit, every=2, outer="nesterov", epoch=4)
