@@ -10,13 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid.callbacks.lost_time.write_measurements import path_of_measured_costs
 from lightning_hybrid.memory.budget.byte_sizes import parse_budget
@@ -33,6 +29,7 @@ from lightning_hybrid.planner.search.search_layouts import cluster_of, predict_p
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
 from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta
+from lightning_hybrid.strategies.copy_and_plan_two_stages import tensors_of_datasets
 from lightning_hybrid.strategies.hybrid3d import OPTION_DEFAULTS, Hybrid3DStrategy
 from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes, replicas_fit
 from lightning_hybrid.strategies.record_planner_costs import RecordedCosts, noting_batch_norm, record_costs
@@ -120,30 +117,13 @@ def _copied(module: pl.LightningModule, trainer: pl.Trainer) -> tuple[Any, Mappi
     """Return a copy of a module with all of its layers, but no storage for parameters, and arguments for its fit."""
     datamodule = getattr(trainer, "datamodule", None)
     data = datamodule or trainer.fit_loop._data_source.instance
-    memo = {id(trainer): None, **tensors_of_datasets(data)}
+    memo = {id(trainer): None, **tensors_of_datasets(module, data)}
     copied, data = copy_on_meta((module, None if data is module else data), only_parameters=True, memo=memo)
     if is_overridden("configure_model", copied, pl.LightningModule):
         with parameters_on_meta():
             copied.configure_model()
     kind = "train_dataloaders" if datamodule is None else "datamodule"
     return copied, {} if data is None else {kind: data}
-
-
-def tensors_of_datasets(data: Any) -> dict[int, Any]:
-    """Return tensors and arrays of the datasets of loaders, by their identity as `copy.deepcopy` notes what is copied.
-
-    They are read alone, and may take as much memory as there is.
-    """
-    found: dict[int, Any] = {}
-    known, open_ = set[int](), [data]
-    while open_:
-        for leaf in tree_leaves(open_.pop()):
-            if isinstance(leaf, Tensor | numpy.ndarray):
-                found[id(leaf)] = leaf
-            elif isinstance(leaf, DataLoader | Dataset) and id(leaf) not in known:
-                known.add(id(leaf))
-                open_.append(vars(leaf))
-    return found
 
 
 def _planned_run(strategy: Hybrid3DStrategy, recorded: RecordedCosts, measured: Path | None) -> PlannedRun:

@@ -169,6 +169,12 @@ class PlanningStrategy(Hybrid3DStrategy):
             traceback.print_exception(error)
         return partition.run.zero3_fallback.refusal
 
+    @property
+    def why_no_stages(self) -> str:
+        """Why ranks would hold shards of all parameters instead of stages; "" if they would not."""
+        fallback = None if self.partition is None else self.partition.run.zero3_fallback
+        return "" if fallback is None else fallback.reason
+
     def _memory_of(self, run: Run, recorded: Assignment | None) -> list[RankMemory]:
         """Estimate the memory of each pipeline rank; ``recorded`` is the step of a run without stages."""
         batch = None if self.partition is None else self.partition.batch

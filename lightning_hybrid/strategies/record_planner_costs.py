@@ -19,6 +19,7 @@ from lightning_hybrid.planner.plan_layout import NumberFormat
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, elements_per_sample
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import num_elements
+from lightning_hybrid.strategies.copy_and_plan_two_stages import why_not_in_two_stages
 from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes
 from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import batch_norms_in_training
 from lightning_hybrid.strategies.plan_in_one_process import MetaPlanningStrategy, make_plan
@@ -92,6 +93,7 @@ def record_costs(
     """
     name = type(module).__name__
     options = {} if example_batch is None else {"example_batch": example_batch}
+    no_stages = why_not_in_two_stages(lightning, module, fit_arguments, options, precision)
     strategy = make_plan(
         lightning, module, fit_arguments, 1, options, precision, on_phase, strategy_class=_CostRecordingStrategy
     )
@@ -106,7 +108,7 @@ def record_costs(
         costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason="it cannot be traced")
     else:
         costs = costs_from_step_graph(strategy.recorded.graph, shapes, samples=samples, name=name, frozen=frozen)
-    costs = dataclasses.replace(costs, sample_elements=strategy.sample_elements)
+    costs = dataclasses.replace(costs, sample_elements=strategy.sample_elements, no_stages=no_stages)
     return RecordedCosts(noting_batch_norm(costs, module), number_format, samples)
 
 

@@ -56,6 +56,8 @@ def _no_pipeline(candidates: Candidates) -> str:
         return f"pipeline_parallel_size={candidates.fixed['pipeline']} is set"
     if not candidates.allowed.pipeline:
         return "not permitted for this model"
+    if candidates.costs.no_stages:
+        return f"the step has no stages: {candidates.costs.no_stages}"
     return f"{candidates.most_stages} layers and {candidates.ranks} devices have no common number of stages"
 
 

@@ -152,6 +152,15 @@ def test_what_is_not_allowed_is_not_chosen():
         assert plan.layout.data == 8 and plan.layout.recompute == "none" and not plan.layout.offload
 
 
+def test_a_step_without_stages_gets_no_pipeline_ranks():
+    costs = dataclasses.replace(SMALL, no_stages="it branches")
+    result = search_layouts(costs, MASTER, A100, 8, batch=64)
+    assert all(plan.layout.pipeline == 1 for plan in result.plans)
+    reasons = {rejection.family: rejection.reason for rejection in result.rejected}
+    assert reasons["pipeline ranks"] == "the step has no stages: it branches"
+    assert search_layouts(costs, MASTER, A100, 8, batch=64, fixed={"pipeline": 2}).best.layout.pipeline == 2
+
+
 def test_batch_of_each_replica():
     result = search_layouts(SMALL, MASTER, A100, 8, batch=16, is_replica_batch=True)
     assert {plan.layout.batch // plan.layout.data for plan in result.plans} == {16}
