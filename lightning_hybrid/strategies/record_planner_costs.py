@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import lightning.pytorch as pl
 from torch import nn
 
 from lightning_hybrid.graph.partition import Assignment
@@ -24,6 +25,7 @@ from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import
 from lightning_hybrid.strategies.plan_in_one_process import MetaPlanningStrategy, make_plan
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.start.example_batch import example_of_fit
+from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import why_no_stages
 
 _STAGES = 4  # an nn.Sequential with more parameters than one of so many stages can be shared among them
 
@@ -107,11 +109,14 @@ def record_costs(
     else:
         costs = costs_from_step_graph(strategy.recorded.graph, shapes, samples=samples, name=name, frozen=frozen)
     costs = dataclasses.replace(costs, sample_elements=strategy.sample_elements)
-    return RecordedCosts(noting_batch_norm(costs, module), number_format, samples)
+    return RecordedCosts(with_limits_of(module, costs), number_format, samples)
 
 
-def noting_batch_norm(costs: ModelCosts, module: nn.Module) -> ModelCosts:
-    """Return the costs of a module with a note if it has layers that take statistics of each microbatch."""
+def with_limits_of(module: pl.LightningModule, costs: ModelCosts) -> ModelCosts:
+    """Return the costs of a module with what rules out stages or microbatches, and a note on it."""
+    if reason := why_no_stages(module):
+        note = f"no plan has pipeline ranks or microbatches: {reason}"
+        costs = dataclasses.replace(costs, why_no_stages=reason, notes=(*costs.notes, note))
     norms = batch_norms_in_training(module)
     if not norms:
         return costs

@@ -280,7 +280,7 @@ def test_nothing_divides():
     [
         ((0, 1), "devices=0"),
         ((8, 0), "num_nodes=0"),
-        ((6, 2), "devices=6 per node do not divide the 8"),
+        ((12, 2), "devices=12: a node of a100-80 has 8 devices; set devices to 8 at most"),
         ((2.0, 1), "2.0"),
     ],
 )
