@@ -32,7 +32,8 @@ from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta
 from lightning_hybrid.strategies.copy_and_plan_two_stages import tensors_of_datasets
 from lightning_hybrid.strategies.hybrid3d import OPTION_DEFAULTS, Hybrid3DStrategy
 from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes, replicas_fit
-from lightning_hybrid.strategies.record_planner_costs import RecordedCosts, noting_batch_norm, record_costs
+from lightning_hybrid.strategies.record_planner_costs import RecordedCosts, record_costs, with_limits_of
+from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import why_no_stages
 from lightning_hybrid.verify.check_available_memory import free_on_host
 
 _PLANS = 3  # printed
@@ -110,7 +111,7 @@ def _recorded(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> RecordedCosts 
             return None
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         costs = costs_from_parameters(shapes, name=type(module).__name__, frozen=frozen, reason=reason)
-        return RecordedCosts(noting_batch_norm(costs, module), number_format_of(precision), 1)
+        return RecordedCosts(with_limits_of(module, costs, why_no_stages(module)), number_format_of(precision), 1)
 
 
 def _copied(module: pl.LightningModule, trainer: pl.Trainer) -> tuple[Any, Mapping[str, Any]]:

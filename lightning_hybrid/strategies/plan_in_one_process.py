@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -233,6 +233,7 @@ def make_plan(
         num_nodes: The number of nodes, which divides the number of ranks.
         strategy_class: The class of the strategy.
     """
+    _leave_out_averages(lightning, module)
     with _quiet(lightning), fake_ranks(devices), phases_reported_to(on_phase):
         strategy = strategy_class(**{**options, "process_group_backend": "fake"})
         off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -249,6 +250,18 @@ def make_plan(
         with contextlib.suppress(_PlanIsMade):
             trainer.fit(module, **fit_arguments)
     return strategy
+
+
+def _leave_out_averages(lightning: ModuleType, module: Any) -> None:
+    """Make no averages of weights, which may have no storage to copy."""
+    configure = module.configure_callbacks
+
+    def without_averages() -> list[Any]:
+        callbacks = configure()
+        every = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+        return [each for each in every if not isinstance(each, lightning.callbacks.WeightAveraging)]
+
+    module.configure_callbacks = without_averages
 
 
 def _drop_meta_parameters(module: pl.LightningModule, device: torch.device) -> None:

@@ -93,7 +93,7 @@ def record_costs(
     """
     name = type(module).__name__
     options = {} if example_batch is None else {"example_batch": example_batch}
-    no_stages = why_not_in_two_stages(lightning, module, fit_arguments, options, precision)
+    reason = why_not_in_two_stages(lightning, module, fit_arguments, options, precision)
     strategy = make_plan(
         lightning, module, fit_arguments, 1, options, precision, on_phase, strategy_class=_CostRecordingStrategy
     )
@@ -108,12 +108,21 @@ def record_costs(
         costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason="it cannot be traced")
     else:
         costs = costs_from_step_graph(strategy.recorded.graph, shapes, samples=samples, name=name, frozen=frozen)
-    costs = dataclasses.replace(costs, sample_elements=strategy.sample_elements, no_stages=no_stages)
-    return RecordedCosts(noting_batch_norm(costs, module), number_format, samples)
+    costs = dataclasses.replace(costs, sample_elements=strategy.sample_elements)
+    return RecordedCosts(with_limits_of(module, costs, reason), number_format, samples)
 
 
-def noting_batch_norm(costs: ModelCosts, module: nn.Module) -> ModelCosts:
-    """Return the costs of a module with a note if it has layers that take statistics of each microbatch."""
+def with_limits_of(module: nn.Module, costs: ModelCosts, no_stages: str) -> ModelCosts:
+    """Return the costs of a module with what rules out stages or microbatches, and a note on it.
+
+    Args:
+        module: The module.
+        costs: Its costs.
+        no_stages: Why its step cannot be run in stages; "" if it may.
+    """
+    if no_stages:
+        note = f"no plan has pipeline ranks or microbatches: {no_stages}"
+        costs = dataclasses.replace(costs, why_no_stages=no_stages, notes=(*costs.notes, note))
     norms = batch_norms_in_training(module)
     if not norms:
         return costs

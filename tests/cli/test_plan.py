@@ -82,6 +82,47 @@ def test_plan_of_a_module(capsys):
     assert fields["batch"] == 8 * fields["replicate"] * fields["shard"]
 
 
+def test_manual_optimization_has_no_pipeline_plans(capsys):
+    options = ["--hardware", "cpu", "--devices", "4", "--batch", "8", "--json"]
+    content = json.loads(planned(capsys, f"{CLASSES}:Manual", *options)[1])
+    fields = [plan["fields"] for plan in content["plans"]]
+    assert {each["pipeline"] for each in fields} == {1}
+    assert all(each["microbatch"] * each["replicate"] * each["shard"] == 8 for each in fields)
+    reasons = {each["family"]: each["reason"] for each in content["rejected"]}
+    assert reasons["pipeline ranks"].startswith("the module uses manual optimization")
+    assert any("no plan has pipeline ranks or microbatches" in note for note in content["model"]["notes"])
+
+
+def test_averages_of_weights_are_not_made(capsys):
+    status, text = planned(capsys, f"{CLASSES}:AveragesWeights", "--hardware", "cpu", "--json")
+    stack = json.loads(planned(capsys, f"{CLASSES}:Stack", "--hardware", "cpu", "--json")[1])
+    assert status == 0 and json.loads(text)["plans"] == stack["plans"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--fix", "zero=7"], "zero=7; use 0, 1, 2 or 3"),
+        (["--why", "tp"], "'tp' is not name=value"),
+        (["--max-memory", "much"], "use a number of bytes"),
+        (["--html", "no_such_folder/plan.html"], "there is no folder no_such_folder"),
+    ],
+)
+def test_arguments_are_checked_before_the_classes_are_imported(capsys, arguments, words):
+    assert main(["plan", "no.such:Module", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_clusters_are_checked_before_the_classes_are_imported(capsys):
+    assert main(["plan", "no.such:Module", "--devices", "12"]) == 3
+    assert "a node of a100-80 has 8 devices" in capsys.readouterr().out
+
+
+def test_devices_may_be_a_part_of_a_node(capsys, config):
+    status, text = planned(capsys, *config, "--batch", "42", "--devices", "7", "--json")
+    assert status == 0 and json.loads(text)["plans"][0]["layout"].startswith("dp=7")
+
+
 def test_module_is_made_without_storage_unless_its_values_are_read(capsys, monkeypatch):
     made, register = [], torch.nn.Module.register_parameter
 

@@ -120,7 +120,7 @@ class ModelCosts:
         is_traced: Whether the costs come from a recorded step or configuration; False if estimated from parameters.
         frozen_parameters: Parameters without gradients.
         has_batch_norm: Whether layers take statistics of each microbatch, so that results depend on their number.
-        no_stages: Why the model has no pipeline ranks; "" if it may have some.
+        why_no_stages: Why its step cannot be run in stages, and on microbatches; empty if it may.
         notes: For reports.
         names_checksum: `checksum_of_names` of the parameters; 0 if these are unknown.
         sample_elements: Elements of the tensors of one sample; 0 if unknown.
@@ -137,7 +137,7 @@ class ModelCosts:
     is_traced: bool = True
     frozen_parameters: int = 0
     has_batch_norm: bool = False
-    no_stages: str = ""
+    why_no_stages: str = ""
     notes: tuple[str, ...] = field(default=())
     names_checksum: int = 0
     sample_elements: float = 0.0

@@ -57,8 +57,8 @@ class Candidates:
 
     @cached_property
     def most_stages(self) -> int:
-        """Largest number of stages: one layer each, unless the model has no stages."""
-        return 1 if self.costs.no_stages and "pipeline" not in self.fixed else max(1, self.costs.num_layers)
+        """Largest number of stages: one layer each."""
+        return max(1, self.costs.num_layers)
 
     def tensor_sizes(self) -> list[int]:
         """Numbers of tensor ranks, up to two nodes of them."""

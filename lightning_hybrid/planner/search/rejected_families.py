@@ -44,7 +44,7 @@ def _no_tensor(candidates: Candidates) -> str:
 def _no_crossing(candidates: Candidates) -> str:
     node, costs = candidates.hardware.devices_per_node, candidates.costs
     if candidates.ranks <= node:
-        return f"{candidates.ranks} devices are one node of {node}"
+        return f"all {candidates.ranks} devices are on one node"
     if "tensor" in candidates.fixed or not candidates.allowed.tensor or not costs.heads:
         return _no_tensor(candidates)
     heads = f"{costs.heads} heads, {costs.key_value_heads or costs.heads} of keys and values"
@@ -55,9 +55,7 @@ def _no_pipeline(candidates: Candidates) -> str:
     if "pipeline" in candidates.fixed:
         return f"pipeline_parallel_size={candidates.fixed['pipeline']} is set"
     if not candidates.allowed.pipeline:
-        return "not permitted for this model"
-    if candidates.costs.no_stages:
-        return f"the step has no stages: {candidates.costs.no_stages}"
+        return candidates.costs.why_no_stages or "not permitted for this model"
     return f"{candidates.most_stages} layers and {candidates.ranks} devices have no common number of stages"
 
 

@@ -61,7 +61,7 @@ def search_layouts(
             "largest_batch" the most samples that are computed at a time.
         max_memory: Bytes of a device that may be used, at most; all if None.
         fixed: Fields of `PlanLayout` that are not chosen; "data" is the number of replicas, and "num_microbatches"
-            that of microbatches, which is 1 for BatchNorm unless it is set.
+            that of microbatches, which is 1 for BatchNorm, and for a step without stages, unless it is set.
         allowed: What the model permits; everything if None.
 
     Raises:
@@ -70,14 +70,16 @@ def search_layouts(
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective={objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
-    _check_cluster(hardware, devices, num_nodes, batch)
+    check_cluster(hardware, devices, num_nodes, batch)
     hardware = cluster_of(hardware, devices, num_nodes, max_memory)
     worlds = [devices * num_nodes]
     if objective == "fewest_devices":
         worlds = divisors(devices) + [devices * nodes for nodes in divisors(num_nodes)[1:]]
-    fixed = {**({"num_microbatches": 1} if costs.has_batch_norm else {}), **(fixed or {})}
+    is_one_batch = costs.has_batch_norm or bool(costs.why_no_stages)
+    fixed = {**({"num_microbatches": 1} if is_one_batch else {}), **(fixed or {})}
     allowed = allowed or Allowed()
-    options = fixed, dataclasses.replace(allowed, offload=allowed.offload and not hardware.is_host)
+    has_stages, offload = allowed.pipeline and not costs.why_no_stages, allowed.offload and not hardware.is_host
+    options = fixed, dataclasses.replace(allowed, pipeline=has_stages, offload=offload)
     searches = [
         _Search(Candidates(costs, hardware, ranks, batch, is_replica_batch, *options), number_format, objective)
         for ranks in worlds
@@ -113,15 +115,26 @@ def predict_plan(costs: ModelCosts, layout: PlanLayout, number_format: NumberFor
     return dataclasses.replace(plan, time=time, time_error=correction.time_error(layout, time))
 
 
-def _check_cluster(hardware: Hardware, devices: int, num_nodes: int, batch: int) -> None:
+def check_cluster(hardware: Hardware, devices: int, num_nodes: int, batch: int = 1) -> None:
+    """Refuse a cluster that there cannot be.
+
+    Args:
+        hardware: Its devices.
+        devices: Devices of each node.
+        num_nodes: Number of nodes.
+        batch: Samples of an optimizer step.
+
+    Raises:
+        PlanError: A number is no whole number of 1 or more, or the devices are more than a node has and no whole nodes.
+    """
     for name, number in (("devices", devices), ("num_nodes", num_nodes), ("batch", batch)):
         if not isinstance(number, int) or number < 1:
             raise PlanError(f"{name}={number!r}: a plan needs a whole number of 1 or more", entry="plan-cluster")
     node = hardware.devices_per_node
-    if node % devices and devices % node:
+    if devices > node and devices % node:
         raise PlanError(
-            f"devices={devices} per node do not divide the {node} devices of a node of {hardware.name}; set devices to"
-            f" a divisor of {node}, or give a hardware file with devices_per_node = {devices}",
+            f"devices={devices}: a node of {hardware.name} has {node} devices; set devices to {node} at most and"
+            f" num_nodes to the number of nodes, or give a hardware file with devices_per_node = {devices}",
             entry="plan-cluster",
         )
 

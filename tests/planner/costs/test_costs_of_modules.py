@@ -194,7 +194,7 @@ class ByHand(LanguageModel):
 def test_reason_against_stages(module, words):
     module = module()
     costs = record_costs(pl, module, {}, "32-true").costs
-    assert words in costs.no_stages and bool(words) == bool(costs.no_stages)
+    assert words in costs.why_no_stages and bool(words) == bool(costs.why_no_stages)
     assert costs.num_layers == LAYERS + 2  # its step is recorded all the same
 
 

@@ -153,11 +153,11 @@ def test_what_is_not_allowed_is_not_chosen():
 
 
 def test_a_step_without_stages_gets_no_pipeline_ranks():
-    costs = dataclasses.replace(SMALL, no_stages="it branches")
+    costs = dataclasses.replace(SMALL, why_no_stages="it branches")
     result = search_layouts(costs, MASTER, A100, 8, batch=64)
     assert all(plan.layout.pipeline == 1 for plan in result.plans)
     reasons = {rejection.family: rejection.reason for rejection in result.rejected}
-    assert reasons["pipeline ranks"] == "the step has no stages: it branches"
+    assert reasons["pipeline ranks"] == "it branches"
     assert search_layouts(costs, MASTER, A100, 8, batch=64, fixed={"pipeline": 2}).best.layout.pipeline == 2
 
 
@@ -289,7 +289,7 @@ def test_nothing_divides():
     [
         ((0, 1), "devices=0"),
         ((8, 0), "num_nodes=0"),
-        ((6, 2), "devices=6 per node do not divide the 8"),
+        ((12, 2), "devices=12: a node of a100-80 has 8 devices; set devices to 8 at most"),
         ((2.0, 1), "2.0"),
     ],
 )
