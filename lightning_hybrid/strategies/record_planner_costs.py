@@ -103,11 +103,16 @@ def record_costs(
     number_format = number_format_of(precision, states)
     samples = strategy.samples or 1
     if strategy.recorded is None:
-        costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason="it cannot be traced")
+        reason = _first_line(strategy.failures[-1]) if strategy.failures else "it cannot be traced"
+        costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason=reason)
     else:
         costs = costs_from_step_graph(strategy.recorded.graph, shapes, samples=samples, name=name, frozen=frozen)
     costs = dataclasses.replace(costs, sample_elements=strategy.sample_elements)
     return RecordedCosts(noting_batch_norm(costs, module), number_format, samples)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def noting_batch_norm(costs: ModelCosts, module: nn.Module) -> ModelCosts:
