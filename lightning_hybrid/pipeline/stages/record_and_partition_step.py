@@ -100,8 +100,9 @@ def _record_and_assign(plan: StagePlan, recorded: Callable[[], Recording]) -> tu
     except Exception as error:
         plan.first_failure(error)
         raise
-    if reason := plan.first_failure(None):
-        raise StepError(reason, entry="on-rank")
+    if failed := plan.first_failure(None):
+        rank, reason = failed
+        raise StepError(f"on rank {rank}: {reason}", entry="on-rank")
     agreed = plan.agree(decided)
     plan.unit_choice.opened, plan.unit_choice.closed, plan.tracked_buffers, plan.owner_stages, *others = agreed
     changes, plan.stage_costs = others

@@ -57,7 +57,7 @@ class StagePlan:
         max_microbatches_in_flight: int | None = None,
         cuts: Sequence[str] | None = None,
         agree: Callable[[Any], Any] = lambda decision: decision,
-        first_failure: Callable[[Exception | None], str] = lambda error: "",
+        first_failure: Callable[[Exception | None], tuple[int, str] | None] = lambda error: None,
     ) -> None:
         """Plan the stages of a module.
 
@@ -70,7 +70,7 @@ class StagePlan:
             max_microbatches_in_flight: Limit for a schedule that is searched.
             cuts: FQNs of the first unit of each stage but the first; balanced if None.
             agree: Returns the first rank's argument on every rank; replicas must have the same partition.
-            first_failure: Returns the error of the first rank that has one, with the rank, on every rank.
+            first_failure: Returns the first rank that has an error, and that error, on every rank; None without any.
         """
         self.num_ranks, self.rank, self.stages_per_rank = group.size(), group.rank(), stages_per_rank
         self.num_stages = self.num_ranks * stages_per_rank

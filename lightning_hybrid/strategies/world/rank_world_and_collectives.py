@@ -217,10 +217,9 @@ class RankWorld:
         """Return the error of the first rank that has one, as the same text on every rank; "" if none has."""
         return next(filter(None, self._reasons(error)), "")
 
-    def first_failure(self, error: Exception | None) -> str:
-        """Return the error of the first rank that has one with the number of the rank; "" if none has."""
-        found = ((rank, reason) for rank, reason in enumerate(self._reasons(error)) if reason)
-        return next((f"on rank {rank}: {reason}" for rank, reason in found), "")
+    def first_failure(self, error: Exception | None) -> tuple[int, str] | None:
+        """Return the first rank that has an error, and that error as text, on every rank; None if none has."""
+        return next(((rank, reason) for rank, reason in enumerate(self._reasons(error)) if reason), None)
 
     def _reasons(self, error: Exception | None) -> list[str]:
         """Return the error of each rank as text, "" where there is none."""
