@@ -29,9 +29,9 @@ from lightning_hybrid.planner.search.search_layouts import cluster_of, predict_p
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
 from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta
-from lightning_hybrid.strategies.copy_and_plan_two_stages import tensors_of_datasets
 from lightning_hybrid.strategies.hybrid3d import OPTION_DEFAULTS, Hybrid3DStrategy
 from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes, replicas_fit
+from lightning_hybrid.strategies.plan_copies_on_two_ranks import tensors_of_datasets
 from lightning_hybrid.strategies.record_planner_costs import RecordedCosts, record_costs, with_limits_of
 from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import why_no_stages
 from lightning_hybrid.verify.check_available_memory import free_on_host

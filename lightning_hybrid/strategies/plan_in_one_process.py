@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch import nn
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory, activation_bytes
+from lightning_hybrid.patching import replaced
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
 from lightning_hybrid.step.standins.absent_tensors import drop
@@ -91,6 +93,7 @@ class PlanningStrategy(Hybrid3DStrategy):
         partition: The decisions.
         table: The table that a run prints at its start, without the environment.
         techniques: Its lines on ZeRO, offload, recomputation and compiled layers.
+        failures: Why the step could not be recorded in one stage, of each attempt that failed.
         memory: Estimated, of each pipeline rank.
         memory_without_techniques: The same without ZeRO and recomputation.
     """
@@ -99,6 +102,7 @@ class PlanningStrategy(Hybrid3DStrategy):
         super().__init__(**options)
         self.partition: ModulePartition | None = None
         self.table, self.techniques = "", list[str]()
+        self.failures = list[Exception]()
         self.memory, self.memory_without_techniques = list[RankMemory](), list[RankMemory]()
 
     _may_plan = False  # the sizes that are set are those to describe
@@ -134,7 +138,7 @@ class PlanningStrategy(Hybrid3DStrategy):
         recorded = None
         if not run.is_pipelined and lifecycle.setting.is_fitting:
             with phase("recording the step for its activations"):
-                recorded = record_in_one_stage(run, randomness, self._layers(module))
+                recorded = record_in_one_stage(run, randomness, self._layers(module), self.failures)
         run = compile_layers(run, randomness)
         self.setup_optimizers(trainer)
         with phase("estimating memory"):
@@ -234,7 +238,7 @@ def make_plan(
         strategy_class: The class of the strategy.
     """
     _leave_out_averages(lightning, module)
-    with _quiet(lightning), fake_ranks(devices), phases_reported_to(on_phase):
+    with _quiet(lightning), fake_ranks(devices), _data_prepared_alone(lightning), phases_reported_to(on_phase):
         strategy = strategy_class(**{**options, "process_group_backend": "fake"})
         off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         trainer = lightning.Trainer(
@@ -279,6 +283,12 @@ def fake_ranks(number: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _data_prepared_alone(lightning: ModuleType) -> contextlib.AbstractContextManager[Any]:
+    """Leave out the barrier around ``prepare_data``, for which Lightning connects to ranks that are not there."""
+    connector = importlib.import_module(f"{lightning.__name__}.trainer.connectors.data_connector")
+    return replaced(connector, "_InfiniteBarrier", contextlib.nullcontext, reason="there are no other ranks")
 
 
 @contextlib.contextmanager

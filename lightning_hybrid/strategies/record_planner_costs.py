@@ -19,9 +19,9 @@ from lightning_hybrid.planner.plan_layout import NumberFormat
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, elements_per_sample
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import num_elements
-from lightning_hybrid.strategies.copy_and_plan_two_stages import why_not_in_two_stages
 from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes
 from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import batch_norms_in_training
+from lightning_hybrid.strategies.plan_copies_on_two_ranks import why_not_in_two_stages
 from lightning_hybrid.strategies.plan_in_one_process import MetaPlanningStrategy, make_plan
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.start.example_batch import example_of_fit
@@ -93,7 +93,7 @@ def record_costs(
     """
     name = type(module).__name__
     options = {} if example_batch is None else {"example_batch": example_batch}
-    reason = why_not_in_two_stages(lightning, module, fit_arguments, options, precision)
+    no_stages = why_not_in_two_stages(lightning, module, fit_arguments, options, precision)
     strategy = make_plan(
         lightning, module, fit_arguments, 1, options, precision, on_phase, strategy_class=_CostRecordingStrategy
     )
@@ -105,11 +105,16 @@ def record_costs(
     number_format = number_format_of(precision, states)
     samples = strategy.samples or 1
     if strategy.recorded is None:
-        costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason="it cannot be traced")
+        reason = _first_line(strategy.failures[-1]) if strategy.failures else "it cannot be traced"
+        costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason=reason)
     else:
         costs = costs_from_step_graph(strategy.recorded.graph, shapes, samples=samples, name=name, frozen=frozen)
     costs = dataclasses.replace(costs, sample_elements=strategy.sample_elements)
-    return RecordedCosts(with_limits_of(module, costs, reason), number_format, samples)
+    return RecordedCosts(with_limits_of(module, costs, no_stages), number_format, samples)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def with_limits_of(module: nn.Module, costs: ModelCosts, no_stages: str) -> ModelCosts:

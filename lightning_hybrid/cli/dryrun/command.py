@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.cli.dryrun.print_ranks import print_ranks
+from lightning_hybrid.cli.errors_of_data_and_device import data_and_device_errors
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, UsageError, print_json
 from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, strategies_file
 from lightning_hybrid.cli.progress_bar import Progress
@@ -72,7 +73,7 @@ def run(parsed: argparse.Namespace) -> int:
     Raises:
         UsageError: An invalid path, layout, rank or argument of a class, or sizes that do not multiply to the world.
     """
-    with Progress("dryrun") as progress:
+    with Progress("dryrun") as progress, data_and_device_errors():
         content = _described(parsed, progress)
     if parsed.json:
         print_json(content)

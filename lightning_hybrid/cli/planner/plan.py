@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_hybrid.cli.errors_of_data_and_device import data_and_device_errors
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, UsageError, print_json, usage_errors
 from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, ConfiguredRun, strategies_file
 from lightning_hybrid.cli.progress_bar import Progress
 from lightning_hybrid.cli.user_classes_from_arguments import existing_file
 from lightning_hybrid.cli.verify import add_classes_to, add_precision_to, configured
-from lightning_hybrid.errors import HybridError, PlanError
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.memory.budget.byte_sizes import parse_budget
 from lightning_hybrid.planner.costs.costs_from_config import costs_from_config
 from lightning_hybrid.planner.hardware.hardware import Hardware, load_hardware, preset_names
@@ -108,7 +109,7 @@ def run(parsed: argparse.Namespace) -> int:
         check_cluster(request.hardware, parsed.devices, parsed.num_nodes)
         with Progress("plan") as progress:
             planned = _planned(parsed, request, progress)
-    except PlanError as error:
+    except HybridError as error:
         if parsed.json:
             print_json({"refused": str(error)})
         else:
@@ -150,7 +151,8 @@ def _model(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, 
     if parsed.config_json is None:
         if parsed.sequence is not None:
             raise UsageError("--sequence is for --config-json; a module's samples are those of its loader")
-        return _recorded(parsed, progress)
+        with data_and_device_errors():
+            return _recorded(parsed, progress)
     if parsed.module is not None or parsed.config:
         raise UsageError("--config-json describes the model; leave the module and --config out")
     precision = parsed.precision or "bf16-mixed"

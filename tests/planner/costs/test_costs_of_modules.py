@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from lightning_hybrid.planner.costs.costs_from_config import costs_from_config, shape_from_config
 from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters, costs_from_step_graph
 from lightning_hybrid.strategies import plan_in_one_process
-from lightning_hybrid.strategies.copy_and_plan_two_stages import tensors_of_datasets
+from lightning_hybrid.strategies.plan_copies_on_two_ranks import tensors_of_datasets
 from lightning_hybrid.strategies.record_planner_costs import record_costs
 from models import command_line_classes
 

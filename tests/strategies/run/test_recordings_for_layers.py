@@ -7,7 +7,6 @@ from torch import nn
 
 from lightning_hybrid.strategies.plan_in_one_process import PlanningStrategy, make_plan
 
-
 taken = []  # by each recording; what it writes to a module is undone
 
 
