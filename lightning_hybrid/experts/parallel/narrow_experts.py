@@ -144,8 +144,8 @@ class NarrowExperts:
                 pair = _widened(value.detach(), parameter.shape, is_weight=True), value.detach()
             for memo, original, tensor in zip((of_full, of_narrow), (parameter, value), pair, strict=True):
                 memo[id(original)] = nn.Parameter(tensor, requires_grad=value.requires_grad)
-        for buffer, value in zip(self._full_module.buffers(), narrow.buffers(), strict=True):
-            of_full[id(buffer)] = _widened(value, buffer.shape)
+        buffers = zip(self._full_module.buffers(), narrow.buffers(), strict=True)
+        of_full |= {id(buffer): _widened(value, buffer.shape) for buffer, value in buffers}
         return copy.deepcopy(self._full_module, of_full), copy.deepcopy(narrow, of_narrow)
 
     def _wide_call(self, example: Call) -> Call:
