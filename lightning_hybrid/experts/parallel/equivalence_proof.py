@@ -24,7 +24,7 @@ from lightning_hybrid.experts.parallel.narrow_experts import NarrowCopies
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 
 # By dtype: tolerance of outputs and gradients, relative to the largest element. float32 is used where kernels do not
-# support float64 (grouped_mm on CPUs).
+# support float64.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _MOST_RANKS = 6  # whose tokens are tried, beside the last one's: each may go to all experts
 _MOST_IN_FLOAT64 = 10**8  # parameters; larger modules are proved in float32

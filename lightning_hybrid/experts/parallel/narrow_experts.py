@@ -34,7 +34,8 @@ from lightning_hybrid.experts.parallel.expert_ranks_in_one_process import Expert
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding
 from lightning_hybrid.step.objects.pytree import flatten, unflatten
 from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, make_absent, swap_in_place
-from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL, absent_grouped_mm, quiet_fake_kernels
+from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL, quiet_fake_kernels
+from lightning_hybrid.step.standins.grouped_matrix_products import absent_grouped_mm
 
 LEAST_NUMEL = 2**24  # parameters of a module that is worth a copy; smaller ones are proved in a second or two
 _MOST_REAL_NUMEL = 2**22  # parameters of a weight beside the experts that has values

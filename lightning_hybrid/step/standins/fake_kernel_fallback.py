@@ -26,6 +26,7 @@ from torch.distributions import Distribution
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves, tensors_inside, unflatten
 from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, make_absent
+from lightning_hybrid.step.standins.grouped_matrix_products import absent_grouped_mm
 
 NO_FAKE_KERNEL = (
     DataDependentOutputException,
@@ -56,33 +57,6 @@ def run_kernel_on_stand_ins(func: Any, args: Any, kwargs: Any, error: Exception)
     except Exception as failure:
         raise error from failure
     return map_leaves(lambda leaf: make_absent(leaf) if isinstance(leaf, Tensor) else leaf, out)
-
-
-def absent_grouped_mm(func: Any, args: Any, kwargs: Any) -> FakeTensor | None:
-    """The absent result of a grouped matrix product, whose fake kernel refuses the dtypes of CPUs.
-
-    Matrices are [M, K] and [K, N], of which some have a first dim of groups. Of two without, K is in groups.
-
-    Returns:
-        None for another kernel, and for arguments that the real kernel refuses.
-    """
-    if func is not torch.ops.aten._grouped_mm.default or len(args) < 2 or kwargs.get("out_dtype") or args[3:]:
-        return None
-    first, second = args[:2]
-    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
-    has_dtype = first.dtype == second.dtype and first.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    if not has_dtype or first.shape[-1] != second.shape[-2]:
-        return None
-    if first.dim() == second.dim() == 3:
-        groups = first.shape[:1]
-    elif first.dim() == second.dim() == 2 and isinstance(offsets, Tensor):
-        groups = offsets.shape
-    else:
-        groups = torch.Size()
-    device = first.fake_device if isinstance(first, FakeTensor) else first.device
-    with torch._C._DisableTorchDispatch():
-        like = torch.empty((*groups, first.shape[-2], second.shape[-1]), dtype=first.dtype, device="meta")
-    return make_absent(like, device=device, requires_grad=False)
 
 
 def _constant_tensor(tensor: FakeTensor, value: int) -> Tensor:
