@@ -183,6 +183,25 @@ def test_explained_layouts_fill_the_devices(capsys, config):
     assert "--why dp=2: 2 ranks do not fill 4 devices" in capsys.readouterr().err
 
 
+def test_explained_layouts_have_the_batch_of_their_replicas(capsys):
+    module = [f"{CLASSES}:Stack", "--hardware", "cpu", "--devices", "4", "--json"]
+    listed = json.loads(planned(capsys, *module, "--plans", "9")[1])["plans"]
+    plan = next(each for each in listed if each["fields"]["pipeline"] == 2 and each["fields"]["tensor"] == 1)
+    why = json.loads(planned(capsys, *module, "--why", plan["layout"].replace(": ", ":"))[1])["why"]
+    assert why["fields"]["batch"] == plan["fields"]["batch"] == 16
+    assert why["seconds"] == plan["seconds"]
+
+
+def test_an_explained_layout_may_be_faster_than_what_is_fixed(capsys, config):
+    _, text = planned(capsys, *config, "--batch", "64", "--fix", "tp=4", "--why", "dp=4")
+    assert re.search(r"a sample takes \d+% less time: what is fixed, or the objective, rules the layout out", text)
+
+
+def test_replicas_of_an_explained_layout_divide_the_batch(capsys, config):
+    assert main(["plan", *config, "--batch", "2", "--why", "dp=4"]) == 2
+    assert "--why dp=4: 4 replicas do not divide --batch 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

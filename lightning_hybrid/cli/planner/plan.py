@@ -258,6 +258,11 @@ def _explained(parsed: argparse.Namespace, options: dict[str, Any], planned: Pla
         layout = layout_from_options(options, ranks, best.batch, microbatch=best.microbatch)
         if layout.ranks != ranks:
             raise UsageError(f"--why {parsed.why}: {layout.ranks} ranks do not fill {ranks} devices")
+        if parsed.batch is None:  # each replica has the loader's batch
+            batch = best.batch // best.data * layout.data
+            layout = layout_from_options(options, ranks, batch, microbatch=best.microbatch)
+        elif parsed.batch % layout.data:
+            raise UsageError(f"--why {parsed.why}: {layout.data} replicas do not divide --batch {parsed.batch}")
         return predict_plan(planned.costs, layout, planned.number_format, planned.hardware)
     except HybridError as error:
         raise UsageError(f"--why {parsed.why}: {error}") from error

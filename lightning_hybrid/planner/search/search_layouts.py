@@ -13,15 +13,15 @@ from lightning_hybrid.planner.hardware.hardware import Hardware
 from lightning_hybrid.planner.memory.predict_memory import predict_memory
 from lightning_hybrid.planner.plan_layout import NumberFormat, PlanLayout
 from lightning_hybrid.planner.search.candidate_layouts import Candidates, divisors
-from lightning_hybrid.planner.search.layout_options import simplicity, spelled
+from lightning_hybrid.planner.search.layout_options import spelled
 from lightning_hybrid.planner.search.plans_and_rejections import (
     OBJECTIVES,
-    TIE,
     Allowed,
     Objective,
     Plan,
     SearchResult,
     gigabytes,
+    simplest_of_tied,
 )
 from lightning_hybrid.planner.search.rejected_families import rejected_families
 from lightning_hybrid.planner.time.predict_time import predict_time
@@ -236,29 +236,21 @@ class _Search:
         while True:
             for layout in self._neighbours(best.layout):
                 self.plan(layout)
-            fitting = [plan for plan in self.plans.values() if plan.time is not None]
-            *first, least = min(map(self._score, fitting))
-            tied = [
-                plan
-                for plan in fitting
-                if (score := self._score(plan))[:-1] == tuple(first) and score[-1] <= (1 + TIE) * least
-            ]
-            simplest = min(
-                tied, key=lambda plan: (not plan.fits_with_error, simplicity(plan.layout), self._score(plan))
-            )
+            fitting = [plan for plan in self.plans.values() if plan.fits]
+            simplest = simplest_of_tied(fitting, self._score)
             if simplest is best:
                 return best
             best = simplest
 
     def _ranked(self, best: Plan) -> list[Plan]:
-        """Return the chosen plan, then the best of each other mesh."""
-        ranked = [best]
-        meshes = {_mesh(best.layout)}
-        for plan in sorted((plan for plan in self.plans.values() if plan.fits), key=self._score):
-            if _mesh(plan.layout) not in meshes:
-                meshes.add(_mesh(plan.layout))
-                ranked.append(plan)
-        return ranked
+        """Return the chosen plan, then the best of each other mesh, or the simplest that is tied with it."""
+        meshes: dict[tuple[int, ...], list[Plan]] = {}
+        for plan in self.plans.values():
+            if plan.fits and _mesh(plan.layout) != _mesh(best.layout):
+                meshes.setdefault(_mesh(plan.layout), []).append(plan)
+        chosen = self._score(best)[-1]
+        others = [simplest_of_tied(plans, self._score, chosen) for plans in meshes.values()]
+        return [best, *sorted(others, key=self._score)]
 
     def nothing_fits(self) -> PlanError:
         """Return the error that names the nearest layout, and what is missing."""

@@ -337,3 +337,15 @@ def test_seconds_of_a_search(nodes, limit):
 def test_fixed_sizes_that_do_not_divide_the_devices(fixed, text):
     with pytest.raises(PlanError, match=text):
         search_layouts(SMALL, MASTER, A100, 8, batch=64, fixed=fixed)
+
+
+def test_other_meshes_and_families_show_their_simplest_tied_plan():
+    result = search_layouts(SMALL, MASTER, A100, 4, batch=32, is_replica_batch=True)
+    plain = next(plan for plan in result.plans if plan.layout.pipeline == 2 and plan.layout.tensor == 1)
+    assert plain.layout.zero_stage == 0  # nothing is short of memory, and ZeRO saves less than 3 % of the time
+    seconds = [plan.seconds_per_sample for plan in result.plans]
+    assert seconds[1:] == sorted(seconds[1:])
+    layouts = {rejection.family: rejection.layout for rejection in result.rejected}
+    assert layouts["pipeline ranks"] == plain.layout
+    for family in ("zero 1", "zero 2", "zero 3"):
+        assert layouts[family].recompute == "none" and not layouts[family].offload
