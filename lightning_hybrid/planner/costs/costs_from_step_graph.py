@@ -8,8 +8,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_hybrid.graph.step_graph import Node, StepGraph, Value
+from lightning_hybrid.graph.step_graph import Node, StepGraph
+from lightning_hybrid.planner.costs.bytes_of_loss import bytes_of_loss, is_float, value_bytes
 from lightning_hybrid.planner.costs.layer_costs import LayerCosts, ModelCosts, Product, checksum_of_names
+from lightning_hybrid.planner.memory.memory_constants import CONSTANTS
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -17,7 +19,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _SELECTIVE_SHARE = 0.4
 # Kernels of a forward, per product and per parameter of one dimension (a norm or a bias), besides those.
 _KERNELS_PER_PRODUCT, _KERNELS_PER_VECTOR, _KERNELS_PER_LAYER = 3, 2, 4
-_DTYPE_BITS = re.compile(r"(\d+)")
+_FLOAT32_BYTES = 4
 _LAYER_INDEX = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 PROOF = "which layers tensor ranks can shard is proved at the start of a run; the plan is subject to that proof"
 
@@ -55,6 +57,8 @@ def costs_from_step_graph(
         matrices = [shapes[parameter] for parameter in used if len(shapes[parameter]) > 1]
         vectors = len(used) - len(matrices)
         layers.append(_layer(group, graph, matrices, vectors, own, samples, positions, counted))
+    if groups and graph.loss is not None:
+        layers[-1] = _with_loss(layers[-1], groups[-1], graph, samples)
     users: dict[str, set[int]] = {}
     for number, group in enumerate(groups):
         for node in group.nodes:
@@ -177,7 +181,7 @@ def _layer(
     new = {value for node in group.nodes for value in node.saved_values} - counted
     counted |= new
     element = _element_bytes(group, graph)
-    inner = sum(node.saved_bytes for node in group.nodes) + sum(_value_bytes(graph.values[value]) for value in new)
+    inner = sum(node.saved_bytes for node in group.nodes) + sum(value_bytes(graph.values[value]) for value in new)
     saved = inner / element / samples
     made = {value for node in group.nodes for value in node.outputs}
     inside = {node.index for node in group.nodes}
@@ -200,6 +204,16 @@ def _layer(
         reductions=_reductions(has_weight),
         kernels=_kernels(len(matrices), vectors),
         has_full_positions=not any(_keeps_shape(node, graph) for node in group.nodes),
+    )
+
+
+def _with_loss(layer: LayerCosts, group: _Group, graph: StepGraph, samples: int) -> LayerCosts:
+    """Return the last layer with what the loss saves, and what its backward holds besides."""
+    saved, backward = bytes_of_loss(group.nodes, graph)
+    return dataclasses.replace(
+        layer,
+        loss_saved=min(layer.saved, saved / _element_bytes(group, graph) / samples),
+        peak_only=backward / (_FLOAT32_BYTES * CONSTANTS.loss_gradients) / samples,
     )
 
 
@@ -247,7 +261,7 @@ def _kernels(matrices: int, vectors: int) -> int:
 def _rows(group: _Group, graph: StepGraph, samples: int) -> float:
     """Rows per sample of the largest floating-point value that the group reads or makes, but for its last dim."""
     indices = {value for node in group.nodes for value in (*node.inputs, *node.outputs)}
-    shapes = [graph.values[index].shape for index in indices if _is_float(graph.values[index])]
+    shapes = [graph.values[index].shape for index in indices if is_float(graph.values[index])]
     rows = [math.prod(shape[:-1]) for shape in shapes if len(shape) > 1]
     return max(rows, default=samples) / samples
 
@@ -259,22 +273,12 @@ def _positions(graph: StepGraph, samples: int) -> int:
     return max(sequences) if 2 * len(sequences) > len(read) else 1
 
 
-def _is_float(value: Value) -> bool:
-    return "float" in value.dtype
-
-
-def _value_bytes(value: Value) -> float:
-    found = _DTYPE_BITS.search(value.dtype)
-    size: int = math.prod(value.shape)
-    return size * (int(found[1]) / 8 if found else 1.0)
-
-
 def _element_bytes(group: _Group, graph: StepGraph) -> float:
     """Bytes of an element of the first floating-point value that the group makes."""
     for node in group.nodes:
         for index in node.outputs:
             value = graph.values[index]
             size: int = math.prod(value.shape)
-            if _is_float(value) and size:
-                return _value_bytes(value) / size
+            if is_float(value) and size:
+                return value_bytes(value) / size
     return 4.0

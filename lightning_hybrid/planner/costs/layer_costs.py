@@ -70,7 +70,8 @@ class LayerCosts:
         reductions: All-reduces of ``outputs`` over tensor ranks in the forward; as many in the backward.
         kernels: Kernels started in the forward.
         float32_saved: Elements saved in 32 bits besides ``saved``, such as logits of a loss.
-        peak_only: Elements held in 32 bits during the layer's backward alone.
+        loss_saved: The part of ``saved`` that a loss over classes saves; a loss in chunks saves none.
+        peak_only: Elements held in 32 bits during the layer's backward alone, in each of two gradients.
         is_recomputed: Whether full recomputation applies to it; it does to layers, not to an embedding or a loss.
         has_full_positions: Whether each context rank computes all positions of it, as the strategies do of an embedding
             and of a loss: of whatever has no argument of its result's shape.
@@ -94,6 +95,7 @@ class LayerCosts:
     reductions: int = 0
     kernels: int = 0
     float32_saved: float = 0.0
+    loss_saved: float = 0.0
     peak_only: float = 0.0
     is_recomputed: bool = True
     has_full_positions: bool = False
