@@ -51,6 +51,7 @@ class _CostRecordingStrategy(MetaPlanningStrategy):
         self.recorded: Assignment | None = None
         self.samples: int | None = None
         self.sample_elements = 0.0
+        self.part_of: dict[str, str] = {}  # the layer of each module inside of an opened nn.Sequential
 
     def _layers(self, module: nn.Module) -> Mapping[str, nn.Module]:
         """Return the layers that would be recomputed, or the modules inside of a large ``nn.Sequential``."""
@@ -60,6 +61,7 @@ class _CostRecordingStrategy(MetaPlanningStrategy):
             is_open = isinstance(layer, nn.Sequential) and num_elements(layer) > most
             inside = {f"{name}.{inner}": child for inner, child in layer.named_children() if num_elements(child)}
             found |= inside if is_open else {name: layer}
+            self.part_of |= dict.fromkeys(inside, name) if is_open else {}
         return found
 
     def _describe(self, run: Run, recorded: Assignment | None) -> None:
@@ -105,7 +107,8 @@ def record_costs(
     if strategy.recorded is None:
         costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason="it cannot be traced")
     else:
-        costs = costs_from_step_graph(strategy.recorded.graph, shapes, samples=samples, name=name, frozen=frozen)
+        graph, part_of = strategy.recorded.graph, strategy.part_of
+        costs = costs_from_step_graph(graph, shapes, samples=samples, name=name, frozen=frozen, part_of=part_of)
     costs = dataclasses.replace(costs, sample_elements=strategy.sample_elements)
     return RecordedCosts(noting_batch_norm(costs, module), number_format, samples)
 

@@ -17,8 +17,8 @@ def in_flight_by_rank(
     """Return for each rank the microbatches of each of its stages that are between forward and backward at its peak.
 
     The peak is the first backward: a rank then has all forwards of its warm-up in flight, and later as many at most.
-    A searched zero-bubble schedule holds what its limit allows, as many as there are pipeline ranks. Schedules without a
-    closed form are generated, for at most four microbatches per rank.
+    A searched zero-bubble schedule holds what its limit allows, as many as there are pipeline ranks. Schedules without
+    a closed form are generated, for at most four microbatches per rank.
 
     Args:
         schedule: Name of the schedule; "1f1b" with several stages per rank is the interleaved one.

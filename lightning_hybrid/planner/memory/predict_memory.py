@@ -197,7 +197,7 @@ def _saved(layer: LayerCosts, layout: PlanLayout, number_format: NumberFormat) -
 def _saved_bytes(layer: LayerCosts, layout: PlanLayout, number_format: NumberFormat, policy: str) -> float:
     """Bytes that one layer saves for the backward of one microbatch, besides logits of a loss."""
     if policy == "full":
-        return _outputs(layer, layout, number_format)
+        return _recompute_saved(layer, layout, number_format)
     layout = layout_of_layer(layer, layout)
     sharded = (layer.selective_saved if policy == "selective" else layer.saved) - layer.replicated_saved
     if layout.chunked_loss:
@@ -205,6 +205,17 @@ def _saved_bytes(layer: LayerCosts, layout: PlanLayout, number_format: NumberFor
     scores = 0.0 if policy == "selective" or layout.fused_attention else layer.saved_scores
     elements = (sharded + scores) / layout.tensor
     elements += layer.replicated_saved / (layout.tensor if layout.sequence_parallel else 1)
+    return elements * layout.microbatch / layout.context * number_format.activation
+
+
+def _recompute_saved(layer: LayerCosts, layout: PlanLayout, number_format: NumberFormat) -> float:
+    """Bytes that one layer saves for the backward of one microbatch under full recomputation."""
+    if layer.full_saved is None:
+        return _outputs(layer, layout, number_format)
+    in_loss = 0.0 if layout.chunked_loss else layer.loss_saved / layout.tensor
+    layout = layout_of_layer(layer, layout)
+    tensor = layout.tensor if layout.sequence_parallel else 1
+    elements = in_loss + (layer.full_saved - layer.loss_saved) / tensor
     return elements * layout.microbatch / layout.context * number_format.activation
 
 

@@ -1,4 +1,4 @@
-"""Predicted memory of recorded steps whose loss is over many classes, against what their tensors take in a run."""
+"""Predicted memory of recorded steps against what their tensors take in a run: the loss, and recomputation."""
 
 import importlib
 
@@ -71,6 +71,19 @@ class Squares(LanguageModel):
         return F.mse_loss(logits, torch.zeros_like(logits))
 
 
+class OneSequential(LanguageModel):
+    """Its linears are in one ``nn.Sequential``, which is recomputed as one layer unless it is cut into stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 64), nn.Linear(64, 64)
+        modules = (each for _ in range(12) for each in (nn.Linear(64, 64), nn.Tanh()))
+        self.layers = nn.ModuleList([nn.Sequential(*modules)])
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch % 64, batch_idx)
+
+
 def predicted(module, precision="32-true", **options):
     recorded = record_costs(pl, module, {}, precision)
     layout = PlanLayout(batch=BATCH, **{"microbatch": BATCH} | options)
@@ -105,3 +118,20 @@ def test_loss_in_chunks():
     assert chunks["loss"] == 0.0 and sum(full.values()) - sum(chunks.values()) == pytest.approx(3 * logits, rel=0.1)
     assert predicted(Squares(), chunked_loss=True) == predicted(Squares())  # is over no classes
     assert predicted(Squares())["loss"] >= logits
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("kind", [LanguageModel, OneSequential])
+def test_recomputation(kind, recompute):
+    terms = predicted(kind(), recompute=recompute or "none")
+    # Gradients inside of a layer are not predicted; layers are small here.
+    assert sum(terms.values()) == pytest.approx(measured(kind(), recompute=recompute), rel=0.12), terms
+
+
+def test_an_opened_sequential_is_one_layer_until_it_is_cut():
+    costs = record_costs(pl, OneSequential(), {}, "32-true").costs
+    assert costs.num_layers == 14 and costs.with_stages(2) is costs
+    whole = costs.with_stages(1)
+    assert whole.num_layers == 3 and whole.parameters == costs.parameters
+    assert whole.flops == pytest.approx(costs.flops)
+    assert sum(layer.saved for layer in whole.single_layers()) == sum(layer.saved for layer in costs.single_layers())
