@@ -1,4 +1,4 @@
-"""Predicted against measured memory of tensors on this machine's CPU ranks, for a GPT under 15 layouts.
+"""Predicted against measured memory of tensors on this machine's CPU ranks, for a GPT under 16 layouts.
 
     PYTHONPATH=. python benchmarks/planner_memory_here.py
     PYTHONPATH=. python benchmarks/planner_memory_here.py --only "two stages" --terms
@@ -62,6 +62,13 @@ CASES = [
     case("two replicas", 2, {}, 8, replicate=2),
     case("two replicas, ZeRO-1", 2, {"zero_stage": 1}, 8, **sharded(1)),
     case("two replicas, ZeRO-2", 2, {"zero_stage": 2}, 8, **sharded(2)),
+    case(
+        "two replicas, ZeRO-2, resharded, 4 microbatches",
+        2,
+        {"zero_stage": 2, "num_microbatches": 4, "reshard_after_forward": True},
+        2,
+        **sharded(2, True),
+    ),
     case("two replicas, ZeRO-3", 2, {"zero_stage": 3}, 8, **sharded(3)),
     case("two replicas, ZeRO-3, 4 microbatches", 2, {"zero_stage": 3, "num_microbatches": 4}, 2, **sharded(3)),
     case(

@@ -103,6 +103,13 @@ def test_microbatches_in_flight_are_those_of_the_schedule(name, ranks, microbatc
     assert [sum(row) for row in in_flight_by_rank(name, ranks, microbatches, stages)] == most
 
 
+def test_gradients_that_are_reduced_in_each_microbatch_need_no_bucket():
+    layout = PlanLayout(shard=4, batch=16, zero_stage=2, reshard_after_forward=True)
+    each, once = terms(layout), terms(dataclasses.replace(layout, reshard_after_forward=False))
+    assert each["communication buffers"] == 0 < once["communication buffers"]
+    assert each["gradients"] == once["gradients"]
+
+
 def test_schedules_of_many_ranks_are_not_generated(monkeypatch):
     monkeypatch.setattr("lightning_hybrid.planner.memory.in_flight_by_rank.make_schedule", None)
     for name in SCHEDULE_NAMES:

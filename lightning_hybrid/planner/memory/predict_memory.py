@@ -112,7 +112,8 @@ def _states(
         terms["optimizer step"] = 0.0
     for kind in layout.offload - {"activations"}:
         terms[kind.replace("_", " ")] = 0.0
-    if layout.zero_stage in (1, 2) and layout.shard > 1:
+    # Gradients that are reduced in each microbatch go layer by layer: see `_gathered`.
+    if layout.zero_stage in (1, 2) and layout.shard > 1 and not layout.reduces_each_microbatch:
         terms["communication buffers"] = min(constants.bucketed, held.total * trained / 2) * number_format.reduced
     return terms
 
