@@ -226,6 +226,15 @@ def test_options_that_are_set_to_what_they_are_without_a_plan_are_kept(monkeypat
         assert plan_on(monkeypatch, 4, 16e9, wide, **stages, **{name: value}).get(name, value) == value
 
 
+def test_a_budget_of_recomputation_is_a_limit_of_the_plan(monkeypatch):
+    said = []
+    monkeypatch.setattr(choose_planned_options, "rank_zero_info", said.append)
+    assert plan_on(monkeypatch, 2, 16e9, recompute="50%", **PLANNED) == dict.fromkeys(SIZES, 1)
+    assert re.search(r"dp=2 ", said[0])  # without recomputation, for which there is no need
+    with pytest.raises(PlanError, match=r"no layout of Net fits 2 devices of 400\.1 MB"):
+        plan_on(monkeypatch, 2, 16e9, recompute="100KB", **PLANNED)
+
+
 def test_nothing_fits(monkeypatch):
     with pytest.raises(PlanError, match=r"no layout of Net fits 2 devices of 100\.0 MB"):
         plan_on(monkeypatch, 2, 16e9, max_memory="100MB")
