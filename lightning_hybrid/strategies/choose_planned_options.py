@@ -132,12 +132,14 @@ def _planned_run(strategy: Hybrid3DStrategy, recorded: RecordedCosts, measured: 
     devices, num_nodes = strategy.num_processes, strategy.num_nodes
     hardware = _hardware(strategy.root_device, devices)
     costs = corrected(recorded.costs, number_format, hardware, measured)
-    if options.max_memory is not None:
-        budget = parse_budget(options.max_memory)
-        assert budget is not None
-        limit = hardware.memory * (budget.share or 0.0) if budget.nbytes is None else float(budget.nbytes)
-        hardware = cluster_of(hardware, devices, num_nodes, limit)
     user = options.changed(OPTION_DEFAULTS)
+    for option in ("max_memory", "recompute"):
+        budget = parse_budget(user.get(option))
+        if budget is not None:
+            user.pop(option)  # a budget of recomputation fixes no policy: the least that fits is chosen
+            limit = hardware.memory * (budget.share or 0.0) if budget.nbytes is None else float(budget.nbytes)
+            limit += hardware.reserved if option == "recompute" else 0.0  # it counts tensors alone
+            hardware = cluster_of(hardware, devices, num_nodes, limit)
     fixed = fixed_fields({**user, **options.sizes})
     ranks, samples = devices * num_nodes, recorded.samples
     plain = PlanLayout(replicate=ranks, microbatch=samples, batch=samples * ranks)

@@ -52,6 +52,7 @@ class _CostRecordingStrategy(MetaPlanningStrategy):
         self.recorded: Assignment | None = None
         self.samples: int | None = None
         self.sample_elements = 0.0
+        self.part_of: dict[str, str] = {}  # the layer of each module inside of an opened nn.Sequential
 
     def _layers(self, module: nn.Module) -> Mapping[str, nn.Module]:
         """Return the layers that would be recomputed, or the modules inside of a large ``nn.Sequential``."""
@@ -61,6 +62,7 @@ class _CostRecordingStrategy(MetaPlanningStrategy):
             is_open = isinstance(layer, nn.Sequential) and num_elements(layer) > most
             inside = {f"{name}.{inner}": child for inner, child in layer.named_children() if num_elements(child)}
             found |= inside if is_open else {name: layer}
+            self.part_of |= dict.fromkeys(inside, name) if is_open else {}
         return found
 
     def _describe(self, run: Run, recorded: Assignment | None) -> None:
@@ -108,7 +110,8 @@ def record_costs(
         reason = _first_line(strategy.failures[-1]) if strategy.failures else "it cannot be traced"
         costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason=reason)
     else:
-        costs = costs_from_step_graph(strategy.recorded.graph, shapes, samples=samples, name=name, frozen=frozen)
+        graph, part_of = strategy.recorded.graph, strategy.part_of
+        costs = costs_from_step_graph(graph, shapes, samples=samples, name=name, frozen=frozen, part_of=part_of)
     costs = dataclasses.replace(costs, sample_elements=strategy.sample_elements)
     return RecordedCosts(with_limits_of(module, costs, no_stages), number_format, samples)
 

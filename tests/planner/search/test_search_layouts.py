@@ -316,6 +316,13 @@ def test_layouts_are_spelled_as_the_strategy_reads_them():
         "zero_stage": 3,
         "offload": frozenset({"optimizer_states", "gradients", "parameters"}),
     }
+    excluded = {"zero_stage": 0, "recompute": None, "offload": None, "shard_size": None, "num_microbatches": 1}
+    assert fixed_fields(excluded) == {
+        "zero_stage": 0,
+        "recompute": "none",
+        "offload": frozenset(),
+        "num_microbatches": 1,
+    }
 
 
 @pytest.mark.slow
