@@ -18,7 +18,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
-from torch import nn
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory, activation_bytes
@@ -134,7 +133,7 @@ class PlanningStrategy(Hybrid3DStrategy):
         recorded = None
         if not run.is_pipelined and lifecycle.setting.is_fitting:
             with phase("recording the step for its activations"):
-                recorded = record_in_one_stage(run, randomness, self._layers(module))
+                recorded = self._record(run, randomness)
         run = compile_layers(run, randomness)
         self.setup_optimizers(trainer)
         with phase("estimating memory"):
@@ -144,9 +143,9 @@ class PlanningStrategy(Hybrid3DStrategy):
     def _begin(self, lifecycle: RunLifecycle) -> None:
         """Change what a run would have, before its first step is recorded."""
 
-    def _layers(self, module: pl.LightningModule) -> Mapping[str, nn.Module] | None:
-        """Return the units to record a step in that has no stages; the layers that would be recomputed if None."""
-        return None
+    def _record(self, run: Run, randomness: KeyedRandomness) -> Assignment | None:
+        """Record the step of a run without stages; None if it cannot be recorded."""
+        return record_in_one_stage(run, randomness)
 
     _find_tensor_plan: Callable[..., UnitPlan] = staticmethod(plan_unit)
 

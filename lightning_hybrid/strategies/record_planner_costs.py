@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
+from lightning_hybrid.experts.parallel.record_expert_costs import ExpertCosts
 from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters, costs_from_step_graph
+from lightning_hybrid.planner.costs.expert_sets import ExpertSet
 from lightning_hybrid.planner.costs.layer_costs import ModelCosts
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.plan_layout import NumberFormat
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, elements_per_sample
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import num_elements
+from lightning_hybrid.step.standins.attention_heads import AttentionHeads
+from lightning_hybrid.strategies.description.estimate_unrecorded_activations import record_in_one_stage
 from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes
 from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import batch_norms_in_training
 from lightning_hybrid.strategies.plan_in_one_process import MetaPlanningStrategy, make_plan
@@ -51,22 +58,74 @@ class _CostRecordingStrategy(MetaPlanningStrategy):
         self.recorded: Assignment | None = None
         self.samples: int | None = None
         self.sample_elements = 0.0
+        self.experts: Mapping[str, Sequence[ExpertSet]] = {}
+        self.heads = AttentionHeads()
 
-    def _layers(self, module: nn.Module) -> Mapping[str, nn.Module]:
-        """Return the layers that would be recomputed, or the modules inside of a large ``nn.Sequential``."""
-        found: dict[str, nn.Module] = {}
-        most = num_elements(module) / _STAGES
-        for name, layer in find_layers(dict(module.named_children())).items():
-            is_open = isinstance(layer, nn.Sequential) and num_elements(layer) > most
-            inside = {f"{name}.{inner}": child for inner, child in layer.named_children() if num_elements(child)}
-            found |= inside if is_open else {name: layer}
-        return found
+    def _record(self, run: Run, randomness: KeyedRandomness) -> Assignment | None:
+        """Record the step, and again where members of lists turn out to be experts: these are inside of layers."""
+        module = run.setting.module
+        costs = ExpertCosts(module)
+        recorded = self._record_layers(run, randomness, costs)
+        lists = _lists_with_routed_rows(module, None if recorded is None else recorded.graph)
+        if lists and not self.experts:
+            again = self._record_layers(run, randomness, costs, lists)
+            recorded = again if self.experts else recorded
+        return recorded
+
+    def _record_layers(
+        self, run: Run, randomness: KeyedRandomness, costs: ExpertCosts, lists: Collection[nn.Module] = ()
+    ) -> Assignment | None:
+        units: dict[str, nn.Module] = {}
+
+        @contextlib.contextmanager
+        def watching(recorded: Mapping[str, nn.Module]) -> Iterator[None]:
+            units.clear()
+            units.update(recorded)
+            with costs.watching(recorded):
+                yield
+
+        with self.heads:
+            recorded = record_in_one_stage(run, randomness, _layers(run.setting.module, lists), watching)
+        self.experts = costs.sets(units)
+        return recorded
 
     def _describe(self, run: Run, recorded: Assignment | None) -> None:
         super()._describe(run, recorded)
         self.recorded = recorded
         batch = example_of_fit(run.setting.trainer, run.setting.options.example_batch)
         self.samples, self.sample_elements = batch_size_of(batch), elements_per_sample(batch) or 0.0
+
+
+def _layers(module: nn.Module, lists: Collection[nn.Module]) -> dict[str, nn.Module]:
+    """Return the layers that would be recomputed, or the modules inside of a large ``nn.Sequential``.
+
+    Args:
+        module: The user's module.
+        lists: Of experts, which are no layers.
+    """
+    found: dict[str, nn.Module] = {}
+    most = num_elements(module) / _STAGES
+    for name, layer in find_layers(dict(module.named_children()), lists).items():
+        is_open = isinstance(layer, nn.Sequential) and num_elements(layer) > most
+        inside = {f"{name}.{inner}": child for inner, child in layer.named_children() if num_elements(child)}
+        found |= inside if is_open else {name: layer}
+    return found
+
+
+def _lists_with_routed_rows(module: nn.Module, graph: StepGraph | None) -> list[nn.Module]:
+    """Return lists whose members were all called with numbers of rows that values decide, as experts are.
+
+    Without a graph, as where a loop over experts reads values: lists inside of members of other lists.
+    """
+    lists = {name: each for name, each in module.named_modules() if isinstance(each, nn.ModuleList | nn.ModuleDict)}
+    if graph is None:
+        return [each for name, each in lists.items() if any(name.startswith(f"{other}.") for other in lists)]
+    calls: dict[str, list[bool]] = {}
+    for node in graph.nodes:
+        if node.unit is not None:
+            dynamic = any(graph.values[index].dynamic for index in node.inputs)
+            calls.setdefault(node.unit.rpartition(".")[0], []).append(dynamic)
+    return [lists[name] for name, dynamic in calls.items() if name in lists and len(dynamic) > 1 and all(dynamic)]
 
 
 def record_costs(
@@ -105,7 +164,15 @@ def record_costs(
     if strategy.recorded is None:
         costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason="it cannot be traced")
     else:
-        costs = costs_from_step_graph(strategy.recorded.graph, shapes, samples=samples, name=name, frozen=frozen)
+        heads = strategy.heads.common_numbers(samples)
+        costs = costs_from_step_graph(
+            *(strategy.recorded.graph, shapes),
+            samples=samples,
+            name=name,
+            frozen=frozen,
+            experts=strategy.experts,
+            heads=heads,
+        )
     costs = dataclasses.replace(costs, sample_elements=strategy.sample_elements)
     return RecordedCosts(noting_batch_norm(costs, module), number_format, samples)
 

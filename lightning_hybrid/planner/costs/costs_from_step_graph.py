@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_hybrid.graph.step_graph import Node, StepGraph, Value
+from lightning_hybrid.planner.costs.expert_sets import EXPERT_PROOF, ExpertSet, common_number, parameters_of
 from lightning_hybrid.planner.costs.layer_costs import LayerCosts, ModelCosts, Product, checksum_of_names
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -23,7 +25,14 @@ PROOF = "which layers tensor ranks can shard is proved at the start of a run; th
 
 
 def costs_from_step_graph(
-    graph: StepGraph, shapes: Shapes, *, samples: int, name: str = "module", frozen: Iterable[str] = ()
+    graph: StepGraph,
+    shapes: Shapes,
+    *,
+    samples: int,
+    name: str = "module",
+    frozen: Iterable[str] = (),
+    experts: Mapping[str, Sequence[ExpertSet]] | None = None,
+    heads: tuple[int | None, int | None] = (None, None),
 ) -> ModelCosts:
     """Return the costs per sample of a recorded step: a layer for each unit, and for operations between them.
 
@@ -37,8 +46,10 @@ def costs_from_step_graph(
         samples: Samples of the recorded batch.
         name: For reports.
         frozen: FQNs of parameters without gradients.
+        experts: The experts of each unit, by its FQN.
+        heads: The numbers that tensor ranks must divide: of heads, and of heads of keys and values.
     """
-    positions = _positions(graph, samples)
+    positions, experts = _positions(graph, samples), experts or {}
     groups = list(_groups(graph))
     owner: dict[str, int] = {}
     for number, group in enumerate(groups):
@@ -52,25 +63,44 @@ def costs_from_step_graph(
         used = dict.fromkeys(parameter for node in group.nodes for parameter in node.parameters if parameter in shapes)
         own = sum(math.prod(shapes[parameter]) for parameter in used if owner[parameter] == number)
         own += 0 if number else unused
-        matrices = [shapes[parameter] for parameter in used if len(shapes[parameter]) > 1]
+        matrices = {parameter: _oriented(parameter, shapes) for parameter in used if len(shapes[parameter]) > 1}
         vectors = len(used) - len(matrices)
-        layers.append(_layer(group, graph, matrices, vectors, own, samples, positions, counted))
-    users: dict[str, set[int]] = {}
-    for number, group in enumerate(groups):
-        for node in group.nodes:
-            for parameter in node.parameters:
-                users.setdefault(parameter, set()).add(number)
-    ends = {0, len(groups) - 1}
-    tied = any(len(shapes.get(p, ())) > 1 and ends <= found for p, found in users.items()) and len(groups) > 1
+        sets = [each for node in group.nodes for each in experts.get(node.unit or "", ())]
+        owned = {parameter for parameter in used if owner[parameter] == number}
+        layer = _layer(group, graph, matrices, vectors, own, samples, positions, counted, sets)
+        layers.append(dataclasses.replace(layer, expert_parameters=parameters_of(sets, shapes, owned)))
+    layers = _with_sharded_table(layers, {name: shape for name, shape in shapes.items() if len(shape) == 2}, owner)
     return ModelCosts(
         name,
         tuple(merge_equal(layers)),
         positions=positions,
-        has_tied_embedding=tied,
+        heads=heads[0],
+        key_value_heads=heads[1],
+        experts=common_number(itertools.chain.from_iterable(experts.values())),
+        has_tied_embedding=_ends_share_matrix(groups, shapes),
         frozen_parameters=sum(math.prod(shapes[parameter]) for parameter in frozen if parameter in shapes),
-        notes=(PROOF,),
+        notes=(PROOF, EXPERT_PROOF) if experts else (PROOF,),
         names_checksum=checksum_of_names(shapes),
     )
+
+
+def _ends_share_matrix(groups: Sequence[_Group], shapes: Shapes) -> bool:
+    """Whether the first and the last of several layers read the same matrix."""
+    if len(groups) < 2:
+        return False
+    first, last = ({name for node in group.nodes for name in node.parameters} for group in (groups[0], groups[-1]))
+    return any(len(shapes.get(name, ())) > 1 for name in first & last)
+
+
+def _with_sharded_table(layers: list[LayerCosts], matrices: Shapes, owner: Mapping[str, int]) -> list[LayerCosts]:
+    """Return the layers with the largest table of embeddings as parameters that tensor ranks divide by its rows."""
+    tables = {name: shape for name, shape in matrices.items() if name in owner and not layers[owner[name]].products}
+    if not tables:
+        return layers
+    name = max(tables, key=lambda each: tables[each][0])
+    layer = layers[owner[name]]
+    layers[owner[name]] = dataclasses.replace(layer, sharded_parameters=math.prod(tables[name]), reductions=1)
+    return layers
 
 
 def costs_from_parameters(
@@ -165,15 +195,18 @@ def _groups(graph: StepGraph) -> Iterator[_Group]:
 def _layer(
     group: _Group,
     graph: StepGraph,
-    matrices: Sequence[tuple[int, ...]],
+    matrices: Shapes,
     vectors: int,
     parameters: int,
     samples: int,
     positions: int,
     counted: set[int],
+    experts: Sequence[ExpertSet],
 ) -> LayerCosts:
-    flops = sum(node.flops for node in group.nodes) / samples
-    products = _products(matrices, flops, _rows(group, graph, samples))
+    of_experts = {parameter for each in experts for parameter in each.parameters}
+    dense = [shape for parameter, shape in matrices.items() if parameter not in of_experts]
+    flops = max(0.0, sum(node.flops for node in group.nodes) - sum(each.flops for each in experts)) / samples
+    products = _products(dense, flops, _rows(group, graph, samples))
     new = {value for node in group.nodes for value in node.saved_values} - counted
     counted |= new
     element = _element_bytes(group, graph)
@@ -188,7 +221,7 @@ def _layer(
     replicated = min(saved, outputs * 2)
     return LayerCosts(
         group.name,
-        products=products,
+        products=(*products, *itertools.chain(*(each.products(samples) for each in experts))),
         parameters=parameters,
         sharded_parameters=min(parameters, int(sum(product.inner * product.columns for product in has_weight))),
         moved=2.0 * sum(node.moved_bytes for node in group.nodes) / element / samples,
@@ -197,8 +230,9 @@ def _layer(
         replicated_saved=replicated,
         selective_saved=max(_SELECTIVE_SHARE * saved, min(saved, outputs)),
         outputs=outputs,
-        reductions=_reductions(has_weight),
+        reductions=_reductions_of_layer(products, _width(group, graph)) + len(experts),
         kernels=_kernels(len(matrices), vectors),
+        routed_tokens=sum(each.rows for each in experts) / samples,
         has_full_positions=not any(_keeps_shape(node, graph) for node in group.nodes),
     )
 
@@ -238,6 +272,29 @@ def _products_of(matrices: Sequence[tuple[int, ...]], rows: float) -> Iterator[P
 def _reductions(products: Sequence[Product]) -> int:
     """All-reduces of a layer whose products alternate between sharded columns and sharded rows."""
     return max(1, sum(product.sharded == "inner" for product in products)) if products else 0
+
+
+def _reductions_of_layer(products: Sequence[Product], width: int) -> int:
+    """The same of a recorded layer; with attention: after its projection, and each product down to the width."""
+    has_weight = [product for product in products if product.has_weight]
+    if not any(product.is_attention for product in products):
+        return _reductions(has_weight)
+    return 1 + sum(product.columns == width < product.inner for product in has_weight)
+
+
+def _width(group: _Group, graph: StepGraph) -> int:
+    """The last dim of the last floating-point value that the group makes; 0 without."""
+    shapes = [
+        graph.values[index].shape for node in group.nodes for index in node.outputs if _is_float(graph.values[index])
+    ]
+    return next((shape[-1] for shape in reversed(shapes) if shape), 0)
+
+
+def _oriented(parameter: str, shapes: Shapes) -> tuple[int, ...]:
+    """The shape of a matrix of parameters as ``[columns, ...]``; its bias tells where they are, if it has one."""
+    shape, bias = shapes[parameter], shapes.get(f"{parameter.rpartition('.')[0]}.bias")
+    is_transposed = len(shape) == 2 and bias == shape[1:] != shape[:1]
+    return shape[::-1] if is_transposed else shape
 
 
 def _kernels(matrices: int, vectors: int) -> int:

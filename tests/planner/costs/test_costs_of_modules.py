@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_hybrid.planner.costs.costs_from_config import costs_from_config, shape_from_config
 from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters, costs_from_step_graph
-from lightning_hybrid.strategies import plan_in_one_process
+from lightning_hybrid.strategies import record_planner_costs
 from lightning_hybrid.strategies.choose_planned_options import tensors_of_datasets
 from lightning_hybrid.strategies.record_planner_costs import record_costs
 from models import command_line_classes
@@ -94,7 +94,7 @@ def test_recorded_layers(recorded):
 
 
 def test_step_that_cannot_be_recorded_is_planned_from_parameters(monkeypatch):
-    monkeypatch.setattr(plan_in_one_process, "record_in_one_stage", lambda run, randomness, layers: None)
+    monkeypatch.setattr(record_planner_costs, "record_in_one_stage", lambda *_: None)
     costs = record_costs(pl, LanguageModel(), {}, "32-true").costs
     assert not costs.is_traced and "the step was not recorded" in costs.notes[0]
     assert costs.parameters == sum(parameter.numel() for parameter in LanguageModel().parameters())
