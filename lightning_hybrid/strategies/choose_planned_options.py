@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_hybrid.callbacks.lost_time.write_measurements import path_of_measured_costs
 from lightning_hybrid.memory.budget.byte_sizes import parse_budget
 from lightning_hybrid.planner.costs.costs_from_step_graph import PROOF, costs_from_parameters
+from lightning_hybrid.planner.costs.expert_sets import EXPERT_PROOF
 from lightning_hybrid.planner.hardware.hardware import Hardware, load_hardware, preset_names
 from lightning_hybrid.planner.measured.correct_by_run import corrected
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
@@ -66,7 +67,8 @@ def planned_options(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> dict[str
     run = _planned_run(strategy, recorded, path_of_measured_costs(trainer))
     strategy.predicted_plan = run.result.best
     layout = run.result.best.layout
-    notes = [f"note: {note}" for note in run.costs.notes if note != PROOF or layout.tensor > 1]
+    hidden = {note for note, size in ((PROOF, layout.tensor), (EXPERT_PROOF, layout.expert)) if size == 1}
+    notes = [f"note: {note}" for note in run.costs.notes if note not in hidden]
     rank_zero_info("\n".join([f"hybrid3d: plan of {run.title}", *ranked_lines(run, _PLANS), *notes]))
     user = strategy.options.changed(OPTION_DEFAULTS)
     options = {name: value for name, value in strategy_options(layout).items() if name in sizes or name not in user}

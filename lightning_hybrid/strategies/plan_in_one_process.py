@@ -19,7 +19,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
-from torch import nn
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory, activation_bytes
@@ -138,7 +137,7 @@ class PlanningStrategy(Hybrid3DStrategy):
         recorded = None
         if not run.is_pipelined and lifecycle.setting.is_fitting:
             with phase("recording the step for its activations"):
-                recorded = record_in_one_stage(run, randomness, self._layers(module), self.failures)
+                recorded = self._record(run, randomness)
         run = compile_layers(run, randomness)
         self.setup_optimizers(trainer)
         with phase("estimating memory"):
@@ -148,9 +147,9 @@ class PlanningStrategy(Hybrid3DStrategy):
     def _begin(self, lifecycle: RunLifecycle) -> None:
         """Change what a run would have, before its first step is recorded."""
 
-    def _layers(self, module: pl.LightningModule) -> Mapping[str, nn.Module] | None:
-        """Return the units to record a step in that has no stages; the layers that would be recomputed if None."""
-        return None
+    def _record(self, run: Run, randomness: KeyedRandomness) -> Assignment | None:
+        """Record the step of a run without stages; None if it cannot be recorded."""
+        return record_in_one_stage(run, randomness, failures=self.failures)
 
     _find_tensor_plan: Callable[..., UnitPlan] = staticmethod(plan_unit)
 
@@ -175,9 +174,16 @@ class PlanningStrategy(Hybrid3DStrategy):
 
     @property
     def why_no_stages(self) -> str:
-        """Why ranks would hold shards of all parameters instead of stages; "" if they would not."""
-        fallback = None if self.partition is None else self.partition.run.zero3_fallback
-        return "" if fallback is None else fallback.reason
+        """Why ranks would hold shards of all parameters instead of stages; "" if they would not, or on another error.
+
+        A step that fails may need what hooks of a run set before its first batch.
+        """
+        partition = self.partition
+        if partition is None or partition.run.zero3_fallback is None:
+            return ""
+        error = partition.fallback_error
+        is_refused = error is None or describe_failure(error, steps_done=0).refused
+        return partition.run.zero3_fallback.reason if is_refused else ""
 
     def _memory_of(self, run: Run, recorded: Assignment | None) -> list[RankMemory]:
         """Estimate the memory of each pipeline rank; ``recorded`` is the step of a run without stages."""

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
+from lightning_hybrid.experts.parallel.record_expert_costs import ExpertCosts
 from lightning_hybrid.graph.partition import Assignment
+from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters, costs_from_step_graph
+from lightning_hybrid.planner.costs.expert_sets import ExpertSet
 from lightning_hybrid.planner.costs.layer_costs import ModelCosts
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.plan_layout import NumberFormat
+from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, elements_per_sample
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import num_elements
+from lightning_hybrid.step.standins.attention_heads import AttentionHeads
+from lightning_hybrid.strategies.description.estimate_unrecorded_activations import record_in_one_stage
 from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes
 from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import batch_norms_in_training
-from lightning_hybrid.strategies.plan_copies_on_two_ranks import why_not_in_two_stages
+from lightning_hybrid.strategies.plan_copies_on_two_ranks import CopiesOnTwoRanks
 from lightning_hybrid.strategies.plan_in_one_process import MetaPlanningStrategy, make_plan
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.start.example_batch import example_of_fit
@@ -53,23 +60,76 @@ class _CostRecordingStrategy(MetaPlanningStrategy):
         self.samples: int | None = None
         self.sample_elements = 0.0
         self.part_of: dict[str, str] = {}  # the layer of each module inside of an opened nn.Sequential
+        self.experts: Mapping[str, Sequence[ExpertSet]] = {}
+        self.heads = AttentionHeads()
 
-    def _layers(self, module: nn.Module) -> Mapping[str, nn.Module]:
-        """Return the layers that would be recomputed, or the modules inside of a large ``nn.Sequential``."""
-        found: dict[str, nn.Module] = {}
-        most = num_elements(module) / _STAGES
-        for name, layer in find_layers(dict(module.named_children())).items():
-            is_open = isinstance(layer, nn.Sequential) and num_elements(layer) > most
-            inside = {f"{name}.{inner}": child for inner, child in layer.named_children() if num_elements(child)}
-            found |= inside if is_open else {name: layer}
-            self.part_of |= dict.fromkeys(inside, name) if is_open else {}
-        return found
+    def _record(self, run: Run, randomness: KeyedRandomness) -> Assignment | None:
+        """Record the step, and again where members of lists turn out to be experts: these are inside of layers."""
+        module = run.setting.module
+        costs = ExpertCosts(module)
+        recorded = self._record_layers(run, randomness, costs)
+        lists = _lists_with_routed_rows(module, None if recorded is None else recorded.graph)
+        if lists and not self.experts:
+            again = self._record_layers(run, randomness, costs, lists)
+            recorded = again if self.experts else recorded
+        return recorded
+
+    def _record_layers(
+        self, run: Run, randomness: KeyedRandomness, costs: ExpertCosts, lists: Collection[nn.Module] = ()
+    ) -> Assignment | None:
+        units: dict[str, nn.Module] = {}
+
+        @contextlib.contextmanager
+        def watching(recorded: Mapping[str, nn.Module]) -> Iterator[None]:
+            units.clear()
+            units.update(recorded)
+            with costs.watching(recorded):
+                yield
+
+        layers, self.part_of = _layers(run.setting.module, lists)
+        with self.heads:
+            recorded = record_in_one_stage(run, randomness, layers, self.failures, watching)
+        self.experts = costs.sets(units)
+        return recorded
 
     def _describe(self, run: Run, recorded: Assignment | None) -> None:
         super()._describe(run, recorded)
         self.recorded = recorded
         batch = example_of_fit(run.setting.trainer, run.setting.options.example_batch)
         self.samples, self.sample_elements = batch_size_of(batch), elements_per_sample(batch) or 0.0
+
+
+def _layers(module: nn.Module, lists: Collection[nn.Module]) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Return the layers that would be recomputed, or the modules inside of a large ``nn.Sequential``, and its FQN.
+
+    Args:
+        module: The user's module.
+        lists: Of experts, which are no layers.
+    """
+    found, part_of = dict[str, nn.Module](), dict[str, str]()
+    most = num_elements(module) / _STAGES
+    for name, layer in find_layers(dict(module.named_children()), lists).items():
+        is_open = isinstance(layer, nn.Sequential) and num_elements(layer) > most
+        inside = {f"{name}.{inner}": child for inner, child in layer.named_children() if num_elements(child)}
+        found |= inside if is_open else {name: layer}
+        part_of |= dict.fromkeys(inside, name) if is_open else {}
+    return found, part_of
+
+
+def _lists_with_routed_rows(module: nn.Module, graph: StepGraph | None) -> list[nn.Module]:
+    """Return lists whose members were all called with numbers of rows that values decide, as experts are.
+
+    Without a graph, as where a loop over experts reads values: lists inside of members of other lists.
+    """
+    lists = {name: each for name, each in module.named_modules() if isinstance(each, nn.ModuleList | nn.ModuleDict)}
+    if graph is None:
+        return [each for name, each in lists.items() if any(name.startswith(f"{other}.") for other in lists)]
+    calls: dict[str, list[bool]] = {}
+    for node in graph.nodes:
+        if node.unit is not None:
+            dynamic = any(graph.values[index].dynamic for index in node.inputs)
+            calls.setdefault(node.unit.rpartition(".")[0], []).append(dynamic)
+    return [lists[name] for name, dynamic in calls.items() if name in lists and len(dynamic) > 1 and all(dynamic)]
 
 
 def record_costs(
@@ -95,7 +155,8 @@ def record_costs(
     """
     name = type(module).__name__
     options = {} if example_batch is None else {"example_batch": example_batch}
-    no_stages = why_not_in_two_stages(lightning, module, fit_arguments, options, precision)
+    copies = CopiesOnTwoRanks(lightning, module, fit_arguments, options, precision)
+    no_stages, sharded = copies.why_no_stages(), copies.sharded_parameters()
     strategy = make_plan(
         lightning, module, fit_arguments, 1, options, precision, on_phase, strategy_class=_CostRecordingStrategy
     )
@@ -110,8 +171,16 @@ def record_costs(
         reason = _first_line(strategy.failures[-1]) if strategy.failures else "it cannot be traced"
         costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason=reason)
     else:
-        graph, part_of = strategy.recorded.graph, strategy.part_of
-        costs = costs_from_step_graph(graph, shapes, samples=samples, name=name, frozen=frozen, part_of=part_of)
+        costs = costs_from_step_graph(
+            *(strategy.recorded.graph, shapes),
+            samples=samples,
+            name=name,
+            frozen=frozen,
+            part_of=strategy.part_of,
+            experts=strategy.experts,
+            heads=strategy.heads.common_numbers(samples),
+            sharded=sharded,
+        )
     costs = dataclasses.replace(costs, sample_elements=strategy.sample_elements)
     return RecordedCosts(with_limits_of(module, costs, no_stages), number_format, samples)
 

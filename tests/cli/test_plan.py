@@ -123,6 +123,19 @@ def test_devices_may_be_a_part_of_a_node(capsys, config):
     assert status == 0 and json.loads(text)["plans"][0]["layout"].startswith("dp=7")
 
 
+def test_plan_of_a_mixture_has_expert_ranks(capsys):
+    arguments = f"{CLASSES}:Mixture", "--hardware", "a100-80", "--devices", "8", "--batch", "64"
+    status, text = planned(capsys, *arguments, "--json")
+    content = json.loads(text)
+    assert status == 0
+    experts = [plan["fields"]["expert"] for plan in content["plans"]]
+    [reason] = [r["reason"] for r in content["rejected"] if r["family"] == "expert ranks"] or [""]
+    assert max(experts) > 1 or re.match(r"dp=8,ep=\d", reason), content
+    assert any("which experts ranks can share is proved" in note for note in content["model"]["notes"])
+    status, text = planned(capsys, *arguments, "--why", "ep=4")
+    assert status == 0 and re.search(r"expert ranks +[\d.]+ (m|u|µ)?s", text)
+
+
 def test_module_is_made_without_storage_unless_its_values_are_read(capsys, monkeypatch):
     made, register = [], torch.nn.Module.register_parameter
 

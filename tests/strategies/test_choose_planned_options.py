@@ -2,7 +2,10 @@
 
 import pickle
 import re
+import sys
+import textwrap
 import threading
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -14,8 +17,11 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from harness.fits import trainer_of
+from harness.launched_jobs import run
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.errors import LayoutError, PlanError
+from lightning_hybrid.experts import MoE
+from lightning_hybrid.planner.costs.expert_sets import EXPERT_PROOF
 from lightning_hybrid.schedule.measured.lost_time_by_cause import TimeByCause
 from lightning_hybrid.schedule.measured.measured_costs_file import MeasuredCosts, save_measured_costs
 from lightning_hybrid.strategies import choose_planned_options
@@ -63,6 +69,20 @@ class BuiltLater(Net):
         if not hasattr(self, "layers"):
             other = Net(self.width)
             self.layers, self.head = other.layers, other.head
+
+
+class Mixture(Net):
+    """Mixtures of experts, which have most of the parameters."""
+
+    def __init__(self, width=64, batch=8):
+        super().__init__(width, batch)
+        self.layers = nn.ModuleList(MoE(width, 2 * width, num_experts=4) for _ in range(2))
+
+    def training_step(self, batch, batch_idx):
+        hidden, targets = batch
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)[0]
+        return nn.functional.mse_loss(self.head(hidden), targets)
 
 
 def fitted(options, devices, batch=8, free_bytes=None):
@@ -319,3 +339,47 @@ def test_all_ranks_take_one_plan(worlds, options, free_bytes):
         # Adam magnifies the order of sums where a gradient is near zero; a step moves a parameter by 1e-3.
         assert_equal_states(state, expected, 0 if is_plain else 1e-4)
         assert_equal_states(state, one, 1e-4)
+
+
+# Plain replicas take too much; what is set leaves replicas that shard their experts, or nothing.
+EXPERTS_ALONE = {"max_memory": "640MB", "pipeline_parallel_size": 1, "tensor_parallel_size": 1, "zero_stage": 0}
+
+
+def test_expert_ranks_are_planned(monkeypatch):
+    said = []
+    monkeypatch.setattr(choose_planned_options, "rank_zero_info", said.append)
+    options = plan_on(monkeypatch, 2, 16e9, Mixture(512), objective="throughput", **EXPERTS_ALONE)
+    assert options == {"context_parallel_size": 1, "expert_parallel_size": 2}
+    assert "dp=2,ep=2" in said[0] and EXPERT_PROOF in said[0]
+    options = plan_on(monkeypatch, 2, 16e9, Mixture(512), **{**EXPERTS_ALONE, "max_memory": "2GB"})
+    assert options["expert_parallel_size"] == 1 and EXPERT_PROOF not in said[1]
+
+
+PLANNED_FIT = """
+    import sys
+    sys.path.insert(0, {folder!r})
+    import torch
+    from harness.fits import trainer_of
+    from lightning_hybrid import Hybrid3DStrategy
+    from test_choose_planned_options import EXPERTS_ALONE, Mixture
+
+    torch.manual_seed(0)
+    module, strategy = Mixture(512, 8), Hybrid3DStrategy(objective="throughput", **EXPERTS_ALONE)
+    trainer_of(2, strategy, [], max_steps=3).fit(module)
+    torch.save((strategy.layout.expert_parallel_size, module.state_dict()), {path!r} + str(strategy.global_rank))
+"""
+
+
+@pytest.mark.slow
+def test_planned_expert_ranks_train_as_one_process(tmp_path):
+    script, folder = tmp_path / "fit.py", str(Path(__file__).parent)
+    script.write_text(textwrap.dedent(PLANNED_FIT).format(folder=folder, path=str(tmp_path / "rank")))
+    code, output, _ = run([sys.executable, str(script)], timeout=300)
+    assert code == 0, output
+    torch.manual_seed(0)
+    one = Mixture(512, 16)
+    trainer_of(1, None, [], max_steps=3).fit(one)
+    for rank in range(2):
+        size, state = torch.load(tmp_path / f"rank{rank}", weights_only=True)
+        assert size == 2 and "2 on each of 2 ranks" in output
+        assert_equal_states(state, one.state_dict(), 1e-4)

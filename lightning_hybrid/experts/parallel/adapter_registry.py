@@ -8,7 +8,8 @@ from lightning_hybrid.experts.parallel.batched_expert_adapters import BatchedPai
 from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
 
 # Mutable global: adapters must be registered on every rank before a strategy is set up.
-_ADAPTERS: list[type[ExpertsAdapter]] = [BatchedPairs, BatchedRows, ExpertList]
+_OWN: tuple[type[ExpertsAdapter], ...] = (BatchedPairs, BatchedRows, ExpertList)
+_ADAPTERS: list[type[ExpertsAdapter]] = list(_OWN)
 
 
 def register_experts(adapter: type[ExpertsAdapter]) -> type[ExpertsAdapter]:
@@ -30,3 +31,8 @@ def register_experts(adapter: type[ExpertsAdapter]) -> type[ExpertsAdapter]:
 def candidate_adapters(module: nn.Module, call: Call) -> list[ExpertsAdapter]:
     """Returns adapters that may fit a module with full parameters, the most likely first."""
     return [candidate for adapter in _ADAPTERS for candidate in adapter.recognise(module, call)]
+
+
+def has_further_adapters() -> bool:
+    """Returns whether users have registered adapters."""
+    return len(_ADAPTERS) > len(_OWN)

@@ -66,11 +66,22 @@ class Candidates:
         return self._sizes("tensor", [size for size in divisors(self.ranks) if size <= largest and self.divides(size)])
 
     def divides(self, tensor: int) -> bool:
-        """Whether tensor ranks divide the heads, or most of the products if there are none."""
+        """Whether tensor ranks divide the heads, if there are some, and most of the products of layers like these."""
         heads = [count for count in (self.costs.heads, self.costs.key_value_heads) if count]
-        if heads or tensor == 1:
-            return all(count % tensor == 0 for count in heads)
+        if tensor == 1 or any(count % tensor for count in heads):
+            return tensor == 1
+        return self.divided_share(tensor) > _SHARE_DIVIDED
+
+    @property
+    def is_sharded_by_tensor_ranks(self) -> bool:
+        """Whether they shard most of the products, if they divide their sizes."""
+        return self.divided_share(1) > _SHARE_DIVIDED
+
+    def divided_share(self, tensor: int) -> float:
+        """Return the share of FLOPs of products with weights that tensor ranks divide; in layers with heads, if any."""
         layers = self.costs.layers
+        if self.costs.heads:
+            layers = tuple(layer for layer in layers if any(product.is_attention for product in layer.products))
         products = [(p, p.flops * layer.count) for layer in layers for p in layer.products if p.has_weight]
         divided = sum(
             flops
@@ -78,7 +89,8 @@ class Candidates:
             if (product.sharded == "columns" and product.columns % tensor == 0)
             or (product.sharded == "inner" and product.inner % tensor == 0)
         )
-        return divided > _SHARE_DIVIDED * sum(flops for _, flops in products)
+        total = sum(flops for _, flops in products)
+        return divided / total if total else float(bool(self.costs.heads))
 
     def _sizes(self, field: str, sizes: list[int]) -> list[int]:
         return [self.fixed[field]] if field in self.fixed else sizes

@@ -43,6 +43,8 @@ def _no_tensor(candidates: Candidates) -> str:
     if not candidates.allowed.tensor:
         return "not permitted for this model"
     costs = candidates.costs
+    if not candidates.is_sharded_by_tensor_ranks:
+        return f"tensor ranks would share {candidates.divided_share(1):.0%} of the FLOPs of its layers' parameters"
     if costs.heads:
         return f"no number of ranks divides both {costs.heads} heads and {candidates.ranks} devices"
     return f"no number of ranks divides the layers' sizes and {candidates.ranks} devices"
@@ -84,10 +86,11 @@ def _no_experts(candidates: Candidates) -> str:
         return f"expert_parallel_size={candidates.fixed['expert']} is set"
     if not candidates.allowed.expert:
         return "not permitted for this model"
-    experts, is_configured = candidates.costs.experts, candidates.costs.heads is not None
-    if experts:
-        return f"{experts} experts and the replicas have no common divisor"
-    return "the model has no experts" if is_configured else "experts of a module are not known; fix their ranks"
+    costs = candidates.costs
+    if costs.experts:
+        return f"{costs.experts} experts and the replicas have no common divisor"
+    unknown = "the step was not recorded, so that its experts are not known; fix their ranks"
+    return "the model has no experts" if costs.is_traced else unknown
 
 
 def _has_zero(stage: int) -> Callable[[PlanLayout], bool]:

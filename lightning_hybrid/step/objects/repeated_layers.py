@@ -6,7 +6,7 @@ are the layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
@@ -14,14 +14,19 @@ _MAX_NAME = 48  # characters of an FQN in a table
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def find_layers(units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The layers in these units, by FQN in the root; a unit without repeated layers is a layer itself."""
+def find_layers(units: Mapping[str, nn.Module], closed: Collection[nn.Module] = ()) -> dict[str, nn.Module]:
+    """The layers in these units, by FQN in the root; a unit without repeated layers is a layer itself.
+
+    Args:
+        units: By FQN.
+        closed: Lists whose members are no layers, such as experts.
+    """
     found: dict[str, nn.Module] = {}
 
     def descend(fqn: str, module: nn.Module) -> None:
         if _num_weights(module) == 0:
             return
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) or _has_layers(module):
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) or _has_layers(module, closed):
             for name, child in module.named_children():
                 descend(f"{fqn}.{name}", child)
         elif not any(module is other for other in found.values()):
@@ -58,10 +63,11 @@ def lines_of_layers(lines: Mapping[str, Sequence[str]]) -> list[str]:
     return found
 
 
-def _has_layers(module: nn.Module) -> bool:
+def _has_layers(module: nn.Module, closed: Collection[nn.Module]) -> bool:
     """Whether a list of layers is inside: two modules of one class with more than one weight each."""
+    inside_closed = {inner for each in closed for inner in each.modules()}
     for inner in module.modules():
-        if isinstance(inner, _LISTS):
+        if isinstance(inner, _LISTS) and inner not in inside_closed:
             classes = [type(child) for child in inner.children() if _num_weights(child) > 1]
             if len(classes) > len(set(classes)):
                 return True

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
@@ -82,6 +82,14 @@ class CostCounter(TorchDispatchMode):
                     self.moved_bytes += made.numel() * made.element_size()
         return out
 
+    def totals(self) -> tuple[float, float, float]:
+        """Return FLOPs of the forward and of the step, and bytes written, so far."""
+        return self.flops, self.step_flops, self.moved_bytes
+
+    def reset_to(self, totals: tuple[float, float, float]) -> None:
+        """Count as if nothing had run since `totals` returned these, such as what failed and runs again."""
+        self.flops, self.step_flops, self.moved_bytes = totals
+
     def count_saved(self, inputs: Sequence[Any], out: Any) -> None:
         """Find what an operation saves, whose arguments have the leaves ``inputs``, and whose result is ``out``."""
         try:
@@ -105,6 +113,12 @@ class CostCounter(TorchDispatchMode):
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def active_counter() -> CostCounter | None:
+    """Return the counter of the recording that runs now; None if there is none."""
+    modes = reversed(_get_current_dispatch_mode_stack())
+    return next((mode for mode in modes if isinstance(mode, CostCounter)), None)
 
 
 _DEVICE = torch.ops.prim.device.default

@@ -92,19 +92,28 @@ def run_on_stand_ins(
     owner = getattr(run, "__self__", None) if unit is None else unit
     modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
     try:
-        return _run_on_stand_ins(run, args, kwargs, modules)
+        return run_on_real_values(run, args, kwargs, modules)
     except Exception as failure:
         if modules:
             raise error from failure
     try:
-        return _run_on_stand_ins(run, args, kwargs, modules, positive=True)  # torch refuses negative variances
+        return run_on_real_values(run, args, kwargs, modules, positive=True)  # torch refuses negative variances
     except Exception as failure:
         raise error from failure
 
 
-def _run_on_stand_ins(
+def run_on_real_values(
     run: Callable[..., Any], args: Any, kwargs: Any, modules: list[nn.Module], *, positive: bool = False
 ) -> Any:
+    """The result of ``run`` on real values of the same shapes, made absent again.
+
+    Args:
+        run: The operation, or the forward of a module.
+        args: Its positional arguments; absent ones are replaced by small random values (integers by zeros).
+        kwargs: Its keyword arguments, likewise.
+        modules: The modules whose parameters and buffers are replaced likewise.
+        positive: Whether the random values are positive.
+    """
     memo: dict[int, Tensor] = {}
     saved = []
     for module in modules:

@@ -5,8 +5,10 @@ That is for a plan, after which nothing is trained: the batch comes from the run
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -33,6 +35,7 @@ def record_in_one_stage(
     randomness: KeyedRandomness,
     layers: Mapping[str, nn.Module] | None = None,
     failures: list[Exception] | None = None,
+    watching: Callable[[Mapping[str, nn.Module]], AbstractContextManager[None]] | None = None,
 ) -> Assignment | None:
     """Record the training step on the first microbatch; None where it cannot be recorded, whatever its branches.
 
@@ -41,6 +44,7 @@ def record_in_one_stage(
         randomness: Keys the random numbers of the step.
         layers: Units of the recording, by FQN; the layers that would be recomputed if None.
         failures: The error of each attempt is added to these.
+        watching: Gives the context of each recording, of its units.
     """
     setting = run.setting
     trainer, module, options = setting.trainer, setting.module, setting.options
@@ -53,8 +57,9 @@ def record_in_one_stage(
         step = partial(module.training_step, *step_arguments(module, "training_step", first))
         context = setting.contexts.of("training_step", delays_loggers=True)
         no_logs = replaced(module, "log", lambda *_, **__: None, reason="runs without logs")
+        around = contextlib.nullcontext() if watching is None else watching(units)
         how: dict[str, Any] = {"name": "training_step", "randomness": randomness, "guesses": guesses}
-        with torch.enable_grad(), current_hook(module, "training_step"), context(), no_logs:
+        with torch.enable_grad(), current_hook(module, "training_step"), context(), no_logs, around:
             graphs.append(record(module, step, units, **how).graph)
 
     layers = find_layers(dict(module.named_children())) if layers is None else layers

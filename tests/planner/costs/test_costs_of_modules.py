@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import re
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_hybrid.planner.costs.costs_from_config import costs_from_config, shape_from_config
 from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters, costs_from_step_graph
-from lightning_hybrid.strategies import plan_in_one_process
+from lightning_hybrid.planner.hardware.hardware import load_hardware
+from lightning_hybrid.planner.plan_layout import FORMATS
+from lightning_hybrid.planner.search.search_layouts import search_layouts
+from lightning_hybrid.strategies import record_planner_costs
 from lightning_hybrid.strategies.plan_copies_on_two_ranks import tensors_of_datasets
 from lightning_hybrid.strategies.record_planner_costs import record_costs
 from models import command_line_classes
@@ -94,7 +98,7 @@ def test_recorded_layers(recorded):
 
 
 def test_step_that_cannot_be_recorded_is_planned_from_parameters(monkeypatch):
-    monkeypatch.setattr(plan_in_one_process, "record_in_one_stage", lambda run, randomness, layers: None)
+    monkeypatch.setattr(record_planner_costs, "record_in_one_stage", lambda *_: None)
     costs = record_costs(pl, LanguageModel(), {}, "32-true").costs
     assert not costs.is_traced and "the step was not recorded" in costs.notes[0]
     assert costs.parameters == sum(parameter.numel() for parameter in LanguageModel().parameters())
@@ -171,6 +175,37 @@ def test_tensors_of_datasets_of_a_data_module_are_not_copied():
     copied = copy.deepcopy(datamodule, tensors_of_datasets(datamodule))
     assert copied.parts["train"] is not dataset and copied.parts["train"].tensors[0] is dataset.tensors[0]
     assert copied.mean is not datamodule.mean
+
+
+class Recurrent(LanguageModel):
+    """Layers that tensor ranks do not shard, beside two linears that they do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(LAYERS))
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.embedding(batch)
+        for layer in self.layers:
+            hidden, _ = layer(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), batch.flatten())
+
+
+def test_parameters_that_tensor_ranks_do_not_shard():
+    costs = record_costs(pl, Recurrent(), {}, "32-true").costs
+    embedding, *layers, head = costs.layers
+    assert sum(layer.count for layer in layers) == LAYERS
+    for layer in layers:
+        assert layer.sharded_parameters == layer.reductions == 0
+        assert not any(product.sharded for product in layer.products)
+        assert layer.replicated_saved == layer.saved > 0 and layer.replicated_moved == layer.moved > 0
+    assert embedding.sharded_parameters == head.sharded_parameters == WORDS * WIDTH
+    result = search_layouts(costs, FORMATS["32-true"], load_hardware("cpu"), 2, batch=BATCH)
+    assert all(plan.layout.tensor == 1 for plan in result.plans)
+    reasons = {rejection.family: rejection.reason for rejection in result.rejected}
+    assert re.match(r"tensor ranks would share \d+% of the FLOPs", reasons["tensor ranks within a node"])
+    dense = record_costs(pl, LanguageModel(), {}, "32-true").costs
+    assert all(layer.sharded_parameters for layer in dense.layers)
 
 
 class Branching(LanguageModel):

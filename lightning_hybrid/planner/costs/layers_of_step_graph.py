@@ -1,0 +1,263 @@
+"""Layers of a recorded step, as the planner's costs: `RecordedStep`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from lightning_hybrid.graph.step_graph import Node, StepGraph
+from lightning_hybrid.planner.costs.bytes_of_loss import bytes_of_loss, is_float, value_bytes
+from lightning_hybrid.planner.costs.expert_sets import ExpertSet, parameters_of
+from lightning_hybrid.planner.costs.layer_costs import LayerCosts
+from lightning_hybrid.planner.costs.products_of_layer import (
+    Shapes,
+    kernels,
+    oriented,
+    products_of_layer,
+    reductions_of_layer,
+)
+from lightning_hybrid.planner.memory.memory_constants import CONSTANTS
+
+# Share of the saved bytes that recompute="selective" keeps, as the strategy's option has it.
+SELECTIVE_SHARE = 0.4
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A recorded training step, with its layers as units.
+
+    Attributes:
+        graph: The step.
+        shapes: Shape of each parameter, by FQN.
+        samples: Samples of the recorded batch.
+        experts: The experts of each unit, by its FQN.
+        sharded: FQNs of the parameters that tensor ranks shard; None if that is not known: then all matrices.
+    """
+
+    graph: StepGraph
+    shapes: Shapes
+    samples: int
+    experts: Mapping[str, Sequence[ExpertSet]]
+    sharded: Set[str] | None = None
+
+    def layers(self, part_of: Mapping[str, str]) -> list[LayerCosts]:
+        """Return the costs per sample of each layer: of units, and of operations between them.
+
+        Args:
+            part_of: For units that are part of a layer, the FQN of that layer.
+        """
+        groups, graph, shapes = list(_groups(self.graph, part_of)), self.graph, self.shapes
+        owner: dict[str, int] = {}
+        for number, group in enumerate(groups):
+            for node in group.nodes:
+                for parameter in node.parameters:
+                    owner.setdefault(parameter, number)
+        counted, kept = set[int](), set[int]()
+        layers = []
+        for number, group in enumerate(groups):
+            owned = {name for name, first in owner.items() if first == number and name in shapes}
+            layer = self._layer(group, owned, counted)
+            layers.append(_with_recomputation(layer, group, graph, self.samples, kept))
+        if not layers:
+            return layers
+        unused = sum(math.prod(shape) for parameter, shape in shapes.items() if parameter not in owner)
+        layers[0] = dataclasses.replace(layers[0], parameters=layers[0].parameters + unused)
+        if graph.loss is not None:
+            layers[-1] = _with_loss(layers[-1], groups[-1], graph, self.samples)
+        return self._with_sharded_table(layers, owner)
+
+    @property
+    def has_tied_embedding(self) -> bool:
+        """Whether the first and the last of several layers read the same matrix."""
+        groups = list(_groups(self.graph, {}))
+        if len(groups) < 2:
+            return False
+        first, last = ({name for node in group.nodes for name in node.parameters} for group in (groups[0], groups[-1]))
+        return any(len(self.shapes.get(name, ())) > 1 for name in first & last)
+
+    @property
+    def positions(self) -> int:
+        """Tokens of a sample: the second of three dims, where most values that units read have three."""
+        graph = self.graph
+        read = [graph.values[index].shape for node in graph.nodes if node.unit for index in node.inputs]
+        sequences = [shape[1] for shape in read if len(shape) == 3 and shape[0] == self.samples]
+        return max(sequences) if 2 * len(sequences) > len(read) else 1
+
+    def _layer(self, group: _Group, owned: Set[str], counted: set[int]) -> LayerCosts:
+        """Return a layer's costs, without those of its loss and its recomputation.
+
+        Args:
+            group: Its nodes.
+            owned: FQNs of the parameters that are counted in this layer.
+            counted: Values that earlier layers save; those of this one are added.
+        """
+        graph, shapes, samples = self.graph, self.shapes, self.samples
+        used = dict.fromkeys(parameter for node in group.nodes for parameter in node.parameters if parameter in shapes)
+        matrices = {parameter: oriented(parameter, shapes) for parameter in used if len(shapes[parameter]) > 1}
+        experts = [each for node in group.nodes for each in self.experts.get(node.unit or "", ())]
+        of_experts = {parameter for each in experts for parameter in each.parameters}
+        dense = {parameter: shape for parameter, shape in matrices.items() if parameter not in of_experts}
+        flops = max(0.0, sum(node.flops for node in group.nodes) - sum(each.flops for each in experts)) / samples
+        products = products_of_layer(dense, flops, _rows(group, graph, samples), self.sharded)
+        sharded = [product for product in products if product.has_weight and product.sharded]
+        new = {value for node in group.nodes for value in node.saved_values} - counted
+        counted |= new
+        element = _element_bytes(group, graph)
+        inner = sum(node.saved_bytes for node in group.nodes) + sum(value_bytes(graph.values[value]) for value in new)
+        saved, moved = (
+            inner / element / samples,
+            2.0 * sum(node.moved_bytes for node in group.nodes) / element / samples,
+        )
+        made = {value for node in group.nodes for value in node.outputs}
+        inside = {node.index for node in group.nodes}
+        later = (node for node in graph.nodes if node.index not in inside)
+        read = {value for node in later for value in node.inputs}
+        outputs = sum(math.prod(graph.values[value].shape) for value in made & read) / samples
+        parameters = sum(math.prod(shapes[parameter]) for parameter in owned)
+        is_divided = self.sharded is None or bool(sharded) or bool(experts)
+        return LayerCosts(
+            group.name,
+            products=(*products, *itertools.chain(*(each.products(samples) for each in experts))),
+            parameters=parameters,
+            sharded_parameters=min(parameters, int(sum(product.inner * product.columns for product in sharded))),
+            expert_parameters=parameters_of(experts, shapes, owned),
+            moved=moved,
+            replicated_moved=min(moved, 4.0 * outputs) if is_divided else moved,
+            saved=saved,
+            replicated_saved=min(saved, 2.0 * outputs) if is_divided else saved,
+            outputs=outputs,
+            reductions=reductions_of_layer(products, _width(group, graph)) + len(experts),
+            kernels=kernels(len(matrices), len(used) - len(matrices)),
+            routed_tokens=sum(each.rows for each in experts) / samples,
+            has_full_positions=not any(_keeps_shape(node, graph) for node in group.nodes),
+        )
+
+    def _with_sharded_table(self, layers: list[LayerCosts], owner: Mapping[str, int]) -> list[LayerCosts]:
+        """Return the layers with the largest table of embeddings as parameters that tensor ranks divide by its rows."""
+        tables = {
+            name: shape
+            for name, shape in self.shapes.items()
+            if len(shape) == 2 and name in owner and not layers[owner[name]].products
+        }
+        if self.sharded is not None:
+            tables = {name: shape for name, shape in tables.items() if name in self.sharded}
+        if not tables:
+            return layers
+        name = max(tables, key=lambda each: tables[each][0])
+        layer = layers[owner[name]]
+        layers[owner[name]] = dataclasses.replace(layer, sharded_parameters=math.prod(tables[name]), reductions=1)
+        return layers
+
+
+@dataclass
+class _Group:
+    """Nodes of one layer: a unit, or operations between units that read parameters, with what follows them.
+
+    Attributes:
+        name: FQN of the unit, or of what the first of the parameters belongs to.
+        nodes: In order.
+        unit: Indices of the nodes of the unit itself.
+    """
+
+    name: str
+    nodes: list[Node] = field(default_factory=list)
+    unit: set[int] = field(default_factory=set)
+
+
+def _groups(graph: StepGraph, part_of: Mapping[str, str]) -> Iterator[_Group]:
+    """Yield the layers; units of one layer of ``part_of``, and operations between them, are one unit."""
+    group = _Group("inputs")
+    known: set[str] = set()
+    layers = [part_of.get(node.unit or "") for node in graph.nodes]
+    last = {layer: index for index, layer in enumerate(layers) if layer is not None}
+    end = -1
+    for index, (node, layer) in enumerate(zip(graph.nodes, layers, strict=True)):
+        is_inside = index <= end
+        starts = node.unit is not None or (node.parameters and not known.issuperset(node.parameters))
+        known.update(node.parameters)
+        if starts and not is_inside and any(each.parameters for each in group.nodes):
+            yield group
+            group = _Group("")
+        if starts and not is_inside:
+            of_parameter = node.parameters[0].rpartition(".")[0] if node.parameters else node.name
+            group.name = layer or node.unit or of_parameter
+            end = last[layer] if layer is not None else -1
+        if is_inside or node.unit is not None:
+            group.unit.add(node.index)
+        group.nodes.append(node)
+    if group.nodes:
+        yield group
+
+
+def _with_recomputation(layer: LayerCosts, group: _Group, graph: StepGraph, samples: int, kept: set[int]) -> LayerCosts:
+    """Return the layer with what recomputation saves: inputs of the unit, and all that operations around it save.
+
+    Args:
+        layer: Of the group.
+        group: Of the graph.
+        graph: Of the step.
+        samples: Of the recorded batch.
+        kept: Values that recomputation of earlier layers saves; those of this one are added.
+    """
+    made = {value for node in group.nodes if node.index in group.unit for value in node.outputs}
+    around = [node for node in group.nodes if node.index not in group.unit]
+    inputs = {value for node in group.nodes if node.index in group.unit for value in node.inputs}
+    new = (inputs - made | {value for node in around for value in node.saved_values}) - kept
+    kept |= new
+    outside = sum(node.saved_bytes for node in around)
+    scale = 1 / _element_bytes(group, graph) / samples
+    saved = min(layer.saved, (outside + sum(value_bytes(graph.values[value]) for value in new)) * scale)
+    inside = max(0.0, layer.saved - outside * scale)
+    return dataclasses.replace(
+        layer,
+        full_saved=saved,
+        selective_saved=max(layer.saved - (1 - SELECTIVE_SHARE) * inside, saved),
+        is_recomputed=bool(group.unit),
+    )
+
+
+def _with_loss(layer: LayerCosts, group: _Group, graph: StepGraph, samples: int) -> LayerCosts:
+    """Return the last layer with what the loss saves, and what its backward holds besides."""
+    saved, backward = bytes_of_loss(group.nodes, graph)
+    return dataclasses.replace(
+        layer,
+        loss_saved=min(layer.saved, saved / _element_bytes(group, graph) / samples),
+        peak_only=backward / (_FLOAT32_BYTES * CONSTANTS.loss_gradients) / samples,
+    )
+
+
+def _keeps_shape(node: Node, graph: StepGraph) -> bool:
+    """Whether it calls a unit with an argument of its result's shape, whose positions context ranks divide."""
+    shapes = {graph.values[index].shape for index in node.inputs if len(graph.values[index].shape) > 2}
+    return node.unit is not None and any(graph.values[index].shape in shapes for index in node.outputs)
+
+
+def _rows(group: _Group, graph: StepGraph, samples: int) -> float:
+    """Rows per sample of the largest floating-point value that the group reads or makes, but for its last dim."""
+    indices = {value for node in group.nodes for value in (*node.inputs, *node.outputs)}
+    shapes = [graph.values[index].shape for index in indices if is_float(graph.values[index])]
+    rows = [math.prod(shape[:-1]) for shape in shapes if len(shape) > 1]
+    return max(rows, default=samples) / samples
+
+
+def _width(group: _Group, graph: StepGraph) -> int:
+    """The last dim of the last floating-point value that the group makes; 0 without."""
+    shapes = [
+        graph.values[index].shape for node in group.nodes for index in node.outputs if is_float(graph.values[index])
+    ]
+    return next((shape[-1] for shape in reversed(shapes) if shape), 0)
+
+
+def _element_bytes(group: _Group, graph: StepGraph) -> float:
+    """Bytes of an element of the first floating-point value that the group makes."""
+    for node in group.nodes:
+        for index in node.outputs:
+            value = graph.values[index]
+            size: int = math.prod(value.shape)
+            if is_float(value) and size:
+                return value_bytes(value) / size
+    return 4.0
