@@ -7,9 +7,12 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.data import DataLoader
 
 from harness.trainer_runs import ignore_warnings, trainer_of
 from lightning_hybrid.tensor.runtime import sharded_unit
+from models.cases import Samples
+from models.mixtures import Looped
 from models.tiny import FEATURES, Tiny, loader
 
 SAMPLES = 19  # in batches of four, in two microbatches each: the last batch has other shapes and is recorded too
@@ -156,3 +159,33 @@ def test_check_of_a_sharded_layer(worlds, rank):
     """The other rank waits in the layer, and cannot come to where they compare what it does."""
     options = {"tensor_parallel_size": 2, "sequence_parallel": True}
     check(worlds.run(2, run_failing_in_layer, rank, options, timeout=30), rank, "forward")
+
+
+class FailsWithExperts(Looped):
+    rank = 0
+
+    def training_step(self, batch, batch_idx=0):
+        if self.trainer.strategy.mesh.rank == self.rank:
+            raise ZeroDivisionError("on purpose")
+        return super().training_step(batch, batch_idx)
+
+
+def run_failing_with_experts(rank):
+    ignore_warnings()
+    module = FailsWithExperts()
+    module.rank = rank
+    data = DataLoader(Samples(module.kind, 16, torch.float32), batch_size=8)
+    try:
+        trainer_of(2, strategy_options={"expert_parallel_size": 2}, num_sanity_val_steps=0).fit(module, data)
+    except Exception as error:
+        functions = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        return type(error).__name__, str(error), functions
+    return None
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_recording_of_a_step_with_experts(worlds, rank):
+    """No rank finds experts without a recording; the reason is the user's error."""
+    results = worlds.run(2, run_failing_with_experts, rank, timeout=60)
+    assert results[rank][:2] == ("ZeroDivisionError", "on purpose") and "training_step" in results[rank][2]
+    assert results[1 - rank][:2] == ("StepError", f"on rank {rank}: ZeroDivisionError: on purpose")
