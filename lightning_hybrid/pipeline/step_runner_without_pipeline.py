@@ -60,6 +60,7 @@ class PlainRunner(MicrobatchRunner):
     Attributes:
         gathers_outputs: Whether layers may return sharded outputs, which are gathered at the end of a step.
         needs_weighting_check: Whether a training batch must still be compared with its shares.
+        recording_error: Why the step could not be recorded before the run, whatever its branches; None if it was.
         stores_rows_of_samples: Whether training steps have stored tensors on modules that may have a row per sample.
     """
 
@@ -98,6 +99,7 @@ class PlainRunner(MicrobatchRunner):
         super().__init__(plan, num_microbatches=num_microbatches, splitter=splitter, unpartitioned=unpartitioned)
         self._root, self._randomness, self._replica, self._metrics = root, randomness, replica, metrics
         self.gathers_outputs = self.stores_rows_of_samples = False
+        self.recording_error: Exception | None = None
         layers = find_layers(choose_units(root, 1))
         self._uncompiled, self._compiled_around = EagerSwitch(), bool(compiled_wrappers(root, layers.values()))
         self._sharing, self._warn = BatchSharing(shares, everyone), warn
@@ -146,6 +148,7 @@ class PlainRunner(MicrobatchRunner):
         """
         once = self._on_first_microbatch(name, step, args)
         variant = self._record_with_guesses(name, once, context)
+        self.recording_error = variant if isinstance(variant, Exception) else None
         if isinstance(variant, Exception):
             return
         with contextlib.ExitStack() as watching:

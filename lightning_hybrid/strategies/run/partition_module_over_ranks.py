@@ -118,10 +118,15 @@ class ModulePartition:
             self._plan_layers(recorded=self.has_step)
         except LayoutError as error:  # on every rank
             if options.tensor_parallel_plan is not None or setting.layout.expert_parallel_size > 1:
+                plain = self.run.plain_runner
+                if plain is not None and (unrecorded := plain.recording_error) is not None:
+                    raise unrecorded from unrecorded.__cause__
                 raise
             self.may_retry &= arguments is None  # what the start hooks set may let layers be recorded
             self._fall_back(["pp", "cp", "tp"], str(error), error)
             self._plan_layers(recorded=True)
+        if self.run.plain_runner is not None:
+            self.run.plain_runner.recording_error = None  # its frames refer to tensors of the recording
         plan, metrics = self.run.plan, self.run.metrics
         assert plan is not None and metrics is not None
         if not self.run.is_pipelined and not plan.is_partitioned:

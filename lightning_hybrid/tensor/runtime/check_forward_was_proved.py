@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.equivalence.difference_from_full_unit import difference_of
 from lightning_hybrid.errors import is_out_of_memory
+from lightning_hybrid.mesh import is_lost_connection
 from lightning_hybrid.step.guards.plain_attribute_state import plain_state
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import (
     PLAIN,
@@ -74,6 +75,11 @@ def value_read_in(calls: Iterable[TorchCall]) -> str:
     return ""
 
 
+def _ends_step(error: Exception) -> bool:
+    """Whether an error is not one of the unit's code, and no other rank comes to where the ranks vote."""
+    return is_out_of_memory(error) or is_lost_connection(error)
+
+
 class _Trial(NamedTuple):
     """The outcome of one forward on trial.
 
@@ -104,6 +110,7 @@ class ProvedCalls:
         *,
         note: Callable[[TorchCallSites | None], None],
         agree: Callable[[bool], bool],
+        meet: Callable[[Exception | None], None] = lambda error: None,
     ) -> None:
         """Begins without results.
 
@@ -112,8 +119,10 @@ class ProvedCalls:
             calls: The lines that called torch in trials, as from ``user_call_sites``.
             note: Sets the path on which the next sharded forwards record their calls; None ends that.
             agree: Whether any rank that holds a shard of the unit votes so; collective over these ranks.
+            meet: Called before each ``agree`` with an error of this rank, if there was one: raises it where the other
+                ranks do not come, since they wait for this one in a collective of the forward.
         """
-        self._unit, self._calls, self._set_path, self._agree = unit, calls, note, agree
+        self._unit, self._calls, self._set_path, self._agree, self._meet = unit, calls, note, agree, meet
         self._checked: BoundedLRUDict[Hashable, str] = BoundedLRUDict(_MOST_KEYS)
         self._num_compared = 0
         self.isolated: Callable[[], AbstractContextManager[Any]] = partial(torch.random.fork_rng, devices=())
@@ -150,30 +159,44 @@ class ProvedCalls:
 
     def _check(self, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         path, failure, found = TorchCallSites(), "", None
+        errors: list[Exception] = []
         self._set_path(path)
         try:
             found = self._trial(sharded, args, kwargs)
         except Exception as error:  # an error of the user's code is raised again when it runs full
-            if is_out_of_memory(error):  # the other ranks wait for this one in a collective of the forward
+            if _ends_step(error):  # the other ranks wait for this one in a collective of the forward
                 raise
             failure = f"{type(error).__name__}: {error}"
+            errors.append(error)
         finally:
             self._set_path(None)
         new = (line for call, line in user_call_sites(path.calls).items() if call not in self._calls)
         where = next(new, "") or value_read_in(path.calls) or failure
+        self._meet_with(errors)
         if self._agree(bool(where)):
             return where or "a line that only another rank has reached"
         assert found is not None
         if self._num_compared >= _MOST_COMPARED:
             return ""
         self._num_compared += 1
-        where = self._difference(found, sharded, full, args, kwargs)
+        where = self._difference(found, sharded, full, args, kwargs, errors)
+        self._meet_with(errors)
         return where or "its results" if self._agree(bool(where)) else ""
 
+    def _meet_with(self, errors: list[Exception]) -> None:
+        """Go on with the other ranks; ``errors`` of this rank are dropped, whose frames refer to tensors."""
+        self._meet(errors.pop() if errors else None)
+
     def _difference(
-        self, found: _Trial, sharded: Forward, full: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        found: _Trial,
+        sharded: Forward,
+        full: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        errors: list[Exception],
     ) -> str:
-        """How the results of the sharded unit differ from those of the full one."""
+        """How the results of the sharded unit differ from those of the full one; an error is added to ``errors``."""
         modes = [(module, module.training) for module in self._unit.modules() if module.training and found.drew]
         for module, _ in modes:  # ranks draw different numbers in sharded regions
             module.training = False
@@ -182,12 +205,16 @@ class ProvedCalls:
                 try:
                     found = self._trial(sharded, args, kwargs)
                 except Exception as error:
-                    if is_out_of_memory(error):
+                    if _ends_step(error):
                         raise
+                    errors.append(error)
                     return f"{type(error).__name__}: {error}"
             try:
                 wanted = self._trial(full, *materialize_call(args, kwargs))
-            except Exception:  # such as for a cache that holds this rank's shards
+            except Exception as error:  # such as for a cache that holds this rank's shards
+                if is_lost_connection(error):
+                    raise
+                errors.append(error)
                 return ""
         finally:
             for module, mode in modes:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.collectives.wait_for_arrivals import all_arrive, arrive
 from lightning_hybrid.errors import CannotShard, StepError
 from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, shard_tensor
 from lightning_hybrid.patching import replaced
@@ -34,7 +35,13 @@ from lightning_hybrid.step.objects.pytree import flatten, flatten_call, unflatte
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize_call
 from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites
-from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import ExchangingRanks, Ranks, as_ranks, paired
+from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import (
+    ExchangingRanks,
+    GroupRanks,
+    Ranks,
+    as_ranks,
+    paired,
+)
 from lightning_hybrid.tensor.collectives.collectives_over_sharded_features import gather, local_shard, sum_gradients
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan, local_positions
 from lightning_hybrid.tensor.runtime.check_forward_was_proved import ProvedCalls
@@ -61,6 +68,10 @@ def _check_sizes(plan: UnitPlan, ranks: Any, context: Any) -> None:
     for planned, found, kind in ((plan.size, ranks.size, "tensor"), (plan.context, context.size, "context")):
         if planned != found and (kind == "tensor" or plan.positions is not None):
             raise ValueError(f"the plan is for {planned} {kind} ranks but the group has {found}; plan the unit again")
+
+
+# A rank whose forward has raised in a check waits for the others no longer than this: they come, or wait for it.
+_SECONDS_FOR_OTHERS = 10.0
 
 
 class ShardedUnit:
@@ -117,7 +128,7 @@ class ShardedUnit:
         self._unit, self._plan, self._tensors = unit, plan, tensors
         self.proved: ProvedCalls | None = None
         if plan.calls and not all(type(module).__module__.startswith("torch.") for module in unit.modules()):
-            self.proved = ProvedCalls(unit, plan.calls, note=self._set_path, agree=self._on_any_rank)
+            self.proved = ProvedCalls(unit, plan.calls, note=self._set_path, agree=self._on_any_rank, meet=self._meet)
         self._path: TorchCallSites | None = None  # of a forward that is checked
         self._fallback_unit: ShardedUnit | None = None
         self._modules = dict(unit.named_modules())
@@ -160,6 +171,13 @@ class ShardedUnit:
             if ranks.size > 1:
                 ranks.all_reduce(votes)
         return bool(votes)
+
+    def _meet(self, error: Exception | None) -> None:
+        """Arrive where the ranks vote; raise the error of this rank if the others wait for it elsewhere."""
+        groups = [ranks.group for ranks in (self._ranks, self._context) if isinstance(ranks, GroupRanks)]
+        arrivals = [(group, arrive(group)) for group in groups if group.size() > 1]
+        if error is not None and not all(all_arrive(*arrival, _SECONDS_FOR_OTHERS) for arrival in arrivals):
+            raise error
 
     def _set_path(self, path: TorchCallSites | None) -> None:
         self._path = path

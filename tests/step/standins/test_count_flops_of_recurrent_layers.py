@@ -57,7 +57,7 @@ def test_without_gradients():
     assert forward == step > 0
 
 
-def test_kernel_of_gpus_is_counted_alike():
+def test_kernel_of_gpus_has_the_same_count():
     layer, x = nn.LSTM(FEATURES, WIDTH), torch.randn(TIME, BATCH, FEATURES)
     found = flops_of_kernel(torch.ops.aten._cudnn_rnn.default, (x, list(layer.parameters()), 4), {}, None)
     forward, step = counted(lambda: nn.LSTM(FEATURES, WIDTH))

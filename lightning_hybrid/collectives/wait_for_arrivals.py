@@ -1,0 +1,43 @@
+"""Arrivals of the ranks of a group at a collective, counted in the store by which they met.
+
+Code of the user may raise on one rank while the others wait for it in a collective of the same code. That rank must not
+go on to the next collective, which they will not join: it first looks whether they arrive there.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+
+_PAUSE_SECONDS = 0.02
+
+
+def arrive(group: dist.ProcessGroup) -> int:
+    """Count this rank; returns how many have arrived so far, in all rounds."""
+    return int(_store().add(_key(group), 1))
+
+
+def all_arrive(group: dist.ProcessGroup, arrived: int, seconds: float) -> bool:
+    """Wait until all ranks have arrived in the round in which this one has; False if they do not within the time.
+
+    Args:
+        group: The ranks; no rank arrives twice before all have arrived once.
+        arrived: What ``arrive`` returned here.
+        seconds: How long to wait.
+    """
+    size = group.size()
+    wanted, end = -(-arrived // size) * size, time.monotonic() + seconds
+    while _store().add(_key(group), 0) < wanted:
+        if time.monotonic() > end:
+            return False
+        time.sleep(_PAUSE_SECONDS)
+    return True
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _key(group: dist.ProcessGroup) -> str:
+    return f"lightning_hybrid/arrivals/{','.join(map(str, dist.get_process_group_ranks(group)))}/{group.group_name}"
