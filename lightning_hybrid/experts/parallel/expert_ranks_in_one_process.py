@@ -28,7 +28,15 @@ class ExpertRanks:
         width: Sharding of each expert over the tensor ranks.
     """
 
-    def __init__(self, full: nn.Module, adapter: ExpertsAdapter, size: int, width: WidthSharding | None) -> None:
+    def __init__(
+        self,
+        full: nn.Module,
+        adapter: ExpertsAdapter,
+        size: int,
+        width: WidthSharding | None,
+        *,
+        computes_ends_only: bool = False,
+    ) -> None:
         """Makes the shards of a full module, whose parameters may be fake tensors; it is not changed.
 
         Args:
@@ -36,7 +44,9 @@ class ExpertRanks:
             adapter: Its adapter.
             size: Number of expert-parallel ranks; with 1 the module's own code runs.
             width: Sharding of each expert over tensor ranks, if any.
+            computes_ends_only: Whether the first and the last rank compute, and results of others have no values.
         """
+        self._computes_ends_only = computes_ends_only
         self.full, self._adapter, self.size = full, adapter, size
         self.width = WidthSharding(1, 0, {}) if width is None else width
         self.placements = adapter.placements(full, size) if size > 1 else {}
@@ -59,7 +69,8 @@ class ExpertRanks:
 
     def call(self, rank: int, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of a call on one expert-parallel rank."""
-        outs = [self._partial_output(tensor_rank, rank, args, kwargs) for tensor_rank in range(self.width.size)]
+        tensor_ranks = [each for each in range(self.width.size) if self._is_computed(each, self.width.size)]
+        outs = [self._partial_output(tensor_rank, rank, args, kwargs) for tensor_rank in tensor_ranks]
         return outs[0] if len(outs) == 1 else torch.stack(outs).sum(0)
 
     def _partial_output(self, tensor_rank: int, rank: int, args: Any, kwargs: Any) -> Any:
@@ -79,12 +90,16 @@ class ExpertRanks:
         """Replaces the all-to-all: the module of each rank computes its rows in this process."""
         numbers = counts.view(self.size, -1).tolist()
         blocks = rows[: int(counts.sum())].split([sum(of_rank) for of_rank in numbers])
-        return torch.cat(
-            [
-                self._compute(tensor_rank, rank, block, of_rank)
-                for rank, (block, of_rank) in enumerate(zip(blocks, numbers, strict=True))
-            ]
-        )
+        outs: list[Tensor] = []
+        for rank, (block, of_rank) in enumerate(zip(blocks, numbers, strict=True)):
+            if self._is_computed(rank, self.size):
+                outs.append(self._compute(tensor_rank, rank, block, of_rank))
+            else:
+                outs.append(outs[0].new_empty(len(block), *outs[0].shape[1:]))
+        return torch.cat(outs)
+
+    def _is_computed(self, rank: int, size: int) -> bool:
+        return not self._computes_ends_only or rank in (0, size - 1)
 
     def _compute(self, tensor_rank: int, rank: int, rows: Tensor, counts: list[int]) -> Tensor:
         """Returns results for rows; those of an expert, if there are any, are between two rows of other ranks."""

@@ -99,7 +99,7 @@ class NarrowExperts:
         return True
 
     def _sharded(self, module: nn.Module, width: WidthSharding | None) -> Callable[[int], Callable[..., Any]]:
-        ranks = ExpertRanks(module, self._adapter, self._size, width)
+        ranks = ExpertRanks(module, self._adapter, self._size, width, computes_ends_only=True)
         return lambda rank: partial(ranks.call, rank % self._size)
 
     def _examples(self) -> Iterator[tuple[int, Call]]:

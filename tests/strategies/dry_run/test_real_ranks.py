@@ -14,6 +14,7 @@ from lightning_hybrid.callbacks.monitors.memory_of_tensors import bytes_by_kind,
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
 from lightning_hybrid.strategies.dry_run.describe_ranks import dry_run
 from models.cases import Samples, make
+from models.mixtures import Mixtral
 from models.nano_gpt import NanoGPT
 from models.plain_gpt import PlainGPT
 
@@ -22,6 +23,22 @@ EXACT = ("parameters", "optimizer_states")
 FLAGS = 512  # bytes in flat buffers of gradients
 # Bytes beside tensors of the model: losses, logged numbers, and what ranks agree on before a step.
 SMALL_MESSAGES = {"pipeline": 2048, "data": 6144, "tensor": 64}
+
+
+class TokensToExperts:
+    """Counts the bytes of all-to-alls over the ranks that share experts, as `SentBytes` does."""
+
+    def __enter__(self):
+        self.sent_bytes, self.run = 0.0, dist.all_to_all_single
+        dist.all_to_all_single = self.counted
+        return self
+
+    def counted(self, output, tensor, *args, group, **kwargs):
+        self.sent_bytes += tensor.nbytes * (group.size() - 1) / group.size()
+        return self.run(output, tensor, *args, group=group, **kwargs)
+
+    def __exit__(self, *error):
+        dist.all_to_all_single = self.run
 
 
 class Measured(Hybrid3DStrategy):
@@ -35,8 +52,10 @@ class Measured(Hybrid3DStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         sent = SentBytes(self.layout)
         sent.start()
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with TokensToExperts() as tokens:
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
         sent.stop()
+        sent.counts["data"] -= tokens.sent_bytes
         holders = find_holders(self.lightning_module, self.optimizers, self.root_device)
         ranks = {axis: dist.get_process_group_ranks(self.mesh.group(axis)) for axis in ("pp", "data", "tp")}
         self.seen = bytes_by_kind(holders), sent.counts, ranks
@@ -60,7 +79,8 @@ def predicted(devices, options, kind=NanoGPT):
         pl, module, {"train_dataloaders": loader}, devices, options, precision, lambda layout: range(devices)
     )
     assert content["refused"] is None
-    assert ["sequences are sharded" in note for note in content["notes"]] == [True] * (kind is PlainGPT)
+    known = {PlainGPT: ["sequences are sharded"], Mixtral: ["tokens that are sent to experts"]}.get(kind, [])
+    assert [note[: len(text)] for note, text in zip(content["notes"], known, strict=True)] == known
     return content["rank"]
 
 
@@ -75,13 +95,34 @@ LAYOUTS = [
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("devices", "options"), LAYOUTS, ids=str)
 def test_ranks_hold_and_send_what_was_predicted(worlds, devices, options):
-    ranks = predicted(devices, options)
-    for rank, (held, sent, groups) in zip(ranks, worlds.run(devices, fit, devices, options, timeout=240), strict=True):
+    check_ranks(worlds, devices, options, NanoGPT)
+
+
+def check_ranks(worlds, devices, options, kind):
+    ranks = predicted(devices, options, kind)
+    found = worlds.run(devices, fit, devices, options, kind, timeout=240)
+    for rank, (held, sent, groups) in zip(ranks, found, strict=True):
         assert {kind: rank["bytes"][kind] for kind in EXACT} == {kind: held[kind] for kind in EXACT}
         assert 0 <= held["gradients"] - rank["bytes"]["gradients"] <= FLAGS
         assert {axis: rank["groups"].get(axis, [rank["rank"]]) for axis in groups} == groups
         for axis, most in SMALL_MESSAGES.items():
             assert 0 <= sent[axis] - rank["sent_bytes"].get(axis, 0) <= most, axis
+
+
+EXPERTS = [
+    (2, {"expert_parallel_size": 2}),
+    pytest.param(4, {"expert_parallel_size": 2, "tensor_parallel_size": 2}, marks=[pytest.mark.slow]),
+    pytest.param(
+        4, {"expert_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}, marks=[pytest.mark.slow]
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("devices", "options"), EXPERTS, ids=str)
+def test_ranks_of_a_mixture_hold_and_send_what_was_predicted(worlds, devices, options):
+    """But for tokens that are sent to experts."""
+    check_ranks(worlds, devices, options, Mixtral)
 
 
 SEQUENCES = [
