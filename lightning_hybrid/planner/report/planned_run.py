@@ -74,6 +74,15 @@ class PlannedRun:
         """
         return len({plan.layout.batch for plan in self.result.plans[:most]}) > 1
 
+    def compared_samples(self, most: int) -> str:
+        """Return for which samples the reasons give times, where the best plans differ in those of a step.
+
+        Args:
+            most: Plans at most.
+        """
+        samples = self.result.best.layout.batch
+        return f", times of {samples:,} samples" if self.has_several_batches(most) else ""
+
     def rate(self, plan: Plan) -> tuple[float, str]:
         """Return the throughput over all devices, in tokens, or samples where these are no sequences."""
         assert plan.time is not None
@@ -136,6 +145,11 @@ class PlannedRun:
                 "samples_per_second": plan.time.samples_per_second,
             }
         return content
+
+
+def rank_name(rank: int, plan: Plan) -> str:
+    """Return how a report calls a pipeline rank of a plan."""
+    return f"pipeline rank {rank}" if plan.layout.pipeline > 1 else "each rank"
 
 
 def _plain(value: Any) -> Any:
