@@ -75,6 +75,7 @@ def test_plan_of_a_module(capsys):
     module = "tests/models/command_line_classes.py:Stack"
     status, text = planned(capsys, module, "--hardware", "cpu", "--devices", "2", "--json")
     content = json.loads(text)
+    assert content["trainer"].startswith('Trainer(\n    accelerator="cpu",\n    devices=')
     assert status == 0 and content["model"]["name"] == "Stack" and content["model"]["is_traced"]
     assert not any("offload" in plan["options"] for plan in content["plans"])  # to the host that the devices are
     # The loader's batch is that of each replica.

@@ -56,9 +56,11 @@ class PlannedRun:
         if layout.ranks < devices * nodes:
             devices, nodes = min(layout.ranks, devices), max(1, layout.ranks // devices)
         replicas = "replica" if layout.data == 1 else "replicas"
+        accelerator = '    accelerator="cpu",\n' if self.hardware.is_host else ""
         return (
             (
-                f"Trainer(\n    devices={devices},\n    num_nodes={nodes},\n    precision={self.precision!r},\n"
+                f"Trainer(\n{accelerator}    devices={devices},\n    num_nodes={nodes},\n"
+                f"    precision={self.precision!r},\n"
                 f"    strategy=Hybrid3DStrategy({options}\n    ),\n)\n"
                 f"# batch_size={layout.batch // layout.data} of the loader, for each of {layout.data} {replicas}"
             )

@@ -168,8 +168,8 @@ def test_max_memory_is_a_limit():
 def test_fewest_devices():
     allowed = Allowed(offload=False)
     result = search_layouts(MEDIUM, MASTER, A100, 8, 4, batch=64, objective="fewest_devices", allowed=allowed)
-    assert 1 < result.devices < 32
-    fewer = result.devices // 2
+    assert 1 < result.best.layout.ranks < 32
+    fewer = result.best.layout.ranks // 2
     with pytest.raises(PlanError):
         search_layouts(MEDIUM, MASTER, A100, fewer, batch=64, allowed=allowed)
 
