@@ -63,7 +63,7 @@ def describe_environment() -> dict[str, Any]:
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "packages": {name: _version(name) for name in _PACKAGES},
         "os": platform.platform(),
-        "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "usable cores": _usable_cores()},
+        "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "usable cores": usable_cores()},
         "memory": {"total GiB": _gib(_total_memory()), "shared memory free GiB": _gib(_free_shared_memory())},
         **_torch_report(),
         "C++ compiler": _compiler(),
@@ -113,8 +113,9 @@ def _cpu_model() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
-def _usable_cores() -> int | None:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _total_memory() -> float:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning_hybrid.cli.dryrun.print_ranks import print_rows
 from lightning_hybrid.cli.errors_of_data_and_device import data_and_device_errors
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, print_json
 from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, strategies_file
@@ -214,7 +215,7 @@ def _print(content: dict[str, Any]) -> None:
             rows.append((shortened(unit["unit"] or "(between units)"), str(unit["stage"]), *_numbers(unit)))
         for stage in content["stages"]:
             rows.append((f"stage {stage['stage']} in all", str(stage["stage"]), *_numbers(stage)))
-        _print_rows(rows)
+        print_rows(rows)
     if content["refused"] is None:
         _print_memory(content)
         print(content["table"])
@@ -242,16 +243,7 @@ def _print_memory(content: dict[str, Any]) -> None:
     add("", content["memory"])
     if content["memory_without_techniques"] != content["memory"]:
         add(" without ZeRO, offload and recomputation", content["memory_without_techniques"])
-    _print_rows(rows)
-
-
-def _print_rows(rows: list[tuple[str, ...]]) -> None:
-    """Print rows of cells in columns, the first one flush left, and an empty line."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print("  ".join([row[0].ljust(widths[0]), *cells]))
-    print()
+    print_rows(rows)
 
 
 def _numbers(row: dict[str, Any]) -> tuple[str, str, str]:

@@ -149,7 +149,7 @@ def _planned_run(strategy: Hybrid3DStrategy, recorded: RecordedCosts, measured: 
     result = None
     if is_free and options.objective != "largest_batch":
         plan = predict_plan(costs, plain, number_format, hardware)
-        result = SearchResult((plan,), (), 1, ranks) if plan.fits_with_error else None
+        result = SearchResult((plan,), (), 1) if plan.fits_with_error else None
     result = result or search_layouts(
         costs,
         number_format,

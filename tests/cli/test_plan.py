@@ -59,7 +59,7 @@ def test_why_compares_one_layout_with_the_chosen(capsys, config):
     assert status == 0
     assert "dp=1,tp=4" in text and "against the chosen dp=4" in text
     assert re.search(r"tensor ranks +[\d.]+ m?s +0 ms", text)
-    assert re.search(r"memory of pipeline rank 0 +this layout +chosen, at its peak", text)
+    assert re.search(r"memory of each rank +this layout +chosen, at its peak", text)
 
 
 def test_html_report_loads_nothing(capsys, config, tmp_path):
@@ -75,6 +75,7 @@ def test_plan_of_a_module(capsys):
     module = "tests/models/command_line_classes.py:Stack"
     status, text = planned(capsys, module, "--hardware", "cpu", "--devices", "2", "--json")
     content = json.loads(text)
+    assert content["trainer"].startswith('Trainer(\n    accelerator="cpu",\n    devices=')
     assert status == 0 and content["model"]["name"] == "Stack" and content["model"]["is_traced"]
     assert not any("offload" in plan["options"] for plan in content["plans"])  # to the host that the devices are
     # The loader's batch is that of each replica.
@@ -282,6 +283,17 @@ def test_plans_of_several_batches_are_compared_for_the_same_samples(capsys, tmp_
         shown = f"{time:,.2f} s" if time >= 1 else f"{1e3 * time:,.3g} ms"
         assert f"</div><span>{shown}</span>" in page.read_text()
     assert f"Time of {batch:,.0f} samples" in page.read_text()
+
+
+def test_headings_name_the_samples_and_the_ranks(capsys, config, tmp_path):
+    page = tmp_path / "plan.html"
+    module = ["examples/quickstart.py:Classifier", "--hardware", "a100-80", "--devices", "4", "--html", str(page)]
+    assert "why not, times of 256 samples\n" in planned(capsys, *module)[1]
+    assert "<h2>Why not, times of 256 samples</h2>" in page.read_text() and "<code>each rank</code>" in page.read_text()
+    assert "memory of each rank " in planned(capsys, *module, "--why", "dp=4")[1]
+    text = planned(capsys, *config, "--batch", "64", "--why", "dp=2,pp=2")[1]
+    assert "memory of pipeline rank 1 " in text and "each rank" not in text
+    assert "why not\n" in planned(capsys, *config, "--batch", "64")[1]
 
 
 def test_memory_of_the_page_is_that_of_the_table(capsys, config, tmp_path):

@@ -35,8 +35,8 @@ def print_ranks(content: dict[str, Any], *, verbose: bool) -> None:
         print(f"note: {note}")
     print()
     ranks = content["rank"]
-    _print_rows(_memory_rows(ranks))
-    _print_rows(_message_rows(ranks))
+    print_rows(_memory_rows(ranks))
+    print_rows(_message_rows(ranks))
     _print_tensor_plans(content["tensor_plans"])
     if verbose or len(ranks) <= _FEW:
         for rank in ranks:
@@ -108,14 +108,14 @@ def _print_rank(rank: dict[str, Any], *, verbose: bool) -> None:
             )
             counts = f"{each['count']:,}", f"{each['nbytes']:,}", f"{each['sent_bytes']:,}"
             rows.append((f"  {each['content']}", each["axis"], how, *counts))
-        _print_rows(rows)
+        print_rows(rows)
     else:
         print()
     if verbose and rank.get("shapes"):
         shapes: list[tuple[str, ...]] = [("  parameter", "shard", "full")]
         for name, shape in rank["shapes"].items():
             shapes.append((f"  {name}", _shape(shape["local"]), _shape(shape["full"])))
-        _print_rows(shapes)
+        print_rows(shapes)
 
 
 def _members(ranks: Sequence[int]) -> str:
@@ -129,7 +129,7 @@ def _shape(sizes: Sequence[int]) -> str:
     return " x ".join(map(str, sizes)) or "scalar"
 
 
-def _print_rows(rows: Sequence[tuple[str, ...]]) -> None:
+def print_rows(rows: Sequence[tuple[str, ...]]) -> None:
     """Print rows of cells in columns, the first one flush left, and an empty line."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.cli.env import usable_cores
 from lightning_hybrid.planner.hardware.hardware import BandwidthCurve, Hardware
 from lightning_hybrid.verify.rank_launcher import run_ranks
 
@@ -45,7 +46,7 @@ def measure_machine(
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch finds no GPU; use --device cpu")
-    num_devices = torch.cuda.device_count() if kind == "cuda" else _usable_cores()
+    num_devices = torch.cuda.device_count() if kind == "cuda" else usable_cores()
     ranks = num_ranks or (num_devices if kind == "cuda" else 2)
     if kind == "cuda" and ranks > num_devices:
         raise ValueError(f"--ranks {ranks}: there are {num_devices} GPUs")
@@ -202,9 +203,5 @@ def _own_bytes(kind: str) -> float:
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (1 if sys.platform == "darwin" else 1024)
 
 
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _device_name(kind: str) -> str:
-    return torch.cuda.get_device_name() if kind == "cuda" else f"{_usable_cores()} cores"
+    return torch.cuda.get_device_name() if kind == "cuda" else f"{usable_cores()} cores"

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from lightning_hybrid.planner.report.plan_tables import number_of, why
-from lightning_hybrid.planner.report.planned_run import PlannedRun
+from lightning_hybrid.planner.report.planned_run import PlannedRun, rank_name
 from lightning_hybrid.planner.search.layout_options import spelled
 from lightning_hybrid.planner.search.plans_and_rejections import Plan, duration, gigabytes
 from lightning_hybrid.schedule import chain, make_schedule, simulate, to_svg
@@ -35,12 +35,12 @@ def html_report(run: PlannedRun, most: int = 5) -> str:
         _plans(run, plans),
         f"<h2>Time of {best.layout.batch:,} samples</h2>",
         *_bars([_time_row(plan, best) for plan in plans], None),
-        "<h2>Memory of the pipeline ranks, chosen plan</h2>",
+        "<h2>Memory of a rank, chosen plan</h2>",
         "<p>The line is the memory of a device. What the allocator keeps for later, and gives back before it fails, is"
         f" counted: the peak is {gigabytes(best.memory.peak)}, and {gigabytes(best.memory.least)} are needed.</p>",
         *_bars(_memory_rows(best), best.memory.capacity),
         *_schedule(best),
-        "<h2>Why not</h2>",
+        f"<h2>Why not{run.compared_samples(most)}</h2>",
         _table(
             ("family", "reason"),
             [(escape(rejection.family), escape(rejection.reason)) for rejection in run.result.rejected],
@@ -102,7 +102,7 @@ def _memory_rows(plan: Plan) -> list[tuple[str, Mapping[str, float], str]]:
     ranks = plan.memory.ranks
     step = -(-len(ranks) // _MOST_RANKS)
     shown = sorted({*range(0, len(ranks), step), len(ranks) - 1})
-    return [(f"pipeline rank {rank}", ranks[rank], gigabytes(sum(ranks[rank].values()))) for rank in shown]
+    return [(rank_name(rank, plan), ranks[rank], gigabytes(sum(ranks[rank].values()))) for rank in shown]
 
 
 def _bars(rows: Sequence[tuple[str, Mapping[str, float], str]], mark: float | None) -> list[str]:

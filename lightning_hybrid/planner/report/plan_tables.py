@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from lightning_hybrid.planner.report.planned_run import PlannedRun
+from lightning_hybrid.planner.report.planned_run import PlannedRun, rank_name
 from lightning_hybrid.planner.search.layout_options import spelled
 from lightning_hybrid.planner.search.plans_and_rejections import (
     TIE,
@@ -28,7 +28,7 @@ def plans_table(run: PlannedRun, most: int = 5) -> str:
     """
     lines = [run.title, "", *ranked_lines(run, most), ""]
     lines += [
-        "why not",
+        f"why not{run.compared_samples(most)}",
         *wrapped_columns([(f"  {rejection.family}", rejection.reason) for rejection in run.result.rejected], 1),
         "",
     ]
@@ -128,7 +128,8 @@ def _memory(rank: int, own: Mapping[str, float], plan: Plan, best: Plan) -> list
     peak = max(range(len(ranks)), key=lambda other: sum(ranks[other].values()))
     largest = ranks[peak]
     totals = sum(own.values()), sum(largest.values())
-    rows: list[tuple[str, ...]] = [(f"memory of pipeline rank {rank}", "this layout", "chosen, at its peak")]
+    heading = f"memory of {rank_name(rank, plan)}"
+    rows: list[tuple[str, ...]] = [(heading, "this layout", "chosen, at its peak")]
     for name in dict.fromkeys([*own, *largest]):
         values = own.get(name, 0.0), largest.get(name, 0.0)
         if any(value > _LEAST_SHARE * total for value, total in zip(values, totals, strict=True)):

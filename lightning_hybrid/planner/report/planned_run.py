@@ -56,9 +56,11 @@ class PlannedRun:
         if layout.ranks < devices * nodes:
             devices, nodes = min(layout.ranks, devices), max(1, layout.ranks // devices)
         replicas = "replica" if layout.data == 1 else "replicas"
+        accelerator = '    accelerator="cpu",\n' if self.hardware.is_host else ""
         return (
             (
-                f"Trainer(\n    devices={devices},\n    num_nodes={nodes},\n    precision={self.precision!r},\n"
+                f"Trainer(\n{accelerator}    devices={devices},\n    num_nodes={nodes},\n"
+                f"    precision={self.precision!r},\n"
                 f"    strategy=Hybrid3DStrategy({options}\n    ),\n)\n"
                 f"# batch_size={layout.batch // layout.data} of the loader, for each of {layout.data} {replicas}"
             )
@@ -73,6 +75,15 @@ class PlannedRun:
             most: Plans at most.
         """
         return len({plan.layout.batch for plan in self.result.plans[:most]}) > 1
+
+    def compared_samples(self, most: int) -> str:
+        """Return for which samples the reasons give times, where the best plans differ in those of a step.
+
+        Args:
+            most: Plans at most.
+        """
+        samples = self.result.best.layout.batch
+        return f", times of {samples:,} samples" if self.has_several_batches(most) else ""
 
     def rate(self, plan: Plan) -> tuple[float, str]:
         """Return the throughput over all devices, in tokens, or samples where these are no sequences."""
@@ -136,6 +147,11 @@ class PlannedRun:
                 "samples_per_second": plan.time.samples_per_second,
             }
         return content
+
+
+def rank_name(rank: int, plan: Plan) -> str:
+    """Return how a report calls a pipeline rank of a plan."""
+    return f"pipeline rank {rank}" if plan.layout.pipeline > 1 else "each rank"
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ from lightning_hybrid.planner.hardware.hardware import Hardware
 from lightning_hybrid.planner.plan_layout import PlanLayout, RecomputeKind
 from lightning_hybrid.planner.search.plans_and_rejections import Allowed
 
-_MICROBATCH_SIZES, _LARGEST_MICROBATCH, _MOST_MICROBATCHES = 6, 64, 512
+_MICROBATCH_SIZES, _MOST_MICROBATCHES = 6, 512  # sizes that are all tried, and then each of twice the last
 _SHARE_DIVIDED = 0.8  # of the FLOPs of products with weights, which tensor ranks must divide
 _OFFLOADED = {
     0: frozenset({"optimizer_states"}),
@@ -148,15 +148,18 @@ class Candidates:
         return dataclasses.replace(layout, microbatch=self.microbatches(layout)[0])
 
     def microbatches(self, layout: PlanLayout) -> list[int]:
-        """Return sizes of microbatches, ascending, that divide the batch of a replica."""
+        """Return sizes of microbatches, ascending, that divide the batch of a replica; the last is the batch."""
         batch = layout.batch // max(layout.data, 1)
         if "num_microbatches" in self.fixed:
             return [-(-max(1, batch) // self.fixed["num_microbatches"])]
         if "microbatch" in self.fixed:
             return [self.fixed["microbatch"]]
-        sizes = [size for size in divisors(max(batch, 1)) if size <= _LARGEST_MICROBATCH] or [1]
-        few = [size for size in sizes if batch // size <= _MOST_MICROBATCHES] or sizes[-1:]
-        return few[:_MICROBATCH_SIZES]
+        sizes = [size for size in divisors(max(batch, 1)) if batch // size <= _MOST_MICROBATCHES]
+        few = sizes[:_MICROBATCH_SIZES]
+        for size in sizes[_MICROBATCH_SIZES:]:
+            if size >= 2 * few[-1] or size == batch:
+                few.append(size)
+        return few
 
     def is_valid(self, layout: PlanLayout) -> bool:
         """Whether the sizes fit each other and the model."""

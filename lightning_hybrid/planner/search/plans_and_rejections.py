@@ -110,13 +110,11 @@ class SearchResult:
         plans: The best plan of each mesh; the first is the chosen one.
         rejected: The families that the chosen plan does not belong to.
         evaluated: Layouts whose memory was predicted.
-        devices: Devices that the chosen plan uses.
     """
 
     plans: tuple[Plan, ...]
     rejected: tuple[Rejection, ...]
     evaluated: int
-    devices: int
 
     @property
     def best(self) -> Plan:

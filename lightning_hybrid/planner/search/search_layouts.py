@@ -167,7 +167,7 @@ class _Search:
             rejected = tuple(rejected_families(best, self.candidates, self.plan, self.plans.values()))
             chosen, best = best, self._best()
             if best is chosen:  # it may predict a better one
-                return SearchResult(tuple(self._ranked(best)), rejected, len(self.plans), best.layout.ranks)
+                return SearchResult(tuple(self._ranked(best)), rejected, len(self.plans))
         return None
 
     def _best(self) -> Plan | None:

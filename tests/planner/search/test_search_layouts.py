@@ -177,8 +177,8 @@ def test_max_memory_is_a_limit():
 def test_fewest_devices():
     allowed = Allowed(offload=False)
     result = search_layouts(MEDIUM, MASTER, A100, 8, 4, batch=64, objective="fewest_devices", allowed=allowed)
-    assert 1 < result.devices < 32
-    fewer = result.devices // 2
+    assert 1 < result.best.layout.ranks < 32
+    fewer = result.best.layout.ranks // 2
     with pytest.raises(PlanError):
         search_layouts(MEDIUM, MASTER, A100, fewer, batch=64, allowed=allowed)
 
@@ -356,3 +356,10 @@ def test_other_meshes_and_families_show_their_simplest_tied_plan():
     assert layouts["pipeline ranks"] == plain.layout
     for family in ("zero 1", "zero 2", "zero 3"):
         assert layouts[family].recompute == "none" and not layouts[family].offload
+
+
+@pytest.mark.parametrize("samples", [64, 96, 256, 1000])
+def test_a_batch_that_fits_is_not_split(samples):
+    layer = costs_from_parameters({"weight": (64, 64), "head.weight": (64, 64)}, name="tiny", reason="it is tiny")
+    best = search_layouts(layer, MASTER, A100, 4, batch=samples, is_replica_batch=True, fixed={"pipeline": 1}).best
+    assert best.layout.num_microbatches == 1 and best.layout.data == 4
