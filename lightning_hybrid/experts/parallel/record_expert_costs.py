@@ -86,39 +86,48 @@ class ExpertCosts:
         return found
 
     def _run(self, fqn: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        counter, leaves = active_counter(), flatten((args, kwargs))[0]
-        if counter is None or not any(isinstance(leaf, FakeTensor) for leaf in leaves):
+        counter = active_counter()
+        if counter is None:
             return forward(*args, **kwargs)
         module, call = self._root.get_submodule(fqn), (args, kwargs)
         adapters = candidate_adapters(module, call)
         if not adapters or any(f"{name}.".startswith(f"{fqn}.") for name in self._with_tied):
             return forward(*args, **kwargs)
+        if not any(isinstance(leaf, FakeTensor) for leaf in flatten(call)[0]):  # code around them reads numbers
+            if isinstance(adapters[0], BatchedPairs | BatchedRows):
+                self._add_stacked(fqn, module, adapters[0], call)
+            return forward(*args, **kwargs)
         if isinstance(adapters[0], ExpertList):
             return self._run_list(fqn, module, adapters[0], forward, call, counter)
         return self._run_stacked(fqn, module, adapters[0], forward, call, counter)
 
+    def _add_stacked(
+        self, fqn: str, module: nn.Module, adapter: ExpertsAdapter, call: Call, flops: float = 0.0
+    ) -> ExpertSet:
+        """Note the experts of a call; ``flops`` are those that ran, if the call does not tell the rows."""
+        names = tuple(f"{fqn}.{name}" for name, _ in module.named_parameters())
+        tokens, rows = _tokens_and_rows(module, adapter, call)
+        matrices = _oriented(_stacked(module), None if tokens is None else tokens.shape[-1])
+        if rows is None:
+            rows = flops / (2.0 * sum(inner * columns for inner, columns in matrices) or 1.0)
+        self._found[fqn] = found = ExpertSet(fqn, adapter.num_experts, names, float(rows), matrices)
+        return found
+
     def _run_stacked(
         self, fqn: str, module: nn.Module, adapter: ExpertsAdapter, forward: Forward, call: Call, counter: CostCounter
     ) -> Any:
-        names = tuple(f"{fqn}.{name}" for name, _ in module.named_parameters())
-        weights = [parameter for parameter in module.parameters() if parameter.dim() == 3]
-        tokens, rows = _tokens_and_rows(module, adapter, call)
-        matrices = _oriented(weights, None if tokens is None else tokens.shape[-1])
-        of_row = 2.0 * sum(inner * columns for inner, columns in matrices)
-        totals = counter.totals()
+        flops, step_flops, _ = totals = counter.totals()
         is_static, out = _attempt(forward, call, counter)
         if not is_static:
             counter.reset_to(totals)
             try:
-                out = _run_one_stacked_expert(module, adapter, weights, matrices, call)
+                out = _run_one_stacked_expert(module, adapter, call)
             except Exception:  # it is no MLP of one or two products
                 counter.reset_to(totals)
                 out = forward(*call[0], **call[1])
-        flops, step_flops, _ = totals
-        rows = (counter.flops - flops) / (of_row or 1.0) if rows is None else rows
+        found = self._add_stacked(fqn, module, adapter, call, counter.flops - flops)
         factor = 3.0 if torch.is_grad_enabled() else 1.0
-        counter.reset_to((flops + rows * of_row, step_flops + factor * rows * of_row, counter.moved_bytes))
-        self._found[fqn] = ExpertSet(fqn, adapter.num_experts, names, float(rows), matrices)
+        counter.reset_to((flops + found.flops, step_flops + factor * found.flops, counter.moved_bytes))
         return out
 
     def _run_list(
@@ -192,20 +201,23 @@ def _oriented(weights: list[nn.Parameter], width: int | None) -> tuple[tuple[int
     return tuple(size if is_transposed else size[::-1] for size in sizes)
 
 
-def _run_one_stacked_expert(
-    module: nn.Module, adapter: ExpertsAdapter, weights: list[nn.Parameter], matrices: Any, call: Call
-) -> Tensor:
+def _stacked(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.dim() == 3]
+
+
+def _run_one_stacked_expert(module: nn.Module, adapter: ExpertsAdapter, call: Call) -> Tensor:
     """The result of an MLP with or without a gate, as its first expert computes it of the rows of all of them.
 
     Raises:
         Exception: The experts are no such MLP.
     """
     arguments = bound_arguments(module, call)
+    weights = _stacked(module)
 
     def mlp(rows: Tensor) -> Tensor:
         """Of shape [R, D] -> [R, D']."""
         *first, (down, (inner, _)) = sorted(
-            zip(weights, matrices, strict=True), key=lambda found: found[1][0] != rows.shape[1]
+            zip(weights, _oriented(weights, rows.shape[1]), strict=True), key=lambda found: found[1][0] != rows.shape[1]
         )
         outs = [rows @ _first_of(weight, sizes) for weight, sizes in first]
         up = torch.cat(outs, dim=-1) if len(outs) > 1 else outs[0]

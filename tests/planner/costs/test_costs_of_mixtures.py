@@ -161,6 +161,19 @@ def test_recorded_mixtral_costs_what_its_configuration_does(implementation, size
         assert own == pytest.approx(other, rel=0.03), layout
 
 
+def test_module_is_planned_as_its_configuration():
+    sizes = {
+        "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 16,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "num_local_experts": 8, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    config, module = mixtral("grouped_mm", sizes)
+    costs = record_costs(pl, module, {}, "bf16-mixed").costs
+    expected = costs_from_config(config.to_dict(), config.max_position_embeddings)
+    arguments = number_format_of("bf16-mixed"), load_hardware("h100"), 8
+    own, other = (search_layouts(each, *arguments, batch=64) for each in (costs, expected))
+    assert own.best.layout == other.best.layout and own.best.layout.expert > 1
+
+
 def test_loops_over_experts_are_recorded_without_values(monkeypatch):
     """No weight of an expert gets storage, and what a layer saves is known."""
 
