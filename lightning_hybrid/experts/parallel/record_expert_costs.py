@@ -38,7 +38,7 @@ from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.planner.costs.expert_sets import ExpertSet
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import tied_parameters
-from lightning_hybrid.step.objects.pytree import flatten, unflatten
+from lightning_hybrid.step.objects.pytree import flatten, map_leaves, unflatten
 from lightning_hybrid.step.recording.record_equal_layers_once import UnitKinds
 from lightning_hybrid.step.standins.absent_tensors import make_absent
 from lightning_hybrid.step.standins.count_flops_bytes_and_draws import CostCounter, active_counter
@@ -275,19 +275,19 @@ def _run_with_one_expert(
         return rows.shape[0], experts[0](rows)
     if tokens is None:
         return 0, None
-    called: dict[str, int] = {}
     try:
         columns = experts[0](tokens.new_zeros(0, tokens.shape[-1])).shape[-1]
-        stubs = dict(zip(adapter.names, experts, strict=True))
         inside = {id(inner) for expert in experts for inner in expert.modules()}
         others = [inner for inner in module.modules() if id(inner) not in inside]
-        stub = partial(_zeros, columns)
-        with replaced_forwards(stubs, lambda name, _: _counting_rows(called, name, stub), reason="rows of experts"):
-            out = run_on_real_values(forward, *call, others)
+        (called, out), (other, _) = (
+            _run_without_experts(dict(zip(adapter.names, experts, strict=True)), columns, fill, forward, call, others)
+            for fill in (1.0, -1.0)
+        )
     except Exception:
         return 0, None
     number, count = sum(called.values()), tokens.shape[:-1].numel()
-    if not number or set(called.values()) == {count}:
+    depend = number != sum(other.values())  # the rows of some on the results of others
+    if depend or not number or set(called.values()) == {count}:
         return 0, None
     index = make_absent(torch.empty(number, dtype=torch.long, device="meta"), device=tokens.device)
     gates = make_absent(tokens.new_empty(number), requires_grad=True)
@@ -300,6 +300,29 @@ def _run_with_one_expert(
     return 0, None
 
 
-def _zeros(columns: int, rows: Tensor) -> Tensor:
-    """Of shape [..., D] -> zeros [..., D']."""
-    return rows.new_zeros(*rows.shape[:-1], columns)
+def _run_without_experts(
+    experts: Mapping[str, nn.Module], columns: int, fill: float, forward: Forward, call: Call, others: list[nn.Module]
+) -> tuple[dict[str, int], Any]:
+    """The rows of each expert of a block on random values, and the block's result, if all results of experts are equal.
+
+    Args:
+        experts: By name.
+        columns: Of their results.
+        fill: The elements of these.
+        forward: The block's.
+        call: Its arguments.
+        others: Modules that get random values.
+    """
+    called: dict[str, int] = {}
+
+    def result(rows: Tensor) -> Tensor:
+        """Of shape [..., D] -> [..., D']."""
+        return rows.new_full((*rows.shape[:-1], columns), fill)
+
+    def on_copies(*args: Any, **kwargs: Any) -> Any:
+        """Run on copies of the arguments, which the block may write."""
+        args, kwargs = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        return forward(*args, **kwargs)
+
+    with replaced_forwards(experts, lambda name, _: _counting_rows(called, name, result), reason="rows of experts"):
+        return called, run_on_real_values(on_copies, *call, others)
