@@ -81,8 +81,8 @@ CASES = {
     ),
     "mixture": (
         "A mixture of experts",
-        "Experts hold most parameters, and each token is computed by two of them. The experts of a module are found in"
-        " its recorded step.",
+        "Experts hold most parameters, and each token is computed by two of them."
+        " The experts of a module are found in its recorded step.",
         [
             Case(
                 "8 experts in 16 layers, one node", shape(16, 2048, 16, experts=8, experts_per_token=2), H100, 8, 1, 256

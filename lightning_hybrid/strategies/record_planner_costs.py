@@ -71,7 +71,7 @@ class _CostRecordingStrategy(MetaPlanningStrategy):
         lists = _lists_with_routed_rows(module, None if recorded is None else recorded.graph)
         if lists and not self.experts:
             again = self._record_layers(run, randomness, costs, lists)
-            recorded = again if self.experts else recorded
+            recorded = again if self.experts or recorded is None else recorded
         return recorded
 
     def _record_layers(

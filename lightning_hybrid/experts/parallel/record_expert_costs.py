@@ -38,7 +38,7 @@ from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.planner.costs.expert_sets import ExpertSet
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import tied_parameters
-from lightning_hybrid.step.objects.pytree import flatten, unflatten
+from lightning_hybrid.step.objects.pytree import flatten, map_leaves, unflatten
 from lightning_hybrid.step.recording.record_equal_layers_once import UnitKinds
 from lightning_hybrid.step.standins.absent_tensors import make_absent
 from lightning_hybrid.step.standins.count_flops_bytes_and_draws import CostCounter, active_counter
@@ -86,39 +86,48 @@ class ExpertCosts:
         return found
 
     def _run(self, fqn: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        counter, leaves = active_counter(), flatten((args, kwargs))[0]
-        if counter is None or not any(isinstance(leaf, FakeTensor) for leaf in leaves):
+        counter = active_counter()
+        if counter is None:
             return forward(*args, **kwargs)
         module, call = self._root.get_submodule(fqn), (args, kwargs)
         adapters = candidate_adapters(module, call)
         if not adapters or any(f"{name}.".startswith(f"{fqn}.") for name in self._with_tied):
             return forward(*args, **kwargs)
+        if not any(isinstance(leaf, FakeTensor) for leaf in flatten(call)[0]):  # code around them reads numbers
+            if isinstance(adapters[0], BatchedPairs | BatchedRows):
+                self._add_stacked(fqn, module, adapters[0], call)
+            return forward(*args, **kwargs)
         if isinstance(adapters[0], ExpertList):
             return self._run_list(fqn, module, adapters[0], forward, call, counter)
         return self._run_stacked(fqn, module, adapters[0], forward, call, counter)
 
+    def _add_stacked(
+        self, fqn: str, module: nn.Module, adapter: ExpertsAdapter, call: Call, flops: float = 0.0
+    ) -> ExpertSet:
+        """Note the experts of a call; ``flops`` are those that ran, if the call does not tell the rows."""
+        names = tuple(f"{fqn}.{name}" for name, _ in module.named_parameters())
+        tokens, rows = _tokens_and_rows(module, adapter, call)
+        matrices = _oriented(_stacked(module), None if tokens is None else tokens.shape[-1])
+        if rows is None:
+            rows = flops / (2.0 * sum(inner * columns for inner, columns in matrices) or 1.0)
+        self._found[fqn] = found = ExpertSet(fqn, adapter.num_experts, names, float(rows), matrices)
+        return found
+
     def _run_stacked(
         self, fqn: str, module: nn.Module, adapter: ExpertsAdapter, forward: Forward, call: Call, counter: CostCounter
     ) -> Any:
-        names = tuple(f"{fqn}.{name}" for name, _ in module.named_parameters())
-        weights = [parameter for parameter in module.parameters() if parameter.dim() == 3]
-        tokens, rows = _tokens_and_rows(module, adapter, call)
-        matrices = _oriented(weights, None if tokens is None else tokens.shape[-1])
-        of_row = 2.0 * sum(inner * columns for inner, columns in matrices)
-        totals = counter.totals()
+        flops, step_flops, _ = totals = counter.totals()
         is_static, out = _attempt(forward, call, counter)
         if not is_static:
             counter.reset_to(totals)
             try:
-                out = _run_one_stacked_expert(module, adapter, weights, matrices, call)
+                out = _run_one_stacked_expert(module, adapter, call)
             except Exception:  # it is no MLP of one or two products
                 counter.reset_to(totals)
                 out = forward(*call[0], **call[1])
-        flops, step_flops, _ = totals
-        rows = (counter.flops - flops) / (of_row or 1.0) if rows is None else rows
+        found = self._add_stacked(fqn, module, adapter, call, counter.flops - flops)
         factor = 3.0 if torch.is_grad_enabled() else 1.0
-        counter.reset_to((flops + rows * of_row, step_flops + factor * rows * of_row, counter.moved_bytes))
-        self._found[fqn] = ExpertSet(fqn, adapter.num_experts, names, float(rows), matrices)
+        counter.reset_to((flops + found.flops, step_flops + factor * found.flops, counter.moved_bytes))
         return out
 
     def _run_list(
@@ -192,20 +201,23 @@ def _oriented(weights: list[nn.Parameter], width: int | None) -> tuple[tuple[int
     return tuple(size if is_transposed else size[::-1] for size in sizes)
 
 
-def _run_one_stacked_expert(
-    module: nn.Module, adapter: ExpertsAdapter, weights: list[nn.Parameter], matrices: Any, call: Call
-) -> Tensor:
+def _stacked(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.dim() == 3]
+
+
+def _run_one_stacked_expert(module: nn.Module, adapter: ExpertsAdapter, call: Call) -> Tensor:
     """The result of an MLP with or without a gate, as its first expert computes it of the rows of all of them.
 
     Raises:
         Exception: The experts are no such MLP.
     """
     arguments = bound_arguments(module, call)
+    weights = _stacked(module)
 
     def mlp(rows: Tensor) -> Tensor:
         """Of shape [R, D] -> [R, D']."""
         *first, (down, (inner, _)) = sorted(
-            zip(weights, matrices, strict=True), key=lambda found: found[1][0] != rows.shape[1]
+            zip(weights, _oriented(weights, rows.shape[1]), strict=True), key=lambda found: found[1][0] != rows.shape[1]
         )
         outs = [rows @ _first_of(weight, sizes) for weight, sizes in first]
         up = torch.cat(outs, dim=-1) if len(outs) > 1 else outs[0]
@@ -263,19 +275,19 @@ def _run_with_one_expert(
         return rows.shape[0], experts[0](rows)
     if tokens is None:
         return 0, None
-    called: dict[str, int] = {}
     try:
         columns = experts[0](tokens.new_zeros(0, tokens.shape[-1])).shape[-1]
-        stubs = dict(zip(adapter.names, experts, strict=True))
         inside = {id(inner) for expert in experts for inner in expert.modules()}
         others = [inner for inner in module.modules() if id(inner) not in inside]
-        stub = partial(_zeros, columns)
-        with replaced_forwards(stubs, lambda name, _: _counting_rows(called, name, stub), reason="rows of experts"):
-            out = run_on_real_values(forward, *call, others)
+        (called, out), (other, _) = (
+            _run_without_experts(dict(zip(adapter.names, experts, strict=True)), columns, fill, forward, call, others)
+            for fill in (1.0, -1.0)
+        )
     except Exception:
         return 0, None
     number, count = sum(called.values()), tokens.shape[:-1].numel()
-    if not number or set(called.values()) == {count}:
+    depend = number != sum(other.values())  # the rows of some on the results of others
+    if depend or not number or set(called.values()) == {count}:
         return 0, None
     index = make_absent(torch.empty(number, dtype=torch.long, device="meta"), device=tokens.device)
     gates = make_absent(tokens.new_empty(number), requires_grad=True)
@@ -288,6 +300,29 @@ def _run_with_one_expert(
     return 0, None
 
 
-def _zeros(columns: int, rows: Tensor) -> Tensor:
-    """Of shape [..., D] -> zeros [..., D']."""
-    return rows.new_zeros(*rows.shape[:-1], columns)
+def _run_without_experts(
+    experts: Mapping[str, nn.Module], columns: int, fill: float, forward: Forward, call: Call, others: list[nn.Module]
+) -> tuple[dict[str, int], Any]:
+    """The rows of each expert of a block on random values, and the block's result, if all results of experts are equal.
+
+    Args:
+        experts: By name.
+        columns: Of their results.
+        fill: The elements of these.
+        forward: The block's.
+        call: Its arguments.
+        others: Modules that get random values.
+    """
+    called: dict[str, int] = {}
+
+    def result(rows: Tensor) -> Tensor:
+        """Of shape [..., D] -> [..., D']."""
+        return rows.new_full((*rows.shape[:-1], columns), fill)
+
+    def on_copies(*args: Any, **kwargs: Any) -> Any:
+        """Run on copies of the arguments, which the block may write."""
+        args, kwargs = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        return forward(*args, **kwargs)
+
+    with replaced_forwards(experts, lambda name, _: _counting_rows(called, name, result), reason="rows of experts"):
+        return called, run_on_real_values(on_copies, *call, others)

@@ -2,9 +2,11 @@
 
 import re
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_hybrid.experts.moe.grouped_mlp import GroupedExperts
 from lightning_hybrid.experts.moe.upcycling import ListedExperts
@@ -12,6 +14,7 @@ from lightning_hybrid.experts.parallel.batched_expert_adapters import BatchedPai
 from lightning_hybrid.experts.parallel.equivalence_proof import why_not_equivalent
 from lightning_hybrid.experts.parallel.find_and_prove_shardable_experts import ExpertCalls
 from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
+from lightning_hybrid.strategies.record_planner_costs import record_costs
 from models.cases import batch_of, make
 from models.expert_modules import Around, SwappedNames, rows_of
 from models.mixtures import WIDTH, LoopedExperts, Mixtral
@@ -126,7 +129,9 @@ def mixtures():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`:UserWarning")
 def test_transformers_mixtures():
+    """What a plan of each has found in its recorded step is what is proved."""
     shared, others = [], []
     for name in mixtures():
         try:
@@ -135,5 +140,12 @@ def test_transformers_mixtures():
             continue
         found = found_in(module, lambda module=module, batch=batch: module.training_step(batch, 0))
         (shared if found.adapters else others).append(name)
+        samples = [{key: value[row] for key, value in batch.items()} for row in range(len(batch["input_ids"]))]
+        loader = DataLoader(samples, batch_size=len(samples))
+        costs = record_costs(
+            pl, module, dict.fromkeys(("train_dataloaders", "val_dataloaders"), loader), "64-true"
+        ).costs
+        assert {costs.experts} - {0} == {adapter.num_experts for adapter in found.adapters.values()}, name
+        assert all(layer.routed_tokens for layer in costs.layers if layer.expert_parameters)
     print(f"{len(shared)} of {len(shared) + len(others)}; not {', '.join(others)}")
     assert len(shared) >= 0.9 * (len(shared) + len(others))

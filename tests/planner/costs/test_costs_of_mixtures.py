@@ -108,6 +108,14 @@ class LoopOverChosenExperts(LoopedExperts):
         return out.view(shape), logits
 
 
+class Jittered(LoopedExperts):
+    """Draws, and writes to its input."""
+
+    def forward(self, hidden):
+        hidden *= torch.empty_like(hidden).uniform_(0.9, 1.1)
+        return super().forward(hidden)
+
+
 class SplitByCounts(nn.Module):
     """Rows sorted by expert, and their counts, for a list of experts that splits them."""
 
@@ -161,6 +169,19 @@ def test_recorded_mixtral_costs_what_its_configuration_does(implementation, size
         assert own == pytest.approx(other, rel=0.03), layout
 
 
+def test_module_is_planned_as_its_configuration():
+    sizes = {
+        "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 16,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "num_local_experts": 8, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    config, module = mixtral("grouped_mm", sizes)
+    costs = record_costs(pl, module, {}, "bf16-mixed").costs
+    expected = costs_from_config(config.to_dict(), config.max_position_embeddings)
+    arguments = number_format_of("bf16-mixed"), load_hardware("h100"), 8
+    own, other = (search_layouts(each, *arguments, batch=64) for each in (costs, expected))
+    assert own.best.layout == other.best.layout and own.best.layout.expert > 1
+
+
 def test_loops_over_experts_are_recorded_without_values(monkeypatch):
     """No weight of an expert gets storage, and what a layer saves is known."""
 
@@ -180,13 +201,23 @@ def test_loops_over_experts_are_recorded_without_values(monkeypatch):
     [
         (LoopedExperts, 4, 2 * TOKENS, WITH_BIASES),
         (LoopOverChosenExperts, 4, 2 * TOKENS, WITH_BIASES),
+        (Jittered, 4, 2 * TOKENS, WITH_BIASES),
         (SplitByCounts, 4, TOKENS, WITH_BIASES),
         (lambda: MoE(WIDTH, INNER, num_experts=6), 6, 2 * TOKENS, GATED),
         (lambda: MoE(WIDTH, INNER, num_experts=4, gated=False, bias=True), 4, 2 * TOKENS, WITH_BIASES),
         (lambda: MoE(WIDTH, INNER, num_experts=4, capacity_factor=1.0, overflow="pad"), 4, 2 * TOKENS, GATED),
         (lambda: MoE(WIDTH, INNER, num_experts=4, router="expert_choice"), 4, 2 * TOKENS, GATED),
     ],
-    ids=["loop", "loop over chosen", "split by counts", "own layer", "with biases", "capacity", "expert choice"],
+    ids=[
+        "loop",
+        "loop over chosen",
+        "draws",
+        "split by counts",
+        "own layer",
+        "with biases",
+        "capacity",
+        "expert choice",
+    ],
 )
 def test_experts_of_hand_written_layers(build, experts, rows, of_one):
     costs = recorded(Layers(build))
@@ -279,8 +310,24 @@ class Tower(nn.Module):
         return sum(head(hidden[:, number:]).mean(1, keepdim=True) for number, head in enumerate(self.heads))
 
 
-def test_lists_that_are_no_experts():
-    costs = recorded(Layers(Tower))
+class EarlyExit(nn.Module):
+    """Each module of a list gets the rows that those before it have left active."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, hidden):
+        rows = hidden.reshape(-1, WIDTH)
+        for step in self.steps:
+            active = (rows.mean(-1) > 0).nonzero()[:, 0]
+            rows = rows.index_add(0, active, step(rows[active]))
+        return rows.view(hidden.shape)
+
+
+@pytest.mark.parametrize("build", [Tower, EarlyExit])
+def test_lists_that_are_no_experts(build):
+    costs = recorded(Layers(build))
     assert costs.experts == 0 and EXPERT_PROOF not in costs.notes
     assert not any(layer.expert_parameters or layer.routed_tokens for layer in costs.layers)
 

@@ -51,7 +51,9 @@ def sizes_of(costs):
     return {size for each in candidates for size in each.tensor_sizes() if size > 1}
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.extended] if name == "T5" else []) for name in ARCHITECTURES]
+)
 def test_planned_tensor_ranks_shard_all_layers(name):
     base, heads, key_heads = ARCHITECTURES[name]
     if base is not hand_written.Encoder:
