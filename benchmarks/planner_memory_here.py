@@ -1,23 +1,29 @@
-"""Predicted against measured memory of tensors on this machine's CPU ranks, for a GPT under 15 layouts.
+"""Predicted against measured memory of tensors on this machine's CPU ranks, for a GPT under 16 layouts.
 
     PYTHONPATH=. python benchmarks/planner_memory_here.py
     PYTHONPATH=. python benchmarks/planner_memory_here.py --only "two stages" --terms
+    PYTHONPATH=. python benchmarks/planner_memory_here.py --recorded
 
 The model and the measurement are those of `memory_table.py`. Each rank's peak of tensors, by `MemoryMonitor`, is held
-against the prediction for its pipeline coordinate, without what the framework takes.
+against the prediction for its pipeline coordinate, without what the framework takes. The costs are those of the
+configuration, or with ``--recorded`` those of the module's recorded step.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memory_table import BATCH, HEADS, LAYERS, LENGTH, MIB, VOCABULARY, WIDTH, Row, run_apart, train
+import torch
+from memory_table import BATCH, GPT, HEADS, LAYERS, LENGTH, MIB, VOCABULARY, WIDTH, Row, adamw, run_apart, train
+from torch.utils.data import DataLoader
 
+from lightning_hybrid.planner.costs.layer_costs import ModelCosts
 from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
 from lightning_hybrid.planner.hardware.hardware import load_hardware
 from lightning_hybrid.planner.memory.predict_memory import predict_memory
@@ -56,6 +62,13 @@ CASES = [
     case("two replicas", 2, {}, 8, replicate=2),
     case("two replicas, ZeRO-1", 2, {"zero_stage": 1}, 8, **sharded(1)),
     case("two replicas, ZeRO-2", 2, {"zero_stage": 2}, 8, **sharded(2)),
+    case(
+        "two replicas, ZeRO-2, resharded, 4 microbatches",
+        2,
+        {"zero_stage": 2, "num_microbatches": 4, "reshard_after_forward": True},
+        2,
+        **sharded(2, True),
+    ),
     case("two replicas, ZeRO-3", 2, {"zero_stage": 3}, 8, **sharded(3)),
     case("two replicas, ZeRO-3, 4 microbatches", 2, {"zero_stage": 3, "num_microbatches": 4}, 2, **sharded(3)),
     case(
@@ -101,13 +114,22 @@ CASES = [
 ]
 
 
-def predict(case: Case) -> PredictedMemory:
-    return predict_memory(transformer_costs(SHAPE), case.layout, FORMATS["32-true"], load_hardware("cpu"))
+def recorded_costs() -> ModelCosts:
+    """Costs of the step of the module itself."""
+    recording = importlib.import_module("lightning_hybrid.strategies.record_planner_costs")
+    loader = DataLoader(torch.zeros(BATCH, LENGTH + 1, dtype=torch.long), batch_size=BATCH)
+    lightning = importlib.import_module("lightning.pytorch")
+    return recording.record_costs(lightning, GPT(adamw), {"train_dataloaders": loader}, "32-true").costs
+
+
+def predict(case: Case, costs: ModelCosts | None = None) -> PredictedMemory:
+    return predict_memory(costs or transformer_costs(SHAPE), case.layout, FORMATS["32-true"], load_hardware("cpu"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="parts of the titles")
+    parser.add_argument("--recorded", action="store_true", help="costs of the module's recorded step")
     parser.add_argument("--terms", action="store_true", help="print the terms of each prediction")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
@@ -117,12 +139,12 @@ def main() -> None:
         measured = train(Row(case.title, case.devices, case.options), str(Path(args.result).parent))
         Path(args.result).write_text(json.dumps(measured))
         return
-    errors = []
+    errors, costs = [], recorded_costs() if args.recorded else None
     print("| layout | rank | predicted MiB | measured MiB | error |\n|---|---|---|---|---|")
     for case in CASES:
         if args.only and not any(part in case.title for part in args.only):
             continue
-        predicted = predict(case)
+        predicted = predict(case, costs)
         for rank, sizes in enumerate(run_apart(__file__, case.title)):
             terms = {name: size for name, size in predicted.ranks[rank // case.ranks_per_stage].items() if size}
             terms.pop("framework", None)

@@ -84,6 +84,8 @@ class PipelineTimeline(Callback):
     ) -> None:
         self.paths = [Path(one) for one in ([path] if isinstance(path, str | Path) else path)]
         self.memory_path = None if memory_path is None else Path(memory_path)
+        if not self.paths:
+            raise ValueError(f"path={path!r} names no file for the timeline; set path='timeline.svg'")
         for one in self.paths:
             if one.suffix not in (*_PICTURES, ".json"):
                 raise ValueError(f"path={str(one)!r} must end in .svg, .png or .json; set path='timeline.svg'")

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning_hybrid.cli.errors_of_data_and_device import data_and_device_errors
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, print_json
 from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, strategies_file
 from lightning_hybrid.cli.progress_bar import Progress
@@ -68,6 +69,11 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _explained(parsed: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Make the user's module and data, and explain them; a refusal is in the content."""
+    with data_and_device_errors():
+        return _explained_module(parsed, progress)
+
+
+def _explained_module(parsed: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     progress.phase("importing the classes")
     layout = None if parsed.layout is None else layout_of(parsed.layout, parsed.tensor_plan)
     made, config = configured(parsed)

@@ -198,6 +198,10 @@ def _in_words_of_the_command(message: str, cli: Any) -> str:
         arguments = [] if target is None else [f"{owner}.{name}" for name in inspect.signature(target).parameters]
         near = difflib.get_close_matches(unknown[1], arguments) or arguments[:12]
         message += f"; nearest: {', '.join(near)}" if near else ""
+    missing = re.match(r"the following arguments are required: (.*)", message)
+    if missing:
+        named = [re.sub(r"^fit\.", "", name) for name in missing[1].split(", ")]
+        message = f"give {', '.join(f'--{name} VALUE' for name in named)}: the constructor has no default for it"
     return message.replace("--model.", "--module.")
 
 

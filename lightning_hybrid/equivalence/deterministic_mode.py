@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.equivalence.grouped_products_in_float64 import grouped_product
 from lightning_hybrid.equivalence.without_dropout_mode import DROPOUT_POSITIONS
 from lightning_hybrid.randomness.random_number_ops import draws
 
@@ -34,6 +35,8 @@ class DeterministicMode(TorchFunctionMode):
             return args[0]
         if name in _CASTS:
             return func(*args, **kwargs) if args[0].is_complex() else args[0].to(self._dtype)
+        if name == "_grouped_mm" and args[0].dtype is torch.float64 and kwargs.get("bias") is None:
+            return grouped_product(args[0], args[1], kwargs.get("offs"))
         position = DROPOUT_POSITIONS.get(name)
         if kwargs.get("enable_gqa") and not (args[1] if len(args) > 1 else kwargs["key"]).shape[-3]:
             # torch 2.11 divides by this number before it checks it, and ends the process.

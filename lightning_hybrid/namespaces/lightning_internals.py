@@ -44,7 +44,7 @@ PYTORCH: dict[str, tuple[str, ...]] = {
         *("_call_lightning_module_hook", "_call_strategy_hook"),
     ),
     "trainer.connectors.checkpoint_connector:_CheckpointConnector": ("_get_lightning_module_state_dict",),
-    "trainer.connectors.data_connector": ("_get_distributed_sampler", "_request_dataloader"),
+    "trainer.connectors.data_connector": ("_InfiniteBarrier", "_get_distributed_sampler", "_request_dataloader"),
     "trainer.connectors.data_connector:_DataConnector": ("_prepare_dataloader", "_resolve_sampler"),
     "trainer.connectors.logger_connector.result": ("_Metadata", "_ResultMetric", "_Sync"),
     "trainer.connectors.signal_connector:_SignalConnector": ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -139,6 +139,16 @@ class Shard:
         """Size of the dim on one rank; on the first one if shards differ in size."""
         return sum(piece.local_length for piece in self.pieces)
 
+    def scaled_to(self, length: int) -> Shard:
+        """The sharding of a dim of another length, whose pieces have the same shares of it.
+
+        Raises:
+            ValueError: A piece has no equal share in that length, or cannot be sharded.
+        """
+        return replace(
+            self, pieces=tuple(replace(p, length=scaled(p.length, self.length, length)) for p in self.pieces)
+        )
+
     def is_repeated(self, size: int) -> bool:
         """Whether some ranks hold the same shard of a piece, so that its gradient is a sum over them."""
         return any(piece.parts < size for piece in self.pieces)
@@ -182,6 +192,17 @@ class Shard:
 
 
 Placement = Replicated | Shard
+
+
+def scaled(value: int, size: int, other: int) -> int:
+    """A share of a size, as the same share of another size.
+
+    Raises:
+        ValueError: It is no integer.
+    """
+    if value * other % size:
+        raise ValueError(f"{value} of {size} has no equal share in {other}")
+    return value * other // size
 
 
 def split_over_two_axes(placement: Shard, outer: int, inner: int) -> tuple[Placement, Shard] | None:

@@ -348,12 +348,15 @@ class StepRunner(MicrobatchRunner):
         if chosen is not None and call.train and chosen.batch is batch and chosen.number == call.number:
             return chosen
         microbatches, weights = split(batch, self.count(call.name, batch), self.splitter)
-        with self._metrics.local_copies(), around(self._traces.is_known(call, microbatches)):
+        is_known = self._traces.is_known(call, microbatches)
+        with self._metrics.local_copies(), around(is_known):
             variants = self._traces.choose(call, microbatches)
             is_split = len(variants) > 1
             if is_split and self._unsplit.adopts(call, variants, batch, microbatches, is_returned=share_output):
                 microbatches, weights = split(batch, 1, self.splitter)
                 variants = self._traces.choose(dataclasses.replace(call, first=self._replica), microbatches)
+        if not is_known:
+            self.unpartitioned.has_recorded()
         return ChosenTraces(batch, call.number, microbatches, weights, variants)
 
     def _result(

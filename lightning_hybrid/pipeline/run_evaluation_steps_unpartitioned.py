@@ -40,6 +40,7 @@ class UnpartitionedSteps:
 
     Attributes:
         names: Names of the steps that cannot be partitioned, so far.
+        has_recorded: Called after each step that this rank has recorded.
         has_stale_copies: Whether a step has run in stages since the ranks had the same buffers, metrics and attributes.
     """
 
@@ -54,6 +55,8 @@ class UnpartitionedSteps:
         room: Callable[[], int],
         warn: Callable[[str, Exception], None],
         around: Callable[[], AbstractContextManager[None]],
+        has_recorded: Callable[[], None],
+        fails_alone: Callable[[], bool],
     ) -> None:
         """Set up for one module.
 
@@ -66,15 +69,20 @@ class UnpartitionedSteps:
             room: Returns how many bytes gathered parameters may take in a step on this rank.
             warn: Called once with the name of a step that cannot be partitioned, and the reason.
             around: Entered around each step, innermost but for the logs.
+            has_recorded: Called after each step that this rank has recorded.
+            fails_alone: Returns whether another rank of the replica has recorded a step that this one could not.
         """
         self.names: set[str] = set()
         self.has_stale_copies = True
         self._root, self._plan, self._parts, self._replica = root, plan, parts, replica
         self._randomness, self._room, self._warn, self._around = randomness, room, warn, around
+        self.has_recorded, self._fails_alone = has_recorded, fails_alone
         self._agreement = HookAgreement(replica, randomness.device)
 
     def add_step(self, name: str, reason: Exception) -> None:
-        """Let every rank run a step unpartitioned from now on."""
+        """Let every rank run a step unpartitioned from now on; raise the reason where other ranks have recorded it."""
+        if self._fails_alone():
+            raise reason
         self.names.add(name)
         self._warn(name, reason)
 

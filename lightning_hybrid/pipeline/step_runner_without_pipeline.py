@@ -151,10 +151,12 @@ class PlainRunner(MicrobatchRunner):
         with contextlib.ExitStack() as watching:
             for watch in self.unit_observers:
                 watching.enter_context(watch(variant))
+            units = variant.recording.units
             for guesses in GUESSES:
                 with contextlib.suppress(Exception):
-                    units = variant.recording.units
-                    record_once(self.plan, name, once, units, context, train=False, guesses=guesses)
+                    again = record_once(self.plan, name, once, units, context, train=False, guesses=guesses)
+                    if not again.has_guesses:
+                        break  # others would be equal
 
     def why_not_recordable(
         self,

@@ -10,13 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid.callbacks.lost_time.write_measurements import path_of_measured_costs
 from lightning_hybrid.memory.budget.byte_sizes import parse_budget
@@ -35,7 +31,9 @@ from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on
 from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta
 from lightning_hybrid.strategies.hybrid3d import OPTION_DEFAULTS, Hybrid3DStrategy
 from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes, replicas_fit
-from lightning_hybrid.strategies.record_planner_costs import RecordedCosts, noting_batch_norm, record_costs
+from lightning_hybrid.strategies.plan_copies_on_two_ranks import tensors_of_datasets
+from lightning_hybrid.strategies.record_planner_costs import RecordedCosts, record_costs, with_limits_of
+from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import why_no_stages
 from lightning_hybrid.verify.check_available_memory import free_on_host
 
 _PLANS = 3  # printed
@@ -113,14 +111,14 @@ def _recorded(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> RecordedCosts 
             return None
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         costs = costs_from_parameters(shapes, name=type(module).__name__, frozen=frozen, reason=reason)
-        return RecordedCosts(noting_batch_norm(costs, module), number_format_of(precision), 1)
+        return RecordedCosts(with_limits_of(module, costs, why_no_stages(module)), number_format_of(precision), 1)
 
 
 def _copied(module: pl.LightningModule, trainer: pl.Trainer) -> tuple[Any, Mapping[str, Any]]:
     """Return a copy of a module with all of its layers, but no storage for parameters, and arguments for its fit."""
     datamodule = getattr(trainer, "datamodule", None)
     data = datamodule or trainer.fit_loop._data_source.instance
-    memo = {id(trainer): None, **tensors_of_datasets(data)}
+    memo = {id(trainer): None, **tensors_of_datasets(module, data)}
     copied, data = copy_on_meta((module, None if data is module else data), only_parameters=True, memo=memo)
     if is_overridden("configure_model", copied, pl.LightningModule):
         with parameters_on_meta():
@@ -129,34 +127,19 @@ def _copied(module: pl.LightningModule, trainer: pl.Trainer) -> tuple[Any, Mappi
     return copied, {} if data is None else {kind: data}
 
 
-def tensors_of_datasets(data: Any) -> dict[int, Any]:
-    """Return tensors and arrays of the datasets of loaders, by their identity as `copy.deepcopy` notes what is copied.
-
-    They are read alone, and may take as much memory as there is.
-    """
-    found: dict[int, Any] = {}
-    known, open_ = set[int](), [data]
-    while open_:
-        for leaf in tree_leaves(open_.pop()):
-            if isinstance(leaf, Tensor | numpy.ndarray):
-                found[id(leaf)] = leaf
-            elif isinstance(leaf, DataLoader | Dataset) and id(leaf) not in known:
-                known.add(id(leaf))
-                open_.append(vars(leaf))
-    return found
-
-
 def _planned_run(strategy: Hybrid3DStrategy, recorded: RecordedCosts, measured: Path | None) -> PlannedRun:
     options, number_format = strategy.options, recorded.number_format
     devices, num_nodes = strategy.num_processes, strategy.num_nodes
     hardware = _hardware(strategy.root_device, devices)
     costs = corrected(recorded.costs, number_format, hardware, measured)
-    if options.max_memory is not None:
-        budget = parse_budget(options.max_memory)
-        assert budget is not None
-        limit = hardware.memory * (budget.share or 0.0) if budget.nbytes is None else float(budget.nbytes)
-        hardware = cluster_of(hardware, devices, num_nodes, limit)
     user = options.changed(OPTION_DEFAULTS)
+    for option in ("max_memory", "recompute"):
+        budget = parse_budget(user.get(option))
+        if budget is not None:
+            user.pop(option)  # a budget of recomputation fixes no policy: the least that fits is chosen
+            limit = hardware.memory * (budget.share or 0.0) if budget.nbytes is None else float(budget.nbytes)
+            limit += hardware.reserved if option == "recompute" else 0.0  # it counts tensors alone
+            hardware = cluster_of(hardware, devices, num_nodes, limit)
     fixed = fixed_fields({**user, **options.sizes})
     ranks, samples = devices * num_nodes, recorded.samples
     plain = PlanLayout(replicate=ranks, microbatch=samples, batch=samples * ranks)

@@ -56,7 +56,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         tensor_parallel_size: Ranks that each layer is sharded over; how is found, and proved, at the start. This and
             the other sizes below are 1 if they are "auto", unless ``objective`` or ``max_memory`` is set, or no layout
             is set at all and a replica's states take more than half of a device: then they are planned before the ranks
-            meet, with ``zero_stage``, recomputation and the rest of the layout as far as these are not set.
+            meet, with ``zero_stage``, recomputation and whatever else is "auto".
         pipeline_parallel_size: Ranks that share the layers.
         context_parallel_size: Ranks that the positions of each sequence are sharded over, layer by layer; each of them
             may be several tensor ranks.
@@ -64,28 +64,28 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             tokens: context ranks first, then replicas.
         expert_chunks: Chunks in which the experts of a rank run: the rows of one are sent while another is computed.
         sequence_parallel: Between sharded regions, each tensor rank works on its own positions of the sequence, or of
-            its context rank's positions.
+            its context rank's positions. "auto" is False unless planned.
         num_microbatches: Microbatches of each replica's batch; "auto" is 1 without stages and at most four times the
             number of stages with them.
         microbatch: "auto" finds the largest microbatch that fits: where a rank runs out of memory in a training step,
             that step is run again with twice as many microbatches, from ``num_microbatches`` on.
         schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v", "dualpipe_v" or
-            "zero_bubble_searched".
+            "zero_bubble_searched". "auto" is "1f1b" unless planned.
         stages_per_rank: Stages that each pipeline rank holds; more than one makes 1F1B interleaved. "zero_bubble_v" and
-            "dualpipe_v" always have two.
+            "dualpipe_v" always have two. "auto" is 1 unless planned.
         max_microbatches_in_flight: Microbatches whose activations a rank may hold under "zero_bubble_searched"; those
             of 1F1B, the number of pipeline ranks, if None.
         pipeline_cuts: FQNs of the first unit of each stage but the first; balanced by cost if None.
         batch_splitter: ``function(batch, count) -> list of microbatches`` for batches that are no trees of tensors.
         zero_stage: What is sharded over replicas (ZeRO): 1 optimizer states, 2 gradients too, 3 parameters too; 0
-            nothing: each holds all of it.
-        shard_size: Replicas that one copy is sharded over; others hold further copies. All of them if None.
+            nothing: each holds all of it. "auto" is 0 unless planned.
+        shard_size: Replicas that one copy is sharded over; others hold further copies. All if None, unless planned.
         reshard_after_forward: As in FSDP2: if True, each layer's parameters are gathered for its forward and again for
             its backward, and its gradients are reduced then, for each microbatch; if False, all are gathered once and
             reduced once per step. None is True; "auto" is False where enough memory is free.
         offload: What is not on the device while no step needs it: "cpu" for all that replicas shard, and the
             optimizer's states in any case; "disk:PATH" for optimizer states in files under a folder; or a mapping of
-            any of "parameters", "gradients" and "optimizer_states" to these.
+            any of "parameters", "gradients" and "optimizer_states" to these. None, and "auto" unless planned: nothing.
         optimizer_in_backward: Steps each layer's parameters in the backward, once their gradients are averaged, and
             frees these.
         recompute: Layers that are recomputed in the backward: "full" for all, which save their inputs alone; n for
@@ -93,9 +93,10 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             operations, or the share of bytes that these save, such as 0.3 ("selective" is 0.4); or a mapping of names
             or classes to such policies or "keep". A budget such as "6GiB", or "50%" of the free memory: what this rank
             may use in total; the least recomputation under it is chosen once the optimizer has stepped twice.
+            None, and "auto" unless planned: no layer.
         chunked_loss: Computes a cross entropy over the vocabulary in chunks of positions, without logits of the full
             batch: True for chunks of 256 to 512 positions (on GPUs 1,024 to 2,048), by the width, or the number of
-            chunks.
+            chunks. "auto" is False unless planned.
         microbatch_weight: ``function(microbatch) -> count`` by which microbatches (and replicas) are weighted, such as
             the number of unmasked tokens. If None, means over tokens are those of each replica's full batch, and
             everything else is weighted by numbers of samples.
@@ -139,8 +140,8 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         tensor_parallel_size: int | Literal["auto"] = "auto",
         pipeline_parallel_size: int | Literal["auto"] = "auto",
         num_microbatches: int | Literal["auto"] = "auto",
-        schedule: str = "1f1b",
-        stages_per_rank: int = 1,
+        schedule: str = "auto",
+        stages_per_rank: int | Literal["auto"] = "auto",
         pipeline_cuts: Sequence[str] | None = None,
         batch_splitter: BatchSplitter | None = None,
         process_group_backend: str | None = None,
@@ -151,14 +152,14 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         expert_parallel_size: int | Literal["auto"] = "auto",
         expert_chunks: int = 1,
         max_microbatches_in_flight: int | None = None,
-        sequence_parallel: bool = False,
-        zero_stage: Literal[0, 1, 2, 3] = 0,
+        sequence_parallel: bool | Literal["auto"] = "auto",
+        zero_stage: Literal[0, 1, 2, 3, "auto"] = "auto",
         shard_size: int | None = None,
         reshard_after_forward: bool | Literal["auto"] | None = "auto",
-        offload: str | dict[str, str] | None = None,
+        offload: str | dict[str, str] | Literal["auto"] | None = "auto",
         optimizer_in_backward: bool = False,
-        recompute: Recompute | None = None,
-        chunked_loss: bool | int = False,
+        recompute: Recompute | Literal["auto"] | None = "auto",
+        chunked_loss: bool | int | Literal["auto"] = "auto",
         microbatch_weight: MicrobatchWeight | None = None,
         tensor_parallel_plan: dict[str, str] | None = None,
         compile: Literal["units"] | bool | dict[str, Any] | None = None,

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from torch import nn
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory, activation_bytes
+from lightning_hybrid.patching import replaced
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.deferred_init.parameters_on_meta import parameters_on_meta
 from lightning_hybrid.step.standins.absent_tensors import drop
@@ -91,6 +93,7 @@ class PlanningStrategy(Hybrid3DStrategy):
         partition: The decisions.
         table: The table that a run prints at its start, without the environment.
         techniques: Its lines on ZeRO, offload, recomputation and compiled layers.
+        failures: Why the step could not be recorded in one stage, of each attempt that failed.
         memory: Estimated, of each pipeline rank.
         memory_without_techniques: The same without ZeRO and recomputation.
     """
@@ -99,6 +102,7 @@ class PlanningStrategy(Hybrid3DStrategy):
         super().__init__(**options)
         self.partition: ModulePartition | None = None
         self.table, self.techniques = "", list[str]()
+        self.failures = list[Exception]()
         self.memory, self.memory_without_techniques = list[RankMemory](), list[RankMemory]()
 
     _may_plan = False  # the sizes that are set are those to describe
@@ -134,7 +138,7 @@ class PlanningStrategy(Hybrid3DStrategy):
         recorded = None
         if not run.is_pipelined and lifecycle.setting.is_fitting:
             with phase("recording the step for its activations"):
-                recorded = record_in_one_stage(run, randomness, self._layers(module))
+                recorded = record_in_one_stage(run, randomness, self._layers(module), self.failures)
         run = compile_layers(run, randomness)
         self.setup_optimizers(trainer)
         with phase("estimating memory"):
@@ -168,6 +172,12 @@ class PlanningStrategy(Hybrid3DStrategy):
         if error is not None and not describe_failure(error, steps_done=0).refused:
             traceback.print_exception(error)
         return partition.run.zero3_fallback.refusal
+
+    @property
+    def why_no_stages(self) -> str:
+        """Why ranks would hold shards of all parameters instead of stages; "" if they would not."""
+        fallback = None if self.partition is None else self.partition.run.zero3_fallback
+        return "" if fallback is None else fallback.reason
 
     def _memory_of(self, run: Run, recorded: Assignment | None) -> list[RankMemory]:
         """Estimate the memory of each pipeline rank; ``recorded`` is the step of a run without stages."""
@@ -227,7 +237,8 @@ def make_plan(
         num_nodes: The number of nodes, which divides the number of ranks.
         strategy_class: The class of the strategy.
     """
-    with _quiet(lightning), fake_ranks(devices), phases_reported_to(on_phase):
+    _leave_out_averages(lightning, module)
+    with _quiet(lightning), fake_ranks(devices), _data_prepared_alone(lightning), phases_reported_to(on_phase):
         strategy = strategy_class(**{**options, "process_group_backend": "fake"})
         off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         trainer = lightning.Trainer(
@@ -245,6 +256,18 @@ def make_plan(
     return strategy
 
 
+def _leave_out_averages(lightning: ModuleType, module: Any) -> None:
+    """Make no averages of weights, which may have no storage to copy."""
+    configure = module.configure_callbacks
+
+    def without_averages() -> list[Any]:
+        callbacks = configure()
+        every = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+        return [each for each in every if not isinstance(each, lightning.callbacks.WeightAveraging)]
+
+    module.configure_callbacks = without_averages
+
+
 def _drop_meta_parameters(module: pl.LightningModule, device: torch.device) -> None:
     """Make parameters on the meta device absent ones, which recordings and estimates take as they take full ones."""
     for parameter in module.parameters():
@@ -260,6 +283,12 @@ def fake_ranks(number: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _data_prepared_alone(lightning: ModuleType) -> contextlib.AbstractContextManager[Any]:
+    """Leave out the barrier around ``prepare_data``, for which Lightning connects to ranks that are not there."""
+    connector = importlib.import_module(f"{lightning.__name__}.trainer.connectors.data_connector")
+    return replaced(connector, "_InfiniteBarrier", contextlib.nullcontext, reason="there are no other ranks")
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import num_elements
 from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes
 from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import batch_norms_in_training
+from lightning_hybrid.strategies.plan_copies_on_two_ranks import why_not_in_two_stages
 from lightning_hybrid.strategies.plan_in_one_process import MetaPlanningStrategy, make_plan
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.start.example_batch import example_of_fit
@@ -51,6 +52,7 @@ class _CostRecordingStrategy(MetaPlanningStrategy):
         self.recorded: Assignment | None = None
         self.samples: int | None = None
         self.sample_elements = 0.0
+        self.part_of: dict[str, str] = {}  # the layer of each module inside of an opened nn.Sequential
 
     def _layers(self, module: nn.Module) -> Mapping[str, nn.Module]:
         """Return the layers that would be recomputed, or the modules inside of a large ``nn.Sequential``."""
@@ -60,6 +62,7 @@ class _CostRecordingStrategy(MetaPlanningStrategy):
             is_open = isinstance(layer, nn.Sequential) and num_elements(layer) > most
             inside = {f"{name}.{inner}": child for inner, child in layer.named_children() if num_elements(child)}
             found |= inside if is_open else {name: layer}
+            self.part_of |= dict.fromkeys(inside, name) if is_open else {}
         return found
 
     def _describe(self, run: Run, recorded: Assignment | None) -> None:
@@ -92,6 +95,7 @@ def record_costs(
     """
     name = type(module).__name__
     options = {} if example_batch is None else {"example_batch": example_batch}
+    no_stages = why_not_in_two_stages(lightning, module, fit_arguments, options, precision)
     strategy = make_plan(
         lightning, module, fit_arguments, 1, options, precision, on_phase, strategy_class=_CostRecordingStrategy
     )
@@ -103,15 +107,30 @@ def record_costs(
     number_format = number_format_of(precision, states)
     samples = strategy.samples or 1
     if strategy.recorded is None:
-        costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason="it cannot be traced")
+        reason = _first_line(strategy.failures[-1]) if strategy.failures else "it cannot be traced"
+        costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason=reason)
     else:
-        costs = costs_from_step_graph(strategy.recorded.graph, shapes, samples=samples, name=name, frozen=frozen)
+        graph, part_of = strategy.recorded.graph, strategy.part_of
+        costs = costs_from_step_graph(graph, shapes, samples=samples, name=name, frozen=frozen, part_of=part_of)
     costs = dataclasses.replace(costs, sample_elements=strategy.sample_elements)
-    return RecordedCosts(noting_batch_norm(costs, module), number_format, samples)
+    return RecordedCosts(with_limits_of(module, costs, no_stages), number_format, samples)
 
 
-def noting_batch_norm(costs: ModelCosts, module: nn.Module) -> ModelCosts:
-    """Return the costs of a module with a note if it has layers that take statistics of each microbatch."""
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def with_limits_of(module: nn.Module, costs: ModelCosts, no_stages: str) -> ModelCosts:
+    """Return the costs of a module with what rules out stages or microbatches, and a note on it.
+
+    Args:
+        module: The module.
+        costs: Its costs.
+        no_stages: Why its step cannot be run in stages; "" if it may.
+    """
+    if no_stages:
+        note = f"no plan has pipeline ranks or microbatches: {no_stages}"
+        costs = dataclasses.replace(costs, why_no_stages=no_stages, notes=(*costs.notes, note))
     norms = batch_norms_in_training(module)
     if not norms:
         return costs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
-_LIMITS = (  # of the container that this process runs in
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+_LIMITS = (  # of the container that this process runs in: its limit, its usage, and what that consists of
+    tuple(f"/sys/fs/cgroup/{name}" for name in ("memory.max", "memory.current", "memory.stat")),
+    tuple(f"/sys/fs/cgroup/memory/memory.{name}" for name in ("limit_in_bytes", "usage_in_bytes", "stat")),
 )
+# Cached files, which usage includes and the system drops where memory is short; names of cgroup v2, and of v1.
+_FILE_CACHE = re.compile(r"^(?:total_)?(?:in)?active_file (\d+)$", re.MULTILINE)
 
 
 def memory_shortage(parameters: Iterable[Tensor], device: torch.device, activation_bytes: float) -> str:
@@ -65,12 +68,19 @@ def free_on_host() -> float:
                 free = float(line.split()[1]) * 1024
     except OSError:
         pass
-    for limit, usage in _LIMITS:
+    for limit, usage, statistics in _LIMITS:
         try:
-            free = min(free, float(Path(limit).read_text()) - float(Path(usage).read_text()))
+            cached = _cached_files(Path(statistics).read_text())
+            free = min(free, float(Path(limit).read_text()) - float(Path(usage).read_text()) + cached)
         except (OSError, ValueError):  # no such file, or "max"
             continue
     return free
+
+
+def _cached_files(statistics: str) -> float:
+    """Return the bytes of cached files of a control group and its children."""
+    lines = [line for line in statistics.splitlines() if line.startswith("total_")] or statistics.splitlines()
+    return float(sum(int(size) for size in _FILE_CACHE.findall("\n".join(lines))))
 
 
 def host_memory() -> float:
@@ -78,7 +88,7 @@ def host_memory() -> float:
     size = math.inf
     with contextlib.suppress(AttributeError, ValueError, OSError):  # not on this system
         size = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for limit, _ in _LIMITS:
+    for limit, *_ in _LIMITS:
         try:
             size = min(size, float(Path(limit).read_text()))
         except (OSError, ValueError):  # no such file, or "max"

@@ -63,8 +63,12 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Number of replicas: ranks, or groups of ranks, that receive different batches."""
-        return self.devices // self._same_batch
+        """Number of replicas: ranks, or groups of ranks, that receive different batches.
+
+        Where it is set, other sizes may be planned.
+        """
+        replicas = self.strategy.get("data_parallel_size", "auto")
+        return self.devices // self._same_batch if replicas == "auto" else int(replicas)
 
     @property
     def num_stages(self) -> int:

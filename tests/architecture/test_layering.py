@@ -23,7 +23,7 @@ FLOORS = [
     {"randomness", "step/standins"},
     {"collectives", "equivalence", "gradient_compression", "step/deferred_init", "step/module_state"},
     {"parts", "step/tracing"},
-    {"step/batch", "step/batch_means", "step/instrument", "step/guards"},
+    {"equivalence/narrow", "step/batch", "step/batch_means", "step/instrument", "step/guards"},
     {"step/recording", "full_params"},
     {"step/replay"},
     {"pipeline/stages", "tensor/plan", "zero", "experts/moe", "memory", "replicate"},

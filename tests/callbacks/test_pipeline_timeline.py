@@ -284,6 +284,7 @@ def test_unreached_step_is_reported():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
+        ({"path": []}, ValueError, "names no file for the timeline"),
         ({"path": "timeline.pdf"}, ValueError, "must end in .svg, .png or .json"),
         ({"path": ["timeline.svg", "trace.txt"]}, ValueError, "path='trace.txt' must end in"),
         ({"memory_path": "memory.json"}, ValueError, "memory_path='memory.json' must end in .svg or .png"),

@@ -195,6 +195,22 @@ def test_module_that_reads_its_parameters(capsys):
     assert dry_run(capsys, f"{CLASSES}:ReadsParameters", "--with-storage")[0] == 0
 
 
+def test_module_that_reads_its_parameters_in_setup(capsys):
+    assert main(["dryrun", f"{CLASSES}:ReadsParametersAtStart"]) == 2
+    assert "--with-storage" in capsys.readouterr().err
+
+
+def test_averages_of_weights_are_not_made(capsys):
+    status, content = dry_run(capsys, f"{CLASSES}:AveragesWeights")
+    assert status == 0 and content == {**dry_run(capsys, f"{CLASSES}:Stack")[1]}
+
+
+@pytest.mark.parametrize("arguments", [["--layout", "px=2"], ["--layout", "pp=2", "--rank", "9"]])
+def test_arguments_are_checked_before_the_classes_are_imported(capsys, arguments):
+    assert main(["dryrun", "no.such:Module", *arguments]) == 2
+    assert arguments[-1] in capsys.readouterr().err
+
+
 _LIMITED = """
 import resource, sys
 from lightning_hybrid.cli import main

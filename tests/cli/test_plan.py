@@ -82,6 +82,47 @@ def test_plan_of_a_module(capsys):
     assert fields["batch"] == 8 * fields["replicate"] * fields["shard"]
 
 
+def test_manual_optimization_has_no_pipeline_plans(capsys):
+    options = ["--hardware", "cpu", "--devices", "4", "--batch", "8", "--json"]
+    content = json.loads(planned(capsys, f"{CLASSES}:Manual", *options)[1])
+    fields = [plan["fields"] for plan in content["plans"]]
+    assert {each["pipeline"] for each in fields} == {1}
+    assert all(each["microbatch"] * each["replicate"] * each["shard"] == 8 for each in fields)
+    reasons = {each["family"]: each["reason"] for each in content["rejected"]}
+    assert reasons["pipeline ranks"].startswith("the module uses manual optimization")
+    assert any("no plan has pipeline ranks or microbatches" in note for note in content["model"]["notes"])
+
+
+def test_averages_of_weights_are_not_made(capsys):
+    status, text = planned(capsys, f"{CLASSES}:AveragesWeights", "--hardware", "cpu", "--json")
+    stack = json.loads(planned(capsys, f"{CLASSES}:Stack", "--hardware", "cpu", "--json")[1])
+    assert status == 0 and json.loads(text)["plans"] == stack["plans"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--fix", "zero=7"], "zero=7; use 0, 1, 2 or 3"),
+        (["--why", "tp"], "'tp' is not name=value"),
+        (["--max-memory", "much"], "use a number of bytes"),
+        (["--html", "no_such_folder/plan.html"], "there is no folder no_such_folder"),
+    ],
+)
+def test_arguments_are_checked_before_the_classes_are_imported(capsys, arguments, words):
+    assert main(["plan", "no.such:Module", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_clusters_are_checked_before_the_classes_are_imported(capsys):
+    assert main(["plan", "no.such:Module", "--devices", "12"]) == 3
+    assert "a node of a100-80 has 8 devices" in capsys.readouterr().out
+
+
+def test_devices_may_be_a_part_of_a_node(capsys, config):
+    status, text = planned(capsys, *config, "--batch", "42", "--devices", "7", "--json")
+    assert status == 0 and json.loads(text)["plans"][0]["layout"].startswith("dp=7")
+
+
 def test_module_is_made_without_storage_unless_its_values_are_read(capsys, monkeypatch):
     made, register = [], torch.nn.Module.register_parameter
 
@@ -140,6 +181,25 @@ def test_nothing_fits(capsys, config):
 def test_explained_layouts_fill_the_devices(capsys, config):
     assert main(["plan", *config, "--batch", "64", "--why", "dp=2"]) == 2
     assert "--why dp=2: 2 ranks do not fill 4 devices" in capsys.readouterr().err
+
+
+def test_explained_layouts_have_the_batch_of_their_replicas(capsys):
+    module = [f"{CLASSES}:Stack", "--hardware", "cpu", "--devices", "4", "--json"]
+    listed = json.loads(planned(capsys, *module, "--plans", "9")[1])["plans"]
+    plan = next(each for each in listed if each["fields"]["pipeline"] == 2 and each["fields"]["tensor"] == 1)
+    why = json.loads(planned(capsys, *module, "--why", plan["layout"].replace(": ", ":"))[1])["why"]
+    assert why["fields"]["batch"] == plan["fields"]["batch"] == 16
+    assert why["seconds"] == plan["seconds"]
+
+
+def test_an_explained_layout_may_be_faster_than_what_is_fixed(capsys, config):
+    _, text = planned(capsys, *config, "--batch", "64", "--fix", "tp=4", "--why", "dp=4")
+    assert re.search(r"a sample takes \d+% less time: what is fixed, or the objective, rules the layout out", text)
+
+
+def test_replicas_of_an_explained_layout_divide_the_batch(capsys, config):
+    assert main(["plan", *config, "--batch", "2", "--why", "dp=4"]) == 2
+    assert "--why dp=4: 4 replicas do not divide --batch 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

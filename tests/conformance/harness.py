@@ -44,9 +44,11 @@ LAYOUTS = {
         Layout("pp2 x 4 microbatches", 2, {**_FOUR, "pipeline_parallel_size": 2}),
         Layout("cp2", 2, {**_ONE, "context_parallel_size": 2}),
         Layout("ep2", 2, {**_ONE, "expert_parallel_size": 2}),
+        Layout("planned", 2, {"data_parallel_size": 1, "objective": "throughput"}),
     )
 }
 DDP = Layout("ddp", 2, strategy_name="ddp_find_unused_parameters_true")
+_SHARES_LAYERS = {"tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size", "objective"}
 _KNOWN_TO_DDP = {"num_microbatches", "zero_stage", "pipeline_parallel_size"}
 # What Lightning's DDP has in common with the strategy; metrics are each replica's own there.
 _OF_DDP = ("initial weights of", "loss", "gradient norm of", "learning rate of group", "update of", "weights", "buffer")
@@ -180,9 +182,10 @@ class Checked:
 
         Ranks that share a layer draw each for itself, and microbatches otherwise than the whole batch.
         """
-        if not {"tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size"} & set(layout.strategy):
+        if not _SHARES_LAYERS & set(layout.strategy):
             return True
-        without = WithoutNoise(self._case.make_module, statistics="pipeline_parallel_size" not in layout.strategy)
+        splits = {"pipeline_parallel_size", "objective"} & set(layout.strategy)
+        without = WithoutNoise(self._case.make_module, statistics=not splits)
         experiment = replace(self._experiment, make_module=without)
         last, path = self._last, self._path
         self._path = path.with_name("without_noise.ckpt")

@@ -16,6 +16,7 @@ BY_DEFAULT = {
     ("TaskAdapters", "pp2 x 4 microbatches"),
     ("SchNet", "zero3"),
     ("DCGAN", "dp2"),
+    ("ForceField", "planned"),
 }
 ALL = [
     pytest.param(name, layout, id=f"{name}-{layout.name}", marks=[] if key in BY_DEFAULT else [pytest.mark.slow])

@@ -40,4 +40,5 @@ class LiveStorages(TorchDispatchMode):
         return least
 
     def bytes(self):
-        return sum(size for reference, size in self.made.values() if not reference.expired())
+        self.made = {key: made for key, made in self.made.items() if not made[0].expired()}
+        return sum(size for _, size in self.made.values())

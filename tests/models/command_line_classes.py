@@ -2,6 +2,7 @@
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import Hybrid3DStrategy
@@ -54,6 +55,18 @@ class ReadsParameters(Stack):
     def __init__(self):
         super().__init__()
         self.scale = 1 / self.head.weight.abs().max().item()
+
+
+class AveragesWeights(Stack):
+    """Copies its weights before the first step."""
+
+    def configure_callbacks(self):
+        return WeightAveraging()
+
+
+class ReadsParametersAtStart(Stack):
+    def setup(self, stage):
+        float(self.head.weight.sum())
 
 
 class BrokenConstructor(Stack):

@@ -5,6 +5,13 @@ from pathlib import Path
 
 import pytest
 
+_TITLES = [
+    "4 microbatches",
+    "two replicas, ZeRO-1",
+    "two replicas, ZeRO-2, resharded, 4 microbatches",
+    "two stages",
+    "two context ranks",
+]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -19,11 +26,11 @@ def benchmark():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("title", ["4 microbatches", "two replicas, ZeRO-1", "two stages", "two context ranks"])
+@pytest.mark.parametrize("title", _TITLES)
 def test_tensors_of_each_rank_take_what_is_predicted(title, benchmark):
     case = next(case for case in benchmark.CASES if case.title == title)
     predicted = benchmark.predict(case).ranks
     for rank, sizes in enumerate(benchmark.run_apart(benchmark.__file__, title)):
         terms = dict(predicted[rank // case.ranks_per_stage])
         terms.pop("framework")
-        assert sum(terms.values()) == pytest.approx(sizes["peak"], rel=0.1), (rank, terms, sizes)
+        assert sum(terms.values()) == pytest.approx(sizes["peak"], rel=0.05), (rank, terms, sizes)

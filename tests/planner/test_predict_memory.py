@@ -9,7 +9,7 @@ from lightning_hybrid.planner.hardware.hardware import load_hardware
 from lightning_hybrid.planner.memory.in_flight_by_rank import in_flight_by_rank
 from lightning_hybrid.planner.memory.predict_memory import predict_memory
 from lightning_hybrid.planner.plan_layout import FORMATS, PlanLayout
-from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule
+from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule, stages_of_each_rank
 from lightning_hybrid.schedule.schedule_and_actions import Kind
 
 A100 = load_hardware("a100-80")
@@ -101,6 +101,19 @@ def test_microbatches_in_flight_are_those_of_the_schedule(name, ranks, microbatc
             peak = max(peak, held)
         most.append(peak)
     assert [sum(row) for row in in_flight_by_rank(name, ranks, microbatches, stages)] == most
+
+
+def test_gradients_that_are_reduced_in_each_microbatch_need_no_bucket():
+    layout = PlanLayout(shard=4, batch=16, zero_stage=2, reshard_after_forward=True)
+    each, once = terms(layout), terms(dataclasses.replace(layout, reshard_after_forward=False))
+    assert each["communication buffers"] == 0 < once["communication buffers"]
+    assert each["gradients"] == once["gradients"]
+
+
+def test_schedules_of_many_ranks_are_not_generated(monkeypatch):
+    monkeypatch.setattr("lightning_hybrid.planner.memory.in_flight_by_rank.make_schedule", None)
+    for name in SCHEDULE_NAMES:
+        assert len(in_flight_by_rank(name, 1000, 5000, stages_of_each_rank(name, 1))) == 1000
 
 
 def test_an_unknown_schedule_counts_as_1f1b():

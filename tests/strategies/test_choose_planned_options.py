@@ -86,7 +86,7 @@ class _Recorded(Exception):
     """Ends a fit before its ranks meet."""
 
 
-def plan_on(monkeypatch, devices, nbytes, module=None, logger=False, checkpoints=None, **options):
+def plan_on(monkeypatch, devices, nbytes, module=None, logger=False, checkpoints=None, resumed=None, **options):
     """Options that the first of several ranks plans in this process, whose device has a number of bytes."""
     strategy = Hybrid3DStrategy(**options)
     callbacks = [] if checkpoints is None else [ModelCheckpoint(checkpoints)]
@@ -103,7 +103,7 @@ def plan_on(monkeypatch, devices, nbytes, module=None, logger=False, checkpoints
     monkeypatch.setattr(choose_planned_options, "free_on_host", lambda: devices * nbytes)
     monkeypatch.setattr(plan_auto_sizes, "host_memory", lambda: devices * nbytes)
     with pytest.raises(_Recorded):
-        trainer.fit(module or Net())
+        trainer.fit(module or Net(), ckpt_path=resumed)
     if isinstance(planned[0], Exception):
         raise planned[0]
     return planned[0]
@@ -160,9 +160,13 @@ def test_measured_costs_beside_the_checkpoints_correct_the_plan(monkeypatch, tmp
     steps = {"steps": (10,), "step": step, "step_times": (step,)}
     path = tmp_path / "measured_costs.json"
     save_measured_costs(MeasuredCosts(layout=layout, schedule="", **device, **batch, **steps), path)
-    plan_on(monkeypatch, 2, 16e9, checkpoints=tmp_path, **PLANNED)
-    assert f"corrected by the measured costs of {path}: 3.30 s of a step" in said[0]
-    assert re.search(r"dp=2 +3\.30 s", said[0])
+    places = {"checkpoints": tmp_path}, {"resumed": str(tmp_path / "last.ckpt")}, {"resumed": tmp_path / "last.ckpt"}
+    for place in places:
+        plan_on(monkeypatch, 2, 16e9, **place, **PLANNED)
+        assert f"corrected by the measured costs of {path}: 3.30 s of a step" in said[-1]
+        assert re.search(r"dp=2 +3\.30 s", said[-1])
+    plan_on(monkeypatch, 2, 16e9, resumed=tmp_path / "other" / "last.ckpt", **PLANNED)
+    assert "corrected by" not in said[-1]
 
 
 def test_replicas_alone_are_kept_where_they_fit(monkeypatch):
@@ -214,6 +218,23 @@ def test_options_that_are_set_are_kept(monkeypatch):
     assert "zero_stage" not in planned and planned["tensor_parallel_size"] >= 1
 
 
+def test_options_that_are_set_to_what_they_are_without_a_plan_are_kept(monkeypatch):
+    wide, stages = Net(256, 48), {"pipeline_parallel_size": 2, **PLANNED}
+    planned = plan_on(monkeypatch, 4, 16e9, wide, **stages)
+    for name, value in {"schedule": "1f1b", "zero_stage": 0, "num_microbatches": 1}.items():
+        assert planned[name] != value
+        assert plan_on(monkeypatch, 4, 16e9, wide, **stages, **{name: value}).get(name, value) == value
+
+
+def test_a_budget_of_recomputation_is_a_limit_of_the_plan(monkeypatch):
+    said = []
+    monkeypatch.setattr(choose_planned_options, "rank_zero_info", said.append)
+    assert plan_on(monkeypatch, 2, 16e9, recompute="50%", **PLANNED) == dict.fromkeys(SIZES, 1)
+    assert re.search(r"dp=2 ", said[0])  # without recomputation, for which there is no need
+    with pytest.raises(PlanError, match=r"no layout of Net fits 2 devices of 400\.1 MB"):
+        plan_on(monkeypatch, 2, 16e9, recompute="100KB", **PLANNED)
+
+
 def test_nothing_fits(monkeypatch):
     with pytest.raises(PlanError, match=r"no layout of Net fits 2 devices of 100\.0 MB"):
         plan_on(monkeypatch, 2, 16e9, max_memory="100MB")
@@ -262,6 +283,15 @@ def test_sizes_of_a_configuration_file():
     options = cli.trainer.strategy.options
     assert options.asks_for_plan and options.sizes["pipeline_parallel_size"] == 1
     assert all(options.sizes[name] == "auto" for name in SIZES if name != "pipeline_parallel_size")
+    init_args = cli.config["trainer"]["strategy"]["init_args"]  # with all defaults, as it is saved
+    assert init_args["recompute"] == "auto" and "zero_stage" in options.unset
+    config["init_args"] = {**init_args, "zero_stage": 0, "recompute": None}
+    again = LightningCLI(
+        Net, run=False, args={"trainer": trainer}, seed_everything_default=False, save_config_callback=None
+    )
+    assert again.trainer.strategy.options.unset == tuple(
+        name for name in options.unset if name not in ("zero_stage", "recompute")
+    )
 
 
 def assert_equal_states(state, expected, atol):

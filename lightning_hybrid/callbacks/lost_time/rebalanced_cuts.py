@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_hybrid.callbacks.lost_time.measured_steps import MeasuredSteps
-from lightning_hybrid.callbacks.slow_links.callback_with_state_of_run import SlowLinkCallback
+from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
 
 
 class RebalancedCuts:
@@ -94,8 +94,8 @@ class RebalancedCuts:
 
 
 def can_change_in_run(trainer: Any) -> bool:
-    """Whether the stages can change at an epoch: not where replicas differ, or send gradients with error feedback."""
-    return not any(isinstance(callback, SlowLinkCallback) for callback in trainer.callbacks)
+    """Whether the stages can change at an epoch: not where replicas send gradients with error feedback."""
+    return not any(isinstance(callback, GradientCompression) for callback in trainer.callbacks)
 
 
 def _as_list(cuts: Sequence[str] | None) -> list[str] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,17 +52,27 @@ def write_measured_costs(
 def path_of_measured_costs(trainer: Trainer) -> Path | None:
     """Return the file of measured costs beside the checkpoints of a run that begins; None if there is none.
 
-    Looked for are the folders of checkpoint callbacks, where these are known before the run, and that of the checkpoint
-    from which it resumes.
+    Looked for are the folder of the checkpoint from which it resumes, and those of checkpoint callbacks, where these
+    are known before the run.
     """
     of_run: Any = trainer
-    folders = [getattr(callback, "dirpath", None) for callback in of_run.checkpoint_callbacks]
+    resumed = _resumed_checkpoint(trainer)
+    folders = [None if resumed is None else Path(resumed).parent]
+    folders += [getattr(callback, "dirpath", None) for callback in of_run.checkpoint_callbacks]
     if of_run.checkpoint_callbacks and not of_run.loggers:
         folders.append(Path(of_run.default_root_dir) / "checkpoints")
-    if of_run.ckpt_path is not None:
-        folders.append(Path(of_run.ckpt_path).parent)
     paths = [Path(folder) / FILE_NAME for folder in folders if folder is not None and "://" not in str(folder)]
     return next((path for path in paths if path.is_file()), None)
+
+
+def _resumed_checkpoint(trainer: Any) -> Any:
+    """The checkpoint that a run resumes from, which the Trainer has as an argument alone until it restores it."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_run" and frame.f_locals.get("self") is trainer:
+            return frame.f_locals.get("ckpt_path")
+        frame = frame.f_back
+    return trainer.ckpt_path
 
 
 def costs_of(trainer: Trainer, steps: MeasuredSteps, batch_size: int | None, **measured: Any) -> MeasuredCosts:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.cli.dryrun.print_ranks import print_ranks
+from lightning_hybrid.cli.errors_of_data_and_device import data_and_device_errors
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, UsageError, print_json
 from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, strategies_file
 from lightning_hybrid.cli.progress_bar import Progress
@@ -72,7 +73,7 @@ def run(parsed: argparse.Namespace) -> int:
     Raises:
         UsageError: An invalid path, layout, rank or argument of a class, or sizes that do not multiply to the world.
     """
-    with Progress("dryrun") as progress:
+    with Progress("dryrun") as progress, data_and_device_errors():
         content = _described(parsed, progress)
     if parsed.json:
         print_json(content)
@@ -82,17 +83,15 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _described(parsed: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    progress.phase("importing the classes")
     for name in ("num_nodes", "devices"):
         if getattr(parsed, name) is not None and getattr(parsed, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')}={getattr(parsed, name)}; use 1 or more")
-    layout = None if parsed.layout is None else layout_of(parsed.layout, parsed.tensor_plan)
+    layout = None if parsed.layout is None else _checked(layout_of(parsed.layout, parsed.tensor_plan), parsed)
+    progress.phase("importing the classes")
     made, config = configured(parsed)
     if layout is None:
-        layout = checked(config.layout) if config.layout else layout_of("pp=2", parsed.tensor_plan)
-    layout = in_world(layout, parsed.num_nodes, parsed.devices)
-    chosen = parsed.rank or ["stages"]
-    _check_ranks(chosen, layout.devices)
+        named = checked(config.layout) if config.layout else layout_of("pp=2", parsed.tensor_plan)
+        layout = _checked(named, parsed)
     # Imported late, since this loads torch.
     import torch
 
@@ -106,9 +105,30 @@ def _described(parsed: argparse.Namespace, progress: Progress) -> dict[str, Any]
     except UsageError:
         raise
     except Exception as error:
+        if not parsed.with_storage and _reads_storage(error):
+            raise _without_storage("while the step is recorded", error) from error
         if not describe_failure(error, steps_done=0).refused:
             raise
         return {"layout": layout.name, "refused": f"{type(error).__name__}: {error}"}
+
+
+def _checked(layout: Layout, parsed: argparse.Namespace) -> Layout:
+    """Return the layout with the ranks of the world, which has the chosen ones; before anything slow."""
+    layout = in_world(layout, parsed.num_nodes, parsed.devices)
+    _check_ranks(parsed.rank or ["stages"], layout.devices)
+    return layout
+
+
+def _reads_storage(error: Exception) -> bool:
+    return isinstance(error, NotImplementedError | RuntimeError) and "meta" in str(error).lower()
+
+
+def _without_storage(when: str, error: Exception) -> UsageError:
+    line = str(error).splitlines()[0]
+    return UsageError(
+        f"the module reads values of parameters {when}, and these have no storage ({line}); add --with-storage, which"
+        " builds it in full"
+    )
 
 
 def _made(made: Any, *, with_storage: bool) -> tuple[Any, Any]:
@@ -124,14 +144,10 @@ def _made(made: Any, *, with_storage: bool) -> tuple[Any, Any]:
     try:
         with parameters_on_meta():
             return made.make_module(), made.make_data()
-    except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error).lower():
+    except Exception as error:
+        if not _reads_storage(error):
             raise
-        line = str(error).splitlines()[0]
-        raise UsageError(
-            f"the module reads values of parameters while it is built, and these have no storage ({line}); add"
-            " --with-storage, which builds it in full"
-        ) from error
+        raise _without_storage("while it is built", error) from error
 
 
 def _dry_run(
@@ -197,7 +213,6 @@ def in_world(layout: Layout, num_nodes: int, devices: int | None) -> Layout:
 
 
 def _check_ranks(texts: Sequence[str], world: int) -> None:
-    """Check numbers before anything slow."""
     for text in texts:
         if text not in ("stages", "all"):
             _numbers(text, world)

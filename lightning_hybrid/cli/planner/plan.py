@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_hybrid.cli.errors_of_data_and_device import data_and_device_errors
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, UsageError, print_json, usage_errors
 from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, ConfiguredRun, strategies_file
 from lightning_hybrid.cli.progress_bar import Progress
 from lightning_hybrid.cli.user_classes_from_arguments import existing_file
 from lightning_hybrid.cli.verify import add_classes_to, add_precision_to, configured
-from lightning_hybrid.errors import HybridError, PlanError
+from lightning_hybrid.errors import HybridError
 from lightning_hybrid.memory.budget.byte_sizes import parse_budget
 from lightning_hybrid.planner.costs.costs_from_config import costs_from_config
 from lightning_hybrid.planner.hardware.hardware import Hardware, load_hardware, preset_names
@@ -24,7 +26,7 @@ from lightning_hybrid.planner.report.plan_tables import explained_layout, plans_
 from lightning_hybrid.planner.report.planned_run import PlannedRun
 from lightning_hybrid.planner.search.layout_options import check_options, fixed_fields, layout_from_options
 from lightning_hybrid.planner.search.plans_and_rejections import OBJECTIVES, Plan
-from lightning_hybrid.planner.search.search_layouts import cluster_of, predict_plan, search_layouts
+from lightning_hybrid.planner.search.search_layouts import check_cluster, cluster_of, predict_plan, search_layouts
 from lightning_hybrid.schedule.measured.measured_costs_file import FILE_NAME, MeasuredCosts, load_measured_costs
 
 if TYPE_CHECKING:
@@ -73,6 +75,25 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+@dataclass(frozen=True)
+class _Request:
+    """What the arguments say of the search, checked before a module is imported and recorded.
+
+    Attributes:
+        hardware: Of the cluster.
+        max_memory: Bytes of a device that may be used; all if None.
+        fixed: Fields of a layout that are not chosen.
+        explained: Options of the layout to explain, if there is one.
+        measured: Of a run, by which predictions are corrected.
+    """
+
+    hardware: Hardware
+    max_memory: float | None
+    fixed: dict[str, Any]
+    explained: dict[str, Any] | None
+    measured: MeasuredCosts | None
+
+
 def run(parsed: argparse.Namespace) -> int:
     """Plan, print the plans, and return the exit status.
 
@@ -83,22 +104,18 @@ def run(parsed: argparse.Namespace) -> int:
         value = getattr(parsed, flag)
         if value is not None and value < 1:
             raise UsageError(f"--{flag.replace('_', '-')} {value}; use 1 or more")
-    measured = None if parsed.measured is None else _measured(parsed.measured)
-    with Progress("plan") as progress:
-        hardware = _hardware(parsed.hardware)
-        costs, number_format, samples, precision = _model(parsed, progress)
-        if measured is not None:
-            costs = corrected_by(costs, number_format, hardware, measured, str(parsed.measured))
-        progress.phase("searching layouts")
-        try:
-            planned = _search(parsed, hardware, costs, number_format, samples, precision)
-        except PlanError as error:
-            if parsed.json:
-                print_json({"refused": str(error)})
-            else:
-                print(f"refused: {error}")
-            return REFUSED
-    explained = None if parsed.why is None else _explained(parsed, planned)
+    request = _request(parsed)
+    try:
+        check_cluster(request.hardware, parsed.devices, parsed.num_nodes)
+        with Progress("plan") as progress:
+            planned = _planned(parsed, request, progress)
+    except HybridError as error:
+        if parsed.json:
+            print_json({"refused": str(error)})
+        else:
+            print(f"refused: {error}")
+        return REFUSED
+    explained = None if request.explained is None else _explained(parsed, request.explained, planned)
     if parsed.html is not None:
         try:
             parsed.html.write_text(html_report(planned, parsed.plans), encoding="utf-8")
@@ -112,21 +129,36 @@ def run(parsed: argparse.Namespace) -> int:
     return OK
 
 
-def _hardware(name: str) -> Hardware:
+def _request(parsed: argparse.Namespace) -> _Request:
     with usage_errors():
-        return load_hardware(name)
+        hardware = load_hardware(parsed.hardware)
+    budget = None if parsed.max_memory is None else parse_budget(parsed.max_memory)
+    if parsed.max_memory is not None and (budget is None or budget.nbytes is None):
+        raise UsageError(f"--max-memory {parsed.max_memory}; use a number of bytes with its unit such as 20GiB")
+    if parsed.html is not None and not parsed.html.parent.is_dir():
+        raise UsageError(f"--html {parsed.html}: there is no folder {parsed.html.parent}")
+    return _Request(
+        hardware,
+        None if budget is None else budget.nbytes,
+        {} if parsed.fix is None else fixed_fields(_options(parsed.fix, "--fix")),
+        None if parsed.why is None else _options(parsed.why, "--why"),
+        None if parsed.measured is None else _measured(parsed.measured),
+    )
 
 
-def _model(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, NumberFormat, int | None, str]:
-    """Return the costs, the number format, the loader's batch size and the precision."""
+def _model(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, NumberFormat, int, str]:
+    """Return the costs, the number format, the loader's batch size (1 of a configuration) and the precision."""
     if parsed.config_json is None:
         if parsed.sequence is not None:
             raise UsageError("--sequence is for --config-json; a module's samples are those of its loader")
-        return _recorded(parsed, progress)
+        with data_and_device_errors():
+            return _recorded(parsed, progress)
     if parsed.module is not None or parsed.config:
         raise UsageError("--config-json describes the model; leave the module and --config out")
     precision = parsed.precision or "bf16-mixed"
     path = existing_file(parsed.config_json)
+    if parsed.batch is None:
+        raise UsageError("--batch is needed with --config-json: samples of an optimizer step over all replicas")
     with usage_errors():
         config = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
@@ -134,7 +166,7 @@ def _model(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, 
         sequence = 2048 if parsed.sequence is None else parsed.sequence
         if sequence < 1:
             raise UsageError(f"--sequence {sequence}; use 1 or more")
-        return costs_from_config(config, sequence), number_format_of(precision), None, precision
+        return costs_from_config(config, sequence), number_format_of(precision), 1, precision
 
 
 def _recorded(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCosts, NumberFormat, int, str]:
@@ -172,36 +204,24 @@ def _record(
     return recorded
 
 
-def _search(
-    parsed: argparse.Namespace,
-    hardware: Hardware,
-    costs: ModelCosts,
-    number_format: NumberFormat,
-    samples: int | None,
-    precision: str,
-) -> PlannedRun:
-    batch, is_replica_batch = parsed.batch, False
-    if batch is None:
-        if samples is None:
-            raise UsageError("--batch is needed with --config-json: samples of an optimizer step over all replicas")
-        batch, is_replica_batch = samples, True
-    budget = None if parsed.max_memory is None else parse_budget(parsed.max_memory)
-    if parsed.max_memory is not None and (budget is None or budget.nbytes is None):
-        raise UsageError(f"--max-memory {parsed.max_memory}; use a number of bytes with its unit such as 20GiB")
-    fixed = {} if parsed.fix is None else fixed_fields(_options(parsed.fix, "--fix"))
+def _planned(parsed: argparse.Namespace, request: _Request, progress: Progress) -> PlannedRun:
+    costs, number_format, samples, precision = _model(parsed, progress)
+    if request.measured is not None:
+        costs = corrected_by(costs, number_format, request.hardware, request.measured, str(parsed.measured))
+    progress.phase("searching layouts")
     result = search_layouts(
         costs,
         number_format,
-        hardware,
+        request.hardware,
         parsed.devices,
         parsed.num_nodes,
-        batch=batch,
-        is_replica_batch=is_replica_batch,
+        batch=parsed.batch or samples,
+        is_replica_batch=parsed.batch is None,
         objective=parsed.objective,
-        max_memory=None if budget is None else budget.nbytes,
-        fixed=fixed,
+        max_memory=request.max_memory,
+        fixed=request.fixed,
     )
-    cluster = cluster_of(hardware, parsed.devices, parsed.num_nodes, None if budget is None else budget.nbytes)
+    cluster = cluster_of(request.hardware, parsed.devices, parsed.num_nodes, request.max_memory)
     return PlannedRun(result, costs, number_format, cluster, parsed.devices, parsed.num_nodes, precision)
 
 
@@ -230,15 +250,19 @@ def _options(text: str, flag: str) -> dict[str, Any]:
     return options
 
 
-def _explained(parsed: argparse.Namespace, planned: PlannedRun) -> Plan:
+def _explained(parsed: argparse.Namespace, options: dict[str, Any], planned: PlannedRun) -> Plan:
     """Predict the layout of ``--why`` on the cluster."""
     best = planned.result.best.layout
-    options = _options(parsed.why, "--why")
     ranks = parsed.devices * parsed.num_nodes
     try:
         layout = layout_from_options(options, ranks, best.batch, microbatch=best.microbatch)
         if layout.ranks != ranks:
             raise UsageError(f"--why {parsed.why}: {layout.ranks} ranks do not fill {ranks} devices")
+        if parsed.batch is None:  # each replica has the loader's batch
+            batch = best.batch // best.data * layout.data
+            layout = layout_from_options(options, ranks, batch, microbatch=best.microbatch)
+        elif parsed.batch % layout.data:
+            raise UsageError(f"--why {parsed.why}: {layout.data} replicas do not divide --batch {parsed.batch}")
         return predict_plan(planned.costs, layout, planned.number_format, planned.hardware)
     except HybridError as error:
         raise UsageError(f"--why {parsed.why}: {error}") from error

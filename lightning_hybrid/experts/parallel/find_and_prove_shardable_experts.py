@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.experts.parallel.adapter_registry import candidate_adapters
 from lightning_hybrid.experts.parallel.batched_expert_adapters import Call, ExpertsAdapter, stacked_experts
-from lightning_hybrid.experts.parallel.equivalence_proof import why_not_equivalent
+from lightning_hybrid.experts.parallel.equivalence_proof import ExpertsProof, why_not_equivalent
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding, possible_widths
 from lightning_hybrid.experts.parallel.module_list_experts import ExpertList
 from lightning_hybrid.patching import replaced_forwards
@@ -148,8 +148,9 @@ def _pick_width(
 ) -> WidthSharding | str:
     """Returns the first sharding of each expert whose proof succeeds, or the reason why there is none."""
     possible, reason = possible_widths(module, tensor_size)
-    for width, (adapter, size) in itertools.product(possible, tried[:1]):
-        if not (difference := why_not_equivalent(module, adapter, call, size, width)):
+    proofs = [ExpertsProof(module, adapter, call, size, tensor_size) for adapter, size in tried[:1] if possible]
+    for width, proof in itertools.product(possible, proofs):
+        if not (difference := proof.why_not_equivalent(width)):
             return width
         reason = reason or f"not the same in the proof: {difference}"
     return reason

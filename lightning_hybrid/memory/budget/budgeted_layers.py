@@ -62,6 +62,7 @@ class BudgetReport:
         before: Bytes that were alive as the profile began: parameters, optimizer states, and gradients if they stay.
         num_runs: Of layers in the profile.
         kept_share: By layer, the share of the bytes that autograd would save that is kept.
+        recomputed_share: Of the bytes that autograd would save in all of these runs.
     """
 
     budget: int
@@ -70,6 +71,7 @@ class BudgetReport:
     before: int
     num_runs: int
     kept_share: dict[str, float]
+    recomputed_share: float
 
 
 class BudgetedLayers(SelectiveCheckpointing):
@@ -154,6 +156,17 @@ class BudgetedLayers(SelectiveCheckpointing):
         self._choose_from(profile)
         return True
 
+    def allowed_bytes(self, before: int) -> int:
+        """Return the bytes that this rank may use now.
+
+        Args:
+            before: Those that it uses.
+
+        Raises:
+            RecomputeError: The budget is a share, and the free memory is unknown.
+        """
+        return self._budget(before)
+
     def close(self) -> None:
         """Leave the batch that is profiled, if there is one."""
         self._mode.close()
@@ -170,14 +183,18 @@ class BudgetedLayers(SelectiveCheckpointing):
             raise RecomputeError(self._floor_message(budget, lowest), entry="recompute-budget")
         solution = program.solve(budget) or lowest
         kept_share: dict[str, float] = {}
+        kept_bytes = saved_bytes = 0.0
         for (fqn, key), group in program.layers.items():
             choice = solution.choices[fqn, key]
             self.plans.setdefault(fqn, LayerPlan()).choices[key] = choice
             total = sum(step.nbytes for step in group.largest.steps if step.is_saved)
             kept = sum(group.largest.steps[number].nbytes for number in choice.kept or ())
             kept_share[fqn] = 1.0 if choice.kept is None or not total else kept / total
+            kept_bytes += kept_share[fqn] * total * group.num_runs
+            saved_bytes += total * group.num_runs
         num_runs = self._end_profile(profile)
-        self.report = BudgetReport(budget, solution.peak, lowest.peak, self._before, num_runs, kept_share)
+        share = recomputed_share(kept_bytes, saved_bytes)
+        self.report = BudgetReport(budget, solution.peak, lowest.peak, self._before, num_runs, kept_share, share)
 
     def _knows(self, run: LayerRun) -> bool:
         """Return whether there is a choice for a profiled run, made for inputs that are as large."""
@@ -293,6 +310,11 @@ class _ProfiledRun(RecordedRun):
     def end(self) -> None:
         """Ends the forward."""
         self._profile.leave(self._run)
+
+
+def recomputed_share(kept_bytes: float, saved_bytes: float) -> float:
+    """Returns the share of saved bytes that is not kept, at least 0."""
+    return max(0.0, 1.0 - kept_bytes / saved_bytes) if saved_bytes else 0.0
 
 
 def key_of(tape: Tape) -> Hashable:

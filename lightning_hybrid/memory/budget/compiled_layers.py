@@ -27,7 +27,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import flop_registry
 
 from lightning_hybrid.errors import RecomputeError
-from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers, BudgetReport, LayerPlan
+from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers, BudgetReport, LayerPlan, recomputed_share
 from lightning_hybrid.memory.budget.integer_program import minimize_binary
 from lightning_hybrid.memory.budget.kept_results import Choice
 from lightning_hybrid.memory.budget.layer_choices import Solution
@@ -125,7 +125,9 @@ class BudgetedCompiledLayers(BudgetedLayers):
         self._end_profile(profile)
         kept_share = {fqn: float(self.plans[fqn].keeps_all) for fqn in layers}
         peak = int((peaks + rows @ keeps).max())
-        self.report = BudgetReport(budget, peak, lowest.peak, self._before, len(runs), kept_share)
+        kept_bytes = sum(kept_share[run.fqn] * (run.saved_bytes or 0) for run in runs)
+        share = recomputed_share(kept_bytes, sum(run.saved_bytes or 0 for run in runs))
+        self.report = BudgetReport(budget, peak, lowest.peak, self._before, len(runs), kept_share, share)
 
 
 def _constraints(profile: StepProfile, layers: list[str]) -> tuple[np.ndarray, np.ndarray]:

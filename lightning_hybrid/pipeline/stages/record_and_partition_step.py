@@ -91,20 +91,19 @@ def record_once(
 
 
 def _record_and_assign(plan: StagePlan, recorded: Callable[[], Recording]) -> tuple[Recording, Assignment]:
-    """Record and assign to stages; the first time the ranks agree on the partition, or on the error."""
+    """Record and assign to stages; the first time the ranks agree on the partition, or each has an error."""
     if plan.owner_stages:
         recording = recorded()
         return recording, plan.assign(recording)
     try:
         recording, *decided = _best_partition(plan, recorded)
     except Exception as error:
-        if plan.num_stages > 1:
-            # Replicas whose batch can be recorded wait for this message.
-            plan.agree(f"{type(error).__name__}: {error}")
+        plan.first_failure(error)
         raise
+    if failed := plan.first_failure(None):
+        rank, reason = failed
+        raise StepError(f"on rank {rank}: {reason}", entry="on-rank")
     agreed = plan.agree(decided)
-    if isinstance(agreed, str):
-        raise StepError(f"on the first rank: {agreed}", entry="first-rank")
     plan.unit_choice.opened, plan.unit_choice.closed, plan.tracked_buffers, plan.owner_stages, *others = agreed
     changes, plan.stage_costs = others
     if plan.unit_choice.choose().keys() != recording.units.keys():

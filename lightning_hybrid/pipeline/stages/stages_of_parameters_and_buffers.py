@@ -57,6 +57,7 @@ class StagePlan:
         max_microbatches_in_flight: int | None = None,
         cuts: Sequence[str] | None = None,
         agree: Callable[[Any], Any] = lambda decision: decision,
+        first_failure: Callable[[Exception | None], tuple[int, str] | None] = lambda error: None,
     ) -> None:
         """Plan the stages of a module.
 
@@ -69,6 +70,7 @@ class StagePlan:
             max_microbatches_in_flight: Limit for a schedule that is searched.
             cuts: FQNs of the first unit of each stage but the first; balanced if None.
             agree: Returns the first rank's argument on every rank; replicas must have the same partition.
+            first_failure: Returns the first rank that has an error, and that error, on every rank; None without any.
         """
         self.num_ranks, self.rank, self.stages_per_rank = group.size(), group.rank(), stages_per_rank
         self.num_stages = self.num_ranks * stages_per_rank
@@ -78,7 +80,7 @@ class StagePlan:
         self.owner_stages: dict[str, int] = {}
         self.first: TraceVariant | None = None
         self.root, self.group, self.randomness = root, group, randomness
-        self.cuts, self.agree = cuts, agree
+        self.cuts, self.agree, self.first_failure = cuts, agree, first_failure
         self.unit_choice = UnitChoice(root, self.num_stages)
         self.units: Mapping[str, nn.Module] = {}
         self.tracked_buffers, self.on_all_stages = set[str](), set[str]()

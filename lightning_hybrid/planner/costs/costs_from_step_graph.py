@@ -8,8 +8,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_hybrid.graph.step_graph import Node, StepGraph, Value
+from lightning_hybrid.graph.step_graph import Node, StepGraph
+from lightning_hybrid.planner.costs.bytes_of_loss import bytes_of_loss, is_float, value_bytes
 from lightning_hybrid.planner.costs.layer_costs import LayerCosts, ModelCosts, Product, checksum_of_names
+from lightning_hybrid.planner.memory.memory_constants import CONSTANTS
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -17,13 +19,19 @@ Shapes = Mapping[str, tuple[int, ...]]
 _SELECTIVE_SHARE = 0.4
 # Kernels of a forward, per product and per parameter of one dimension (a norm or a bias), besides those.
 _KERNELS_PER_PRODUCT, _KERNELS_PER_VECTOR, _KERNELS_PER_LAYER = 3, 2, 4
-_DTYPE_BITS = re.compile(r"(\d+)")
+_FLOAT32_BYTES = 4
 _LAYER_INDEX = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 PROOF = "which layers tensor ranks can shard is proved at the start of a run; the plan is subject to that proof"
 
 
 def costs_from_step_graph(
-    graph: StepGraph, shapes: Shapes, *, samples: int, name: str = "module", frozen: Iterable[str] = ()
+    graph: StepGraph,
+    shapes: Shapes,
+    *,
+    samples: int,
+    name: str = "module",
+    frozen: Iterable[str] = (),
+    part_of: Mapping[str, str] | None = None,
 ) -> ModelCosts:
     """Return the costs per sample of a recorded step: a layer for each unit, and for operations between them.
 
@@ -37,24 +45,13 @@ def costs_from_step_graph(
         samples: Samples of the recorded batch.
         name: For reports.
         frozen: FQNs of parameters without gradients.
+        part_of: For units that are opened layers, the FQN of the layer: with n stages it is one layer, unless it has
+            more than 1/n of all parameters.
     """
+    part_of = part_of or {}
     positions = _positions(graph, samples)
-    groups = list(_groups(graph))
-    owner: dict[str, int] = {}
-    for number, group in enumerate(groups):
-        for node in group.nodes:
-            for parameter in node.parameters:
-                owner.setdefault(parameter, number)
-    counted: set[int] = set()
-    unused = sum(math.prod(shape) for parameter, shape in shapes.items() if parameter not in owner)
-    layers = []
-    for number, group in enumerate(groups):
-        used = dict.fromkeys(parameter for node in group.nodes for parameter in node.parameters if parameter in shapes)
-        own = sum(math.prod(shapes[parameter]) for parameter in used if owner[parameter] == number)
-        own += 0 if number else unused
-        matrices = [shapes[parameter] for parameter in used if len(shapes[parameter]) > 1]
-        vectors = len(used) - len(matrices)
-        layers.append(_layer(group, graph, matrices, vectors, own, samples, positions, counted))
+    groups = list(_groups(graph, {}))
+    layers = _layers(groups, graph, shapes, samples, positions)
     users: dict[str, set[int]] = {}
     for number, group in enumerate(groups):
         for node in group.nodes:
@@ -62,6 +59,10 @@ def costs_from_step_graph(
                 users.setdefault(parameter, set()).add(number)
     ends = {0, len(groups) - 1}
     tied = any(len(shapes.get(p, ())) > 1 and ends <= found for p, found in users.items()) and len(groups) > 1
+    of_few_stages: list[tuple[LayerCosts, ...]] = []
+    while unopened := _unopened(part_of, shapes, len(of_few_stages) + 1):
+        merged = _layers(list(_groups(graph, unopened)), graph, shapes, samples, positions)
+        of_few_stages.append(tuple(merge_equal(merged)))
     return ModelCosts(
         name,
         tuple(merge_equal(layers)),
@@ -70,7 +71,45 @@ def costs_from_step_graph(
         frozen_parameters=sum(math.prod(shapes[parameter]) for parameter in frozen if parameter in shapes),
         notes=(PROOF,),
         names_checksum=checksum_of_names(shapes),
+        layers_of_few_stages=tuple(of_few_stages),
     )
+
+
+def _unopened(part_of: Mapping[str, str], shapes: Shapes, num_stages: int) -> dict[str, str]:
+    """The part of ``part_of`` whose layers are single units of a step in a number of stages."""
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    most = sum(sizes.values()) / num_stages
+    small = {
+        layer
+        for layer in set(part_of.values())
+        if sum(size for name, size in sizes.items() if name.startswith(f"{layer}.")) <= most
+    }
+    return {unit: layer for unit, layer in part_of.items() if layer in small}
+
+
+def _layers(
+    groups: Sequence[_Group], graph: StepGraph, shapes: Shapes, samples: int, positions: int
+) -> list[LayerCosts]:
+    """Return the costs of each group, all of which are the full graph."""
+    owner: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        for node in group.nodes:
+            for parameter in node.parameters:
+                owner.setdefault(parameter, number)
+    counted, kept = set[int](), set[int]()
+    unused = sum(math.prod(shape) for parameter, shape in shapes.items() if parameter not in owner)
+    layers = []
+    for number, group in enumerate(groups):
+        used = dict.fromkeys(parameter for node in group.nodes for parameter in node.parameters if parameter in shapes)
+        own = sum(math.prod(shapes[parameter]) for parameter in used if owner[parameter] == number)
+        own += 0 if number else unused
+        matrices = [shapes[parameter] for parameter in used if len(shapes[parameter]) > 1]
+        vectors = len(used) - len(matrices)
+        layer = _layer(group, graph, matrices, vectors, own, samples, positions, counted)
+        layers.append(_with_recomputation(layer, group, graph, samples, kept))
+    if groups and graph.loss is not None:
+        layers[-1] = _with_loss(layers[-1], groups[-1], graph, samples)
+    return layers
 
 
 def costs_from_parameters(
@@ -140,23 +179,39 @@ def merge_equal(layers: Sequence[LayerCosts]) -> Iterator[LayerCosts]:
 
 @dataclass
 class _Group:
-    """Nodes of one layer: a unit, or operations between units that read parameters, with what follows them."""
+    """Nodes of one layer: a unit, or operations between units that read parameters, with what follows them.
+
+    Attributes:
+        name: FQN of the unit, or of what the first of the parameters belongs to.
+        nodes: In order.
+        unit: Indices of the nodes of the unit itself.
+    """
 
     name: str
     nodes: list[Node] = field(default_factory=list)
+    unit: set[int] = field(default_factory=set)
 
 
-def _groups(graph: StepGraph) -> Iterator[_Group]:
+def _groups(graph: StepGraph, part_of: Mapping[str, str]) -> Iterator[_Group]:
+    """Yield the layers; units of one layer of ``part_of``, and operations between them, are one unit."""
     group = _Group("inputs")
     known: set[str] = set()
-    for node in graph.nodes:
+    layers = [part_of.get(node.unit or "") for node in graph.nodes]
+    last = {layer: index for index, layer in enumerate(layers) if layer is not None}
+    end = -1
+    for index, (node, layer) in enumerate(zip(graph.nodes, layers, strict=True)):
+        is_inside = index <= end
         starts = node.unit is not None or (node.parameters and not known.issuperset(node.parameters))
         known.update(node.parameters)
-        if starts and any(each.parameters for each in group.nodes):
+        if starts and not is_inside and any(each.parameters for each in group.nodes):
             yield group
             group = _Group("")
-        if starts:
-            group.name = node.unit or (node.parameters[0].rpartition(".")[0] if node.parameters else node.name)
+        if starts and not is_inside:
+            of_parameter = node.parameters[0].rpartition(".")[0] if node.parameters else node.name
+            group.name = layer or node.unit or of_parameter
+            end = last[layer] if layer is not None else -1
+        if is_inside or node.unit is not None:
+            group.unit.add(node.index)
         group.nodes.append(node)
     if group.nodes:
         yield group
@@ -177,7 +232,7 @@ def _layer(
     new = {value for node in group.nodes for value in node.saved_values} - counted
     counted |= new
     element = _element_bytes(group, graph)
-    inner = sum(node.saved_bytes for node in group.nodes) + sum(_value_bytes(graph.values[value]) for value in new)
+    inner = sum(node.saved_bytes for node in group.nodes) + sum(value_bytes(graph.values[value]) for value in new)
     saved = inner / element / samples
     made = {value for node in group.nodes for value in node.outputs}
     inside = {node.index for node in group.nodes}
@@ -195,11 +250,47 @@ def _layer(
         replicated_moved=min(2.0 * sum(node.moved_bytes for node in group.nodes) / element / samples, 4.0 * outputs),
         saved=saved,
         replicated_saved=replicated,
-        selective_saved=max(_SELECTIVE_SHARE * saved, min(saved, outputs)),
         outputs=outputs,
         reductions=_reductions(has_weight),
         kernels=_kernels(len(matrices), vectors),
         has_full_positions=not any(_keeps_shape(node, graph) for node in group.nodes),
+    )
+
+
+def _with_recomputation(layer: LayerCosts, group: _Group, graph: StepGraph, samples: int, kept: set[int]) -> LayerCosts:
+    """Return the layer with what recomputation saves: inputs of the unit, and all that operations around it save.
+
+    Args:
+        layer: Of the group.
+        group: Of the graph.
+        graph: Of the step.
+        samples: Of the recorded batch.
+        kept: Values that recomputation of earlier layers saves; those of this one are added.
+    """
+    made = {value for node in group.nodes if node.index in group.unit for value in node.outputs}
+    around = [node for node in group.nodes if node.index not in group.unit]
+    inputs = {value for node in group.nodes if node.index in group.unit for value in node.inputs}
+    new = (inputs - made | {value for node in around for value in node.saved_values}) - kept
+    kept |= new
+    outside = sum(node.saved_bytes for node in around)
+    scale = 1 / _element_bytes(group, graph) / samples
+    saved = min(layer.saved, (outside + sum(value_bytes(graph.values[value]) for value in new)) * scale)
+    inside = max(0.0, layer.saved - outside * scale)
+    return dataclasses.replace(
+        layer,
+        full_saved=saved,
+        selective_saved=max(layer.saved - (1 - _SELECTIVE_SHARE) * inside, saved),
+        is_recomputed=bool(group.unit),
+    )
+
+
+def _with_loss(layer: LayerCosts, group: _Group, graph: StepGraph, samples: int) -> LayerCosts:
+    """Return the last layer with what the loss saves, and what its backward holds besides."""
+    saved, backward = bytes_of_loss(group.nodes, graph)
+    return dataclasses.replace(
+        layer,
+        loss_saved=min(layer.saved, saved / _element_bytes(group, graph) / samples),
+        peak_only=backward / (_FLOAT32_BYTES * CONSTANTS.loss_gradients) / samples,
     )
 
 
@@ -247,7 +338,7 @@ def _kernels(matrices: int, vectors: int) -> int:
 def _rows(group: _Group, graph: StepGraph, samples: int) -> float:
     """Rows per sample of the largest floating-point value that the group reads or makes, but for its last dim."""
     indices = {value for node in group.nodes for value in (*node.inputs, *node.outputs)}
-    shapes = [graph.values[index].shape for index in indices if _is_float(graph.values[index])]
+    shapes = [graph.values[index].shape for index in indices if is_float(graph.values[index])]
     rows = [math.prod(shape[:-1]) for shape in shapes if len(shape) > 1]
     return max(rows, default=samples) / samples
 
@@ -259,22 +350,12 @@ def _positions(graph: StepGraph, samples: int) -> int:
     return max(sequences) if 2 * len(sequences) > len(read) else 1
 
 
-def _is_float(value: Value) -> bool:
-    return "float" in value.dtype
-
-
-def _value_bytes(value: Value) -> float:
-    found = _DTYPE_BITS.search(value.dtype)
-    size: int = math.prod(value.shape)
-    return size * (int(found[1]) / 8 if found else 1.0)
-
-
 def _element_bytes(group: _Group, graph: StepGraph) -> float:
     """Bytes of an element of the first floating-point value that the group makes."""
     for node in group.nodes:
         for index in node.outputs:
             value = graph.values[index]
             size: int = math.prod(value.shape)
-            if _is_float(value) and size:
-                return _value_bytes(value) / size
+            if is_float(value) and size:
+                return value_bytes(value) / size
     return 4.0

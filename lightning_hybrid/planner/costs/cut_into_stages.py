@@ -47,6 +47,7 @@ def cut_into_stages(
     Raises:
         ValueError: There are fewer single layers than stages.
     """
+    costs = costs.with_stages(num_stages)
     if costs.num_layers < num_stages:
         raise ValueError(f"{costs.name} has {costs.num_layers} layers, too few for {num_stages} stages")
     by_layers = num_stages == 1 or balanced_by == "layers"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lightning_hybrid.planner.measured.correction import Correction
@@ -71,11 +71,13 @@ class LayerCosts:
         replicated_saved: The part of ``saved`` that tensor ranks do not divide, unless sequence parallel.
         saved_scores: Elements of attention scores saved; "selective" recomputation saves none.
         selective_saved: Elements saved under selective recomputation (results of expensive operations).
-        outputs: Elements of its result, which the next stage receives and full recomputation saves.
+        full_saved: Elements saved under full recomputation; ``outputs`` if None.
+        outputs: Elements of its result, which the next stage receives.
         reductions: All-reduces of ``outputs`` over tensor ranks in the forward; as many in the backward.
         kernels: Kernels started in the forward.
         float32_saved: Elements saved in 32 bits besides ``saved``, such as logits of a loss.
-        peak_only: Elements held in 32 bits during the layer's backward alone.
+        loss_saved: The part of ``saved`` that a loss over classes saves; a loss in chunks saves none.
+        peak_only: Elements held in 32 bits during the layer's backward alone, in each of two gradients.
         is_recomputed: Whether full recomputation applies to it; it does to layers, not to an embedding or a loss.
         has_full_positions: Whether each context rank computes all positions of it, as the strategies do of an embedding
             and of a loss: of whatever has no argument of its result's shape.
@@ -95,10 +97,12 @@ class LayerCosts:
     replicated_saved: float = 0.0
     saved_scores: float = 0.0
     selective_saved: float = 0.0
+    full_saved: float | None = None
     outputs: float = 0.0
     reductions: int = 0
     kernels: int = 0
     float32_saved: float = 0.0
+    loss_saved: float = 0.0
     peak_only: float = 0.0
     is_recomputed: bool = True
     has_full_positions: bool = False
@@ -125,7 +129,9 @@ class ModelCosts:
         is_traced: Whether the costs come from a recorded step or configuration; False if estimated from parameters.
         frozen_parameters: Parameters without gradients.
         has_batch_norm: Whether layers take statistics of each microbatch, so that results depend on their number.
+        why_no_stages: Why its step cannot be run in stages, and on microbatches; empty if it may.
         notes: For reports.
+        layers_of_few_stages: The layers of layouts with 1, 2, ... stages; those of more stages are ``layers``.
         names_checksum: `checksum_of_names` of the parameters; 0 if these are unknown.
         sample_elements: Elements of the tensors of one sample; 0 if unknown.
         correction: Of predictions, by the measured steps of a run of this model; None if there is none.
@@ -141,7 +147,9 @@ class ModelCosts:
     is_traced: bool = True
     frozen_parameters: int = 0
     has_batch_norm: bool = False
+    why_no_stages: str = ""
     notes: tuple[str, ...] = field(default=())
+    layers_of_few_stages: tuple[tuple[LayerCosts, ...], ...] = ()
     names_checksum: int = 0
     sample_elements: float = 0.0
     correction: Correction | None = None
@@ -160,6 +168,13 @@ class ModelCosts:
     def flops(self) -> float:
         """Floating-point operations of a forward for one sample."""
         return sum(layer.flops * layer.count for layer in self.layers)
+
+    def with_stages(self, num_stages: int) -> ModelCosts:
+        """Return the costs with the layers of a step in a number of stages: in few, an opened layer is one."""
+        few = self.layers_of_few_stages
+        if num_stages > len(few) or sum(layer.count for layer in few[num_stages - 1]) < num_stages:
+            return self
+        return replace(self, layers=few[num_stages - 1], layers_of_few_stages=())
 
     def single_layers(self) -> Iterator[LayerCosts]:
         """All layers one by one, in order."""

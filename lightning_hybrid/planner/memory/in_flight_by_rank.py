@@ -7,6 +7,8 @@ import functools
 from lightning_hybrid.schedule.generators import SCHEDULE_NAMES, make_schedule
 from lightning_hybrid.schedule.schedule_and_actions import Action, Kind
 
+_V_WARM_UP = {"zero_bubble_v": 0, "dualpipe_v": 1}  # microbatches of a rank's first stage beyond those of ZB-V
+
 
 @functools.lru_cache(maxsize=4096)
 def in_flight_by_rank(
@@ -15,7 +17,8 @@ def in_flight_by_rank(
     """Return for each rank the microbatches of each of its stages that are between forward and backward at its peak.
 
     The peak is the first backward: a rank then has all forwards of its warm-up in flight, and later as many at most.
-    Schedules without a closed form are generated, for at most four microbatches per rank.
+    A searched zero-bubble schedule holds what its limit allows, as many as there are pipeline ranks. Schedules without
+    a closed form are generated, for at most four microbatches per rank.
 
     Args:
         schedule: Name of the schedule; "1f1b" with several stages per rank is the interleaved one.
@@ -26,11 +29,13 @@ def in_flight_by_rank(
     m, p = num_microbatches, num_ranks
     if schedule == "gpipe":
         return ((m,) * stages_per_rank,) * p
+    if schedule in _V_WARM_UP:
+        return tuple((min(m, 2 * p - rank - 1 + _V_WARM_UP[schedule]), min(m, rank + 1)) for rank in range(p))
     if stages_per_rank == 1:
         warm_up = {"1f1b": 1, "interleaved_1f1b": 1, "eager_1f1b": 2}
         if schedule in warm_up:
             return tuple((min(m, warm_up[schedule] * (p - 1 - rank) + 1),) for rank in range(p))
-        if schedule == "zero_bubble":
+        if schedule in ("zero_bubble", "zero_bubble_searched"):
             return ((min(m, p),),) * p
     elif schedule in ("1f1b", "interleaved_1f1b"):
         return tuple(_interleaved(m, p, stages_per_rank, rank) for rank in range(p))

@@ -112,7 +112,8 @@ def _states(
         terms["optimizer step"] = 0.0
     for kind in layout.offload - {"activations"}:
         terms[kind.replace("_", " ")] = 0.0
-    if layout.zero_stage in (1, 2) and layout.shard > 1:
+    # Gradients that are reduced in each microbatch go layer by layer: see `_gathered`.
+    if layout.zero_stage in (1, 2) and layout.shard > 1 and not layout.reduces_each_microbatch:
         terms["communication buffers"] = min(constants.bucketed, held.total * trained / 2) * number_format.reduced
     return terms
 
@@ -160,6 +161,8 @@ def _activations(
             # Where activations are on the host, those of two layers are on the device.
             saved = max(saved, 2 * kept) if "activations" in layout.offload else saved + microbatches * count * kept
             one_layer = max(one_layer, full - kept)
+            if layout.chunked_loss and (layer.float32_saved or layer.loss_saved):
+                continue
             logit = max(4, number_format.activation)
             copies = number_format.activation if number_format.activation < 4 else 0
             in_loss = layer.float32_saved * (logit + copies) + layer.peak_only * logit * constants.loss_gradients
@@ -167,8 +170,6 @@ def _activations(
             waiting += (microbatches - 1) * layer.float32_saved * logit * samples
         if not (has_loss and stage is stages[-1]):  # what was sent on is held until its gradient is back
             saved += microbatches * _outputs(stage[-1][0], layout, number_format)
-    if layout.chunked_loss:
-        loss = waiting = 0.0
     if layout.pipeline > 1:
         saved += 2 * _outputs(stages[0][-1][0], layout, number_format)
     if loss >= one_layer + gathered.layer:
@@ -197,12 +198,25 @@ def _saved(layer: LayerCosts, layout: PlanLayout, number_format: NumberFormat) -
 def _saved_bytes(layer: LayerCosts, layout: PlanLayout, number_format: NumberFormat, policy: str) -> float:
     """Bytes that one layer saves for the backward of one microbatch, besides logits of a loss."""
     if policy == "full":
-        return _outputs(layer, layout, number_format)
+        return _recompute_saved(layer, layout, number_format)
     layout = layout_of_layer(layer, layout)
     sharded = (layer.selective_saved if policy == "selective" else layer.saved) - layer.replicated_saved
+    if layout.chunked_loss:
+        sharded = max(0.0, sharded - layer.loss_saved)
     scores = 0.0 if policy == "selective" or layout.fused_attention else layer.saved_scores
     elements = (sharded + scores) / layout.tensor
     elements += layer.replicated_saved / (layout.tensor if layout.sequence_parallel else 1)
+    return elements * layout.microbatch / layout.context * number_format.activation
+
+
+def _recompute_saved(layer: LayerCosts, layout: PlanLayout, number_format: NumberFormat) -> float:
+    """Bytes that one layer saves for the backward of one microbatch under full recomputation."""
+    if layer.full_saved is None:
+        return _outputs(layer, layout, number_format)
+    in_loss = 0.0 if layout.chunked_loss else layer.loss_saved / layout.tensor
+    layout = layout_of_layer(layer, layout)
+    tensor = layout.tensor if layout.sequence_parallel else 1
+    elements = in_loss + (layer.full_saved - layer.loss_saved) / tensor
     return elements * layout.microbatch / layout.context * number_format.activation
 
 

@@ -13,7 +13,7 @@ from lightning_hybrid.planner.search.plans_and_rejections import (
     duration,
     gigabytes,
 )
-from lightning_hybrid.planner.search.rejected_families import larger_than_device, slower_than
+from lightning_hybrid.planner.search.rejected_families import larger_than_device, largest_difference, slower_than
 
 _WIDTH = 120  # characters of a line
 _LEAST_SHARE = 0.005  # of a total, below which a term is left out
@@ -75,10 +75,9 @@ def why(plan: Plan, best: Plan) -> str:
     if ratio <= TIE:
         return "a tie; less simple" if plan.fits_with_error else "a tie, but may not fit"
     own, other = plan.time, best.time
-    scale = other.samples / own.samples
-    more = {name: scale * seconds - other.terms.get(name, 0.0) for name, seconds in own.terms.items()}
-    name = max(more, key=more.__getitem__)
-    return f"{ratio:.0%} slower: {name} +{duration(more[name])}"
+    name = largest_difference(own, other)
+    more = own.terms.get(name, 0.0) * other.samples / own.samples - other.terms.get(name, 0.0)
+    return f"{ratio:.0%} slower: {name} +{duration(more)}"
 
 
 def explained_layout(run: PlannedRun, plan: Plan) -> str:
@@ -108,8 +107,9 @@ def _verdict(plan: Plan, best: Plan) -> str:
         return f"does not fit: {larger_than_device(plan)}"
     if plan.layout == best.layout:
         return "it is the chosen plan"
-    if plan.seconds_per_sample < best.seconds_per_sample:
-        return "it is faster, within the tie of 3 %; the chosen plan is simpler"
+    faster = 1 - plan.seconds_per_sample / best.seconds_per_sample
+    if faster > TIE:
+        return f"a sample takes {faster:.0%} less time: what is fixed, or the objective, rules the layout out"
     return slower_than(plan, best)
 
 

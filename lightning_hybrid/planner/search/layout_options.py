@@ -37,6 +37,8 @@ _FIELDS = {
     "chunked_loss": "chunked_loss",
 }
 
+_MAY_BE_NONE = ("recompute", "offload")  # which is nothing; None of others is the default
+
 # All options of the strategy that make a layout.
 LAYOUT_OPTIONS = (*_FIELDS, "num_microbatches")
 
@@ -107,7 +109,7 @@ def _is_count(value: Any) -> bool:
 
 
 def fixed_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what options of the strategy fix of a layout; sizes that are "auto" fix nothing.
+    """Return what options of the strategy fix of a layout; those that are "auto" fix nothing.
 
     Args:
         options: By their full names, those alone that the user has set.
@@ -115,10 +117,10 @@ def fixed_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     fixed: dict[str, Any] = {}
     for name, field in _FIELDS.items():
         value = options.get(name, "auto")
-        if value == "auto" or value is None:
+        if value == "auto" or (value is None and name not in _MAY_BE_NONE):
             continue
         if field == "recompute":
-            value = value if value in _RECOMPUTE else ("selective" if isinstance(value, float) else "full")
+            value = _recomputed(value)
         if field == "offload":
             value = _offloaded(value, options.get("zero_stage"))
         fixed[field] = bool(value) if field == "chunked_loss" else value
@@ -127,7 +129,17 @@ def fixed_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     return fixed
 
 
+def _recomputed(value: Any) -> str:
+    if value is None or value == "keep":
+        return "none"
+    if isinstance(value, float):
+        return "selective"
+    return value if isinstance(value, str) and value in _RECOMPUTE else "full"
+
+
 def _offloaded(value: Any, zero_stage: Any) -> frozenset[str]:
+    if value is None:
+        return frozenset()
     if isinstance(value, Mapping):
         return frozenset(kind for kind, where in value.items() if where == "cpu")
     kinds = ("optimizer_states", "gradients", "parameters")

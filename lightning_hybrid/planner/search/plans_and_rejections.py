@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
 from lightning_hybrid.planner.plan_layout import PlanLayout, RecomputeKind
 from lightning_hybrid.planner.predictions import PredictedMemory, PredictedTime
+from lightning_hybrid.planner.search.layout_options import simplicity
 
 Objective = Literal["throughput", "fewest_devices", "largest_batch"]
 OBJECTIVES: tuple[Objective, ...] = ("throughput", "fewest_devices", "largest_batch")
@@ -120,6 +122,22 @@ class SearchResult:
     def best(self) -> Plan:
         """The chosen plan."""
         return self.plans[0]
+
+
+def simplest_of_tied(
+    plans: Collection[Plan], score: Callable[[Plan], tuple[float, ...]], chosen: float = float("inf")
+) -> Plan:
+    """Return the simplest plan within the tie of the best, of those that fit with their error bar if there is one.
+
+    Args:
+        plans: With a time.
+        score: Orders plans, the best first; its last number is compared within the tie, the others exactly.
+        chosen: That number of the chosen plan: if the best is tied with it, so is the plan that is returned.
+    """
+    *first, least = min(map(score, plans))
+    limit = (1 + TIE) * (chosen if least > chosen >= least / (1 + TIE) else least)
+    tied = [plan for plan in plans if (found := score(plan))[:-1] == tuple(first) and found[-1] <= limit]
+    return min(tied, key=lambda plan: (not plan.fits_with_error, simplicity(plan.layout), score(plan)))
 
 
 def gigabytes(size: float) -> str:

@@ -10,7 +10,14 @@ from lightning_hybrid.planner.plan_layout import PlanLayout
 from lightning_hybrid.planner.predictions import PredictedTime
 from lightning_hybrid.planner.search.candidate_layouts import Candidates
 from lightning_hybrid.planner.search.layout_options import spelled
-from lightning_hybrid.planner.search.plans_and_rejections import TIE, Plan, Rejection, duration, gigabytes
+from lightning_hybrid.planner.search.plans_and_rejections import (
+    TIE,
+    Plan,
+    Rejection,
+    duration,
+    gigabytes,
+    simplest_of_tied,
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ def _no_tensor(candidates: Candidates) -> str:
 def _no_crossing(candidates: Candidates) -> str:
     node, costs = candidates.hardware.devices_per_node, candidates.costs
     if candidates.ranks <= node:
-        return f"{candidates.ranks} devices are one node of {node}"
+        return f"all {candidates.ranks} devices are on one node"
     if "tensor" in candidates.fixed or not candidates.allowed.tensor or not costs.heads:
         return _no_tensor(candidates)
     heads = f"{costs.heads} heads, {costs.key_value_heads or costs.heads} of keys and values"
@@ -55,7 +62,7 @@ def _no_pipeline(candidates: Candidates) -> str:
     if "pipeline" in candidates.fixed:
         return f"pipeline_parallel_size={candidates.fixed['pipeline']} is set"
     if not candidates.allowed.pipeline:
-        return "not permitted for this model"
+        return candidates.costs.why_no_stages or "not permitted for this model"
     return f"{candidates.most_stages} layers and {candidates.ranks} devices have no common number of stages"
 
 
@@ -65,8 +72,10 @@ def _no_context(candidates: Candidates) -> str:
     if not candidates.allowed.context:
         return "not permitted for this model"
     positions, least = candidates.costs.positions, candidates.allowed.positions_per_context_rank
+    if positions == 1:
+        return "samples are no sequences"
     if positions < 2 * least:
-        return f"samples of {positions} positions; a context rank should have {least} or more"
+        return f"samples of {positions} positions; each context rank should have {least} or more"
     return f"no number of ranks divides {positions} positions and {candidates.ranks} devices"
 
 
@@ -129,7 +138,9 @@ def rejected_families(
         members = [member for member in known if family.has(member.layout)]
         fitting = [member for member in members if member.fits]
         if fitting:
-            member = min(fitting, key=lambda member: member.seconds_per_sample)
+            member = simplest_of_tied(
+                fitting, lambda member: (member.seconds_per_sample,), chosen=best.seconds_per_sample
+            )
             yield Rejection(family.name, slower_than(member, best), member.layout)
         elif members:
             member = min(members, key=lambda member: member.memory.least)

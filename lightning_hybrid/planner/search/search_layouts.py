@@ -13,15 +13,15 @@ from lightning_hybrid.planner.hardware.hardware import Hardware
 from lightning_hybrid.planner.memory.predict_memory import predict_memory
 from lightning_hybrid.planner.plan_layout import NumberFormat, PlanLayout
 from lightning_hybrid.planner.search.candidate_layouts import Candidates, divisors
-from lightning_hybrid.planner.search.layout_options import simplicity, spelled
+from lightning_hybrid.planner.search.layout_options import spelled
 from lightning_hybrid.planner.search.plans_and_rejections import (
     OBJECTIVES,
-    TIE,
     Allowed,
     Objective,
     Plan,
     SearchResult,
     gigabytes,
+    simplest_of_tied,
 )
 from lightning_hybrid.planner.search.rejected_families import rejected_families
 from lightning_hybrid.planner.time.predict_time import predict_time
@@ -61,7 +61,7 @@ def search_layouts(
             "largest_batch" the most samples that are computed at a time.
         max_memory: Bytes of a device that may be used, at most; all if None.
         fixed: Fields of `PlanLayout` that are not chosen; "data" is the number of replicas, and "num_microbatches"
-            that of microbatches, which is 1 for BatchNorm unless it is set.
+            that of microbatches, which is 1 for BatchNorm, and for a step without stages, unless it is set.
         allowed: What the model permits; everything if None.
 
     Raises:
@@ -70,14 +70,16 @@ def search_layouts(
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective={objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
-    _check_cluster(hardware, devices, num_nodes, batch)
+    check_cluster(hardware, devices, num_nodes, batch)
     hardware = cluster_of(hardware, devices, num_nodes, max_memory)
     worlds = [devices * num_nodes]
     if objective == "fewest_devices":
         worlds = divisors(devices) + [devices * nodes for nodes in divisors(num_nodes)[1:]]
-    fixed = {**({"num_microbatches": 1} if costs.has_batch_norm else {}), **(fixed or {})}
+    is_one_batch = costs.has_batch_norm or bool(costs.why_no_stages)
+    fixed = {**({"num_microbatches": 1} if is_one_batch else {}), **(fixed or {})}
     allowed = allowed or Allowed()
-    options = fixed, dataclasses.replace(allowed, offload=allowed.offload and not hardware.is_host)
+    has_stages, offload = allowed.pipeline and not costs.why_no_stages, allowed.offload and not hardware.is_host
+    options = fixed, dataclasses.replace(allowed, pipeline=has_stages, offload=offload)
     searches = [
         _Search(Candidates(costs, hardware, ranks, batch, is_replica_batch, *options), number_format, objective)
         for ranks in worlds
@@ -113,15 +115,26 @@ def predict_plan(costs: ModelCosts, layout: PlanLayout, number_format: NumberFor
     return dataclasses.replace(plan, time=time, time_error=correction.time_error(layout, time))
 
 
-def _check_cluster(hardware: Hardware, devices: int, num_nodes: int, batch: int) -> None:
+def check_cluster(hardware: Hardware, devices: int, num_nodes: int, batch: int = 1) -> None:
+    """Refuse a cluster that there cannot be.
+
+    Args:
+        hardware: Its devices.
+        devices: Devices of each node.
+        num_nodes: Number of nodes.
+        batch: Samples of an optimizer step.
+
+    Raises:
+        PlanError: A number is no whole number of 1 or more, or the devices are more than a node has and no whole nodes.
+    """
     for name, number in (("devices", devices), ("num_nodes", num_nodes), ("batch", batch)):
         if not isinstance(number, int) or number < 1:
             raise PlanError(f"{name}={number!r}: a plan needs a whole number of 1 or more", entry="plan-cluster")
     node = hardware.devices_per_node
-    if node % devices and devices % node:
+    if devices > node and devices % node:
         raise PlanError(
-            f"devices={devices} per node do not divide the {node} devices of a node of {hardware.name}; set devices to"
-            f" a divisor of {node}, or give a hardware file with devices_per_node = {devices}",
+            f"devices={devices}: a node of {hardware.name} has {node} devices; set devices to {node} at most and"
+            f" num_nodes to the number of nodes, or give a hardware file with devices_per_node = {devices}",
             entry="plan-cluster",
         )
 
@@ -223,29 +236,21 @@ class _Search:
         while True:
             for layout in self._neighbours(best.layout):
                 self.plan(layout)
-            fitting = [plan for plan in self.plans.values() if plan.time is not None]
-            *first, least = min(map(self._score, fitting))
-            tied = [
-                plan
-                for plan in fitting
-                if (score := self._score(plan))[:-1] == tuple(first) and score[-1] <= (1 + TIE) * least
-            ]
-            simplest = min(
-                tied, key=lambda plan: (not plan.fits_with_error, simplicity(plan.layout), self._score(plan))
-            )
+            fitting = [plan for plan in self.plans.values() if plan.fits]
+            simplest = simplest_of_tied(fitting, self._score)
             if simplest is best:
                 return best
             best = simplest
 
     def _ranked(self, best: Plan) -> list[Plan]:
-        """Return the chosen plan, then the best of each other mesh."""
-        ranked = [best]
-        meshes = {_mesh(best.layout)}
-        for plan in sorted((plan for plan in self.plans.values() if plan.fits), key=self._score):
-            if _mesh(plan.layout) not in meshes:
-                meshes.add(_mesh(plan.layout))
-                ranked.append(plan)
-        return ranked
+        """Return the chosen plan, then the best of each other mesh, or the simplest that is tied with it."""
+        meshes: dict[tuple[int, ...], list[Plan]] = {}
+        for plan in self.plans.values():
+            if plan.fits and _mesh(plan.layout) != _mesh(best.layout):
+                meshes.setdefault(_mesh(plan.layout), []).append(plan)
+        chosen = self._score(best)[-1]
+        others = [simplest_of_tied(plans, self._score, chosen) for plans in meshes.values()]
+        return [best, *sorted(others, key=self._score)]
 
     def nothing_fits(self) -> PlanError:
         """Return the error that names the nearest layout, and what is missing."""

@@ -134,7 +134,7 @@ def _record_once(
             refuse_number_in_buffer(root, state, "" if guesses else recorder.numbers_read)
             recording = recorder.finish(root, name, result, owned, loss_required=loss_required)
             kept = find_kept_values(root, state, old, recorder, recording)
-            return replace(recording, bound=bound, **kept._asdict())
+            return replace(recording, bound=bound, has_guesses=recorder.has_guessed, **kept._asdict())
     finally:
         if recorder is not None:
             recorder.mutated.undo()

@@ -131,6 +131,10 @@ _ATTENTION = {
 }
 
 
+# Kernels of recurrent layers, for which torch has no formula: all positions of a layer, or of several.
+_RECURRENT = {_ATEN.mkldnn_rnn_layer, _ATEN._cudnn_rnn}
+
+
 def flops_of_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, float]:
     """Return the floating-point operations of a kernel, and of the backward that differentiates it.
 
@@ -144,6 +148,8 @@ def flops_of_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float,
         out: Its result.
     """
     kernel = func._overloadpacket
+    if kernel in _RECURRENT:
+        return _flops_of_recurrent_layer(args)
     count = flop_registry.get(_ATEN._scaled_dot_product_flash_attention if kernel is _CPU_ATTENTION else kernel)
     if count is None:
         return 0.0, 0.0
@@ -154,6 +160,22 @@ def flops_of_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float,
         differentiated = [args[position] for position in _PRODUCTS[kernel] if position < len(args)]
         return forward, forward * sum(_takes_gradient(each) for each in differentiated)
     return forward, forward * _ATTENTION_BACKWARD * any(_takes_gradient(each) for each in args[:3])
+
+
+def _flops_of_recurrent_layer(args: Any) -> tuple[float, float]:
+    """FLOPs of the products of a recurrent layer, LSTM or GRU, and of their backward: each weight at each position.
+
+    The arguments begin with the input, [..., features] of any number of positions, and the weights as tensors or in a
+    list, the one of the input first.
+    """
+    source, weights = args[0], flatten(list(args[1:5]) if isinstance(args[1], Tensor) else args[1])[0]
+    matrices = [weight for weight in weights if weight.dim() == 2]
+    positions = source.numel() / max(1, source.shape[-1])
+    forward = 2.0 * positions * sum(weight.numel() for weight in matrices)
+    if not torch.is_grad_enabled() or not any(map(_takes_gradient, (source, *weights))):
+        return forward, 0.0
+    of_operands = forward if _takes_gradient(source) else forward - 2.0 * positions * matrices[0].numel()
+    return forward, of_operands + forward * any(map(_takes_gradient, matrices))
 
 
 def _computed_share(func: Any, args: Any, kwargs: Any) -> float:

@@ -69,6 +69,7 @@ class StepMode(TorchFunctionMode, ABC):
         assumed_finite: The values that branches assumed to be finite; None if branches on them are refused.
         absent_number: The number that reads of absent values return, in the search for branches on them.
         guesses: The answers to reads of absent values, in order; None where such a step is refused.
+        has_guessed: Whether one of them was needed.
         units: The modules whose calls are one event each, by FQN.
         uncompiled: Prevents compilation of the code around units.
     """
@@ -91,6 +92,7 @@ class StepMode(TorchFunctionMode, ABC):
         self.assumed_finite: set[int] | None = set()
         self.absent_number: float | None = None
         self.guesses: Iterator[bool] | None = None
+        self.has_guessed = False
         self.units: Mapping[str, nn.Module] = {}
 
     @abstractmethod
@@ -211,6 +213,7 @@ class StepMode(TorchFunctionMode, ABC):
             assumed_finite.update(values)
             return int(answer) if name in ("__int__", "__index__") else answer if name == "item" else bool(answer)
         if self.guesses is not None:
+            self.has_guessed = True
             return answer_guessed_read(name, absent[0], next(self.guesses))
         if name in _NUMBER_READS:
             self.numbers_read = line

@@ -75,6 +75,7 @@ class Recording:
         bound: The ``apply`` methods of autograd functions that user code stores.
         entered: Units with captured inputs: values of the step that are no tensor arguments; they should be opened.
         left: Units that read values which an earlier call stored on them; they should be opened too.
+        has_guesses: Whether code of the step read a value of the model that was guessed.
     """
 
     graph: StepGraph
@@ -95,6 +96,7 @@ class Recording:
     bound: Sequence[BoundApply] = ()
     entered: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()
+    has_guesses: bool = False
 
     def parameters_read_outside(self) -> dict[str, str]:
         """The parameters that code outside of their unit reads or replaces, and the line of each."""

@@ -5,7 +5,6 @@ That is for a plan, after which nothing is trained: the batch comes from the run
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -30,7 +29,10 @@ from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook impor
 
 
 def record_in_one_stage(
-    run: Run, randomness: KeyedRandomness, layers: Mapping[str, nn.Module] | None = None
+    run: Run,
+    randomness: KeyedRandomness,
+    layers: Mapping[str, nn.Module] | None = None,
+    failures: list[Exception] | None = None,
 ) -> Assignment | None:
     """Record the training step on the first microbatch; None where it cannot be recorded, whatever its branches.
 
@@ -38,6 +40,7 @@ def record_in_one_stage(
         run: A plan, whose module is full.
         randomness: Keys the random numbers of the step.
         layers: Units of the recording, by FQN; the layers that would be recomputed if None.
+        failures: The error of each attempt is added to these.
     """
     setting = run.setting
     trainer, module, options = setting.trainer, setting.module, setting.options
@@ -57,7 +60,10 @@ def record_in_one_stage(
     layers = find_layers(dict(module.named_children())) if layers is None else layers
     # Units as of stages where a step reads parameters inside of layers.
     for units, guesses in itertools.product((layers, choose_units(module, 2)), GUESSES):
-        with contextlib.suppress(Exception):  # any step can be trained; only this estimate needs a recording
+        try:
             record_with_optimizers(trainer, module, partial(record_with, units, guesses))
             return assign(graphs[0], owner_stages(graphs[0], 1), 1)
+        except Exception as error:  # any step can be trained; only this estimate needs a recording
+            if failures is not None:
+                failures.append(error.with_traceback(None))
     return None

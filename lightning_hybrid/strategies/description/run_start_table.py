@@ -26,6 +26,10 @@ from lightning_hybrid.strategies.description.memory_of_stages import (
     memory_of_stages,
     zero_gathers_per_layer,
 )
+from lightning_hybrid.strategies.description.recomputation_under_budget import (
+    ExpectedRecomputation,
+    expected_recomputation,
+)
 from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.slow_links.connect_slow_links import describe_slow_links
@@ -89,9 +93,15 @@ def describe_run(run: Run, partition: ModulePartition | None, optimizers: Sequen
     rank_of = (lambda stage: 0) if run.plan is None else run.plan.rank_of
     details: list[str] = []
     rest: list[str] = []
+    expected: ExpectedRecomputation | None = None
     if setting.is_fitting:
         batch = None if partition is None else partition.batch
-        memory = memory_of_stages(run, optimizers, 1 if batch is None else batch.num_microbatches)
+        count = 1 if batch is None else batch.num_microbatches
+        memory = memory_of_stages(run, optimizers, count)
+        if run.recomputation is not None and run.recomputation.budget is not None:
+            full = memory_of_stages(dataclasses.replace(run, recomputation=None), optimizers, count)
+            expected = expected_recomputation(run.recomputation.budget, memory, full, rank_of)
+            memory = memory if expected is None else expected.memory
         head += [describe_batch(run, batch, first), *describe_batch_norm(setting, batch), describe_parameters(setting)]
         ranks = memory_of_ranks(memory, run)
         is_upper_bound = layout.tensor_parallel_size * layout.context_parallel_size > 1
@@ -106,11 +116,16 @@ def describe_run(run: Run, partition: ModulePartition | None, optimizers: Sequen
         details += describe_tensor_plans(run.shards.plans, partition.tensor_planner.summary).splitlines()
     if partition is not None and partition.expert_planner is not None and partition.expert_planner.summary:
         rest.append(partition.expert_planner.summary)
-    return StartTable(head, details, [*rest, *describe_techniques(run)])
+    return StartTable(head, details, [*rest, *describe_techniques(run, "" if expected is None else str(expected))])
 
 
-def describe_techniques(run: Run) -> list[str]:
-    """Return a line for each of ZeRO, offload, recomputation and compiled layers, where there are any."""
+def describe_techniques(run: Run, recomputed: str = "") -> list[str]:
+    """Return a line for each of ZeRO, offload, recomputation and compiled layers, where there are any.
+
+    Args:
+        run: Built, or only planned.
+        recomputed: The share that a budget is expected to recompute, in words; empty if unknown.
+    """
     setting = run.setting
     options, lines = setting.options, []
     if run.zero_shardings:
@@ -130,7 +145,7 @@ def describe_techniques(run: Run) -> list[str]:
             f"loss: in chunks of positions, where it reads the logits of {' or '.join(run.chunked_loss.heads)}"
         )
     if run.recomputation is not None:
-        lines.append(describe_policies(run.recomputation.policies, setting.recompute))
+        lines.append(describe_policies(run.recomputation.policies, setting.recompute, recomputed))
     if run.setting.saved_activations:
         lines.append(str(run.setting.saved_activations))
     if run.compiled is not None:

@@ -186,17 +186,17 @@ class LayoutChooser:
         """Select the trace variant of the batch; if there is none, change the layout on all ranks."""
         error: Exception | None = None
         world = self._setting.world
+        # All ranks of a replica run the same Python on the same batch; other replicas have other batches.
+        has_replicas = world.mesh.size("data") > 1
         try:
             self._choose_trace(arguments)
         except BatchError:
             raise
         except Exception as raised:
-            if self._has_list_optimizers:
+            if self._has_list_optimizers or (not has_replicas and world.fails_alone()):
                 raise
             error = raised
         with world.as_launcher():
-            # All ranks of a replica run the same Python on the same batch; other replicas have other batches.
-            has_replicas = world.mesh.size("data") > 1
             if not (world.decide(error is not None, all_ranks=False) if has_replicas else error):
                 return
             world.rendezvous("a change of the layout")

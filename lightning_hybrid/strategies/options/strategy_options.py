@@ -26,6 +26,16 @@ _SIZES = (
     "context_parallel_size",
     "expert_parallel_size",
 )
+# What further options of "auto" are where nothing is planned.
+_UNPLANNED: dict[str, Any] = {
+    "schedule": "1f1b",
+    "stages_per_rank": 1,
+    "sequence_parallel": False,
+    "zero_stage": 0,
+    "offload": None,
+    "recompute": None,
+    "chunked_loss": False,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,20 +80,25 @@ class Options:
     start_method: Literal["popen", "fork"] = "popen"
     objective: Objective | None = None
     max_memory: str | None = None
+    # Options besides sizes that the user has left at "auto"; they have the values that they have without a plan.
+    unset: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Options:
         """Pick the options from all arguments of the strategy, by their names."""
-        names = {field.name for field in fields(cls)} - {"sizes"}
-        return cls(sizes={name: arguments[name] for name in _SIZES}, **{name: arguments[name] for name in names})
+        names = {field.name for field in fields(cls)} - {"sizes", "unset"}
+        unset = tuple(name for name in _UNPLANNED if _is_auto(arguments[name]))
+        values = {name: _UNPLANNED[name] if name in unset else arguments[name] for name in names}
+        return cls(sizes={name: arguments[name] for name in _SIZES}, unset=unset, **values)
 
     def changed(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options, by the names of the strategy's arguments, that differ from their defaults.
+        """Return the options, by the names of the strategy's arguments, that the user has set, or that were planned.
 
         Args:
-            defaults: By name, in the order to return them.
+            defaults: By name, in the order to return them. An option that is set to its default is as if left out.
         """
         values = {**{field.name: getattr(self, field.name) for field in fields(self)}, **self.sizes}
+        defaults = {name: _UNPLANNED[name] if name in self.unset else value for name, value in defaults.items()}
         options = {name: default for name, default in defaults.items() if name in values}
         # Values of one type alone are compared: a batch of tensors has no single truth value.
         return {n: values[n] for n, d in options.items() if type(values[n]) is not type(d) or values[n] != d}
@@ -333,6 +348,10 @@ _COMPILE_OPTIONS = ("backend", "mode", "dynamic", "fullgraph", "options")
 
 def _listed(values: Sequence[Any]) -> str:
     return ", ".join(map(str, values))
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
 
 
 def _is_count(value: Any) -> bool:

@@ -91,5 +91,6 @@ def describe_choices(report: BudgetReport, recompute: Any) -> str:
     least = "; the others are recomputed in full" if least and set(shares) <= {0.0, 1.0} else least
     return (
         f"recompute={recompute!r}: {format_budget(report.budget)} on the first rank, {format_budget(report.floor)} are"
-        f" the least; {everything} of {len(shares)} layers keep everything{least}"
+        f" the least; {everything} of {len(shares)} layers keep everything{least};"
+        f" {100 * report.recomputed_share:.0f} % of all bytes that layers would save are recomputed"
     )

@@ -59,6 +59,7 @@ def make_runner(
         max_microbatches_in_flight=options.max_microbatches_in_flight,
         cuts=cuts,
         agree=world.broadcast,
+        first_failure=world.first_failure,
     )
     unpartitioned = UnpartitionedSteps(
         module,
@@ -69,6 +70,8 @@ def make_runner(
         room=partial(_gather_budget, device, world.num_processes),
         warn=_warn_of_unpartitioned,
         around=around_unpartitioned,
+        has_recorded=world.has_recorded,
+        fails_alone=world.fails_alone,
     )
     common: dict[str, Any] = {
         "num_microbatches": options.microbatches,

@@ -21,10 +21,11 @@ class Zero3Fallback:
 
     Attributes:
         mesh: The ranks, with shards over these axes.
+        reason: Why; a type of error, and its message.
     """
 
     def __init__(self, module: pl.LightningModule, mesh: Mesh, axes: Sequence[str], reason: str, *, strict: bool):
-        self._module, self._strict, self._reason = module, strict, _NO_STAGES.sub("", reason)
+        self._module, self._strict, self.reason = module, strict, _NO_STAGES.sub("", reason)
         sizes = {axis: mesh.size(axis) for axis in axes if mesh.size(axis) > 1}
         self._sizes = ", ".join(f"{_SIZES[axis]}={size}" for axis, size in sizes.items())
         self._place = "pipelined" if list(axes) == ["pp"] else "cut"
@@ -33,12 +34,12 @@ class Zero3Fallback:
     @property
     def refusal(self) -> str:
         """The sizes that the step cannot be run under, and the reason."""
-        return f"the step cannot be run under {self._sizes}: {self._reason}"
+        return f"the step cannot be run under {self._sizes}: {self.reason}"
 
     @property
     def line(self) -> str:
         """The line of the start table."""
-        return f"sharded instead of {self._place}: {self._reason}"
+        return f"sharded instead of {self._place}: {self.reason}"
 
     def announce(self, error: Exception | None = None, *, reason: str = "") -> None:
         """Warn that ranks hold shards, and why (``reason`` replaces the first), now that no batch can change that.
@@ -46,11 +47,11 @@ class Zero3Fallback:
         Raises:
             LayoutError: The user wants the layout or nothing.
         """
-        self._reason = _NO_STAGES.sub("", reason) or self._reason
+        self.reason = _NO_STAGES.sub("", reason) or self.reason
         if self._strict:
             name = f"{type(self._module).__name__}.training_step"
             raise LayoutError(
-                f"strict_layout=True, and {name} cannot be run under {self._sizes}: {self._reason}; set"
+                f"strict_layout=True, and {name} cannot be run under {self._sizes}: {self.reason}; set"
                 f" strict_layout=False to have these {self.mesh.size('shares')} ranks hold shards of every parameter,"
                 " gradient and optimizer state instead",
                 entry="strict-layout",

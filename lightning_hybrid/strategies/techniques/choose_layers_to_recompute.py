@@ -173,13 +173,20 @@ def _is_in(fqn: str, unit: str) -> bool:
     return fqn == unit or fqn.startswith(f"{unit}.")
 
 
-def describe_policies(policies: dict[str, Policy], recompute: Recompute | None) -> str:
-    """Return a line for each policy: which layers are recomputed in full, or selectively."""
+def describe_policies(policies: dict[str, Policy], recompute: Recompute | None, expected: str = "") -> str:
+    """Return a line for each policy: which layers are recomputed in full, or selectively.
+
+    Args:
+        policies: By layer.
+        recompute: The option.
+        expected: The share that a budget is expected to recompute, in words; empty if unknown.
+    """
     in_full = _runs({fqn: policy == "full" for fqn, policy in policies.items()})
     selective = _runs({fqn: is_selective(policy) for fqn, policy in policies.items()})
     lines = []
     if selective and parse_budget(recompute) is not None:
-        lines.append(f"recomputed in the backward as recompute={recompute!r} needs it: {selective}")
+        share = expected or "the share is printed once the optimizer has stepped twice"
+        lines.append(f"recomputed in the backward as recompute={recompute!r} needs it: {selective}; {share}")
     elif selective:
         lines.append(f"recomputed in the backward except expensive operations: {selective}")
     if in_full or not lines:

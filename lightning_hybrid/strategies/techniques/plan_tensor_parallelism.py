@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from torch import nn
 
-from lightning_hybrid.errors import TensorPlanError
+from lightning_hybrid.errors import LayoutError, TensorPlanError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers
@@ -28,7 +28,7 @@ from lightning_hybrid.tensor.requests.user_plan import Request, requests_of_user
 from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 from lightning_hybrid.tensor.search.model_search import plan_units
 from lightning_hybrid.tensor.search.plan_cache import PlanCache
-from lightning_hybrid.tensor.search.unit_search import plan_unit
+from lightning_hybrid.tensor.search.unit_search import NOT_SEARCHED, plan_unit
 
 
 class TensorPlanner:
@@ -93,7 +93,7 @@ class TensorPlanner:
         box: list[Any] = [None]
         if self._mesh.rank == 0:
             try:
-                box[0] = self._planned()
+                box[0] = self._planned(with_experts)
             except TensorPlanError as error:
                 box[0] = error
             except Exception as error:
@@ -107,31 +107,42 @@ class TensorPlanner:
             sizes = f"tensor_parallel_size={self._size} and context_parallel_size={self._context}"
             raise RuntimeError(f"no plan for {sizes} was found: {box[0]}")
         self.planned_calls, self._calls = self._calls, UnitCalls()
-        if self._size > 1 and not with_experts:
-            check_is_sharded(box[0], self._size)
-        if self._context > 1:
-            check_sequence_sharding(box[0], self._size, self._context)
+        self._check(box[0], with_experts)
         groups = self._mesh.group("tp"), self._mesh.group("cp")
         return ShardedModel(self._module, box[0], *groups, self._mesh.places("cp"))
 
-    def _planned(self) -> dict[str, UnitPlan]:
+    def _check(self, plans: Mapping[str, UnitPlan], with_experts: bool) -> None:
+        if self._size > 1 and not with_experts:
+            check_is_sharded(plans, self._size)
+        if self._context > 1:
+            check_sequence_sharding(plans, self._size, self._context)
+
+    def _planned(self, with_experts: bool) -> dict[str, UnitPlan]:
         cache = None if self._folder is None else PlanCache(self._folder)
-        plans = plan_units(
+        plans = self._searched(self._find if cache is None else cache.find)
+        if any(NOT_SEARCHED in reason for plan in plans.values() for reason in plan.replicated_reasons.values()):
+            try:
+                self._check(plans, with_experts)
+            except LayoutError:  # which a run may not raise
+                return self._searched(plan_unit)
+        if cache is not None:
+            self.summary = f"plans of layers: {cache.summary(cache.save())}"
+        return plans
+
+    def _searched(self, find: Callable[..., UnitPlan]) -> dict[str, UnitPlan]:
+        return plan_units(
             self._module,
             self._units,
             self._calls,
             self._read_by_step,
             self._size,
-            self._find if cache is None else cache.find,
+            find,
             self._sequence_parallel,
             self._context,
             requests_by_unit(self._module, self._units, self._user_requests, self._model_requests),
             self._uses,
             self._watched,
         )
-        if cache is not None:
-            self.summary = f"plans of layers: {cache.summary(cache.save())}"
-        return plans
 
 
 def plan_folder(trainer: Any) -> str | None:

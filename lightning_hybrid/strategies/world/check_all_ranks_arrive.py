@@ -1,5 +1,8 @@
 """A rendezvous of ranks before a collective of the whole world; an error where some have gone on.
 
+Ranks also compare whether they could record a step: one on which the user's code raises must not wait for messages of
+ranks on which it does not.
+
 ``if trainer.is_global_zero: trainer.save_checkpoint(...)`` asks one rank for what only all of them have. The others do
 not come: their messages of the next step would meet those of the checkpoint. So a rank first records in the store that
 it is there, and waits. A rank that is seen to go past that moment will not come any more.
@@ -37,7 +40,7 @@ class Rendezvous:
 
     def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store) -> None:
         self._trainer, self._mesh, self._store = trainer, mesh, store
-        self._met = self._passed = self._trained = 0
+        self._met = self._passed = self._trained = self._recorded = 0
         self._is_needed = any(mesh.size(axis) > 1 for axis in ("pp", "holders"))
 
     def passes(self) -> None:
@@ -47,6 +50,43 @@ class Rendezvous:
             self._trained += self._trainer.training  # replicas have different numbers of batches in validation
             with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
                 self._store.set(f"at-{self._mesh.rank}", f"{self._passed} {self._trained}")
+
+    def has_recorded(self) -> None:
+        """Record that this rank could record a step; a message that no rank waits for."""
+        self._set_recorded(is_done=True)
+
+    def fails_alone(self, timeout: timedelta, is_over: Callable[[], bool]) -> bool:
+        """Wait until all ranks of this replica have tried to record a step, which has failed on this one.
+
+        Args:
+            timeout: For ranks that do not try.
+            is_over: Returns whether a rank has failed; then no rank is waited for.
+
+        Returns:
+            Whether it has not failed on all of them, so that this rank cannot go on with the others.
+        """
+        self._set_recorded(is_done=False)
+        layout, here = self._mesh.layout, self._mesh.rank
+        replica = [rank for rank in range(layout.world_size) if layout.data_rank(rank) == layout.data_rank(here)]
+        start, pause = time.monotonic(), pauses()
+        with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
+            while waited_for := [rank for rank in replica if self._outcome(rank) != (self._recorded, 0)]:
+                is_done = any(self._outcome(rank) >= (self._recorded, 1) for rank in waited_for)
+                if is_done or is_over() or time.monotonic() - start > timeout.total_seconds():
+                    return True
+                next(pause)
+            return False
+        return True
+
+    def _set_recorded(self, *, is_done: bool) -> None:
+        self._recorded += 1
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"recorded-{self._mesh.rank}", f"{self._recorded} {int(is_done)}")
+
+    def _outcome(self, rank: int) -> tuple[int, ...]:
+        """The number of the latest recording that a rank has tried, and whether it was done."""
+        name = f"recorded-{rank}"
+        return tuple(map(int, self._store.get(name).split())) if self._store.check([name]) else (0, 0)
 
     def catch_up(self, largest: Callable[[float], float]) -> None:
         """Record the same progress on all ranks: some were stopped earlier than others; ``largest`` is over ranks."""

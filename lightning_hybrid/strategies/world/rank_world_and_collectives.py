@@ -152,6 +152,16 @@ class RankWorld:
         if self._failures is not None:
             self._failures.rendezvous.meet(what, self.timeout, self._failures.any_reported)
 
+    def has_recorded(self) -> None:
+        """Record that this rank could record a step."""
+        if self._failures is not None:
+            self._failures.rendezvous.has_recorded()
+
+    def fails_alone(self) -> bool:
+        """Whether a step that cannot be recorded here can be on another rank of this replica; waits for these."""
+        failures = self._failures
+        return failures is not None and failures.rendezvous.fails_alone(self.timeout, failures.any_reported)
+
     # -- collectives of user code -------------------------------------------------------------------------------------
 
     @property
@@ -205,9 +215,21 @@ class RankWorld:
 
     def first_reason(self, error: Exception | None) -> str:
         """Return the error of the first rank that has one, as the same text on every rank; "" if none has."""
+        return next(filter(None, self._reasons(error)), "")
+
+    def first_failure(self, error: Exception | None) -> tuple[int, str] | None:
+        """Return the first rank that has an error, and that error as text, on every rank; None if none has."""
+        return next(((rank, reason) for rank, reason in enumerate(self._reasons(error)) if reason), None)
+
+    def _reasons(self, error: Exception | None) -> list[str]:
+        """Return the error of each rank as text, "" where there is none."""
+        mine = "" if error is None else f"{type(error).__name__}: {error}"
+        if self.layout.world_size == 1:
+            return [mine]
         rows: list[Any] = [None] * self.layout.world_size
-        dist.all_gather_object(rows, "" if error is None else f"{type(error).__name__}: {error}")
-        return next(filter(None, rows), "")
+        with self.as_launcher():
+            dist.all_gather_object(rows, mine)
+        return rows
 
     def gather_group(self, tensor: Tensor, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         """Return the ranks over which user code gathers a tensor; None where it stays as it is.

@@ -22,17 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_hybrid.equivalence.narrow.copy_of_unit import copy_of_unit, divided_leaf
+from lightning_hybrid.equivalence.narrow.shape_trace import difference_but_width, why_not_same_program
+from lightning_hybrid.equivalence.narrow.sizes_to_divide import Division, divisions, named_widths
 from lightning_hybrid.step.objects.pytree import unflatten
-from lightning_hybrid.tensor.narrow.copy_of_unit import copy_of_unit, divided_leaf
 from lightning_hybrid.tensor.narrow.plan_of_other_width import plan_of_other_width
-from lightning_hybrid.tensor.narrow.shape_trace import (
-    ShapeTrace,
-    difference_but_width,
-    sharded_trace,
-    sizes_that_differ,
-    unsharded_trace,
-)
-from lightning_hybrid.tensor.narrow.sizes_to_divide import Division, divisions, have_same_shards, named_widths
+from lightning_hybrid.tensor.narrow.trace_of_unit import sharded_trace, unsharded_trace
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.trial.example_inputs import Example, make_example
 from lightning_hybrid.tensor.trial.sharded_unit_proof import prove_cached
@@ -155,7 +150,7 @@ def _narrow_layer(
         except Exception as error:
             difference = difference or f"{type(error).__name__}: {error}"
             continue
-        differences = (_difference(*pair, division, size) for pair in zip(wide, small, strict=True))
+        differences = (why_not_same_program(*pair, division, size) for pair in zip(wide, small, strict=True))
         if not (found := next(filter(None, differences), "")):
             inputs = _divided(example, division, with_values=True)
             new_args, new_kwargs = unflatten(list(inputs.leaves), inputs.spec)
@@ -163,19 +158,6 @@ def _narrow_layer(
             return NarrowLayer(copy, new_args, new_kwargs, division.factor, on_full, narrow)
         difference = difference or found
     return difference or "no width can be divided"
-
-
-def _difference(full: ShapeTrace, narrow: ShapeTrace, division: Division, size: int) -> str:
-    """Why a unit cannot be searched on a narrow copy, by the runs of both; "" if it can."""
-    if difference := difference_but_width(full, narrow, division.factor):
-        return difference
-    equal, pairs = sizes_that_differ(full, narrow)
-    # Rules are found by sizes: one that is divided must not become equal to another.
-    if both := {division.of(length) for length in division.sizes} & (equal - {1}):
-        return f"of two sizes that differ both would be {min(both)}"
-    # A number of heads that follows from a width and the features of a head.
-    heads = [a for a, b in pairs if a not in division.sizes and not have_same_shards(a, b, size)]
-    return f"{heads[0]} heads would be divided" if heads else ""
 
 
 def _without_values(example: Example) -> Example:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 from torch import nn
 
-from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard
+from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, scaled
 from lightning_hybrid.tensor.plan.unit_plan import LinearLike, PositionsPlan, UnitPlan
-
-_P = TypeVar("_P", bound=Placement)
 
 
 def plan_of_other_width(plan: UnitPlan, unit: nn.Module, other: nn.Module) -> UnitPlan:
@@ -20,19 +18,17 @@ def plan_of_other_width(plan: UnitPlan, unit: nn.Module, other: nn.Module) -> Un
     Raises:
         ValueError: A size cannot be converted.
     """
-    before, after = (dict((*each.named_parameters(), *each.named_buffers())) for each in (unit, other))
+    after = dict((*other.named_parameters(), *other.named_buffers()))
 
-    def converted(placements: Mapping[str, _P]) -> dict[str, _P]:
+    def converted(placements: Mapping[str, Placement]) -> dict[str, Any]:
         return {
-            fqn: _with_length(placement, before[fqn].shape[placement.dim], after[fqn].shape[placement.dim])
-            if isinstance(placement, Shard)
-            else placement
+            fqn: placement.scaled_to(after[fqn].shape[placement.dim]) if isinstance(placement, Shard) else placement
             for fqn, placement in placements.items()
         }
 
     attributes = {
         fqn: {
-            name: _scaled(value, vars(unit.get_submodule(fqn))[name], vars(other.get_submodule(fqn))[name])
+            name: scaled(value, vars(unit.get_submodule(fqn))[name], vars(other.get_submodule(fqn))[name])
             for name, value in values.items()
         }
         for fqn, values in plan.attributes.items()
@@ -61,22 +57,10 @@ def _features(positions: PositionsPlan, plan: UnitPlan, linears: Mapping[str, Li
     found = {}
     for fqn, placement in positions.features.items():
         side = "num_in" if plan.roles.get(fqn) == "row" else "num_out"
-        found[fqn] = _with_length(placement, getattr(plan.linears[fqn], side), getattr(linears[fqn], side))
+        found[fqn] = placement.scaled_to(getattr(linears[fqn], side))
     return found
 
 
 def _linear(linear: LinearLike, other: nn.Module) -> LinearLike:
     shape = other.get_parameter(linear.parameter("weight")).shape
     return replace(linear, num_out=shape[linear.out_dim], num_in=shape[linear.in_dim])
-
-
-def _with_length(placement: _P, length: int, other: int) -> _P:
-    assert isinstance(placement, Shard)
-    pieces = tuple(replace(piece, length=_scaled(piece.length, length, other)) for piece in placement.pieces)
-    return replace(placement, pieces=pieces)
-
-
-def _scaled(value: int, size: int, other: int) -> int:
-    if value * other % size:
-        raise ValueError(f"{value} of {size} has no equal share in {other}")
-    return value * other // size

@@ -38,7 +38,6 @@ class RingAttentionMode(TorchFunctionMode):
 
     Attributes:
         rules: What the keys of each call are; filled while learning.
-        num_rings: Number of calls that became ring attention.
     """
 
     def __init__(self, sharding: SequenceSharding, rules: dict[Site, Rule], *, learning: bool) -> None:
@@ -52,7 +51,6 @@ class RingAttentionMode(TorchFunctionMode):
         super().__init__()
         self._sharding, self.rules, self._learning = sharding, rules, learning
         self._lengths = sharding.local_length, sharding.length
-        self.num_rings = 0
 
     @classmethod
     def of(
@@ -115,7 +113,6 @@ class RingAttentionMode(TorchFunctionMode):
         scale: float | None = None,
     ) -> Tensor:
         """Attends from and to local positions, as `ring_attention`, with its arguments and shapes."""
-        self.num_rings += 1
         with torch._C.DisableTorchFunction():
             return ring_attention(query, key, value, self._sharding, masks=masks, is_causal=is_causal, scale=scale)
 

@@ -16,6 +16,7 @@ from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
 from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta, on_meta
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.step.standins.grouped_matrix_products import GroupedProductShapes
 from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
@@ -86,7 +87,7 @@ def measure_unit(
         local = dict(twin.named_parameters())
     call_args, call_kwargs, inputs = _example_on_meta(args, kwargs).call()
     saved = _SavedBytes([*local.values(), *inputs.values(), *twin.parameters()], ranks)
-    with torch.enable_grad(), torch.device("meta"), saved.counting():
+    with torch.enable_grad(), torch.device("meta"), GroupedProductShapes(), saved.counting():
         with running, around:
             outputs = [leaf for leaf in flatten(twin(*call_args, **call_kwargs))[0] if isinstance(leaf, Tensor)]
         recomputed = tuple(ranks.done[: saved.num_collectives])

@@ -11,12 +11,13 @@ from torch.utils.data import DataLoader
 
 from harness.fits import FitRecorder, Run, fit, reference_of, trainer_of
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.callbacks import PipelineTimeline
+from lightning_hybrid.callbacks import LocalSGD, PipelineTimeline
 from lightning_hybrid.callbacks.lost_time.measured_steps import MeasuredSteps
 from lightning_hybrid.schedule.measured.lost_time_by_cause import LOSSES
 from lightning_hybrid.schedule.measured.measured_costs_file import load_measured_costs
 from lightning_hybrid.schedule.measured.stage_seconds import StageSeconds
 from models.cases import Samples, make
+from models.hand_written import Layers
 
 
 class SlowLastStage(MeasuredSteps):
@@ -102,6 +103,31 @@ def assert_same_bits(state, expected):
     assert state.keys() == expected.keys()
     different = [name for name, value in state.items() if not torch.equal(value, expected[name])]
     assert not different
+
+
+class LayersWithAdam(Layers):
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def fit_of_local_steps(timelines):
+    """On a rank: the state after a fit of three epochs of two steps, whose rounds have three."""
+    module = make(LayersWithAdam)
+    timeline = [make_timeline() for make_timeline in timelines]
+    strategy = Hybrid3DStrategy(pipeline_parallel_size=2, num_microbatches=2)
+    trainer = trainer_of(4, strategy, [*timeline, LocalSGD(3, "nesterov")], max_epochs=3)
+    trainer.fit(module, DataLoader(Samples(module.kind, 16), batch_size=4))
+    assert trainer.global_step == 6
+    return module.state_dict(), [unit for each in timeline for unit in each.recorded]
+
+
+def test_stages_change_in_a_round_of_local_steps(worlds):
+    """The replicas differ by then; the state is that of the same run without a change, to the bit."""
+    changed = worlds.run(4, fit_of_local_steps, [Rebalances], timeout=300)
+    unchanged = worlds.run(4, fit_of_local_steps, [], timeout=300)
+    for (state, (first, second, third)), (expected, _) in zip(changed, unchanged, strict=True):
+        assert first != second == third
+        assert_same_bits(state, expected)
 
 
 def train(callback, max_epochs, resume=None, case="Dropouts", folder=None, samples=Samples, **options):

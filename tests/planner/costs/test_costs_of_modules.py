@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from lightning_hybrid.planner.costs.costs_from_config import costs_from_config, shape_from_config
 from lightning_hybrid.planner.costs.costs_from_step_graph import costs_from_parameters, costs_from_step_graph
 from lightning_hybrid.strategies import plan_in_one_process
-from lightning_hybrid.strategies.choose_planned_options import tensors_of_datasets
+from lightning_hybrid.strategies.plan_copies_on_two_ranks import tensors_of_datasets
 from lightning_hybrid.strategies.record_planner_costs import record_costs
 from models import command_line_classes
 
@@ -157,6 +157,45 @@ def test_tensors_of_datasets_are_not_copied():
     copied = copy.deepcopy(loader, tensors_of_datasets({"a": loader}))
     assert copied.dataset is not loader.dataset and copied.generator is not loader.generator
     assert copied.dataset.dataset.tensors[0] is tensors[0] and copied.dataset.dataset.tensors[1] is tensors[1]
+
+
+class HoldsData(pl.LightningDataModule):
+    def __init__(self, dataset):
+        super().__init__()
+        self.parts, self.mean = {"train": dataset}, torch.zeros(2)
+
+
+def test_tensors_of_datasets_of_a_data_module_are_not_copied():
+    dataset = TensorDataset(torch.zeros(8, 2))
+    datamodule = HoldsData(dataset)
+    copied = copy.deepcopy(datamodule, tensors_of_datasets(datamodule))
+    assert copied.parts["train"] is not dataset and copied.parts["train"].tensors[0] is dataset.tensors[0]
+    assert copied.mean is not datamodule.mean
+
+
+class Branching(LanguageModel):
+    """Its step decides by a number of the model."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss > 0 else -loss
+
+
+class ByHand(LanguageModel):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [(LanguageModel, ""), (Branching, "the step branches on a value"), (ByHand, "manual optimization")],
+)
+def test_reason_against_stages(module, words):
+    module = module()
+    costs = record_costs(pl, module, {}, "32-true").costs
+    assert words in costs.why_no_stages and bool(words) == bool(costs.why_no_stages)
+    assert costs.num_layers == LAYERS + 2  # its step is recorded all the same
 
 
 def test_graph_without_nodes_has_no_costs():

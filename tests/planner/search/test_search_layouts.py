@@ -152,6 +152,15 @@ def test_what_is_not_allowed_is_not_chosen():
         assert plan.layout.data == 8 and plan.layout.recompute == "none" and not plan.layout.offload
 
 
+def test_a_step_without_stages_gets_no_pipeline_ranks():
+    costs = dataclasses.replace(SMALL, why_no_stages="it branches")
+    result = search_layouts(costs, MASTER, A100, 8, batch=64)
+    assert all(plan.layout.pipeline == 1 for plan in result.plans)
+    reasons = {rejection.family: rejection.reason for rejection in result.rejected}
+    assert reasons["pipeline ranks"] == "it branches"
+    assert search_layouts(costs, MASTER, A100, 8, batch=64, fixed={"pipeline": 2}).best.layout.pipeline == 2
+
+
 def test_batch_of_each_replica():
     result = search_layouts(SMALL, MASTER, A100, 8, batch=16, is_replica_batch=True)
     assert {plan.layout.batch // plan.layout.data for plan in result.plans} == {16}
@@ -280,7 +289,7 @@ def test_nothing_divides():
     [
         ((0, 1), "devices=0"),
         ((8, 0), "num_nodes=0"),
-        ((6, 2), "devices=6 per node do not divide the 8"),
+        ((12, 2), "devices=12: a node of a100-80 has 8 devices; set devices to 8 at most"),
         ((2.0, 1), "2.0"),
     ],
 )
@@ -307,6 +316,13 @@ def test_layouts_are_spelled_as_the_strategy_reads_them():
         "zero_stage": 3,
         "offload": frozenset({"optimizer_states", "gradients", "parameters"}),
     }
+    excluded = {"zero_stage": 0, "recompute": None, "offload": None, "shard_size": None, "num_microbatches": 1}
+    assert fixed_fields(excluded) == {
+        "zero_stage": 0,
+        "recompute": "none",
+        "offload": frozenset(),
+        "num_microbatches": 1,
+    }
 
 
 @pytest.mark.slow
@@ -328,3 +344,15 @@ def test_seconds_of_a_search(nodes, limit):
 def test_fixed_sizes_that_do_not_divide_the_devices(fixed, text):
     with pytest.raises(PlanError, match=text):
         search_layouts(SMALL, MASTER, A100, 8, batch=64, fixed=fixed)
+
+
+def test_other_meshes_and_families_show_their_simplest_tied_plan():
+    result = search_layouts(SMALL, MASTER, A100, 4, batch=32, is_replica_batch=True)
+    plain = next(plan for plan in result.plans if plan.layout.pipeline == 2 and plan.layout.tensor == 1)
+    assert plain.layout.zero_stage == 0  # nothing is short of memory, and ZeRO saves less than 3 % of the time
+    seconds = [plan.seconds_per_sample for plan in result.plans]
+    assert seconds[1:] == sorted(seconds[1:])
+    layouts = {rejection.family: rejection.layout for rejection in result.rejected}
+    assert layouts["pipeline ranks"] == plain.layout
+    for family in ("zero 1", "zero 2", "zero 3"):
+        assert layouts[family].recompute == "none" and not layouts[family].offload

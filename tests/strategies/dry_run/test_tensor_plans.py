@@ -2,6 +2,8 @@
 
 import lightning.pytorch as pl
 import pytest
+import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from harness.fits import Run, fit
@@ -106,3 +108,34 @@ def test_layer_without_a_narrow_copy_is_named(monkeypatch, capsys):
     text = capsys.readouterr().out
     assert "h.0 .. h.3 (4)\n" in text
     assert line in text
+
+
+class OddWidth(pl.LightningModule):
+    """Two ranks can shard its layers; of half the width, they could not."""
+
+    kind = "vectors"
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(10, 30), nn.Tanh(), nn.Linear(30, 10)).double() for _ in range(2)
+        )
+
+    def training_step(self, batch, batch_idx=0):
+        x = batch["x"][:, :10]
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layout_is_refused_only_where_a_run_refuses_it(monkeypatch):
+    expected = shown(Run(OddWidth, tp=2))
+    monkeypatch.setattr(narrowing, "LEAST_NUMEL", 0)
+    found = shown(Run(OddWidth, tp=2))
+    note = "searched at full width (no width can be divided)"
+    assert {fqn: [line for line in lines if line != note] for fqn, lines in found.items()} == expected
+    assert expected["layers.0"][0].startswith("0 -> 2")

@@ -35,7 +35,7 @@ OWN = {p.name: p.default for p in inspect.signature(Hybrid3DStrategy).parameters
 
 MEANT = [
     ({"activation_checkpointing": True}, {"recompute": "full"}),
-    ({"activation_checkpointing": False}, {}),
+    ({"activation_checkpointing": False}, {"recompute": None}),
     ({"activation_checkpointing": ENCODER}, {"recompute": [ENCODER]}),
     ({"activation_checkpointing": [ENCODER, DECODER]}, {"recompute": [DECODER, ENCODER]}),
     ({"activation_checkpointing_policy": {ENCODER, DECODER}}, {"recompute": [DECODER, ENCODER]}),
@@ -44,9 +44,9 @@ MEANT = [
     ({"cpu_offload": True}, {"offload": "cpu"}),
     ({"cpu_offload": None, "offload": "cpu"}, {"offload": "cpu"}),
     ({"cpu_offload": CPUOffload(offload_params=True)}, {"offload": "cpu"}),
-    ({"cpu_offload": CPUOffload(offload_params=False)}, {}),
+    ({"cpu_offload": CPUOffload(offload_params=False)}, {"offload": None}),
     ({"offload_policy": CPUOffloadPolicy()}, {"offload": "cpu"}),
-    ({"offload_policy": OffloadPolicy()}, {}),
+    ({"offload_policy": OffloadPolicy()}, {"offload": None}),
     ({"offload_optimizer": True}, {"offload": {"optimizer_states": "cpu"}}),
     (
         {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
@@ -57,7 +57,7 @@ MEANT = [
     ({"sharding_strategy": "FULL_SHARD"}, {"zero_stage": 3}),
     ({"sharding_strategy": "full_shard", "zero_stage": 3}, {"zero_stage": 3}),
     ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, {"zero_stage": 3, "reshard_after_forward": False}),
-    ({"sharding_strategy": "NO_SHARD"}, {}),
+    ({"sharding_strategy": "NO_SHARD"}, {"zero_stage": 0}),
     ({"sharding_strategy": "HYBRID_SHARD", "shard_size": 4}, {"zero_stage": 3, "shard_size": 4}),
     (
         {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 4)},
@@ -83,7 +83,7 @@ MEANT = [
     ({"fsdp_sharding_strategy": 2}, {"zero_stage": 3, "reshard_after_forward": False}),
     (
         {"fsdp_sharding_strategy": "3", "fsdp_state_dict_type": "SHARDED_STATE_DICT"},
-        {"save_distributed_checkpoint": True},
+        {"zero_stage": 0, "save_distributed_checkpoint": True},
     ),
     ({"fsdp_sharding_strategy": 4, "shard_size": 4}, {"zero_stage": 3, "shard_size": 4}),
     (

@@ -29,6 +29,8 @@ def test_copy_before_a_run(again):
         ),
         ({"stage": 3, "compile": True}, "Hybrid3DStrategy(zero_stage=3, compile='units')"),
         ({"data_parallel_size": 2, "num_microbatches": "auto"}, "Hybrid3DStrategy(data_parallel_size=2)"),
+        ({"zero_stage": 0, "recompute": None}, "Hybrid3DStrategy(zero_stage=0, recompute=None)"),
+        ({"schedule": "auto", "chunked_loss": "auto"}, "Hybrid3DStrategy()"),
         ({"offload": {"optimizer_states": "cpu"}}, "Hybrid3DStrategy(offload={'optimizer_states': 'cpu'})"),
     ],
 )

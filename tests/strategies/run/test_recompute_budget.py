@@ -22,7 +22,7 @@ class PeakAndReport(Callback):
 
     def __init__(self):
         self.live = None
-        self.recorded = {"peaks": [], "report": None, "shares": None}
+        self.recorded = {"peaks": [], "report": None, "shares": None, "recomputed": None}
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx >= 3:
@@ -46,6 +46,7 @@ class PeakAndReport(Callback):
             report = recomputation.budget.report
             self.recorded["report"] = report.floor, report.budget
             self.recorded["shares"] = report.kept_share
+            self.recorded["recomputed"] = report.recomputed_share
 
 
 LARGE = Run(GPT2Dropout, batch_size=24, num_batches=5, microbatches=2, dtype=torch.float32, callback=PeakAndReport)
@@ -80,8 +81,11 @@ def test_bits_and_peaks(worlds, run):
     # What layers receive in their forward is counted as kept, also where no kept result needs it.
     assert (0.8 if run.tp > 1 else 0.95) * budget <= most <= budget, (most, budget)
     for rank in generous:
-        assert set(rank.extra["shares"].values()) == {1.0}
+        assert set(rank.extra["shares"].values()) == {1.0} and rank.extra["recomputed"] == 0.0
     assert min(share for rank in tight for share in rank.extra["shares"].values()) < 1
+    for rank in tight:
+        shares = rank.extra["shares"].values()
+        assert 1 - max(shares) <= rank.extra["recomputed"] <= 1 - min(shares)
 
 
 def with_budget(run, budget):

@@ -11,7 +11,6 @@ from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard, shard
 from lightning_hybrid.tensor.narrow import narrow_layer as narrowing
 from lightning_hybrid.tensor.narrow.narrow_layer import narrow_layer
 from lightning_hybrid.tensor.narrow.plan_of_other_width import plan_of_other_width
-from lightning_hybrid.tensor.narrow.sizes_to_divide import Division, divisions, have_same_shards
 from lightning_hybrid.tensor.plan.unit_plan import NO_LINEAR
 from lightning_hybrid.tensor.requests.plan_requests_by_unit import UnitRequests
 from lightning_hybrid.tensor.search import plan_cache
@@ -216,25 +215,6 @@ def test_plan_of_other_width_scales_pieces_and_comes_back():
         **{"q_proj": WIDTH, "k_proj": WIDTH // 2, "v_proj": WIDTH // 2, "o_proj": WIDTH}
     }
     assert plan_of_other_width(other, wide, narrow) == plan
-
-
-def test_heads_and_vocabularies_are_not_divided():
-    unit = layer()
-    found = list(divisions(unit, [tokens()], 2, {3 * WIDTH}))
-    assert found
-    assert all(3 * WIDTH not in division.sizes and 4 not in division.sizes for division in found)
-    division = Division(4, frozenset({64}))
-    assert division.attribute("num_heads", 64) == 64
-    assert division.attribute("head_dim", 64) == division.attribute("width", 64) == 16
-    assert division.attribute("normalized_shape", (64,)) == (16,)
-
-
-@pytest.mark.parametrize(
-    ("width", "quotient", "expected"), [(128, 32, True), (128, 16, True), (128, 8, False), (8, 4, False), (4, 2, False)]
-)
-def test_sizes_with_the_same_shards(width, quotient, expected):
-    """Eight ranks share 8 heads, not 4, and hold 4 heads twice and 2 heads four times."""
-    assert have_same_shards(width, quotient, 8) is expected
 
 
 class Centred(GatedLayer):

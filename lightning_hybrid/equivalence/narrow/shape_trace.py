@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
-from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE
-from lightning_hybrid.step.standins.fake_kernel_fallback import quiet_fake_kernels
+from lightning_hybrid.equivalence.narrow.sizes_to_divide import Division, have_same_shards
 from lightning_hybrid.step.tracing.record_user_lines_calling_torch import TorchCallSites
-from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import ExchangingRanks
-from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
-from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
-from lightning_hybrid.tensor.trial.example_inputs import Example
-from lightning_hybrid.tensor.trial.run_unit_trials import Setting, run_forward
 
 # Functions that select a part of a tensor: a dim that is divided must stay one, since the part is then a share of it.
 _SELECTIONS = frozenset(
@@ -85,12 +77,32 @@ def difference_but_width(full: ShapeTrace, narrow: ShapeTrace, factor: int) -> s
     return ""
 
 
+def why_not_same_program(full: ShapeTrace, narrow: ShapeTrace, division: Division, size: int) -> str:
+    """Why a narrow copy cannot take the place of a wide module, by an unsharded run of each; "" if it can.
+
+    Args:
+        full: The run of the module.
+        narrow: The run of the copy.
+        division: Of the widths of the copy.
+        size: Number of ranks that widths are sharded over.
+    """
+    if difference := difference_but_width(full, narrow, division.factor):
+        return difference
+    equal, pairs = _sizes_that_differ(full, narrow)
+    # Rules are found by sizes: one that is divided must not become equal to another.
+    if both := {division.of(length) for length in division.sizes} & (equal - {1}):
+        return f"of two sizes that differ both would be {min(both)}"
+    # A number of heads that follows from a width and the features of a head.
+    heads = [a for a, b in pairs if a not in division.sizes and not have_same_shards(a, b, size)]
+    return f"{heads[0]} heads would be divided" if heads else ""
+
+
 def _code_of(function: Any) -> Any:
     """What identifies a function; one that is defined in a call is another object in each."""
     return getattr(function, "__code__", function)
 
 
-def sizes_that_differ(full: ShapeTrace, narrow: ShapeTrace) -> tuple[set[int], set[tuple[int, int]]]:
+def _sizes_that_differ(full: ShapeTrace, narrow: ShapeTrace) -> tuple[set[int], set[tuple[int, int]]]:
     """The sizes that are equal in two runs, and pairs of those that differ in dims that are not the last."""
     equal: set[int] = set()
     pairs: set[tuple[int, int]] = set()
@@ -109,64 +121,13 @@ def _fits(wide: Any, small: Any, factor: int) -> bool:
 
 
 def _keeps_divided_dims(given: tuple[list[Any], list[Any]], results: tuple[list[Any], list[Any]]) -> bool:
-    before, *_ = [*_num_divided(*given), 0]
-    return all(number == before for number in _num_divided(*results))
+    least, most = next(_num_divided(*given), (0, 0))
+    return all(low <= most and least <= high for low, high in _num_divided(*results))
 
 
-def _num_divided(wide: list[Any], small: list[Any]) -> Iterator[int]:
-    """The number of dims of each tensor that are divided, or empty."""
+def _num_divided(wide: list[Any], small: list[Any]) -> Iterator[tuple[int, int]]:
+    """The least and the largest number of dims of each tensor that are divided: an empty dim may be."""
     for a, b in zip(wide, small, strict=True):
         if isinstance(a, tuple):
-            yield sum(size != other or not size for size, other in zip(a, b, strict=True))
-
-
-class _ShapesOfRanks:
-    """One of several ranks, whose collectives on fake tensors give the right shapes."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Leaves the tensor, of any shape, as it is."""
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensor of this rank, of any shape, for each rank."""
-        return [tensor.detach() for _ in range(self.size)]
-
-    def exchange(self, blocks: list[Tensor], shapes: list[Any]) -> list[Tensor]:
-        """Tensors of these shapes."""
-        return [blocks[0].new_empty(shape) for shape in shapes]
-
-
-def unsharded_trace(unit: nn.Module, example: Example, *, training: bool) -> ShapeTrace:
-    """The trace of a unit of fake tensors, unsharded."""
-    trace = ShapeTrace()
-    with FAKE_MODE, quiet_fake_kernels():
-        run_forward(unit.train(training), example, Setting(training), trace)
-    return trace
-
-
-def sharded_trace(unit: nn.Module, plan: UnitPlan, example: Example, *, training: bool, last: bool) -> ShapeTrace:
-    """The trace of a unit of fake tensors on the first or the last rank of a plan.
-
-    Raises:
-        ValueError: The sequence was not sharded although the plan shards it.
-    """
-    context_size = plan.context if plan.positions is not None and plan.positions.by != "tensor" else 1
-    ranks: ExchangingRanks = _ShapesOfRanks((plan.size - 1) * last, plan.size)
-    context: ExchangingRanks = _ShapesOfRanks((context_size - 1) * last, context_size)
-    local: dict[str, Tensor] = {}
-    for fqn, tensor in (*unit.named_parameters(), *unit.named_buffers()):
-        with FAKE_MODE:
-            shard = shard_tensor(tensor.detach(), plan.placements[fqn], ranks.rank, plan.size).clone()
-        local[fqn] = shard.requires_grad_(tensor.requires_grad)
-    none = contextlib.nullcontext
-    runner = ShardedUnit(
-        unit, plan, ranks, context=context, tensors=lambda: local, around_draw=none, around_local_draw=none
-    )
-    trace = ShapeTrace()
-    with FAKE_MODE, quiet_fake_kernels(), runner.running():
-        run_forward(unit.train(training), example, Setting(training), trace)
-    if plan.positions is not None and not runner.num_sharded_sequences:
-        raise ValueError("the sequence was not sharded")
-    return trace
+            least = sum(size != other for size, other in zip(a, b, strict=True))
+            yield least, least + a.count(0)

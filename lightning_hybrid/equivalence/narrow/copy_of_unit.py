@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_hybrid.equivalence.narrow.sizes_to_divide import Division, owners_of_numbers
 from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE
-from lightning_hybrid.tensor.narrow.sizes_to_divide import Division, owners_of_numbers
 
 _NONE = Division(1, frozenset())
 

@@ -1,0 +1,1 @@
+"""Narrow copies of wide modules, and the check that both run the same program."""

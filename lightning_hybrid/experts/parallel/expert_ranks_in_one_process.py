@@ -1,0 +1,99 @@
+"""Ranks of sharded experts in one process: a full module, and a copy with the shards of each rank.
+
+The all-to-all is replaced by calls of the copies. As in a run, the rows of a rank are computed together with rows of
+other ranks: a result that depends on these is another one than that of the full module.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.experts.parallel.batched_expert_adapters import ExpertsAdapter
+from lightning_hybrid.experts.parallel.expert_tensor_parallel import WidthSharding
+from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
+
+
+class ExpertRanks:
+    """A full module, and modules with the shards of each rank.
+
+    Attributes:
+        full: The full module.
+        modules: The modules of the ranks: by tensor rank, and by expert-parallel rank.
+        placements: Shardings over the expert-parallel ranks, by name of the parameter.
+        width: Sharding of each expert over the tensor ranks.
+    """
+
+    def __init__(self, full: nn.Module, adapter: ExpertsAdapter, size: int, width: WidthSharding | None) -> None:
+        """Makes the shards of a full module, whose parameters may be fake tensors; it is not changed.
+
+        Args:
+            full: The full module.
+            adapter: Its adapter.
+            size: Number of expert-parallel ranks; with 1 the module's own code runs.
+            width: Sharding of each expert over tensor ranks, if any.
+        """
+        self.full, self._adapter, self.size = full, adapter, size
+        self.width = WidthSharding(1, 0, {}) if width is None else width
+        self.placements = adapter.placements(full, size) if size > 1 else {}
+        self.modules = [
+            [self._local_copy(tensor_rank, rank) for rank in range(size)] for tensor_rank in range(self.width.size)
+        ]
+
+    def _local_copy(self, tensor_rank: int, rank: int) -> nn.Module:
+        memo: dict[int, Any] = {}
+        for name, parameter in self.full.named_parameters():
+            shard = self.local_shard(name, parameter.detach(), tensor_rank, rank).clone().contiguous()
+            memo[id(parameter)] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+        return copy.deepcopy(self.full, memo)
+
+    def local_shard(self, name: str, tensor: Tensor, tensor_rank: int, rank: int) -> Tensor:
+        """Returns a rank's shard of a parameter or its gradient, given with the full shape."""
+        if name in self.width.placements:
+            tensor = shard_tensor(tensor, self.width.placements[name], tensor_rank, self.width.size)
+        return shard_tensor(tensor, self.placements[name], rank, self.size) if name in self.placements else tensor
+
+    def call(self, rank: int, *args: Any, **kwargs: Any) -> Any:
+        """Returns the result of a call on one expert-parallel rank."""
+        outs = [self._partial_output(tensor_rank, rank, args, kwargs) for tensor_rank in range(self.width.size)]
+        return outs[0] if len(outs) == 1 else torch.stack(outs).sum(0)
+
+    def _partial_output(self, tensor_rank: int, rank: int, args: Any, kwargs: Any) -> Any:
+        """Runs a call on one tensor rank of one expert-parallel rank; returns its addend of the output."""
+        module = self.modules[tensor_rank][rank]
+        forward = partial(self._local_forward, tensor_rank, rank)
+        if self.size == 1:
+            return forward(*args, **kwargs)
+        return self._adapter.run(module, forward, args, kwargs, partial(self._exchange, tensor_rank))
+
+    def _local_forward(self, tensor_rank: int, rank: int, *args: Any, **kwargs: Any) -> Any:
+        module = self.modules[tensor_rank][rank]
+        with self.width.local_features(module, tensor_rank, list):
+            return module.forward(*args, **kwargs)
+
+    def _exchange(self, tensor_rank: int, rows: Tensor, counts: Tensor) -> Tensor:
+        """Replaces the all-to-all: the module of each rank computes its rows in this process."""
+        numbers = counts.view(self.size, -1).tolist()
+        blocks = rows[: int(counts.sum())].split([sum(of_rank) for of_rank in numbers])
+        return torch.cat(
+            [
+                self._compute(tensor_rank, rank, block, of_rank)
+                for rank, (block, of_rank) in enumerate(zip(blocks, numbers, strict=True))
+            ]
+        )
+
+    def _compute(self, tensor_rank: int, rank: int, rows: Tensor, counts: list[int]) -> Tensor:
+        """Returns results for rows; those of an expert, if there are any, are between two rows of other ranks."""
+        module, forward = self.modules[tensor_rank][rank], partial(self._local_forward, tensor_rank, rank)
+        with torch._C.DisableTorchFunction():  # no draw of the module's
+            drawn = torch.randn(2 * len(counts), *rows.shape[1:], generator=torch.Generator().manual_seed(rank))
+            others = drawn.to(rows.dtype).split(1)
+        numbers = [count + 2 * bool(count) for count in counts]
+        pieces = zip(others[::2], rows.split(counts), others[1::2], strict=True)
+        mixed = [part for piece in pieces if len(piece[1]) for part in piece] or [rows]
+        out = self._adapter.compute(module, forward, torch.cat(mixed), numbers, 0)
+        return torch.cat([part[1:-1] if len(part) else part for part in out.split(numbers)])

@@ -1,0 +1,39 @@
+"""Grouped products in float64 are those of torch's kernel, which has none for float64."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import grouped_mm
+
+from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
+from lightning_hybrid.equivalence.grouped_products_in_float64 import grouped_product
+
+OFFSETS = torch.tensor([3, 3, 8], dtype=torch.int32)
+SHAPES = [((8, 16), (3, 16, 4), OFFSETS), ((3, 4, 16), (3, 16, 8), None), ((4, 8), (8, 16), OFFSETS),
+          ((3, 4, 16), (16, 8), OFFSETS)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("first", "second", "offsets"), SHAPES, ids=str)
+def test_products_and_gradients(first, second, offsets):
+    values = [torch.randn(shape, requires_grad=True) for shape in (first, second)]
+    wide = [value.detach().double().requires_grad_() for value in values]
+    expected = grouped_mm(*values, offs=offsets)
+    with DeterministicMode(torch.float64):
+        found = grouped_mm(*wide, offs=offsets)
+    assert found.dtype is torch.float64
+    torch.testing.assert_close(found.float(), expected)
+    weights = torch.randn(expected.shape)
+    gradients = torch.autograd.grad((expected * weights).sum(), values)
+    torch.testing.assert_close([g.float() for g in torch.autograd.grad((found * weights).sum(), wide)], [*gradients])
+
+
+@pytest.mark.parametrize(("first", "second", "offsets"), SHAPES, ids=str)
+def test_shapes_of_fake_tensors(first, second, offsets):
+    expected = grouped_mm(torch.zeros(first), torch.zeros(second), offs=offsets).shape
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert grouped_product(torch.empty(first), torch.empty(second), offsets).shape == expected
+
+
+def test_rows_after_the_last_group_are_zero():
+    found = grouped_product(torch.ones(10, 2), torch.ones(3, 2, 4), OFFSETS)
+    assert found.sum(1).tolist() == [8.0] * 8 + [0.0] * 2
