@@ -24,12 +24,15 @@ from compare_times import (  # noqa: E402
     size_text,
     source_of,
 )
+from errors_by_term import ordered_pairs, repeats, spread, terms, without_unsteady  # noqa: E402
+from runs_not_in_the_fit import compare_others  # noqa: E402
 from scatter import draw_scatter  # noqa: E402
 from scipy.stats import spearmanr  # noqa: E402
 
 TEXT = Path(__file__).with_name("planner_page.md")
 PAGE = ROOT / "docs" / "planner.md"
 PICTURES = ROOT / "docs" / "pictures"
+BOUND = 0.2  # of an error, for 95 % of the runs
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -44,8 +47,10 @@ def by_source(comparisons: Sequence[Comparison]) -> str:
     for source, group in groups_of(comparisons, source_of).items():
         found, signed = errors(group), [each.error for each in group]
         numbers = (found.mean(), np.median(found), np.quantile(found, 0.95))
-        rows.append([source, str(len(group)), *(f"{value:.1%}" for value in numbers), f"{np.mean(signed):+.1%}"])
-    return table(["source", "runs", "mean error", "median", "95 % under", "mean, signed"], rows)
+        counted = f"{np.mean(signed):+.1%}", str(sum(found > BOUND))
+        rows.append([source, str(len(group)), *(f"{value:.1%}" for value in numbers), *counted])
+    head = ["source", "runs", "mean error", "median", "95 % under", "mean, signed", f"over {BOUND:.0%}"]
+    return table(head, rows)
 
 
 def by_day(comparisons: Sequence[Comparison]) -> str:
@@ -55,10 +60,16 @@ def by_day(comparisons: Sequence[Comparison]) -> str:
         if "prequel" in day and len(group) > 2:
             seconds = spearmanr([each.measured for each in group], [each.predicted.seconds for each in group])[0]
             tied = "yes" if fastest_is_tied(group) else "no"
-            rows.append(
-                [day.split(" | ")[-1], str(len(group)), f"{seconds:.2f}", f"{rank_correlation(group):.2f}", tied]
+            pairs, right = ordered_pairs(group)
+            found = (
+                f"{seconds:.2f}",
+                f"{rank_correlation(group):.2f}",
+                f"{right} of {pairs}",
+                f"{2 * right / pairs - 1:.2f}",
             )
-    head = ["day", "layouts", "correlation of step times", "of times per operation", "fastest among the tied best"]
+            rows.append([day.split(" | ")[-1], str(len(group)), *found, tied])
+    head = ["day", "layouts", "correlation of step times", "of times per operation"]
+    head += ["pairs over 3 % apart in order", "correlation over these", "fastest among the tied best"]
     return table(head, rows)
 
 
@@ -81,15 +92,76 @@ def worst(comparisons: Sequence[Comparison]) -> str:
     return table(["run", "measured", "predicted", "error", "table"], rows)
 
 
+def by_term(comparisons: Sequence[Comparison]) -> str:
+    """Terms of the prediction, and how the residual depends on them."""
+    rows = []
+    for term in terms(comparisons)[0]:
+        factor = "" if term.factor is None else f"{term.factor:.2f}"
+        correlations = f"{term.correlation:+.2f}", f"{term.within:+.2f}"
+        rows.append([term.name, str(term.runs), f"{term.share:.1%}", *correlations, factor])
+    return table(["term", "runs over 1 %", "mean share", "correlation", "within sources", "fitted factor"], rows)
+
+
+def factors_by_source(comparisons: Sequence[Comparison]) -> str:
+    """The factor of the tensor ranks' term by the sources that have it."""
+    rows = []
+    for source, group in groups_of(comparisons, source_of).items():
+        found = {term.name: term for term in terms(group)[0]}
+        term = found.get("tensor ranks")
+        if term and term.share > 0.01 and term.factor is not None:
+            rows.append([source, str(term.runs), f"{term.share:.1%}", f"{term.factor:.2f}"])
+    return table(["source", "runs over 1 %", "mean share", "fitted factor"], rows)
+
+
 def repeated(comparisons: Sequence[Comparison]) -> str:
-    """How far runs of one and the same layout lie apart."""
-    same = groups_of(comparisons, lambda each: repr((each.run.costs, each.run.layout, each.run.hardware.name)))
-    groups = [[each.measured for each in group] for group in same.values() if len(group) > 1]
-    found = [abs(value / np.mean(group) - 1) for group in groups for value in group]
-    return (
-        f"{len(found)} runs repeat a layout that another run has too; their mean distance from the mean of such a "
-        f"group\n  is {np.mean(found):.1%}, the largest {max(found):.0%}."
-    )
+    """How far runs of one and the same layout lie apart, by source."""
+    rows = []
+    for source, group in groups_of(comparisons, source_of).items():
+        groups = [[each.measured for each in same] for same in repeats(group)]
+        if groups:
+            found = [abs(value / np.mean(same) - 1) for same in groups for value in same]
+            numbers = (
+                f"{np.mean(found):.1%}",
+                f"{np.quantile(found, 0.95):.1%}",
+                f"{max(map(spread, repeats(group))):.0%}",
+            )
+            rows.append([source, str(len(groups)), str(len(found)), *numbers])
+    head = [
+        "source",
+        "layouts repeated",
+        "runs",
+        "mean distance from their mean",
+        "95 % under",
+        "largest over smallest",
+    ]
+    return table(head, rows)
+
+
+def steady(comparisons: Sequence[Comparison]) -> str:
+    """Errors without runs whose repeats lie far apart."""
+    layouts, days = without_unsteady(comparisons)
+    others = [each for each in comparisons if not each.run.hardware.name.startswith("v100")]
+    rows = []
+    for title, group in (
+        ("all", comparisons),
+        ("without layouts whose repeats differ by more than 20 %", layouts),
+        ("without the days of one table on which these were measured", days),
+        ("without V100", others),
+    ):
+        found = errors(group)
+        numbers = f"{found.mean():.1%}", f"{np.quantile(found, 0.95):.1%}", str(sum(found > BOUND))
+        rows.append([title, str(len(group)), *numbers])
+    return table(["runs of known shape", "runs", "mean error", "95 % under", f"over {BOUND:.0%}"], rows)
+
+
+def not_in_the_fit() -> str:
+    """Runs that no constant was fitted to."""
+    rows = []
+    for each in compare_others():
+        seconds = f"{each.measured:.2f} s", f"{each.predicted.seconds:.2f} s", f"{each.error:+.0%}"
+        recomputed = {"full": ", recomputed", "selective": ", scores recomputed"}.get(each.run.layout.recompute, "")
+        rows.append([each.run.source, f"{each.run.model}, {layout_text(each)}{recomputed}", *seconds])
+    return table(["source", "run", "measured", "predicted", "error"], rows)
 
 
 def memory_by_source() -> str:
@@ -129,6 +201,7 @@ def page() -> str:
     comparisons = compare()
     known = [each for each in comparisons if each.run.known_shape]
     found, peaks = errors(known), planner_memory.errors()
+    others = errors(compare_others())
     values = {
         "known": str(len(known)),
         "all": str(len(comparisons)),
@@ -138,7 +211,14 @@ def page() -> str:
         "by_day": by_day(comparisons),
         "sc21": sc21_orders(comparisons),
         "worst": worst(comparisons),
-        "repeated": repeated(comparisons),
+        "by_term": by_term(known),
+        "factors_by_source": factors_by_source(known),
+        "factors_left": f"{terms(known)[1]:.1%}",
+        "repeated": repeated(known),
+        "steady": steady(known),
+        "over": str(sum(found > BOUND)),
+        "not_in_the_fit": not_in_the_fit(),
+        "others_mean": f"{others.mean():.1%}",
         "memory_runs": str(len(peaks)),
         "memory_mean": f"{np.mean([abs(error) for *_, error in peaks]):.1%}",
         "memory_by_source": memory_by_source(),

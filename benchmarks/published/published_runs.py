@@ -32,7 +32,9 @@ BYTES_PER_PRINTED_GB = 1000 * 2**20
 _EIGHT_BIT_ADAM = dataclasses.replace(FORMATS["16-true, float32 master weights"], name="16-true, 8-bit Adam", state=6)
 # NeMo's distributed Adam (Apex) keeps as master weights the 16 bits that the bfloat16 parameters lack, and reads
 # gradients in bfloat16.
-_NEMO = dataclasses.replace(FORMATS["float8"], name="float8, 16-bit remainders", state=10, step=0)
+_NEMO = dataclasses.replace(
+    FORMATS["float8"], name="float8, 16-bit remainders", state=10, step=0, casts_weights_once=True
+)
 # DeepSpeed's BF16_Optimizer sums gradients in 32 bits, "not sharded across gpus" (the source's section on rebalancing).
 _FLOAT32_SUMS = dataclasses.replace(
     FORMATS["bf16-true, float32 master weights"], name="bf16-true, float32 gradient sums", gradient=6, reduced=4, step=0
@@ -115,7 +117,7 @@ def cluster(row: Mapping[str, str]) -> Hardware:
             preset,
             name="a100-80, Omni-Path",
             between_nodes=scaled_links(preset.between_nodes, 0.25),
-            efficiency=0.83,
+            efficiency=0.79,
             overlap=0.0,
         )
     presets = {"a100_80gb": "a100-80", "a100_40gb": "a100-40", "dgx-h100": "h100", "dgx-b200": "b200"}
@@ -168,6 +170,9 @@ def _shape(row: Mapping[str, str], derived: list[str]) -> TransformerShape | Non
     if vocabulary is None:
         vocabulary = VOCABULARIES[row["vocab"] if row["vocab"] in VOCABULARIES else name.split("-")[0]]
         derived.append("vocabulary")
+    if not row["table"].startswith("HF"):  # Megatron-LM's default: a multiple of 128 rows for each tensor rank
+        rows = 1 if row["source"].startswith("llm-foundry") else 128 * int(row["tp"] or 1)
+        vocabulary = -(-vocabulary // rows) * rows
     if (
         "58B" in row["table"]
     ):  # the source says the size of its MLP was wrong and the model one of 58 billion parameters
@@ -219,8 +224,11 @@ def _sixteen_bit_loss(costs: ModelCosts) -> ModelCosts:
 
 
 def _transformer_engine(costs: ModelCosts, shape: TransformerShape) -> ModelCosts:
-    """Return the costs with what Transformer Engine saves: inputs of products in 8 bits, others in 16."""
-    layer = costs.layers[1]
+    """Return the costs with what Transformer Engine saves, inputs of products in 8 bits, and with a 16-bit head."""
+    layer, head = costs.layers[1:]
+    head = dataclasses.replace(
+        head, products=tuple(dataclasses.replace(each, in_float8=False) for each in head.products)
+    )
     width, queries = shape.hidden, shape.hidden
     keys = queries * (shape.key_value_heads or shape.heads) // shape.heads
     first, second = (2, 1) if shape.is_gated else (1, 1)
@@ -229,7 +237,7 @@ def _transformer_engine(costs: ModelCosts, shape: TransformerShape) -> ModelCost
     layer = dataclasses.replace(
         layer, saved=replicated + sharded, selective_saved=replicated + sharded, replicated_saved=replicated
     )
-    return dataclasses.replace(costs, layers=(costs.layers[0], layer, costs.layers[2]))
+    return dataclasses.replace(costs, layers=(costs.layers[0], layer, head))
 
 
 def _layout(row: Mapping[str, str], derived: list[str]) -> tuple[PlanLayout, bool]:

@@ -28,6 +28,8 @@ class NumberFormat:
         reduced: Bytes in which gradients are reduced.
         step: Bytes that the optimizer's step takes for a moment, per parameter whose states a rank holds, such as
             32-bit copies of 16-bit gradients.
+        casts_weights_once: Whether weights are cast to 8 bits once per step, as Transformer Engine does (its argument
+            ``is_first_microbatch``), and not for each microbatch.
     """
 
     name: str
@@ -40,6 +42,7 @@ class NumberFormat:
     gathered: int = 4
     reduced: int = 4
     step: float = 0
+    casts_weights_once: bool = False
 
 
 # 16-bit parameters and gradients, 32-bit master weights and Adam (arXiv 1910.02054); the step casts gradients.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_hybrid.planner.costs.cut_into_stages import stages_by_rank
+from lightning_hybrid.planner.costs.layer_costs import Product
 from lightning_hybrid.planner.costs.transformer_costs import TransformerShape, transformer_costs
 from lightning_hybrid.planner.hardware.hardware import BandwidthCurve, load_hardware
 from lightning_hybrid.planner.plan_layout import FORMATS, PlanLayout
@@ -15,11 +16,13 @@ from lightning_hybrid.planner.time.collective_seconds import (
     all_reduce_seconds,
     gather_seconds,
 )
+from lightning_hybrid.planner.time.efficiency_constants import CONSTANTS
+from lightning_hybrid.planner.time.layer_seconds import product_seconds
 from lightning_hybrid.planner.time.place_of_ranks import RankGroup, group_of_axis
 from lightning_hybrid.planner.time.predict_time import predict_time
 
 PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published"
-A100 = load_hardware("a100-80")
+A100, H100 = load_hardware("a100-80"), load_hardware("h100")
 BF16 = FORMATS["bf16-mixed"]
 GPT = transformer_costs(TransformerShape(24, 2048, 8192, 16, 50304, 2048))
 
@@ -90,6 +93,60 @@ def test_frozen_parameters_are_not_reduced():
         assert predicted(layout, frozen, slow).terms["replicas"] == 0
 
 
+def test_recomputation_stops_before_a_product_whose_result_nothing_saves():
+    """The MLP's second product, a third of a layer's weights, unless a dropout after it saves its result."""
+    shape = TransformerShape(24, 8192, 32768, 64, 50304, 2048)
+    with_dropout = transformer_costs(dataclasses.replace(shape, has_dropout=True))
+    layout = PlanLayout(tensor=8, microbatch=4, batch=4, recompute="full")
+    recomputed, dropout = (predicted(layout, costs).terms for costs in (transformer_costs(shape), with_dropout))
+    assert 0.6 < recomputed["recomputation"] / dropout["recomputation"] < 0.75
+    assert recomputed["tensor ranks"] / dropout["tensor ranks"] == pytest.approx((5 * 24 + 2) / (6 * 24 + 2))
+
+
+def test_two_of_four_devices_with_direct_links_use_a_third_of_them():
+    direct = load_hardware("v100-32")
+    switched = dataclasses.replace(direct, direct_links=False)
+    size = 64 * 2**20
+    for ranks, share in ((2, 3.0), (4, 1.0)):
+        group = group_of_axis(ranks, 1, 4)
+        one, two = (all_reduce_seconds(size, group, hardware) - 2e-5 for hardware in (switched, direct))
+        assert two / one == pytest.approx(share)
+
+
+def test_heads_whose_width_is_no_multiple_of_8_run_outside_tensor_cores():
+    """BLOOM's heads of 108 elements; those of 104 and 112 stay within."""
+
+    def rate(width):
+        product = Product(2048, width, 2048, 64, "count", has_weight=False, is_attention=True)
+        layout = PlanLayout(fused_attention=False)
+        return product.flops / product_seconds(product, layout, FORMATS["bf16-true"], A100, CONSTANTS)
+
+    assert rate(108) < 2 * A100.product_flops["float32"] < 0.6 * rate(104)
+    assert rate(104) < rate(112) < rate(128)
+
+
+def test_an_8_bit_precision_leaves_excluded_products_in_16_bits():
+    product = Product(4096, 8192, 65536)
+    times = [
+        product_seconds(dataclasses.replace(product, in_float8=in_float8), PlanLayout(), number_format, H100, CONSTANTS)
+        for in_float8, number_format in ((True, FORMATS["float8"]), (False, FORMATS["float8"]), (True, BF16))
+    ]
+    assert times[0] < times[1] == times[2]
+
+
+def test_parameters_on_the_host_are_copied_for_each_forward_and_backward():
+    kinds = frozenset({"optimizer_states", "gradients"})
+    layout = PlanLayout(shard=8, batch=8, zero_stage=3, offload=kinds)
+    offloaded = dataclasses.replace(layout, offload=kinds | {"parameters"})
+    one, two = (
+        predicted(dataclasses.replace(offloaded, batch=8 * count)).terms["host"]
+        - predicted(dataclasses.replace(layout, batch=8 * count)).terms["host"]
+        for count in (1, 2)
+    )
+    assert one == pytest.approx(2 * GPT.parameters / 8 * BF16.gathered / A100.host_bandwidth)
+    assert two == pytest.approx(2 * one)
+
+
 def test_copies_of_shards_are_reduced_over_the_other_replicas():
     slow = dataclasses.replace(A100, overlap=0.0)
     layout = PlanLayout(shard=8, batch=8, zero_stage=3)
@@ -97,7 +154,9 @@ def test_copies_of_shards_are_reduced_over_the_other_replicas():
     found = predicted(dataclasses.replace(layout, replicate=16, batch=128), hardware=slow).terms["replicas"]
     size = GPT.parameters / 8 * BF16.reduced
     group = group_of_axis(16, 8, 8)
-    assert found - one == pytest.approx(all_reduce_seconds(size, group, slow, Shares(0.45, 0.8)))
+    assert found - one == pytest.approx(
+        all_reduce_seconds(size, group, slow, Shares(CONSTANTS.within_share, CONSTANTS.between_share))
+    )
 
 
 def test_zero_2_reduces_the_gradients_of_each_microbatch():
@@ -107,7 +166,8 @@ def test_zero_2_reduces_the_gradients_of_each_microbatch():
         for m in (2, 3, 4)
     ]
     reduced = sum(
-        layer.count * gather_seconds(layer.parameters * BF16.reduced, RankGroup(8, 1, 1), slow, Shares(0.45, 1.0))
+        layer.count
+        * gather_seconds(layer.parameters * BF16.reduced, RankGroup(8, 1, 1), slow, Shares(CONSTANTS.within_share, 1.0))
         for layer in GPT.layers
     )
     assert [times[1] - times[0], times[2] - times[1]] == pytest.approx([reduced, reduced])
@@ -219,7 +279,7 @@ def mean_error(pairs):
 def test_published_runs_of_known_shape(published):
     known = [(run, seconds) for run, seconds in published if run.known_shape]
     assert len(known) > 300
-    assert mean_error(known) < 0.085
+    assert mean_error(known) < 0.08
 
 
 @pytest.mark.parametrize("table", ["SC'21 table 1", "SC'21 table 2"])

@@ -29,6 +29,9 @@ class Product:
             make one product with more rows. Otherwise they make more products.
         is_attention: Whether it belongs to attention scores, which context ranks and causal masks shorten.
         active_share: Share of the rows that are computed, such as the causal half of attention scores.
+        is_recomputed: Whether full recomputation repeats it. PyTorch's checkpoint stops at the last tensor that the
+            backward needs (``set_checkpoint_early_stop``), before a product whose result nothing saves.
+        in_float8: Whether 8-bit precisions convert its operands; otherwise they stay in 16 bits.
     """
 
     rows: float
@@ -39,6 +42,8 @@ class Product:
     has_weight: bool = True
     is_attention: bool = False
     active_share: float = 1.0
+    is_recomputed: bool = True
+    in_float8: bool = True
 
     @property
     def flops(self) -> float:

@@ -114,7 +114,8 @@ def _transformer_layer(shape: TransformerShape) -> LayerCosts:
         Product(tokens, tokens, head_size, shape.heads, "count", False, True, causal),
         Product(tokens, queries, width, sharded="inner"),
         Product(tokens * used, width, (matrices - 1) * shape.ffn, sharded="columns"),
-        Product(tokens * used, shape.ffn, width, sharded="inner"),
+        # A dropout after it, or the weights of experts, need its result in the backward.
+        Product(tokens * used, shape.ffn, width, sharded="inner", is_recomputed=shape.has_dropout or held > 0),
     )
     inner_mlp = (4 if shape.is_gated else 2) * shape.ffn * used
     replicated = (5.0 if shape.has_dropout else 4.0) * tokens * width

@@ -16,6 +16,7 @@ else:
     import tomli as tomllib
 
 PRESETS = Path(__file__).with_name("presets")
+_FLAGS = ("is_host", "direct_links")
 _LINKS = ("within_node", "between_nodes")
 _MAY_BE_ZERO = ("reserved", "kernel_seconds", "latency_within", "latency_between", "overlap")
 
@@ -57,7 +58,7 @@ class Hardware:
         kernel_seconds: Least time between the starts of two kernels.
         efficiency: The one constant per hardware by which the time of computation is divided.
         devices_per_node: Devices that share the links within a node.
-        within_node: Bus bandwidth between devices of a node.
+        within_node: Bus bandwidth between all devices of a node.
         between_nodes: Bus bandwidth per node over all its adapters, when all its devices take part.
         latency_within: Seconds of one message within a node.
         latency_between: The same between nodes.
@@ -66,6 +67,8 @@ class Hardware:
         host_bandwidth: Bytes per second between a device and its host, in one direction.
         host_update_rate: Parameters per second and device that an optimizer on the host updates.
         is_host: Whether the devices are the host's own cores, so that nothing is offloaded to it.
+        direct_links: Whether each device of a node has links of its own to each other one, without a switch: n of N
+            devices then use ``(n - 1) / (N - 1)`` of their links.
     """
 
     name: str
@@ -84,6 +87,7 @@ class Hardware:
     host_bandwidth: float
     host_update_rate: float
     is_host: bool = False
+    direct_links: bool = False
 
 
 def preset_names() -> list[str]:
@@ -119,7 +123,7 @@ def hardware_from_table(table: Mapping[str, Any], path: Path) -> Hardware:
         ValueError: A key is missing or unknown, or a value is impossible.
     """
     wanted = set(Hardware.__dataclass_fields__)
-    optional = {"is_host", "sources"}
+    optional = {*_FLAGS, "sources"}
     given = dict(table)
     given.setdefault("name", path.stem)
     missing, unknown = wanted - set(given) - optional, set(given) - wanted - optional
@@ -135,10 +139,11 @@ def hardware_from_table(table: Mapping[str, Any], path: Path) -> Hardware:
 
 def _check_values(table: Mapping[str, Any], path: Path) -> None:
     """Refuse values that are no numbers, negative, or 0 where a rate or a size is needed."""
-    others = ("name", "is_host", "product_flops", *_LINKS)
+    others = ("name", *_FLAGS, "product_flops", *_LINKS)
     single = {name: value for name, value in table.items() if name not in others}
-    if not isinstance(table.get("is_host", False), bool):
-        raise ValueError(f"{path}: is_host={table['is_host']!r}; use true or false")
+    for flag in _FLAGS:
+        if not isinstance(table.get(flag, False), bool):
+            raise ValueError(f"{path}: {flag}={table[flag]!r}; use true or false")
     rates = table["product_flops"]
     if not isinstance(rates, Mapping) or not rates:
         raise ValueError(f"{path}: product_flops={rates!r}; use FLOP/s by number format, such as {{ float32 = 1e12 }}")

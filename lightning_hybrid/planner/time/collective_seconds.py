@@ -40,12 +40,20 @@ def message_seconds(size: float, crosses_nodes: bool, senders: int, hardware: Ha
     return hardware.latency_between + size * senders / hardware.between_nodes.bandwidths[-1]
 
 
+def links_used(group: RankGroup, hardware: Hardware) -> float:
+    """Return the share of a device's links within its node that lead to other devices of its group."""
+    members = group.size / group.nodes
+    if not hardware.direct_links or members <= 1 or hardware.devices_per_node <= 1:
+        return 1.0
+    return min(1.0, (members - 1) / (hardware.devices_per_node - 1))
+
+
 def _ring_seconds(size: float, group: RankGroup, hardware: Hardware, shares: Shares) -> float:
     """Half an all-reduce: each rank passes on ``(n - 1) / n`` of the bytes in ``n - 1`` steps."""
     if group.size <= 1 or size <= 0:
         return 0.0
     moved = size * (group.size - 1) / group.size
-    within = moved / (hardware.within_node.bandwidth(size) * shares.within)
+    within = moved / (hardware.within_node.bandwidth(size) * shares.within * links_used(group, hardware))
     if group.nodes == 1:
         return within + hardware.latency_within
     between = (

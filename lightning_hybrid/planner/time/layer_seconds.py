@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from lightning_hybrid.planner.costs.layer_costs import LayerCosts, Product
@@ -41,16 +42,17 @@ def layer_seconds(
 ) -> LayerSeconds:
     """Return the seconds of one layer for one microbatch of ``layout.microbatch`` samples on one rank."""
     layout = layout_of_layer(layer, layout)
-    linear = attention = attention_backward = casts = 0.0
+    linear = attention = attention_backward = casts = not_recomputed = 0.0
     for product in layer.products:
-        if number_format.products == "float8" and product.has_weight:
-            casts += cast_elements(product, layout)
+        if number_format.products == "float8" and product.has_weight and product.in_float8:
+            casts += cast_elements(product, layout, number_format)
         seconds = product_seconds(product, layout, number_format, hardware, constants)
         if not product.has_weight:
             attention += seconds
             attention_backward += seconds * (constants.attention_backward if layout.fused_attention else 2.0)
         else:
             linear += seconds
+            not_recomputed += 0.0 if product.is_recomputed else seconds
     rate = hardware.memory_bandwidth * constants.memory_share / (layout.microbatch * number_format.activation)
     shared = layout.tensor if layout.sequence_parallel else 1
     moved = (layer.replicated_moved / shared + (layer.moved - layer.replicated_moved) / layout.tensor) / layout.context
@@ -66,19 +68,21 @@ def layer_seconds(
     if not layer.is_recomputed:
         return LayerSeconds(forward, backward, 0.0, waits, weights)
     if layout.recompute == "full":
-        recomputed = forward
-        waits += forward - device
+        recomputed = max(device - not_recomputed, starts)
+        waits += max(0.0, starts - device + not_recomputed)
     elif layout.recompute == "selective":
         dropped = 1.0 - layer.selective_saved / layer.saved if layer.saved else 0.0
         recomputed = dropped * around + (0.0 if layout.fused_attention else attention + scores)
     return LayerSeconds(forward, backward, recomputed, waits, weights)
 
 
-def cast_elements(product: Product, layout: PlanLayout) -> float:
+def cast_elements(product: Product, layout: PlanLayout, number_format: NumberFormat) -> float:
     """Elements of 16 bits that casts of a product's operands to 8 bits move in the forward: two read, one written."""
     rows = product.rows * layout.microbatch * product.count / layout.context
     shared = layout.tensor if product.sharded == "inner" else 1
     weights = product.inner * product.columns * product.count / (layout.tensor if product.sharded else 1)
+    if number_format.casts_weights_once:
+        weights /= layout.num_microbatches
     return 1.5 * (rows * product.inner / shared + weights)
 
 
@@ -103,7 +107,8 @@ def product_seconds(
         count /= layout.tensor
     flops = 2.0 * rows * inner * columns * count * product.active_share
     is_fused = layout.fused_attention and not product.has_weight
-    key = "bfloat16" if not product.has_weight and number_format.products == "float8" else number_format.products
+    in_float8 = product.has_weight and product.in_float8
+    key = "bfloat16" if number_format.products == "float8" and not in_float8 else number_format.products
     peak = hardware.product_flops.get(key, hardware.product_flops["float32"]) * hardware.efficiency
     if is_fused:
         head = min(inner, columns)
@@ -114,6 +119,8 @@ def product_seconds(
     for size in (rows, columns):
         reached *= size / (size + half)
     reached *= inner / (inner + constants.half_inner)
+    if not product.has_weight and min(map(power_of_two, (inner, columns))) < 8:
+        peak = min(peak, 2.0 * hardware.product_flops["float32"] * hardware.efficiency)
     seconds = flops / (peak * reached)
     if not product.has_weight:  # a batch of small products reads and writes more than it computes
         elements = (rows * inner + inner * columns + rows * columns) * count
@@ -124,5 +131,14 @@ def product_seconds(
 
 
 def alignment(size: float, constants: EfficiencyConstants) -> float:
-    """Return the share of its rate that a product keeps whose dimension has this size."""
-    return 1.0 if size % 64 == 0 else constants.misaligned
+    """Return the share of its rate that a product keeps whose dimension has this size.
+
+    What matters is the largest power of two that divides it (Anthony et al., arXiv 2401.14489, section 6): tensor cores
+    reach their rate from 64 elements on.
+    """
+    return constants.misaligned ** (1.0 - math.log2(max(8, power_of_two(size)) / 8) / 3)
+
+
+def power_of_two(size: float) -> int:
+    """Return the largest power of two, 64 at most, that divides a size."""
+    return math.gcd(round(size), 64) if size == round(size) else 1

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Sequence
 
 from lightning_hybrid.planner.costs.cut_into_stages import stages_by_rank
 from lightning_hybrid.planner.costs.layer_costs import LayerCosts, ModelCosts
@@ -13,7 +12,7 @@ from lightning_hybrid.planner.costs.positions_of_rank import layout_of_layer
 from lightning_hybrid.planner.hardware.hardware import Hardware
 from lightning_hybrid.planner.plan_layout import NumberFormat, PlanLayout
 from lightning_hybrid.planner.predictions import PredictedTime
-from lightning_hybrid.planner.time.bubble_share import StageShares, bubble_share, needs_stages
+from lightning_hybrid.planner.time.bubble_seconds import bubble_seconds
 from lightning_hybrid.planner.time.collective_seconds import (
     Shares,
     all_reduce_seconds,
@@ -24,6 +23,7 @@ from lightning_hybrid.planner.time.collective_seconds import (
 from lightning_hybrid.planner.time.efficiency_constants import CONSTANTS, EfficiencyConstants
 from lightning_hybrid.planner.time.layer_seconds import layer_seconds
 from lightning_hybrid.planner.time.place_of_ranks import RankGroup, group_of_axis, group_of_two_axes
+from lightning_hybrid.planner.time.program_seconds import StageSeconds
 
 LayersOfRank = Sequence[tuple[LayerCosts, int]]
 
@@ -83,10 +83,8 @@ class _StepModel:
         count = layout.num_microbatches
         terms = {name: count * seconds for name, seconds in of_ranks[slowest].items()}
         message, all_messages = self.messages()
-        others = sum(busy) - busy[slowest]
-        terms["bubble"] = 0.0
-        if others:
-            terms["bubble"] = self.bubble_share(stages_of_ranks, ranks[slowest], busy[slowest]) * others / each
+        stages = [{number: self.stage_seconds(stage) for number, stage in held.items()} for held in stages_of_ranks]
+        terms["bubble"] = bubble_seconds(layout.schedule, count, stages)
         late = max(0.0, message - busy[slowest] / (2 * each))
         terms["pipeline messages"] = 2 * (all_messages + count * each * late)
         computed = count * busy[slowest]
@@ -122,8 +120,10 @@ class _StepModel:
         size = layer.outputs * layout.microbatch * self.format.activation / layout_of_layer(layer, layout).context
         if layer.reductions and layout.tensor > 1:
             one = all_reduce_seconds(size, self.tensor_group, self.hardware, self.waited)
-            seen = 1.0 - self.constants.tensor_hidden if layout.overlapped_tensor_ranks else 1.0
-            terms["tensor ranks"] = passes * layer.reductions * one * seen
+            # Overlapped, a collective goes in as many chunks as ranks, and the products hide all but one of these.
+            seen = 1.0 / layout.tensor if layout.overlapped_tensor_ranks else 1.0
+            skipped = sum(each.sharded == "inner" and not each.is_recomputed for each in layer.products)
+            terms["tensor ranks"] = (passes * layer.reductions - (passes - 2) * skipped) * one * seen
         if layout.context > 1 and any(product.is_attention for product in layer.products):
             terms["context ranks"] = self.context_seconds(layer, seconds.forward + backward)
         if layout.expert > 1 and layer.routed_tokens:
@@ -159,28 +159,13 @@ class _StepModel:
         inside, outside = (message_seconds(size, crosses, senders, self.hardware) for crosses in (False, True))
         return outside if between else inside, between * outside + (layout.pipeline - 1 - between) * inside
 
-    def bubble_share(
-        self, stages_of_ranks: Sequence[Mapping[int, LayersOfRank]], layers: LayersOfRank, busy: float
-    ) -> float:
-        """Share of the other ranks' busy time for one microbatch that the slowest rank waits for.
-
-        Args:
-            stages_of_ranks: For each rank, its stages by number.
-            layers: Of the slowest rank.
-            busy: Its seconds of one microbatch.
-        """
-        layout = self.layout
+    def stage_seconds(self, layers: LayersOfRank) -> StageSeconds:
+        """Seconds of one microbatch on a stage of these layers, by the parts that a schedule orders."""
+        total = sum(self.microbatch_terms(layers).values())
         forward, weights = (
-            sum(count * self.parts_of_layers[id(layer)][part] for layer, count in layers) / busy for part in (0, 1)
+            sum(count * self.parts_of_layers[id(layer)][part] for layer, count in layers) for part in (0, 1)
         )
-        shares = StageShares(forward, weights)
-        if needs_stages(layout.schedule):
-            numbered = sorted(itertools.chain(*(stages.items() for stages in stages_of_ranks)), key=itemgetter(0))
-            first, *between, last = (sum(self.microbatch_terms(stage).values()) for _, stage in numbered)
-            middle = sum(between) / len(between) if between else (first + last) / 2
-            shares = StageShares(forward, weights, first / middle, last / middle)
-        sizes = layout.pipeline, layout.num_microbatches, layout.stages_of_each_rank
-        return bubble_share(layout.schedule, *sizes, shares)
+        return StageSeconds(forward, max(0.0, total - forward - weights), weights)
 
     def replica_terms(self, layers: LayersOfRank, computed: float) -> dict[str, float]:
         """Seconds of gathers and reductions over replicas and context ranks that computation does not hide."""
@@ -243,6 +228,15 @@ class _StepModel:
         form = self.format
         if "optimizer_states" in self.layout.offload:
             copied = parameters * (form.gradient + form.parameter) / self.hardware.host_bandwidth
-            return {"host": max(copied, parameters / self.hardware.host_update_rate)}
+            updated = max(copied, parameters / self.hardware.host_update_rate)
+            return {"host": updated + self.seconds_of_parameter_copies(own)}
         moved = parameters * (2 * form.state + 2 * form.parameter + form.gradient)
         return {"optimizer": moved / (self.hardware.memory_bandwidth * self.constants.memory_share)}
+
+    def seconds_of_parameter_copies(self, own: Parameters) -> float:
+        """Seconds in which shards of parameters on the host are copied to the device, for each forward and backward."""
+        layout = self.layout
+        if "parameters" not in layout.offload:
+            return 0.0
+        passes = 2 * layout.num_microbatches if layout.reshard_after_forward else 1
+        return passes * own.over_shards(layout).total * self.format.gathered / self.hardware.host_bandwidth
