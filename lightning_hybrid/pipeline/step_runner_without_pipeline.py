@@ -147,9 +147,8 @@ class PlainRunner(MicrobatchRunner):
         A layer that none of these recordings reaches is not sharded. So their errors do not matter.
         """
         once = self._on_first_microbatch(name, step, args)
-        variant = self._record_with_guesses(name, once, context)
-        self.recording_error = variant if isinstance(variant, Exception) else None
-        if isinstance(variant, Exception):
+        if isinstance(variant := self._record_with_guesses(name, once, context), Exception):
+            self.recording_error = variant
             return
         with contextlib.ExitStack() as watching:
             for watch in self.unit_observers:
