@@ -230,7 +230,7 @@ def test_microbatches_that_change_batch_norm_are_not_planned(monkeypatch):
     module.train_dataloader = lambda: DataLoader(TensorDataset(torch.zeros(4096, 64), torch.zeros(4096, 4)), 4096)
     assert plan_on(monkeypatch, 1, 0.403e9, module, **PLANNED)["num_microbatches"] > 1
     module.head = nn.Sequential(nn.BatchNorm1d(64), module.head)
-    with pytest.raises(PlanError, match="with num_microbatches=1 as set"):
+    with pytest.raises(PlanError, match="with m=1 as set"):
         plan_on(monkeypatch, 1, 0.403e9, module, **PLANNED)
     assert plan_on(monkeypatch, 1, 0.407e9, module, **PLANNED).get("num_microbatches", 1) == 1
 

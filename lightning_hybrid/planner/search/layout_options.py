@@ -80,6 +80,16 @@ def spelled(layout: PlanLayout) -> str:
     return ",".join(f"{_SHORT.get(name, name)}={_word(value)}" for name, value in options.items())
 
 
+def spelled_fields(fixed: Mapping[str, Any]) -> str:
+    """Return what `fixed_fields` returns in the same spelling, such as "dp=3, zero=1"."""
+    names = {field: _SHORT.get(name, name) for name, field in _FIELDS.items()}
+    words = []
+    for field, value in fixed.items():
+        name = names.get(field, _SHORT.get(field, field))
+        words.append(f"{name}={_word(dict.fromkeys(sorted(value), 'cpu') if isinstance(value, frozenset) else value)}")
+    return ", ".join(words)
+
+
 def _word(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {entry}" for key, entry in value.items()) + "}"

@@ -13,7 +13,7 @@ from lightning_hybrid.planner.hardware.hardware import Hardware
 from lightning_hybrid.planner.memory.predict_memory import predict_memory
 from lightning_hybrid.planner.plan_layout import NumberFormat, PlanLayout
 from lightning_hybrid.planner.search.candidate_layouts import Candidates, divisors
-from lightning_hybrid.planner.search.layout_options import spelled
+from lightning_hybrid.planner.search.layout_options import spelled, spelled_fields
 from lightning_hybrid.planner.search.plans_and_rejections import (
     OBJECTIVES,
     Allowed,
@@ -259,7 +259,7 @@ class _Search:
             names = [name for name in ("pipeline", "data", "tensor", "context") if candidates.fixed.get(name, 1) > 1]
             product = math.prod(candidates.fixed[name] for name in names)
             if candidates.ranks % product:
-                sizes = " * ".join(f"{name}={candidates.fixed[name]}" for name in names)
+                sizes = spelled_fields({name: candidates.fixed[name] for name in names}).replace(", ", " * ")
                 return PlanError(
                     f"no layout of {costs.name} fits {candidates.ranks} devices: {sizes} as set"
                     f" does not divide {candidates.ranks}; set other sizes, or a number of devices that is a multiple"
@@ -294,8 +294,7 @@ class _Search:
 
 
 def _fixed_words(fixed: Mapping[str, Any]) -> str:
-    words = ", ".join(f"{name}={value}" for name, value in fixed.items())
-    return f" (with {words} as set)" if words else ""
+    return f" (with {spelled_fields(fixed)} as set)" if fixed else ""
 
 
 def _mesh(layout: PlanLayout) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from lightning_hybrid.planner.search.layout_options import (
     layout_from_options,
     simplicity,
     spelled,
+    spelled_fields,
     strategy_options,
 )
 from lightning_hybrid.planner.search.plans_and_rejections import Allowed
@@ -337,8 +338,8 @@ def test_seconds_of_a_search(nodes, limit):
 @pytest.mark.parametrize(
     ("fixed", "text"),
     [
-        ({"tensor": 3}, "8 devices: tensor=3 as set does not divide 8; .* a multiple of 3"),
-        ({"tensor": 2, "pipeline": 8}, r"pipeline=8 \* tensor=2 as set does not divide 8; .* a multiple of 16"),
+        ({"tensor": 3}, "8 devices: tp=3 as set does not divide 8; .* a multiple of 3"),
+        ({"tensor": 2, "pipeline": 8}, r"pp=8 \* tp=2 as set does not divide 8; .* a multiple of 16"),
     ],
 )
 def test_fixed_sizes_that_do_not_divide_the_devices(fixed, text):
@@ -363,3 +364,9 @@ def test_a_batch_that_fits_is_not_split(samples):
     layer = costs_from_parameters({"weight": (64, 64), "head.weight": (64, 64)}, name="tiny", reason="it is tiny")
     best = search_layouts(layer, MASTER, A100, 4, batch=samples, is_replica_batch=True, fixed={"pipeline": 1}).best
     assert best.layout.num_microbatches == 1 and best.layout.data == 4
+
+
+def test_fixed_fields_are_spelled_as_they_are_set():
+    options = {"data_parallel_size": 3, "zero_stage": 1, "num_microbatches": 2, "offload": {"gradients": "cpu"}}
+    assert spelled_fields(fixed_fields(options)) == "dp=3, zero=1, offload={gradients: cpu}, m=2"
+    assert spelled_fields({"microbatch": 4}) == "microbatch=4"
