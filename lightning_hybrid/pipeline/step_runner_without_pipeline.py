@@ -142,10 +142,7 @@ class PlainRunner(MicrobatchRunner):
         args: Sequence[Any],
         context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Record the step on stand-ins for the observers of units, with several guesses for its branches.
-
-        A layer that none of these recordings reaches is not sharded. So their errors do not matter.
-        """
+        """Record the step for the observers of units, with several guesses for its branches; errors leave layers full."""
         once = self._on_first_microbatch(name, step, args)
         if isinstance(variant := self._record_with_guesses(name, once, context), Exception):
             self.recording_error = variant
