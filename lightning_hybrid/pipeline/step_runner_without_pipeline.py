@@ -142,7 +142,7 @@ class PlainRunner(MicrobatchRunner):
         args: Sequence[Any],
         context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Record the step for the observers of units, with several guesses for its branches; errors leave layers full."""
+        """Record the step for the observers of units, with guesses for its branches; errors leave layers unsharded."""
         once = self._on_first_microbatch(name, step, args)
         if isinstance(variant := self._record_with_guesses(name, once, context), Exception):
             self.recording_error = variant
