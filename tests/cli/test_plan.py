@@ -1,10 +1,12 @@
 """The `plan` command: plans of a module and of a configuration, reasons, one layout in detail, reports, refusals."""
 
 import json
+import logging
 import re
 
 import pytest
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 from lightning_hybrid.cli import main
 from lightning_hybrid.schedule.measured.lost_time_by_cause import TimeByCause
@@ -92,6 +94,15 @@ def test_manual_optimization_has_no_pipeline_plans(capsys):
     reasons = {each["family"]: each["reason"] for each in content["rejected"]}
     assert reasons["pipeline ranks"].startswith("the module uses manual optimization")
     assert any("no plan has pipeline ranks or microbatches" in note for note in content["model"]["notes"])
+
+
+def test_nothing_is_said_of_a_run_that_does_not_take_place(capsys, caplog, monkeypatch):
+    """The namespace of Lightning that was imported last gives the logger of all."""
+    log = logging.getLogger("another namespace")
+    monkeypatch.setattr(rank_zero_module, "log", log)
+    with caplog.at_level(logging.INFO, logger=log.name):
+        assert planned(capsys, f"{CLASSES}:Stack", "--hardware", "cpu", "--devices", "2")[0] == 0
+    assert not [record for record in caplog.records if record.name == log.name]
 
 
 def test_averages_of_weights_are_not_made(capsys):
