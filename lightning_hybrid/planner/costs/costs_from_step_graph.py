@@ -240,7 +240,9 @@ def _layer(
     read = {value for node in later for value in node.inputs}
     outputs = sum(math.prod(graph.values[value].shape) for value in made & read) / samples
     has_weight = [product for product in products if product.has_weight]
-    replicated = min(saved, outputs * 2)
+    # A region of tensor ranks begins with a norm, whose input and output all of them save; attention is one of two.
+    regions = 2 if len(has_weight) > 1 and any(product.is_attention for product in products) else 1
+    replicated = min(saved, 2.0 * regions * outputs)
     return LayerCosts(
         group.name,
         products=products,
