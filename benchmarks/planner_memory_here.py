@@ -6,7 +6,7 @@
 
 The model and the measurement are those of `memory_table.py`. Each rank's peak of tensors, by `MemoryMonitor`, is held
 against the prediction for its pipeline coordinate, without what the framework takes. The costs are those of the
-configuration, or with ``--recorded`` those of the module's recorded step.
+configuration, or with ``--recorded`` those of the module's recorded step, without the layout that is cut by hand.
 """
 
 from __future__ import annotations
@@ -144,6 +144,8 @@ def main() -> None:
     for case in CASES:
         if args.only and not any(part in case.title for part in args.only):
             continue
+        if costs is not None and "pipeline_cuts" in case.options:
+            continue  # layers of a recorded step are cut by their FLOPs
         predicted = predict(case, costs)
         for rank, sizes in enumerate(run_apart(__file__, case.title)):
             terms = {name: size for name, size in predicted.ranks[rank // case.ranks_per_stage].items() if size}

@@ -241,7 +241,7 @@ def test_options_that_are_set_are_kept(monkeypatch):
 
 
 def test_options_that_are_set_to_what_they_are_without_a_plan_are_kept(monkeypatch):
-    wide, stages = Net(256, 48), {"pipeline_parallel_size": 2, **PLANNED}
+    wide, stages = Net(256, 192), {"pipeline_parallel_size": 2, **PLANNED}
     planned = plan_on(monkeypatch, 4, 16e9, wide, **stages)
     for name, value in {"schedule": "1f1b", "zero_stage": 0, "num_microbatches": 1}.items():
         assert planned[name] != value

@@ -119,6 +119,8 @@ class RecordedStep:
         outputs = sum(math.prod(graph.values[value].shape) for value in made & read) / samples
         parameters = sum(math.prod(shapes[parameter]) for parameter in owned)
         is_divided = self.sharded is None or bool(sharded) or bool(experts)
+        # A region of tensor ranks begins with a norm, whose input and output all of them save; attention is one of two.
+        regions = 2 if len(sharded) > 1 and any(product.is_attention for product in products) else 1
         return LayerCosts(
             group.name,
             products=(*products, *itertools.chain(*(each.products(samples) for each in experts))),
@@ -128,7 +130,7 @@ class RecordedStep:
             moved=moved,
             replicated_moved=min(moved, 4.0 * outputs) if is_divided else moved,
             saved=saved,
-            replicated_saved=min(saved, 2.0 * outputs) if is_divided else saved,
+            replicated_saved=min(saved, 2.0 * regions * outputs) if is_divided else saved,
             outputs=outputs,
             reductions=reductions_of_layer(products, _width(group, graph)) + len(experts),
             kernels=kernels(len(matrices), len(used) - len(matrices)),

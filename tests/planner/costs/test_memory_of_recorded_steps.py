@@ -135,3 +135,18 @@ def test_an_opened_sequential_is_one_layer_until_it_is_cut():
     assert whole.num_layers == 3 and whole.parameters == costs.parameters
     assert whole.flops == pytest.approx(costs.flops)
     assert sum(layer.saved for layer in whole.single_layers()) == sum(layer.saved for layer in costs.single_layers())
+
+
+def test_tensor_ranks_each_save_what_surrounds_attention_and_mlp():
+    """Inputs and outputs of both norms of a block."""
+
+    class Encoder(LanguageModel):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+            self.layers = nn.ModuleList([layer])
+
+    encoder = max(record_costs(pl, Encoder(), {}, "32-true").costs.layers, key=lambda layer: len(layer.products))
+    assert encoder.replicated_saved == 4 * TOKENS * WIDTH < encoder.saved
+    linear = max(record_costs(pl, LanguageModel(), {}, "32-true").costs.layers, key=lambda layer: layer.outputs)
+    assert linear.replicated_saved <= 2 * TOKENS * WIDTH
