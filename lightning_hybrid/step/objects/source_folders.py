@@ -7,3 +7,4 @@ import torch
 PACKAGE = str(Path(__file__).parents[2])
 TENSOR = str(Path(PACKAGE, "tensor"))
 TORCH = str(Path(torch.__file__).parent)
+EXPERT_RANKS = str(Path(PACKAGE, "experts", "parallel"))

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH
+from lightning_hybrid.step.objects.source_folders import EXPERT_RANKS, PACKAGE, TENSOR, TORCH
 
 TorchCall = tuple[Any, tuple[tuple[CodeType, int], ...]]
 
@@ -63,6 +63,9 @@ def user_call_sites(calls: Iterable[TorchCall]) -> dict[int, str]:
         if any(code.co_filename.startswith(TENSOR) for code, _ in frames):
             continue
         users = [frame for frame in frames if is_user_frame(frame)]
+        inner = frames[: frames.index(users[0])] if users else ()
+        if any(code.co_filename.startswith(EXPERT_RANKS) for code, _ in inner):  # around experts, whose own code counts
+            continue
         if users:
             called = getattr(function, "__name__", "") if frames[0] == users[0] else ""  # by the user, not by torch
             where = [(Path(code.co_filename).name, code.co_name, line) for code, line in users]

@@ -101,7 +101,9 @@ class _Described:
         self._with_shapes, self._count = with_shapes, strategy.num_microbatches
         self._program: Program | None = program_of(run, self._count)
         partition = strategy.partition
-        self._units = TensorUnits(run, None if partition is None else partition.tensor_planner)
+        experts = None if partition is None else partition.expert_planner
+        planner = None if partition is None else partition.tensor_planner
+        self._units = TensorUnits(run, planner, {} if experts is None else experts.widths)
         self._layer_reads = () if partition is None else partition.layer_reads.names
         plan = run.plan
         is_recorded = run.is_pipelined and plan is not None and plan.first is not None

@@ -5,18 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_hybrid.experts.parallel.expert_tensor_parallel import TensorShardedExperts, WidthSharding
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.memory.recompute_policies import Policy
+from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.strategies.dry_run.messages_of_step import Messages, Operation
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+from lightning_hybrid.strategies.techniques.expert_parallel import ExpertTensorRanks
 from lightning_hybrid.strategies.techniques.plan_tensor_parallelism import TensorPlanner
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
-from lightning_hybrid.tensor.shapes_only.counted_ranks import Collective
+from lightning_hybrid.tensor.shapes_only.counted_ranks import Collective, CountedRanks
 from lightning_hybrid.tensor.shapes_only.measure_sharded_unit import UnitUse, measure_unit
 
 Place = tuple[int, int]  # indices among tensor ranks and among context ranks
@@ -29,8 +35,11 @@ class TensorUnits:
         unmeasured: FQNs of units that do not run on meta tensors, each with the error.
     """
 
-    def __init__(self, run: Run, planner: TensorPlanner | None) -> None:
-        """Take a planned run, and the planner that has recorded its calls, if there is one."""
+    def __init__(
+        self, run: Run, planner: TensorPlanner | None, widths: Mapping[str, WidthSharding] = MappingProxyType({})
+    ) -> None:
+        """Take a planned run, the planner that has recorded its calls, and how experts are sharded by FQN."""
+        self._widths = widths
         self._run, self.unmeasured = run, dict[str, str]()
         self._plans = {} if run.shards is None or planner is None else run.shards.plans
         self._calls: Mapping[str, Any] = {} if planner is None else planner.planned_calls.arguments
@@ -103,18 +112,36 @@ class TensorUnits:
             return None
         unit = self._run.setting.module.get_submodule(fqn)
         where = (0, 0) if place is not None and not _differs_by_rank(plan) else place
-        key = (_kind(plan), _shapes(call), _shapes(tuple(unit.parameters())), type(unit), where)
+        widths = {name[len(fqn) + 1 :]: w for name, w in self._widths.items() if f"{name}.".startswith(f"{fqn}.")}
+        key = (_kind(plan), str(widths), _shapes(call), _shapes(tuple(unit.parameters())), type(unit), where)
         if key not in self._uses:
-            is_sharded = place is not None and (plan.num_sharded or plan.positions is not None)
+            is_sharded = place is not None and (plan.num_sharded or plan.positions is not None or widths)
             rank, context_rank = place or (0, 0)
             try:
                 around = self._run.setting.precision.forward_context()
                 of_rank = plan if is_sharded else None
-                self._uses[key] = measure_unit(unit, of_rank, call[0], call[1], rank, around, context_rank)
+                shard = partial(_shard_experts, widths) if is_sharded and widths else None
+                self._uses[key] = measure_unit(unit, of_rank, call[0], call[1], rank, around, context_rank, shard)
             except Exception as error:
                 self._uses[key] = None
                 self.unmeasured[fqn] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return self._uses[key]
+
+
+def _shard_experts(
+    widths: Mapping[str, WidthSharding], unit: nn.Module, ranks: CountedRanks
+) -> AbstractContextManager[Any]:
+    """Shard the experts of a copy on meta tensors; return a context in which they run on one tensor rank."""
+    for name, width in widths.items():
+        parameters = unit.get_submodule(name)._parameters
+        for parameter, placement in width.placements.items():
+            full = unit.get_submodule(name).get_parameter(parameter)
+            shard = shard_tensor(full.detach(), placement, ranks.rank, ranks.size)
+            parameters[parameter] = nn.Parameter(shard, requires_grad=full.requires_grad)
+    experts, stack = TensorShardedExperts(unit, widths, ExpertTensorRanks(ranks)), ExitStack()
+    stack.enter_context(experts.local_widths())
+    stack.enter_context(experts.running())
+    return stack
 
 
 def _differs_by_rank(plan: UnitPlan) -> bool:

@@ -12,7 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import LayoutError
-from lightning_hybrid.experts.parallel.expert_tensor_parallel import TensorShardedExperts, width_placements
+from lightning_hybrid.experts.parallel.expert_tensor_parallel import (
+    TensorShardedExperts,
+    WidthSharding,
+    width_placements,
+)
 from lightning_hybrid.experts.parallel.experts_summary import by_reason, describe_experts
 from lightning_hybrid.experts.parallel.find_and_prove_shardable_experts import (
     ExpertCalls,
@@ -29,7 +33,7 @@ from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import T
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.strategies.options.strategy_options import Options, compile_options
 from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import check_is_sharded
-from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks
+from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks, Ranks
 from lightning_hybrid.tensor.collectives.collectives_over_sharded_features import enter, leave, sum_gradients
 from lightning_hybrid.tensor.collectives.sequence_shard_tensor import shard_sequence
 from lightning_hybrid.tensor.collectives.sequence_sharding_and_collectives import SequenceSharding, gather_sequence
@@ -42,6 +46,7 @@ class ExpertPlanner:
     Attributes:
         summary: The experts found, for the start table.
         shared: The experts sharded over ranks, if they are.
+        widths: Shardings of experts over tensor ranks, by FQN of the module.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class ExpertPlanner:
         self._calls = ExpertCalls()
         self._drawing: Collection[str] = ()
         self._widths: TensorShardedExperts | None = None
+        self.widths: Mapping[str, WidthSharding] = {}
         self.shared: ShardedExperts | None = None
         self.summary = ""
 
@@ -106,7 +112,8 @@ class ExpertPlanner:
             widths = width_placements(self._module, experts.widths)
             shards.mark_sharded_elsewhere(widths)
             new_shardings.append(AxisSharding(self._mesh.group("tp"), widths, axis="tp"))
-            self._widths = TensorShardedExperts(self._module, experts.widths, ExpertTensorRanks(self._mesh.group("tp")))
+            ranks = ExpertTensorRanks(GroupRanks(self._mesh.group("tp")))
+            self.widths, self._widths = experts.widths, TensorShardedExperts(self._module, experts.widths, ranks)
         elif tensor_size > 1 and shards is not None:
             check_is_sharded(shards.plans, tensor_size)
         if size > 1:
@@ -189,9 +196,9 @@ class _EagerForward:
 class ExpertTensorRanks:
     """Collectives over tensor ranks (implements ``TensorRanks``)."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._ranks = GroupRanks(group)
-        self.rank = self._ranks.rank
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.rank = ranks.rank
 
     def enter(self, tensor: Tensor) -> Tensor:
         """Apply the f operator to a tensor of any shape: identity forward, sum of gradients backward."""

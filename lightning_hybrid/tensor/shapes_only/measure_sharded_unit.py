@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +52,7 @@ def measure_unit(
     rank: int,
     around: AbstractContextManager[Any],
     context_rank: int = 0,
+    prepare: Callable[[nn.Module, CountedRanks], AbstractContextManager[Any]] | None = None,
 ) -> UnitUse:
     """Run a unit and its backward on meta tensors, as one of the tensor ranks.
 
@@ -63,6 +64,8 @@ def measure_unit(
         rank: The number of the rank among the tensor ranks.
         around: A context entered around the forward, such as that of a precision.
         context_rank: The number of the rank among the context ranks.
+        prepare: Shards what the plan does not: called with the copy on meta tensors and the tensor ranks, returns a
+            context entered around the forward.
 
     Raises:
         Exception: The unit does not run on meta tensors, for example because it reads values.
@@ -70,6 +73,7 @@ def measure_unit(
     twin = copy_on_meta(unit).train(unit.training)
     ranks = CountedRanks(rank, 1 if plan is None else plan.size)
     running: AbstractContextManager[Any] = contextlib.nullcontext()
+    prepared = running if prepare is None else prepare(twin, ranks)
     if plan is not None:
         local = {
             name: shard_tensor(tensor.detach(), plan.placements[name], rank, plan.size).requires_grad_(
@@ -88,7 +92,7 @@ def measure_unit(
     call_args, call_kwargs, inputs = _example_on_meta(args, kwargs).call()
     saved = _SavedBytes([*local.values(), *inputs.values(), *twin.parameters()], ranks)
     with torch.enable_grad(), torch.device("meta"), GroupedProductShapes(), saved.counting():
-        with running, around:
+        with prepared, running, around:
             outputs = [leaf for leaf in flatten(twin(*call_args, **call_kwargs))[0] if isinstance(leaf, Tensor)]
         recomputed = tuple(ranks.done[: saved.num_collectives])
         has_loss = any(isinstance(output, VocabularyShard) for output in outputs)

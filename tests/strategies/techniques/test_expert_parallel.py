@@ -244,7 +244,7 @@ def ragged(module):
         ),
         (
             shared(change=mixed_up),
-            r"experts \(2\): not the same in the proof: an argument.s gradient differs by",
+            r"experts \(2\): not the same in the proof: the output differs by",
         ),
         (shared(change=ragged), r"their batches have 1 to 2 microbatches \(. here\); give them batches of equal size"),
         (
