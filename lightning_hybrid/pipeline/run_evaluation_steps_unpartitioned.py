@@ -30,7 +30,8 @@ from lightning_hybrid.pipeline.stages.select_recorded_trace import Call
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.pipeline.stages.sync_attributes_written_by_layers import sync_unit_attributes
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.instrument.instrument_step import draw_as_stages, slow_attention
+from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
+from lightning_hybrid.step.instrument.slow_attention import slow_attention
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch
 

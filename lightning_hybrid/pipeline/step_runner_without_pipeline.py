@@ -45,7 +45,7 @@ from lightning_hybrid.step.batch.split_batch_into_microbatches import (
     split,
     why_unsplit,
 )
-from lightning_hybrid.step.instrument.instrument_step import slow_attention
+from lightning_hybrid.step.instrument.slow_attention import slow_attention
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.guess_values_read_by_code import GUESSES

@@ -31,14 +31,14 @@ class CopiesOnTwoRanks:
     """Plans copies of a module, without storage for its parameters, on two ranks.
 
     Attributes:
-        lightning: The namespace of the module.
+        namespace: That of Lightning to which the module belongs.
         module: The user's module.
         fit_arguments: Arguments of ``Trainer.fit``.
         options: Arguments of the strategy.
         precision: Lightning's name of the precision.
     """
 
-    lightning: ModuleType
+    namespace: ModuleType
     module: Any
     fit_arguments: Mapping[str, Any]
     options: Mapping[str, Any]
@@ -73,7 +73,7 @@ class CopiesOnTwoRanks:
             copied, data = copy_on_meta((self.module, dict(self.fit_arguments)), only_parameters=True, memo=memo)
             options = {**self.options, **layout}
             return make_plan(
-                self.lightning, copied, data, 2, options, self.precision, strategy_class=_PlanWithoutMemory
+                self.namespace, copied, data, 2, options, self.precision, strategy_class=_PlanWithoutMemory
             )
         except Exception:  # of the user's code too, which the recording of costs raises
             return None

@@ -23,6 +23,7 @@ from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions imp
 )
 from lightning_hybrid.step.instrument.intercept_units_and_metrics import intercepted_metrics, intercepted_units
 from lightning_hybrid.step.instrument.replay_user_activation_checkpointing import patched_checkpointing
+from lightning_hybrid.step.instrument.slow_attention import slow_attention
 from lightning_hybrid.step.tracing.find_stored_autograd_apply import BoundApply
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording
@@ -154,18 +155,3 @@ def no_inference_mode() -> Iterator[None]:
 
     with replaced(torch.inference_mode, "__enter__", enter_no_grad, reason="no inference tensors in steps"):
         yield
-
-
-@contextlib.contextmanager
-def slow_attention() -> Iterator[None]:
-    """Disable the fused inference kernels of ``nn.MultiheadAttention`` and ``nn.TransformerEncoder``.
-
-    These cannot be recorded: with attention weights requested or under autocast their results on stand-ins differ from
-    those of a run, and an encoder reads the content of its mask and passes nested tensors between its layers.
-    """
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
 from lightning_hybrid.parts.parameter_shard_placement import Placement, Shard, shard_tensor
+from lightning_hybrid.step.instrument.slow_attention import slow_attention
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
 from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import taking_asides
@@ -95,7 +96,7 @@ def run_forward(
     """
     with (
         torch.set_grad_enabled(setting.grad),
-        _without_fast_path(),
+        slow_attention(),
         DeterministicMode(setting.dtype) if setting.exact else contextlib.nullcontext(),
     ):
         args, kwargs, inputs = example.call()
@@ -103,17 +104,6 @@ def run_forward(
             result = unit(*args, **kwargs)
         outputs = [materialize(output) for output in flatten((result, asides))[0]]
     return outputs, {f"input {leaf_index}": tensor for leaf_index, tensor in inputs.items()}
-
-
-@contextlib.contextmanager
-def _without_fast_path() -> Iterator[None]:
-    """Inside, encoder layers compute as in training: torch's fast path takes numbers in masks for true and false."""
-    is_enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(is_enabled)
 
 
 def _gradients(outputs: list[Any], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
