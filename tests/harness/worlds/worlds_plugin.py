@@ -340,7 +340,7 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark two of eight parameter sets of each test on ranks, or marked so, extended, five slow; none for files."""
+    """Mark one of eight parameter sets of each test on ranks, or marked so, extended, six slow; none for files."""
     if not any(Path(argument).is_dir() for argument in config.args):
         for item in items:
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "extended"]
@@ -352,7 +352,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if is_sampled and item.get_closest_marker("slow") is None and item.get_closest_marker("gpu") is None:
             test = item.nodeid.partition("[")[0]
             if position := counts[test] % 8:
-                item.add_marker("extended" if position < 3 else "slow")
+                item.add_marker("extended" if position == 1 else "slow")
             counts[test] += 1
 
 

@@ -55,7 +55,8 @@ class Measured(Hybrid3DStrategy):
         with TokensToExperts() as tokens:
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         sent.stop()
-        sent.counts["data"] -= tokens.sent_bytes
+        if self.layout.expert_parallel_size > 1:  # ZeRO has all-to-alls too
+            sent.counts["data"] -= tokens.sent_bytes
         holders = find_holders(self.lightning_module, self.optimizers, self.root_device)
         ranks = {axis: dist.get_process_group_ranks(self.mesh.group(axis)) for axis in ("pp", "data", "tp")}
         self.seen = bytes_by_kind(holders), sent.counts, ranks
