@@ -114,6 +114,11 @@ class ShardedExperts:
         lists = {fqn for fqn, adapter in self.adapters.items() if adapter.may_skip}
         return frozenset(name for name in self.sharding.placements if any(name.startswith(f"{fqn}.") for fqn in lists))
 
+    def lists(self) -> list[nn.Module]:
+        """Returns the lists of experts, and other lists inside of the modules that route tokens to them."""
+        inside = [inner for fqn in self.adapters for inner in self._root.get_submodule(fqn).modules()]
+        return [inner for inner in inside if isinstance(inner, nn.ModuleList | nn.ModuleDict)]
+
     def be_ready(self) -> None:
         """Collects the modules of this rank, once each parameter is this rank's local shard."""
         names = {id(parameter): name for name, parameter in self._root.named_parameters()}

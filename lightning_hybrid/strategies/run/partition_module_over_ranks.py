@@ -278,7 +278,9 @@ class ModulePartition:
         module, is_compiled = setting.module, setting.options.compile is not None
         syncs_norms = setting.norms is not None
         budget = budgeted_layers(recompute, setting.world, setting.options, syncs_norms=syncs_norms)
+        lists = [] if self.run.experts is None else self.run.experts.lists()
+        how: dict[str, Any] = {"compiled": is_compiled, "budget": budget, "expert_lists": lists}
         if not self.run.is_pipelined:
-            return recompute_plain_layers(module, recompute, compiled=is_compiled, budget=budget)
+            return recompute_plain_layers(module, recompute, **how)
         assert plan.first is not None
-        return recompute_layers(module, recompute, plan.first, plan.stages, compiled=is_compiled, budget=budget)
+        return recompute_layers(module, recompute, plan.first, plan.stages, **how)

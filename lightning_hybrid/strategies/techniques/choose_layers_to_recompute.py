@@ -95,14 +95,17 @@ def recompute_layers(
     *,
     compiled: bool,
     budget: BudgetedLayers | None = None,
+    expert_lists: Collection[nn.Module] = (),
 ) -> Recomputation:
     """Return the recomputation of layers of a recorded step, of those in the local stages ``here``.
+
+    Members of ``expert_lists``, whose ranks share them, are recomputed with the layer that routes tokens to them.
 
     Raises:
         RecomputeError: There is no layer, no pattern matches one, or a budget would choose for what the user compiled.
     """
     recording, assignment = variant.recording, variant.assignment
-    layers = find_layers(recording.units)
+    layers = find_layers(recording.units, expert_lists)
     if not layers:
         raise RecomputeError(
             f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out", entry="recompute-none"
@@ -125,10 +128,15 @@ def recompute_layers(
 
 
 def recompute_plain_layers(
-    root: nn.Module, recompute: Recompute, *, compiled: bool, budget: BudgetedLayers | None = None
+    root: nn.Module,
+    recompute: Recompute,
+    *,
+    compiled: bool,
+    budget: BudgetedLayers | None = None,
+    expert_lists: Collection[nn.Module] = (),
 ) -> Recomputation:
     """Return the recomputation of layers where steps run unpartitioned, as ``recompute_layers``."""
-    layers = find_layers(dict(root.named_children()))
+    layers = find_layers(dict(root.named_children()), expert_lists)
     if not layers:
         raise RecomputeError(
             f"recompute={recompute!r}: {type(root).__name__} has no layers; leave recompute out", entry="recompute-none"
