@@ -38,6 +38,11 @@ def data_and_device_errors() -> Iterator[None]:
         raise UsageError(message) from error
 
 
+def reads_storage(error: Exception) -> bool:
+    """Whether code of the user has read values of parameters that have no storage."""
+    return isinstance(error, NotImplementedError | RuntimeError) and "meta" in str(error).lower()
+
+
 def _message(error: Exception) -> str | None:
     """Return what is said of an error; None if its traceback says more."""
     frames = traceback.extract_tb(error.__traceback__)

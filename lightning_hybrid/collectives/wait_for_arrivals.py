@@ -7,10 +7,20 @@ go on to the next collective, which they will not join: it first looks whether t
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
-_PAUSE_SECONDS = 0.02
+_LONGEST_PAUSE_SECONDS = 0.05
+
+
+def pauses() -> Iterator[None]:
+    """Sleep before each next item, longer each time: for loops that poll the store."""
+    seconds = 0.001
+    while True:
+        time.sleep(seconds)
+        seconds = min(2 * seconds, _LONGEST_PAUSE_SECONDS)
+        yield
 
 
 def arrive(group: dist.ProcessGroup) -> int:
@@ -27,11 +37,11 @@ def all_arrive(group: dist.ProcessGroup, arrived: int, seconds: float) -> bool:
         seconds: How long to wait.
     """
     size = group.size()
-    wanted, end = -(-arrived // size) * size, time.monotonic() + seconds
+    wanted, end, pause = -(-arrived // size) * size, time.monotonic() + seconds, pauses()
     while _store().add(_key(group), 0) < wanted:
         if time.monotonic() > end:
             return False
-        time.sleep(_PAUSE_SECONDS)
+        next(pause)
     return True
 
 

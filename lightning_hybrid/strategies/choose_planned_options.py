@@ -33,7 +33,7 @@ from lightning_hybrid.step.module_state.copy_on_meta import copy_on_meta
 from lightning_hybrid.strategies.hybrid3d import OPTION_DEFAULTS, Hybrid3DStrategy
 from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, parameter_shapes, replicas_fit
 from lightning_hybrid.strategies.plan_copies_on_two_ranks import tensors_of_datasets
-from lightning_hybrid.strategies.record_planner_costs import RecordedCosts, record_costs, with_limits_of
+from lightning_hybrid.strategies.record_planner_costs import RecordedCosts, first_line, record_costs, with_limits_of
 from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import why_no_stages
 from lightning_hybrid.verify.check_available_memory import free_on_host
 
@@ -111,8 +111,8 @@ def _recorded(strategy: Hybrid3DStrategy, trainer: pl.Trainer) -> RecordedCosts 
     except Exception as error:  # of the user's code too: the run itself raises it, where its place is known
         if not options.asks_for_plan and replicas_fit(strategy, module):
             return None
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        costs = costs_from_parameters(shapes, name=type(module).__name__, frozen=frozen, reason=reason)
+        name = type(module).__name__
+        costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason=first_line(error))
         return RecordedCosts(with_limits_of(module, costs, why_no_stages(module)), number_format_of(precision), 1)
 
 

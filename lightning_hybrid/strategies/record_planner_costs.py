@@ -168,7 +168,7 @@ def record_costs(
     number_format = number_format_of(precision, states)
     samples = strategy.samples or 1
     if strategy.recorded is None:
-        reason = _first_line(strategy.failures[-1]) if strategy.failures else "it cannot be traced"
+        reason = first_line(strategy.failures[-1]) if strategy.failures else "it cannot be traced"
         costs = costs_from_parameters(shapes, name=name, frozen=frozen, reason=reason)
     else:
         costs = costs_from_step_graph(
@@ -185,7 +185,8 @@ def record_costs(
     return RecordedCosts(with_limits_of(module, costs, no_stages), number_format, samples)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the type of an error, and the first line of its message."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.cli.dryrun.print_ranks import print_ranks
-from lightning_hybrid.cli.errors_of_data_and_device import data_and_device_errors
+from lightning_hybrid.cli.errors_of_data_and_device import data_and_device_errors, reads_storage
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, UsageError, print_json
 from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, strategies_file
 from lightning_hybrid.cli.progress_bar import Progress
@@ -105,7 +105,7 @@ def _described(parsed: argparse.Namespace, progress: Progress) -> dict[str, Any]
     except UsageError:
         raise
     except Exception as error:
-        if not parsed.with_storage and _reads_storage(error):
+        if not parsed.with_storage and reads_storage(error):
             raise _without_storage("while the step is recorded", error) from error
         if not describe_failure(error, steps_done=0).refused:
             raise
@@ -117,10 +117,6 @@ def _checked(layout: Layout, parsed: argparse.Namespace) -> Layout:
     layout = in_world(layout, parsed.num_nodes, parsed.devices)
     _check_ranks(parsed.rank or ["stages"], layout.devices)
     return layout
-
-
-def _reads_storage(error: Exception) -> bool:
-    return isinstance(error, NotImplementedError | RuntimeError) and "meta" in str(error).lower()
 
 
 def _without_storage(when: str, error: Exception) -> UsageError:
@@ -145,7 +141,7 @@ def _made(made: Any, *, with_storage: bool) -> tuple[Any, Any]:
         with parameters_on_meta():
             return made.make_module(), made.make_data()
     except Exception as error:
-        if not _reads_storage(error):
+        if not reads_storage(error):
             raise
         raise _without_storage("while it is built", error) from error
 

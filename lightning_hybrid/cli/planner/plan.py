@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_hybrid.cli.errors_of_data_and_device import data_and_device_errors
+from lightning_hybrid.cli.errors_of_data_and_device import data_and_device_errors, reads_storage
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, UsageError, print_json, usage_errors
 from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, ConfiguredRun, strategies_file
 from lightning_hybrid.cli.progress_bar import Progress
@@ -178,8 +178,8 @@ def _recorded(parsed: argparse.Namespace, progress: Progress) -> tuple[ModelCost
     progress.phase("making the module, without storage for its parameters, and its data")
     try:
         recorded = _record(made, precision, progress, parameters_on_meta())
-    except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error).lower():
+    except Exception as error:
+        if not reads_storage(error):
             raise
         progress.phase("making the module in full, whose code reads values of parameters")
         recorded = _record(made, precision, progress, contextlib.nullcontext())

@@ -59,7 +59,8 @@ class RecordedStep:
         counted, kept = set[int](), set[int]()
         layers = []
         for number, group in enumerate(groups):
-            owned = {name for name, first in owner.items() if first == number and name in shapes}
+            read = {name for node in group.nodes for name in node.parameters if name in shapes}
+            owned = {name for name in read if owner[name] == number}
             layer = self._layer(group, owned, counted)
             layers.append(_with_recomputation(layer, group, graph, self.samples, kept))
         if not layers:
@@ -108,10 +109,8 @@ class RecordedStep:
         counted |= new
         element = _element_bytes(group, graph)
         inner = sum(node.saved_bytes for node in group.nodes) + sum(value_bytes(graph.values[value]) for value in new)
-        saved, moved = (
-            inner / element / samples,
-            2.0 * sum(node.moved_bytes for node in group.nodes) / element / samples,
-        )
+        saved = inner / element / samples
+        moved = 2.0 * sum(node.moved_bytes for node in group.nodes) / element / samples
         made = {value for node in group.nodes for value in node.outputs}
         inside = {node.index for node in group.nodes}
         later = (node for node in graph.nodes if node.index not in inside)

@@ -22,11 +22,12 @@ def find_layers(units: Mapping[str, nn.Module], closed: Collection[nn.Module] = 
         closed: Lists whose members are no layers, such as experts.
     """
     found: dict[str, nn.Module] = {}
+    inside_closed = {inner for each in closed for inner in each.modules()}
 
     def descend(fqn: str, module: nn.Module) -> None:
         if _num_weights(module) == 0:
             return
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) or _has_layers(module, closed):
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) or _has_layers(module, inside_closed):
             for name, child in module.named_children():
                 descend(f"{fqn}.{name}", child)
         elif not any(module is other for other in found.values()):
@@ -65,9 +66,8 @@ def lines_of_layers(lines: Mapping[str, Sequence[str]]) -> list[str]:
 
 def _has_layers(module: nn.Module, closed: Collection[nn.Module]) -> bool:
     """Whether a list of layers is inside: two modules of one class with more than one weight each."""
-    inside_closed = {inner for each in closed for inner in each.modules()}
     for inner in module.modules():
-        if isinstance(inner, _LISTS) and inner not in inside_closed:
+        if isinstance(inner, _LISTS) and inner not in closed:
             classes = [type(child) for child in inner.children() if _num_weights(child) > 1]
             if len(classes) > len(set(classes)):
                 return True

@@ -12,27 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from lightning_hybrid.collectives.wait_for_arrivals import pauses
 from lightning_hybrid.errors import NotOnAllRanks
 from lightning_hybrid.mesh import Mesh
 
 # The others usually come within this time; then their progress is read.
 _SECONDS_TO_ASK = 0.1
-_LONGEST_PAUSE_SECONDS = 0.05
-
-
-def pauses() -> Iterator[None]:
-    """Sleep before each next item, longer each time: for loops that poll the store."""
-    seconds = 0.001
-    while True:
-        time.sleep(seconds)
-        seconds = min(2 * seconds, _LONGEST_PAUSE_SECONDS)
-        yield
 
 
 class Rendezvous:

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_zero_info
 
+from lightning_hybrid.collectives.wait_for_arrivals import pauses
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import around, replace
-from lightning_hybrid.strategies.world.check_all_ranks_arrive import pauses
 
 _SIGTERM = "sigterm"  # key in the store
 _INTERRUPT = 1 << 32  # above any number of stop points
