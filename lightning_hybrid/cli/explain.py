@@ -166,14 +166,12 @@ def units_of(assignment: Assignment, sizes: dict[str, int]) -> list[dict[str, An
 
 def stages_of(assignment: Assignment, sizes: dict[str, int], rank_of: Callable[[int], int]) -> list[dict[str, Any]]:
     """Return the stages: rank, parameters before tensor ranks, experts and ZeRO shard them, cost, messages."""
-    from lightning_hybrid.memory.estimate_rank_memory import value_bytes
-
     graph, costs = assignment.graph, assignment.costs()
     stages = []
     for stage in range(assignment.num_stages):
         names = {name for name, holders in assignment.holders.items() if stage in holders}
         sends = {
-            str(target): sum(value_bytes(graph, value) for value in sent)
+            str(target): sum(graph.values[value].nbytes for value in sent)
             for (source, target), sent in assignment.portals.items()
             if source == stage
         }

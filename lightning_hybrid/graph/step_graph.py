@@ -7,6 +7,8 @@ are not in the graph.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -37,6 +39,12 @@ class Value:
     dynamic: bool = False
     device: str = ""
     finite_answer: bool | int | float | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements in the recorded run."""
+        bits = re.search(r"\d+", self.dtype)  # bool has no number, and types of less than 8 bits are packed in bytes
+        return math.prod(self.shape) * max(1, int(bits[0]) // 8 if bits else 1)
 
 
 SizedBy: TypeAlias = Literal["", "the content of the batch", "values of the model"]

@@ -6,15 +6,12 @@ workspace of kernels, what the framework itself takes, and states of the layer w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from lightning_hybrid.graph.partition import Assignment
-from lightning_hybrid.graph.step_graph import Node, StepGraph
+from lightning_hybrid.graph.step_graph import Node
 from lightning_hybrid.memory.recompute_policies import SELECTIVE_SHARE, Policy
 
 Place = Literal["files", "host"]
@@ -144,7 +141,7 @@ def activation_bytes(assignment: Assignment, policies: Mapping[str, Policy]) -> 
         inner[stage] += share * node.saved_bytes
         # A layer that is recomputed saves its inputs.
         values[stage].update(node.saved_values if share == 1 else [v for v in node.saved_values if v in node.inputs])
-    sizes = [sum(value_bytes(assignment.graph, index) for index in indices) for indices in values]
+    sizes = [sum(assignment.graph.values[index].nbytes for index in indices) for indices in values]
     return [int(inside) + size for inside, size in zip(inner, sizes, strict=True)]
 
 
@@ -156,12 +153,6 @@ def _saved_share(node: Node, policies: Mapping[str, Policy]) -> float:
     shares: dict[Policy, float] = {"keep": 1.0, "full": 0.0, "selective": SELECTIVE_SHARE}
     found = [policy if isinstance(policy, float) else shares[policy] for policy in inside]
     return sum(found) / len(found) if found else 1.0
-
-
-def value_bytes(graph: StepGraph, index: int) -> int:
-    """Return the bytes of one value of a step."""
-    value = graph.values[index]
-    return math.prod(value.shape) * int(getattr(torch, value.dtype).itemsize)
 
 
 def _sum(sizes: Sequence[int | None]) -> int | None:

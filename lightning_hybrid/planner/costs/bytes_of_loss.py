@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +10,6 @@ from lightning_hybrid.graph.step_graph import Node, StepGraph, Value
 
 # Losses over classes that chunked_loss computes in chunks.
 _OVER_CLASSES = frozenset({"cross_entropy", "nll_loss"})
-_DTYPE_BITS = re.compile(r"(\d+)")
 
 
 class LossBytes(NamedTuple):
@@ -44,7 +42,7 @@ def bytes_of_loss(nodes: Sequence[Node], graph: StepGraph) -> LossBytes:
         for index in (*node.inputs, *node.outputs):
             value = graph.values[index]
             if value.requires_grad and is_float(value):
-                gradients[memory.get(index, index)] = value_bytes(value)
+                gradients[memory.get(index, index)] = value.nbytes
         inside = node.saved_bytes if node.unit is None else 0
         peak = max(peak, sum(gradients.values()) + inside - freed)
         kept = {memory.get(index, index) for index in node.inputs}
@@ -56,7 +54,7 @@ def bytes_of_loss(nodes: Sequence[Node], graph: StepGraph) -> LossBytes:
     after = [node for node in nodes if not node.parameters]
     made = {index for node in nodes for index in node.outputs}
     saved = {memory.get(index, index) for node in after for index in node.saved_values if index in made}
-    return LossBytes(sum(node.saved_bytes for node in after) + sum(value_bytes(graph.values[i]) for i in saved), peak)
+    return LossBytes(sum(node.saved_bytes for node in after) + sum(graph.values[i].nbytes for i in saved), peak)
 
 
 def _memory_of_values(nodes: Sequence[Node], graph: StepGraph) -> dict[int, int]:
@@ -74,10 +72,3 @@ def _memory_of_values(nodes: Sequence[Node], graph: StepGraph) -> dict[int, int]
 def is_float(value: Value) -> bool:
     """Whether the value has floating-point elements."""
     return "float" in value.dtype
-
-
-def value_bytes(value: Value) -> float:
-    """Bytes of a value in the recorded step."""
-    found = _DTYPE_BITS.search(value.dtype)
-    size: int = math.prod(value.shape)
-    return size * (int(found[1]) / 8 if found else 1.0)

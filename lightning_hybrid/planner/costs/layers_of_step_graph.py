@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from lightning_hybrid.graph.step_graph import Node, StepGraph
-from lightning_hybrid.planner.costs.bytes_of_loss import bytes_of_loss, is_float, value_bytes
+from lightning_hybrid.planner.costs.bytes_of_loss import bytes_of_loss, is_float
 from lightning_hybrid.planner.costs.expert_sets import ExpertSet, parameters_of
 from lightning_hybrid.planner.costs.layer_costs import LayerCosts
 from lightning_hybrid.planner.costs.products_of_layer import (
@@ -108,7 +108,7 @@ class RecordedStep:
         new = {value for node in group.nodes for value in node.saved_values} - counted
         counted |= new
         element = _element_bytes(group, graph)
-        inner = sum(node.saved_bytes for node in group.nodes) + sum(value_bytes(graph.values[value]) for value in new)
+        inner = sum(node.saved_bytes for node in group.nodes) + sum(graph.values[value].nbytes for value in new)
         saved = inner / element / samples
         moved = 2.0 * sum(node.moved_bytes for node in group.nodes) / element / samples
         made = {value for node in group.nodes for value in node.outputs}
@@ -211,7 +211,7 @@ def _with_recomputation(layer: LayerCosts, group: _Group, graph: StepGraph, samp
     kept |= new
     outside = sum(node.saved_bytes for node in around)
     scale = 1 / _element_bytes(group, graph) / samples
-    saved = min(layer.saved, (outside + sum(value_bytes(graph.values[value]) for value in new)) * scale)
+    saved = min(layer.saved, (outside + sum(graph.values[value].nbytes for value in new)) * scale)
     inside = max(0.0, layer.saved - outside * scale)
     return dataclasses.replace(
         layer,
@@ -260,5 +260,5 @@ def _element_bytes(group: _Group, graph: StepGraph) -> float:
             value = graph.values[index]
             size: int = math.prod(value.shape)
             if is_float(value) and size:
-                return value_bytes(value) / size
+                return value.nbytes / size
     return 4.0

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_hybrid.callbacks.monitors.memory_monitor import MemoryMonitor
 from lightning_hybrid.callbacks.monitors.throughput_monitor import ThroughputMonitor
 from lightning_hybrid.graph.step_graph import StepGraph
-from lightning_hybrid.memory.estimate_rank_memory import RankMemory, value_bytes
+from lightning_hybrid.memory.estimate_rank_memory import RankMemory
 from lightning_hybrid.strategies.description.memory_of_stages import memory_of_ranks, memory_of_stages
 from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
@@ -66,6 +66,6 @@ def _saved_bytes(graph: StepGraph) -> dict[str, int]:
     saved: dict[str, int] = {}
     for node in graph.nodes:
         name = "operations outside of layers" if node.unit is None else node.unit
-        values = sum(value_bytes(graph, index) for index in node.saved_values)
+        values = sum(graph.values[index].nbytes for index in node.saved_values)
         saved[name] = saved.get(name, 0) + node.saved_bytes + values
     return saved

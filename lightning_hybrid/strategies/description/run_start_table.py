@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.memory.estimate_rank_memory import KINDS, RankMemory, value_bytes
+from lightning_hybrid.memory.estimate_rank_memory import KINDS, RankMemory
 from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means
 from lightning_hybrid.step.objects.repeated_layers import shortened
@@ -172,7 +172,7 @@ def _stage_rows(
     rows = [["stage", "pipeline rank", "units", *(_COLUMNS if memory else ()), "cost", "sends per microbatch"]]
     for stage in range(assignment.num_stages):
         sends = [
-            f"{format_bytes(sum(value_bytes(graph, v) for v in sent))} to {target}"
+            f"{format_bytes(sum(graph.values[v].nbytes for v in sent))} to {target}"
             for (source, target), sent in assignment.portals.items()
             if source == stage
         ]

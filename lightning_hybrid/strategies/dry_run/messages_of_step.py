@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_hybrid.memory.estimate_rank_memory import value_bytes
 from lightning_hybrid.parts.shard_boxes import shard_of
 from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.schedule.linked_stages_and_messages import Portals
@@ -81,7 +80,7 @@ def pipeline_messages(run: Run, program: Program | None) -> list[Messages]:
             stages = message.source, message.target
             values = portals[message.direction][stages if message.direction == "forward" else stages[::-1]]
             key = message.direction, message.target
-            totals[key] += sum(value_bytes(assignment.graph, value) for value in values)
+            totals[key] += sum(assignment.graph.values[value].nbytes for value in values)
             counts[key] += len(values)
     names = {"forward": "values", "backward": "gradients"}
     return [
@@ -103,7 +102,7 @@ def buffers_of_messages(run: Run, program: Program | None) -> int:
         received = {i.message[:3] for i in program.instructions[run.plan.rank] if isinstance(i, Receive)}
         for direction, source, target in received:
             values = forward[source, target] if direction == "forward" else backward[target, source]
-            total += sum(value_bytes(assignment.graph, value) for value in values)
+            total += sum(assignment.graph.values[value].nbytes for value in values)
     dtype = message_dtypes(run.setting.precision)["reduce_dtype"]
     if dtype is not None and not run.zero_shardings and run.mesh.size("data") > 1:
         for _, parameter, shape in _local(run):

@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_hybrid.errors import FirstStepError
-from lightning_hybrid.memory.estimate_rank_memory import value_bytes
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
@@ -150,7 +149,7 @@ class FirstStepCheck:
         setting, plan = self._owner.setting, self._owner.run.plan
         # The values of one microbatch, without those inside of units.
         graph = plan.first.assignment.graph if plan is not None and plan.first is not None else None
-        activations = 0 if graph is None else sum(value_bytes(graph, index) for index in range(len(graph.values)))
+        activations = 0 if graph is None else sum(value.nbytes for value in graph.values)
         missing = setting.world.broadcast(memory_shortage(setting.module.parameters(), setting.device, activations))
         if missing:
             raise FirstStepError(
