@@ -1,0 +1,62 @@
+"""Combinations of techniques drawn by seeds equal the plain Trainer in one process."""
+
+import math
+
+import pytest
+import torch
+from composition.combinations import LAYOUTS, drawn
+from composition.composed import both_runs, fit
+
+DEFAULT = 3  # that run without -m slow
+
+
+def differences(got, expected, path=""):
+    """Places at which two trees of numbers differ by more than rounding does."""
+    if isinstance(expected, dict):
+        if not isinstance(got, dict) or got.keys() != expected.keys():
+            yield f"{path}: {sorted(map(str, got))} for {sorted(map(str, expected))}"
+            return
+        for key in expected:
+            yield from differences(got[key], expected[key], f"{path}/{key}")
+    elif isinstance(expected, list | tuple):
+        if len(got) != len(expected):
+            yield f"{path}: {len(got)} for {len(expected)}"
+            return
+        for index, pair in enumerate(zip(got, expected, strict=True)):
+            yield from differences(*pair, f"{path}/{index}")
+    elif isinstance(expected, torch.Tensor):
+        if got.shape != expected.shape:
+            yield f"{path}: shape {tuple(got.shape)} for {tuple(expected.shape)}"
+        elif not torch.allclose(got.double(), expected.double(), rtol=1e-9, atol=1e-10):
+            yield f"{path}: off by {float((got.double() - expected.double()).abs().max()):.2g}"
+    elif isinstance(expected, float):
+        if not math.isclose(got, expected, rel_tol=1e-9, abs_tol=1e-10):
+            yield f"{path}: {got} for {expected}"
+    elif got != expected:
+        yield f"{path}: {got!r} for {expected!r}"
+
+
+def world_size(layout):
+    pp, dp, tp, _ = LAYOUTS[layout][0]
+    return pp * dp * tp
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= DEFAULT else []) for seed in range(300)]
+)
+def test_equals_one_process(worlds, tmp_path, seed):
+    combination = drawn(seed)
+
+    def on_ranks(layout, *arguments):
+        return worlds.run(1 if layout is None else world_size(layout), fit, *arguments, timeout=120)
+
+    expected = both_runs(combination, on_ranks, None, None, tmp_path)
+    got = both_runs(combination, on_ranks, combination.layout, combination.then, tmp_path)
+    for run in ("begun", "ended"):
+        [reference] = expected[run]
+        for rank, result in enumerate(got[run]):
+            found = list(differences(result, reference))
+            assert not found, f"{combination}: {run}, rank {rank}: {found[:4]}"
+    for file in ("file 1", "file 2"):
+        found = list(differences(got[file], expected[file]))
+        assert not found, f"{combination}: {file}: {found[:4]}"
