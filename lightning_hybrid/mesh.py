@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.layout import AXES, Coordinates, ParallelLayout
@@ -61,6 +62,7 @@ class Mesh:
         coordinates: the coordinates of this rank.
         device_mesh: the mesh over the five axes of the layout, outermost first; an axis of size 1 has a group too.
         sharded_axes: axes whose ranks have shards of parameters instead, set by `with_shards_over`.
+        timeout: of each collective operation; torch's default if None.
     """
 
     layout: ParallelLayout
@@ -69,15 +71,17 @@ class Mesh:
     device_mesh: DeviceMesh
     _submeshes: Mapping[str, DeviceMesh] = field(repr=False)
     sharded_axes: tuple[str, ...] = ()
+    timeout: timedelta | None = None
     _further: dict[str, ProcessGroup] = field(default_factory=dict, repr=False)  # shared with meshes made of this one
 
     @classmethod
-    def build(cls, layout: ParallelLayout, device_type: str) -> Mesh:
+    def build(cls, layout: ParallelLayout, device_type: str, timeout: timedelta | None = None) -> Mesh:
         """Make all process groups of a layout; collective, so every rank of the world calls it with the same layout.
 
         Args:
             layout: the sizes; their product is the world size.
             device_type: where the tensors to communicate live, "cpu" or "cuda".
+            timeout: of each collective operation, in each group; torch's default if None.
 
         Raises:
             LayoutError: the layout does not fill the world.
@@ -104,13 +108,22 @@ class Mesh:
         if dist.get_backend() != "gloo":
             _connect(submeshes.values(), device_type)
         rank = dist.get_rank()
-        return cls(
+        mesh = cls(
             layout=layout,
             rank=rank,
             coordinates=layout.coordinates(rank),
             device_mesh=device_mesh,
+            timeout=timeout,
             _submeshes=submeshes,
         )
+        mesh._limit_waits(mesh.groups)
+        return mesh
+
+    def _limit_waits(self, groups: Iterable[ProcessGroup]) -> None:
+        """Give groups the time limit of the run: torch gives a group that a `DeviceMesh` makes its own default."""
+        for group in groups:
+            if self.timeout is not None and dist.get_backend(group) in ("gloo", "nccl"):
+                _set_pg_timeout(self.timeout, group)
 
     def group(self, axis: str) -> ProcessGroup:
         """The process group of this rank along an axis of the layout or a flattened one."""
@@ -183,19 +196,19 @@ class Mesh:
             rows: list[list[int]] = [[] for _ in range(self.layout.world_size)]
             dist.all_gather_object(rows, dist.get_process_group_ranks(self.group(axis)))
             for ranks in sorted(map(list, set(map(tuple, rows)))):
-                group = dist.new_group(ranks, backend=backend)
+                group = dist.new_group(ranks, backend=backend, timeout=self.timeout)
                 if self.rank in ranks:
                     self._further[name] = group
         return self._further[name]
 
-    def dedicated_world(self, timeout: timedelta | None = None) -> ProcessGroup | None:
+    def dedicated_world(self) -> ProcessGroup | None:
         """Make an additional gloo group of all ranks, for a thread beside the training; collective.
 
-        ``timeout`` is of its operations, torch's default if None. Returns None if there is one rank.
+        Returns None if there is one rank.
         """
         if self.layout.world_size == 1:
             return None
-        group = dist.new_group(backend="gloo", timeout=timeout)
+        group = dist.new_group(backend="gloo", timeout=self.timeout)
         assert isinstance(group, ProcessGroup)
         return group
 
@@ -226,6 +239,7 @@ class Mesh:
         submeshes |= {"holders": submeshes["parts"], **dict.fromkeys(shared, single)}
         if dist.get_backend() != "gloo":
             _connect(submeshes.values(), base.device_type)
+        self._limit_waits(submesh.get_group() for submesh in submeshes.values())
         over = f"over shards of {', '.join(sorted(shared))}"
         self._further.update((f"{name} {over}", submesh.get_group()) for name, submesh in submeshes.items())
         return replace(self, _submeshes={**self._submeshes, **submeshes}, sharded_axes=tuple(sorted(shared)))

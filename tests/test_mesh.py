@@ -1,5 +1,7 @@
 """The groups of a mesh contain the ranks of the layout, on real ranks and, at 64, on a fake process group."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -118,6 +120,17 @@ def test_axis_equal_to_a_flattened_one_shares_its_group():
     assert mesh.group("data") is mesh.group("dp_shard")
     assert mesh.group("replica") is mesh.group("tp")
     assert mesh.group("world") is dist.group.WORLD
+
+
+@pytest.mark.world(4)
+def test_each_group_has_the_time_limit_of_the_run():
+    limit = timedelta(seconds=77)
+    dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)  # as `init_process_group` does
+    mesh = Mesh.build(ParallelLayout(pipeline_parallel_size=2, tensor_parallel_size=2), "cpu", limit)
+    wider = mesh.with_shards_over(["pp"])
+    groups = [*wider.groups, mesh.dedicated_group("data", "tests"), mesh.dedicated_world()]
+    assert len(groups) > 6
+    assert {group._get_backend(torch.device("cpu")).options._timeout for group in groups} == {limit}
 
 
 @pytest.mark.world(2)

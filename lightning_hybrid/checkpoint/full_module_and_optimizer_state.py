@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.collectives.objects import gather_on_first
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_ranks
@@ -62,9 +62,8 @@ def _gather_on_first(plan: StagePlan, local_values: Mapping[str, Any]) -> dict[s
     """Union of the dicts of a pipeline's ranks on its first, empty elsewhere; collective over the pipeline."""
     if plan.num_ranks == 1:
         return dict(local_values)
-    rows: list[Any] | None = [None] * plan.num_ranks if plan.rank == 0 else None
-    dist.gather_object(dict(local_values), rows, group=plan.group, group_dst=0)
-    return {key: value for row in rows or [] for key, value in row.items()}
+    rows = gather_on_first(dict(local_values), plan.group)
+    return {key: value for row in rows for key, value in row.items()}
 
 
 def load_module_state(
@@ -148,7 +147,8 @@ def gather_optimizer_state(
             parameter = parameters[key] if is_sharded else None
             full = map_leaves(partial(_gather_leaf, parameter, shards), entry)
             if keep:
-                local_entries[key] = full
+                # In host memory at once: a device that holds shards has no room for full states of all parameters.
+                local_entries[key] = map_leaves(_on_host, full)
     if not keep:
         return {}
     merged = _gather_on_first(plan, local_entries)
@@ -164,6 +164,10 @@ def _gather_leaf(parameter: Tensor | None, shards: LocalShards | None, leaf: Any
         return leaf
     leaf = leaf.detach()
     return leaf if shards is None or parameter is None else shards.full_state_of(parameter, leaf)
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
 
 
 def local_optimizer_state(

@@ -21,3 +21,9 @@ def on_group_device(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Move a tensor of any shape to a device that the backend of ``group`` supports: an offloaded one to NCCL's."""
     types = [device.type for device in group._device_types]
     return tensor if not types or tensor.device.type in types else tensor.to(types[0])
+
+
+def group_device(group: ProcessGroup) -> torch.device:
+    """The device on which this rank receives what comes over a group: its own GPU, or the host."""
+    types = [device.type for device in group._device_types]
+    return torch.device("cpu" if "cpu" in types or not types else types[0])

@@ -9,11 +9,12 @@ for the importing file. Nothing here imports either namespace.
 from __future__ import annotations
 
 import dis
+import functools
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from lightning_hybrid.namespaces.lightning_namespaces import NAMESPACES, Namespace
@@ -75,8 +76,27 @@ def _importing_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def _named_in(frame: FrameType | None) -> list[Namespace]:
-    tops = {module.split(".")[0] for module in _modules_named_in(frame)} if frame is not None else ()
+    tops = _tops_named_in(_Names(frame.f_code, frame.f_globals)) if frame is not None else ()
     return [namespace for namespace in NAMESPACES if namespace.top in tops]
+
+
+class _Names:
+    """A function's code and the globals of its file: equal to another one while no global has been added."""
+
+    def __init__(self, code: CodeType, names: dict[str, Any]) -> None:
+        self.code, self.names = code, names
+        self._key = id(code), len(names)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Names) and other._key == self._key
+
+
+@functools.lru_cache(maxsize=64)  # holds the code, so that its id stays its own
+def _tops_named_in(read: _Names) -> set[str]:
+    return {module.split(".")[0] for module in _modules_named_in(read.code, read.names)}
 
 
 def _running_below(frame: FrameType | None) -> list[Namespace]:
@@ -88,12 +108,12 @@ def _running_below(frame: FrameType | None) -> list[Namespace]:
     return []
 
 
-def _modules_named_in(frame: FrameType) -> Iterator[str]:
-    """Modules that a frame's code imports at any line, and those from which its file has names or base classes."""
-    for instruction in dis.get_instructions(frame.f_code):
+def _modules_named_in(code: CodeType, names: dict[str, Any]) -> Iterator[str]:
+    """Modules that code imports at any line, and those from which its file has names or base classes."""
+    for instruction in dis.get_instructions(code):
         if instruction.opname == "IMPORT_NAME":
             yield str(instruction.argval)
-    for value in list(frame.f_globals.values()):
+    for value in list(names.values()):
         if isinstance(value, ModuleType):
             yield value.__name__
         elif isinstance(value, FunctionType):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from dataclasses import dataclass
@@ -60,10 +61,7 @@ class Namespace:
 
     def load(self, name: str) -> Any:
         """Import the public class of that name; an ImportError if Lightning lacks a private name that is used."""
-        if name == "Hybrid3DStrategy":
-            importlib.import_module(self.package)
-            check_lightning_internals(self.package)
-        return getattr(importlib.import_module(f"{self.home}.{PUBLIC[name]}"), name)
+        return _load(self, name)
 
     def counterpart_of(self, module: str) -> str | None:
         """The name that a module of the other namespace has in this one; None if it is of no namespace, or of this."""
@@ -72,6 +70,14 @@ class Namespace:
             if module == other or module.startswith(other + "."):
                 return pair[self.index] + module[len(other) :]
         return None
+
+
+@functools.cache  # a parser of command lines reads each class a thousand times
+def _load(namespace: Namespace, name: str) -> Any:
+    if name == "Hybrid3DStrategy":
+        importlib.import_module(namespace.package)
+        check_lightning_internals(namespace.package)
+    return getattr(importlib.import_module(f"{namespace.home}.{PUBLIC[name]}"), name)
 
 
 LIGHTNING = Namespace("lightning.pytorch", "lightning", "lightning_hybrid", "lightning_hybrid.for_lightning", 0)

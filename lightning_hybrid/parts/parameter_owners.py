@@ -15,12 +15,11 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.collectives.objects import gather_on_first
 from lightning_hybrid.parts.parameter_shard_placement import Shard
-from lightning_hybrid.step.objects.pytree import map_leaves
 
 
 class ShardingAxis(Protocol):
@@ -113,15 +112,9 @@ class ParameterOwners:
             return found
         for number, axis in reversed(list(enumerate(self._shardings))):
             here = {key for key in found if isinstance(key, int) and number in self._axes_of(parameters[key])}
-            sent = {key: map_leaves(_on_host, found.pop(key)) for key in here}
-            rows: list[Any] | None = [None] * axis.group.size() if axis.group.rank() == 0 else None
-            dist.gather_object(sent, rows, group=axis.group, group_dst=0)
-            found |= {key: entry for row in rows or [] for key, entry in row.items()}
+            sent = {key: found.pop(key) for key in here}
+            found |= {key: entry for row in gather_on_first(sent, axis.group) for key, entry in row.items()}
         return found
 
     def _axes_of(self, parameter: Tensor) -> Iterable[int]:
         return self._owners.get(self._names.get(id(parameter), ""), ())
-
-
-def _on_host(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf

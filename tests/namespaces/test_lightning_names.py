@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+import lightning_hybrid
 from harness.worlds.hidden_packages import OPTIONAL
 from lightning_hybrid.namespaces import detect_lightning_namespace as namespaces
+from lightning_hybrid.namespaces import lightning_namespaces
 from lightning_hybrid.namespaces import load_twins_for_pytorch_lightning as twins
 from lightning_hybrid.namespaces.detect_lightning_namespace import namespace_for
 from lightning_hybrid.namespaces.lightning_namespaces import LIGHTNING, PYTORCH_LIGHTNING
 from lightning_hybrid.step.tracing import intercept_step_operations as watch
+from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [path for room in twins._TWIN_PACKAGES for path in sorted((ROOT / "lightning_hybrid" / room).glob("*.py"))]
@@ -60,6 +63,15 @@ def test_file_with_only_a_model_uses_the_namespace_of_the_model(imported):
     base = type("LightningModule", (), {"__module__": "pytorch_lightning.core.module"})
     model = type("Model", (base,), {"__module__": "project.model"})
     assert namespace_of("def build():\n    return frame()\nfound = build()", Model=model) is PYTORCH_LIGHTNING
+
+
+def test_private_names_are_checked_once(monkeypatch):
+    """Parsers of command lines read a class by its path a thousand times."""
+    checked = []
+    monkeypatch.setattr(lightning_namespaces, "check_lightning_internals", checked.append)
+    lightning_namespaces._load.cache_clear()
+    assert {lightning_hybrid.Hybrid3DStrategy for _ in range(3)} == {Hybrid3DStrategy}
+    assert checked == ["lightning.pytorch"]
 
 
 @pytest.mark.parametrize("named", ["", "import lightning.pytorch, pytorch_lightning"])

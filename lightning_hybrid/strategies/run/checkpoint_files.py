@@ -196,7 +196,7 @@ class CheckpointFiles:
     def _group(self) -> ProcessGroup | None:
         """A process group of all ranks for the writer threads only."""
         if self._writers is None or self._writers[0] is not self._world.mesh:
-            self._writers = self._world.mesh, self._world.mesh.dedicated_world(self._options.timeout)
+            self._writers = self._world.mesh, self._world.mesh.dedicated_world()
         return self._writers[1]
 
     def _metadata(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -28,6 +27,7 @@ from lightning_hybrid.checkpoint.full_module_and_optimizer_state import (
 )
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import LocalState
 from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedOptimizer
+from lightning_hybrid.collectives.objects import broadcast_object
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
@@ -301,11 +301,10 @@ class FullOrShardedState:
             )
         with self._world.as_launcher(), torch._C.DisableTorchFunction():
             self._world.rendezvous(f"a copy or pickle of {type(optimizer).__name__}")
-            box = [_on(torch.device("cpu"), self.optimizer_state(optimizer).get("state"))]
-            dist.broadcast_object_list(box, src=0)
+            states = broadcast_object(self.optimizer_state(optimizer).get("state"))
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             full = type(local["state"])(dict) if isinstance(local["state"], defaultdict) else {}
-            for key, entry in box[0].items():
+            for key, entry in states.items():
                 full[parameters[key] if isinstance(key, int) else key] = _on(self._world.device, entry)
         return {**local, "state": full}
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.collectives.objects import broadcast_object
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
@@ -31,10 +32,9 @@ def full_states(
     states = [map_leaves(_on_host, gather(optimizer)) for optimizer in optimizers]
     rank = dist.get_rank()
     for ranks in copies:  # one after the other: only one of them is in memory besides that of this rank
-        box = [states]
-        dist.broadcast_object_list(box, src=min(ranks))
+        received = broadcast_object(states, source=min(ranks))
         if rank in ranks:
-            states = box[0]
+            states = received
     return states
 
 

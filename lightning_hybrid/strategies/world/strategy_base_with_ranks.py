@@ -303,7 +303,7 @@ class RankedStrategy(ParallelStrategy):
         if self._world is not None:
             self._world.close()
             mesh = self._world.mesh if self._world.layout == layout else None
-        mesh = mesh or Mesh.build(layout, self.root_device.type)
+        mesh = mesh or Mesh.build(layout, self.root_device.type, timeout)
         sizes = {"num_processes": self.num_processes, "num_nodes": self.num_nodes}
         self._world = RankWorld(layout, mesh, self.root_device, timeout, **sizes)
         module = self.lightning_module
