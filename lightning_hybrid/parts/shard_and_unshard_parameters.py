@@ -173,15 +173,17 @@ class LocalShards:
                 copy_full_parameter(parameter, shape)
 
     @torch.no_grad()
-    def unshard_parameters(self, root: nn.Module | None = None) -> None:
+    def unshard_parameters(self, root: nn.Module | None = None, device: torch.device | None = None) -> None:
         """Gather the full parameters and buffers of this rank's stages, on every rank; collective.
 
         Args:
             root: A copy of the module that is sharded in the same way; the module itself if None.
+            device: Where full parameters stay, each moved once it is gathered; where shards are if None.
         """
         for name, parameter in (root or self._root).named_parameters():
             if FULL_SHAPE in parameter.__dict__ and not is_absent(parameter):
-                parameter.data = self.unshard(name, parameter.detach())
+                full = self.unshard(name, parameter.detach())
+                parameter.data = full if device is None else full.to(device)
                 parameter.grad = None
                 copy_local_parameter(parameter)
         buffers = {name for axis in self.shardings for name in axis.buffers}

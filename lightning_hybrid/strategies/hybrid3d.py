@@ -225,10 +225,10 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             raise RuntimeError("no run has been set up; read it in on_fit_start() or later")
         return self._lifecycle
 
-    def make_full(self) -> None:
-        """Gather the full module on every rank; collective."""
+    def make_full(self, *, for_run: bool = True) -> None:
+        """Gather the full module on every rank; collective. At the end it may stay on the host, or in shards."""
         if self._state is not None:
-            self._state.make_full()
+            self._state.make_full(for_run=for_run)
 
     def setup_environment(self) -> None:
         """Join the process groups, and start to watch for failures of ranks."""

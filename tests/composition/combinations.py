@@ -98,7 +98,7 @@ def allowed(each: Combination) -> Combination:
     if each.replicas == "local rounds":
         each = replace(each, layout="dp2", then="dp2", batch_norm=False)
     if each.replicas == "compressed" and each.optimization != "automatic":
-        each = replace(each, layout=_whole_gradients(each.layout), then=_whole_gradients(each.then))
+        each = replace(each, layout=_unsharded(each.layout), then=_unsharded(each.then))
     return each
 
 
@@ -106,7 +106,7 @@ def _without_experts(layout: str) -> str:
     return "dp2" if layout == "ep2" else layout
 
 
-def _whole_gradients(layout: str) -> str:
+def _unsharded(layout: str) -> str:
     return "dp2" if "zero" in layout else layout
 
 

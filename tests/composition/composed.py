@@ -277,8 +277,8 @@ def fit(c: Combination, layout: str | None, epochs: int, resumed: str | None, sa
     if not inside:
         trainer.save_checkpoint(saved)
     logged = {name: float(trainer.callback_metrics[name]) for name in LOGGED & trainer.callback_metrics.keys()}
-    whole = {name: value.detach().clone() for name, value in module.state_dict().items()}
-    return {"logged": logged, "module": whole, "average": getattr(average, "average", {})}
+    full = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return {"logged": logged, "module": full, "average": getattr(average, "average", {})}
 
 
 def both_runs(c: Combination, run: Any, first: str | None, then: str | None, folder: Path) -> dict[str, Any]:

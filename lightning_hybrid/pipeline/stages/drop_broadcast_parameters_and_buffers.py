@@ -31,12 +31,13 @@ def drop_absent_in_copy(root: nn.Module, copy: nn.Module) -> None:
             drop(copied)
 
 
-def unshard_parameters(plan: StagePlan, copy: nn.Module | None = None) -> None:
+def unshard_parameters(plan: StagePlan, copy: nn.Module | None = None, kept_on: torch.device | None = None) -> None:
     """Broadcast all parameters and buffers from their owners to every rank; collective over the pipeline.
 
     Args:
         plan: The owners.
         copy: A copy of the module with the same absent parameters; the module itself if None.
+        kept_on: Where parameters of other ranks stay once they have arrived; where they were if None.
     """
     if plan.num_ranks == 1 or not plan.is_partitioned:
         return
@@ -50,7 +51,8 @@ def unshard_parameters(plan: StagePlan, copy: nn.Module | None = None) -> None:
         content = content.to(device).contiguous()
         dist.broadcast(as_sendable(content), group=plan.group, group_src=owners[0])
         if is_absent(parameter):
-            fill(parameter, nn.Parameter(content.to(parameter.device), requires_grad=parameter.requires_grad))
+            content = content.to(kept_on or parameter.device)
+            fill(parameter, nn.Parameter(content, requires_grad=parameter.requires_grad))
     for buffer, owner in buffer_owners(plan, copy):
         broadcast_buffer(buffer, owner, plan.group, device)
     compute_weights(plan.root if copy is None else copy)

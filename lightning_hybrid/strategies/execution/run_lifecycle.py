@@ -209,10 +209,10 @@ class RunLifecycle:
         """Return the state dict of a copy of the module as a checkpoint has it; collective."""
         return self._files.averaged_state(copy)
 
-    def make_full(self) -> None:
-        """Gather the full module on every rank; collective."""
+    def make_full(self, *, for_run: bool = False) -> None:
+        """Gather the full module on every rank, to train it on under another layout or at the end; collective."""
         strategy: Any = self.setting.trainer.strategy
-        strategy.make_full()  # hooks of the user put their reads aside for this call
+        strategy.make_full(for_run=for_run)  # hooks of the user put their reads aside for this call
 
     def change_layout(self, arguments: Sequence[Any], refusal: str, *, may_retry: bool) -> bool:
         """Build the run again between two steps, as `RunOwner.change_layout`."""
@@ -235,7 +235,7 @@ class RunLifecycle:
         carry_slow_links(run, self.state.optimizer_state)
         for optimizer in optimizers:
             optimizer.state.clear()  # what it does is tried on a copy without any
-        self.make_full()
+        self.make_full(for_run=True)
         built_with = self.optimization.step_hooks
         self._close_run()
         may_retry, _ = self._lay_out(may_retry=may_retry, arguments=arguments, refusal=refusal)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -37,6 +39,7 @@ from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers impo
 from lightning_hybrid.precision.float32_step import drop_unused_masters, shard_masters
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.state.refuse_partial_state_dict import (
@@ -46,6 +49,31 @@ from lightning_hybrid.strategies.state.refuse_partial_state_dict import (
 )
 from lightning_hybrid.strategies.user_code.gather_checkpoint_hook_tensors import attribute_tensors
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
+from lightning_hybrid.verify.check_available_memory import free_bytes, free_on_host
+
+
+class Place(Enum):
+    """Where the full parameters of a run that ends go; the first place that has room on every rank."""
+
+    DEVICE = 0
+    HOST = 1
+    SHARDS = 2  # nowhere: the module stays as it is
+
+
+def place_for(full: int, missing: int, num_processes: int, device: torch.device) -> Place:
+    """Return where a rank has room for full parameters.
+
+    Args:
+        full: Bytes of all parameters.
+        missing: Those that other ranks have.
+        num_processes: Ranks of this node, which share the host's memory.
+        device: The rank's device.
+    """
+    if device.type == "cpu":
+        return Place.DEVICE if num_processes * missing < free_on_host() else Place.SHARDS
+    if missing < free_bytes(device):
+        return Place.DEVICE
+    return Place.HOST if num_processes * full < free_on_host() else Place.SHARDS
 
 
 class FullOrShardedState:
@@ -58,7 +86,7 @@ class FullOrShardedState:
     def __init__(self, module: pl.LightningModule, world: RankWorld) -> None:
         self._module, self._world = module, world
         self.is_full = True
-        self._failed = False
+        self._failed = self._is_too_large = False
         self._run: Run | None = None
         self._optimization = Optimization()
         self._guard: RemovableHandle | None = None
@@ -82,22 +110,32 @@ class FullOrShardedState:
             hook = temporary_hook(self._module, shard_loading_hook(parts, self._module))
             self._loads_shards = self._module.register_load_state_dict_pre_hook(hook)
 
-    def make_full(self) -> None:
-        """Gather the full module on every rank; collective."""
+    def make_full(self, *, for_run: bool = True) -> None:
+        """Gather the full module on every rank; collective.
+
+        Where the run has ended (``for_run`` is False) and some device has no room for it, it is gathered in host
+        memory; it stays in shards, with a warning, if that is short as well.
+        """
         run = self._run
-        if self.is_full or run is None or run.plan is None or self._failed:
+        if self.is_full or run is None or run.plan is None or self._failed or self._is_too_large:
             return
         self._world.passes()
         self.check_files()
+        place = Place.DEVICE if for_run else self._place_for_full_module()
+        if place is Place.SHARDS:
+            self._is_too_large = True
+            self._refuse(check_is_full)
+            return
+        device = torch.device("cpu") if place is Place.HOST else None
         if run.global_reads is not None:
             reads = run.global_reads
             kept = attribute_tensors([self._module, *self._module.trainer.callbacks])  # type: ignore[attr-defined]
             reads.complete([tensor for tensor in kept if id(tensor) not in reads.parameters])
         if run.parts is not None:
-            run.parts.unshard_parameters()
+            run.parts.unshard_parameters(device=device)
         if run.shards is not None:
             run.shards.forget()
-        unshard_parameters(run.plan)
+        unshard_parameters(run.plan, kept_on=device)
         run.setting.averages.unshard_parameters()
         self.is_full = True
         for handle in (self._loads_shards, self._guard):
@@ -105,12 +143,36 @@ class FullOrShardedState:
                 handle.remove()
         self._loads_shards = self._guard = None
 
+    def _place_for_full_module(self) -> Place:
+        """Return where full parameters fit on every rank; collective."""
+        with torch._C.DisableTorchFunction():
+            sizes = [
+                (math.prod(full_shape(p)), 0 if is_absent(p) else p.numel(), p.element_size())
+                for p in self._module.parameters()
+            ]
+        full = sum(numel * size for numel, _, size in sizes)
+        missing = full - sum(local * size for _, local, size in sizes)
+        world = self._world
+        place = place_for(full, missing, world.num_processes, world.device)
+        worst = torch.tensor(place.value, device=world.device)
+        place = Place(int(world.mesh.all_reduce(worst, "world", op="max")))
+        if place is Place.SHARDS:
+            rank_zero_warn(
+                f"the full {type(self._module).__name__} has {full / 2**30:,.1f} GiB, which neither each device nor the"
+                f" host has room for ({world.num_processes} times, once per rank): this module stays in shards after"
+                " the run; load it from a checkpoint"
+            )
+        return place
+
     def fail(self) -> None:
         """Join no further collectives: the run has failed, and the module stays as it is."""
         self._failed = True
+        self._refuse(check_is_full)
+
+    def _refuse(self, refusal: Callable[..., None]) -> None:
         if self._guard is not None:
             self._guard.remove()
-            self._guard = _guarded(self._module, check_is_full)
+            self._guard = _guarded(self._module, refusal)
 
     @property
     def can_be_moved(self) -> bool:

@@ -28,8 +28,9 @@ def check_is_full(module: nn.Module, *_: Any) -> None:
     """
     if elsewhere := missing_parameters(module):
         raise RuntimeError(
-            f"a run that failed or was stopped has left this {type(module).__name__} sharded: {len(elsewhere)} of its"
-            f" {sum(1 for _ in module.parameters())} parameters (such as {elsewhere[0]!r}), or shards of them, are not"
+            f"a run that failed, was stopped or ended without room has left this {type(module).__name__} sharded:"
+            f" {len(elsewhere)} of its {sum(1 for _ in module.parameters())} parameters (such as {elsewhere[0]!r}), or"
+            " shards of them, are not"
             " on this rank, and cannot be gathered any more; make a new module and load a checkpoint"
         )
 

@@ -13,6 +13,8 @@ from transformers import BertConfig, BertModel
 
 from harness.layouts import under_sizes
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.strategies.run import full_or_sharded_module_state
+from lightning_hybrid.strategies.run.full_or_sharded_module_state import Place, place_for
 from models.regression import FEATURES, Regressor, mlp, regression_data
 
 
@@ -134,3 +136,39 @@ def test_checkpoint_on_one_rank_of_sharded_layers(worlds, tmp_path, further):
 def assert_refused_soon(results):
     assert all(text != "saved" and seconds < 20 for text, seconds in results), results
     assert all("have continued without it; call it on all ranks" in text for text, _ in results), results
+
+
+@pytest.mark.parametrize(
+    ("device", "missing", "processes", "expected"),
+    [
+        ("cpu", 9, 1, Place.DEVICE),
+        ("cpu", 9, 4, Place.SHARDS),
+        ("cuda", 4, 4, Place.DEVICE),
+        ("cuda", 9, 2, Place.HOST),
+        ("cuda", 9, 4, Place.SHARDS),
+    ],
+)
+def test_place_for_a_full_module_of_ten_bytes(monkeypatch, device, missing, processes, expected):
+    monkeypatch.setattr(full_or_sharded_module_state, "free_bytes", lambda device: 5)
+    monkeypatch.setattr(full_or_sharded_module_state, "free_on_host", lambda: 30)
+    assert place_for(10, missing, processes, torch.device(device)) is expected
+
+
+class OnlyTrains(Exports):
+    def on_train_end(self):
+        pass
+
+
+def without_room(pp, folder, further):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(full_or_sharded_module_state, "free_on_host", lambda: 0)
+        module, trainer = fit(OnlyTrains, 2, pp, folder, **further)
+        with pytest.raises(RuntimeError, match="ended without room"):
+            module.state_dict()
+        with pytest.raises(RuntimeError, match="ended without room"):
+            trainer.validate(module, regression_data()["val_dataloaders"], verbose=False)
+
+
+@pytest.mark.parametrize(("pp", "further"), [(2, {}), (1, {"zero_stage": 3})], ids=["pp2", "zero3"])
+def test_a_module_without_room_stays_in_shards(worlds, tmp_path, pp, further):
+    worlds.run(2, without_room, pp, str(tmp_path), further)
