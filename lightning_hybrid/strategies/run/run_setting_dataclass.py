@@ -106,11 +106,15 @@ class Setting:
 
     @property
     def sizes_of_states(self) -> dict[str, bool]:
-        """The arguments of `StateSizes`: whether optimizers step in float32, and keep the copies that they step."""
-        plugin = self.precision
+        """The arguments of `StateSizes`: steps in float32, copies that are kept, trials of a user's own step.
+
+        Where no rank holds shards, sizes of states are for the start table alone: no code of the user runs for it.
+        """
+        plugin, runs_user_code = self.precision, self.shards_module or self.shards_manual_steps
         if not isinstance(plugin, HybridPrecision):
-            return {}
-        return {"in_float32": plugin.steps_in_float32, "copies": plugin.master_weights}
+            return {"runs_user_code": runs_user_code}
+        float32 = {"in_float32": plugin.steps_in_float32, "copies": plugin.master_weights}
+        return {**float32, "runs_user_code": runs_user_code}
 
     @property
     def checks_objective(self) -> bool:

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_hybrid.errors import UnfitError
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner
 from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, check_count, why_unsplit
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_wrappers
 from lightning_hybrid.strategies.start.example_batch import take_example
 from lightning_hybrid.strategies.start.provisional_optimizers import record_with_optimizers
@@ -64,7 +65,9 @@ def record_first_step(
     name, mode = _STEPS[TrainerFn(trainer.state.fn)]
     if not is_overridden(name, module):
         return None
+    before = None
     if arguments is None:
+        before = ModuleSnapshot(module)  # transfer hooks of the user run for the example, and again in the run
         batch = example if example is not None else take_example(trainer, trainer._active_loop, mode)
         arguments = step_arguments(module, name, batch)
         optimizers_exist = False
@@ -80,8 +83,12 @@ def record_first_step(
             " one after the other. Pass batch_splitter=function(batch, count) -> list of batches"
         )
     record = partial(runner.record, name, getattr(module, name), arguments, context(name))
-    if not _record(trainer, module, runner, name, record, optimizers_exist=optimizers_exist):
-        return None
+    try:
+        if not _record(trainer, module, runner, name, record, optimizers_exist=optimizers_exist):
+            return None
+    finally:
+        if before is not None:
+            before.restore()
     _warn_of_compiled(module, runner)
     return arguments
 

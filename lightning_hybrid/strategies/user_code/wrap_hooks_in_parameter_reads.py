@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.loops.optimization.automatic import Closure
 from torch import nn
 
 from lightning_hybrid.patching import replaced
@@ -133,14 +134,37 @@ class _HookWatch:
                 for owner, step in owners:
                     around.enter_context(replaced(owner, step, unwatched(getattr(owner, step)), reason=_INSIDE_HOOK))
                 if name == _AROUND_STEP:  # its closure, in which the training step runs, may be called by hand
-                    args = tuple(unwatched(arg) if callable(arg) else arg for arg in args)
-                    kwargs = {key: unwatched(arg) if callable(arg) else arg for key, arg in kwargs.items()}
+                    args = tuple(_like(arg, unwatched(arg)) if callable(arg) else arg for arg in args)
+                    kwargs = {k: _like(arg, unwatched(arg)) if callable(arg) else arg for k, arg in kwargs.items()}
                 watch(before)
                 result = original(*args, **kwargs)
                 self.passes()
                 return result
 
         return hook
+
+
+class _CalledClosure(Closure):
+    """Lightning's closure of a training step, as hooks receive it, with another call."""
+
+    def __init__(self, closure: Closure, call: Callable[..., Any]) -> None:
+        self.__dict__.update(vars(closure))
+        self._closure, self._call = closure, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def closure(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Closure.closure`; the result is the original's."""
+        return self._closure.closure(*args, **kwargs)
+
+    def consume_result(self) -> Any:
+        """As `Closure.consume_result`; the result is the original's."""
+        return self._closure.consume_result()
+
+
+def _like(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    return _CalledClosure(original, call) if isinstance(original, Closure) else call
 
 
 @contextlib.contextmanager

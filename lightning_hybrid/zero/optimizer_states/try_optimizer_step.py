@@ -119,11 +119,23 @@ def has_low_bit_states(optimizer: Optimizer) -> bool:
 
 def _step(twin: Any) -> None:
     """The step of a copy's class, without those that replace it; what it compiles runs uncompiled."""
-    step = type(twin).step
+    _step_of(type(twin), twin)
+
+
+def _step_of(kind: Any, twin: Any) -> None:
+    step = kind.step
     # The compiler takes seconds to import, and minutes for the shapes of all trials.
     is_compiled = step.__module__.startswith(_COMPILED)
     with torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext():
         step(twin)
+
+
+def _step_of_library(twin: Any) -> None:
+    """The step of the first class below a user's that a library has, as far as it does something."""
+    for kind in type(twin).__mro__:
+        if "step" in vars(kind) and kind is not Optimizer and kind.__module__.startswith(_PER_PARAMETER):
+            return _step_of(kind, twin)
+    raise NotImplementedError(f"{type(twin).__name__} is no library's")
 
 
 _LABELS = ("params", "param_names", "name", "initial_lr")  # entries of groups that are no options of a step
@@ -269,14 +281,19 @@ def steps_full_parameters(optimizer: Optimizer) -> bool:
 class StateSizes:
     """Sizes of an optimizer's states, found by steps on small parameters of each kind; no class is known by name."""
 
-    def __init__(self, optimizer: Optimizer, *, in_float32: bool = False, copies: bool = False) -> None:
+    def __init__(
+        self, optimizer: Optimizer, *, in_float32: bool = False, copies: bool = False, runs_user_code: bool = True
+    ) -> None:
         """Prepare.
 
         Args:
             optimizer: Built.
             in_float32: Whether bfloat16 parameters are stepped in float32, by copies.
             copies: Whether these copies are kept, and count as states.
+            runs_user_code: Whether a step that a user has written is tried; if not, the step of the library's class
+                below it is, and sizes are unknown where there is none.
         """
+        self._step = _step if runs_user_code else _step_of_library
         self._optimizer, self._in_float32 = optimizer, in_float32
         self._copy_bytes = 4 if copies else 0
         self._groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -336,7 +353,7 @@ class StateSizes:
         p.grad = torch.ones_like(p)
         twin = _twin(self._optimizer, [p], group)
         try:
-            _step(twin)
+            self._step(twin)
         except Exception:  # it needs a closure, several parameters, or another device
             return None
         return [value for value in flatten(twin.state.get(p, {}))[0] if isinstance(value, Tensor)]
