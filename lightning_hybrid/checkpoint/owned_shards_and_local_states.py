@@ -137,6 +137,11 @@ class LocalState:
         """The FQN of a parameter of the module, whose shape may be that of a shard; None for other tensors."""
         return self._names.get(id(parameter))
 
+    def names_of(self, optimizer: Optimizer) -> list[str]:
+        """The FQNs of an optimizer's parameters by number; ``#number`` for those of no module."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [self.name_of(parameter) or f"#{number}" for number, parameter in enumerate(parameters)]
+
     def is_sharded(self, parameter: Tensor) -> bool:
         """Whether this rank has a shard of a parameter instead of its full shape now."""
         return FULL_SHAPE in parameter.__dict__
@@ -231,7 +236,7 @@ class LocalState:
         """
         state = optimizer.state_dict()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        names = [self.name_of(parameter) or f"#{number}" for number, parameter in enumerate(parameters)]
+        names = self.names_of(optimizer)
         entries: dict[Any, Any] = {}
         for key, entry in state["state"].items():
             if any(is_absent(leaf) for leaf in flatten(entry)[0]):  # stand-ins, for a parameter of another rank

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.checkpoint.full_module_and_optimizer_state import gather_optimizer_state, local_optimizer_state
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import LocalState
 from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedOptimizer
+from lightning_hybrid.checkpoint.state_shapes import check_state_shapes
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.patching import Replacement
@@ -99,8 +100,14 @@ class OptimizerStates:
         return list(copies.values())
 
     def load(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
-        """Load each optimizer's state for the parameters of this rank, from full states or a distributed checkpoint."""
+        """Load each optimizer's state for the parameters of this rank, from full states or a distributed checkpoint.
+
+        Raises:
+            CheckpointError: States have other shapes than those of these optimizers.
+        """
         made, run = self._optimization, self._run
+        for optimizer, state in zip(optimizers, states, strict=False):  # before one of them sends anything
+            self._check_shapes(optimizer, state)
         for optimizer, state in zip(optimizers, states, strict=False):
             if any(watched is optimizer for watched in made.watched):
                 optimizer.load_state_dict(dict(state))
@@ -120,6 +127,13 @@ class OptimizerStates:
             stepped.shard_states()
         for offloaded in made.offloaded:
             offloaded.adopt()
+
+    def _check_shapes(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        run, local = self._run, self.local_states
+        is_sharded = run is not None and (run.parts is not None or run.is_pipelined)
+        is_sharded |= bool(self._optimization.sharded_steps)
+        entries = state.shapes(optimizer, local) if isinstance(state, SavedOptimizer) else state["state"]
+        check_state_shapes(optimizer, entries, local.names_of(optimizer), is_sharded=is_sharded)
 
     def _check_masters(self, optimizer: Optimizer) -> None:
         """Take loaded master weights out of the states of an optimizer that steps without them."""
