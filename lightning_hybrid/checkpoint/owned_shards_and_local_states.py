@@ -53,12 +53,14 @@ class OwnedShards:
         dtype: Dtype of its elements.
         boxes: The boxes that this rank may have to write: those that it is the first in its replica to have.
         written_by: ``ANY``, ``FIRST``, or an axis along which ranks have equal boxes.
+        mesh: Of that axis, if it is another one than the module has now.
     """
 
     shape: Shape
     dtype: torch.dtype
     boxes: tuple[Box, ...]
     written_by: str = ANY
+    mesh: Mesh | None = None
 
     def __getattr__(self, name: str) -> Any:
         # Another attribute than those above: a hook treats it as a tensor.
@@ -85,18 +87,20 @@ def assign_boxes(tensors: Iterable[OwnedShards], mesh: Mesh | None) -> list[tupl
 
     ``tensors`` are all to save, in one order on all ranks; ``mesh`` is None for one process.
     """
-    positions: dict[str, tuple[int, int]] = {}
-    assigned_bytes: dict[str, list[int]] = {}
+    positions: dict[tuple[int, str], tuple[int, int]] = {}
+    assigned_bytes: dict[tuple[int, str], list[int]] = {}
     assigned = []
     for each in tensors:
-        for axis in {ANY, each.written_by} - positions.keys() - {FIRST}:
-            positions[axis] = (1, 0) if mesh is None else _rank_among_copies(mesh, axis)
-            assigned_bytes[axis] = [0] * positions[axis][0]
+        ranks = each.mesh or mesh
+        any_, axis = (id(ranks), ANY), (id(ranks), each.written_by)
+        for key in {any_, axis} - positions.keys() - {(id(ranks), FIRST)}:
+            positions[key] = (1, 0) if ranks is None else _rank_among_copies(ranks, key[1])
+            assigned_bytes[key] = [0] * positions[key][0]
         for box in each.boxes:
             if each.written_by == FIRST:
-                writes = positions[ANY][1] == 0
+                writes = positions[any_][1] == 0
             else:
-                load, here = assigned_bytes[each.written_by], positions[each.written_by][1]
+                load, here = assigned_bytes[axis], positions[axis][1]
                 writer = min(range(len(load)), key=load.__getitem__)
                 load[writer] += box.content.nbytes
                 writes = writer == here
@@ -121,6 +125,7 @@ class LocalState:
         self._plan = plan if plan is not None and plan.is_partitioned else None
         self._axis_cuts = [] if shards is None else list(shards.shardings)
         self._owners = None if shards is None else shards.owners
+        self._mesh = mesh
         self._pp, self._tp = mesh.rank_in("pp"), mesh.rank_in("tp")
         self._tp_name = mesh.group("tp").group_name
 
@@ -131,6 +136,11 @@ class LocalState:
     def name_of(self, parameter: Tensor) -> str | None:
         """The FQN of a parameter of the module, whose shape may be that of a shard; None for other tensors."""
         return self._names.get(id(parameter))
+
+    def names_of(self, optimizer: Optimizer) -> list[str]:
+        """The FQNs of an optimizer's parameters by number; ``#number`` for those of no module."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [self.name_of(parameter) or f"#{number}" for number, parameter in enumerate(parameters)]
 
     def is_sharded(self, parameter: Tensor) -> bool:
         """Whether this rank has a shard of a parameter instead of its full shape now."""
@@ -226,7 +236,7 @@ class LocalState:
         """
         state = optimizer.state_dict()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        names = [self.name_of(parameter) or f"#{number}" for number, parameter in enumerate(parameters)]
+        names = self.names_of(optimizer)
         entries: dict[Any, Any] = {}
         for key, entry in state["state"].items():
             if any(is_absent(leaf) for leaf in flatten(entry)[0]):  # stand-ins, for a parameter of another rank
@@ -244,6 +254,9 @@ class LocalState:
             return leaf
         if leaf.dim() == 0:
             return leaf.detach().cpu().clone()
+        return replace(self._shards_of_state(name, parameter, leaf), mesh=self._mesh)
+
+    def _shards_of_state(self, name: str, parameter: Tensor | None, leaf: Tensor) -> OwnedShards:
         if parameter is None or name.startswith("#"):
             return unsharded(leaf, counts=self._pp == self._tp == 0)
         if self._has_owner(parameter):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,6 +83,11 @@ class SavedFolder:
         if not isinstance(saved, TensorStorageMetadata):
             raise CheckpointError(f"{self.path} has no {key}; {_OTHER_MODEL}", entry="other-model")
         return saved
+
+    def meta_tensor(self, key: str) -> Tensor:
+        """A tensor of one key without content, in its full shape."""
+        saved = self.metadata_of(key)
+        return torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
 
     def rest(self) -> dict[str, Any]:
         """The checkpoint, with references for tensors.
@@ -199,6 +204,31 @@ class SavedOptimizer(Mapping[str, Any]):
         groups = self._saved.filled(self._named["param_groups"])  # a learning rate may be a tensor
         return torch_state({**self._named, "param_groups": groups})
 
+    def entries(self, optimizer: Optimizer, local: LocalState, tensor: Callable[[int, str], Any]) -> dict[int, Any]:
+        """The states of an optimizer's parameters by number, with ``tensor(number, key)`` for each saved tensor.
+
+        Raises:
+            CheckpointError: It is the state of other parameters.
+        """
+        saved_names, names = self._named["names"], local.names_of(optimizer)
+        if len(names) != len(saved_names):
+            raise CheckpointError(
+                f"the optimizer has {len(names)} parameters and the one in {self._saved.path} {len(saved_names)};"
+                f" the first that differ are {_first_differing(names, saved_names)}",
+                entry="other-optimizer",
+            )
+        of_number = names if self._is_by_name(names) else saved_names
+        found = {number: self._named["state"].get(name) for number, name in enumerate(of_number)}
+        return {n: put_tensors(entry, partial(tensor, n)) for n, entry in found.items() if entry is not None}
+
+    def _is_by_name(self, names: Sequence[str]) -> bool:
+        """False for a module that was renamed since, or a file without names: parameters are matched by order."""
+        return set(names) == set(self._named["names"])
+
+    def shapes(self, optimizer: Optimizer, local: LocalState) -> dict[int, Any]:
+        """The states of an optimizer's parameters by number, on the meta device: nothing is read."""
+        return self.entries(optimizer, local, lambda _, key: self._saved.meta_tensor(key))
+
     def local_state(self, optimizer: Optimizer, local: LocalState) -> dict[str, Any]:
         """Read the state of this rank's parameters of an optimizer, or shards of them, by number.
 
@@ -206,27 +236,26 @@ class SavedOptimizer(Mapping[str, Any]):
             CheckpointError: It is the state of other parameters.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        saved_names = self._named["names"]
-        names = [local.name_of(parameter) or f"#{number}" for number, parameter in enumerate(parameters)]
-        if len(names) != len(saved_names):
-            raise CheckpointError(
-                f"the optimizer has {len(names)} parameters and the one in {self._saved.path} {len(saved_names)};"
-                f" the first that differ are {_first_differing(names, saved_names)}",
-                entry="other-optimizer",
-            )
-        # For a module that was renamed since, or a file that had no names, parameters are matched by order.
-        by_name = set(names) == set(saved_names)
-        states: dict[int, Any] = {}
+        saved_names, names = self._named["names"], local.names_of(optimizer)
         requests: list[ReadRequest] = []
-        for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
-            entry = self._named["state"].get(name if by_name else saved_names[number])
-            if entry is not None and not is_absent(parameter) and local.has_states_of(parameter):
-                states[number] = put_tensors(entry, partial(self._request_tensor, requests, local, name, parameter))
+
+        def target(number: int, key: str) -> Tensor | None:
+            parameter = parameters[number]
+            if is_absent(parameter) or not local.has_states_of(parameter):
+                return None
+            return self._request_tensor(requests, local, names[number], parameter, key)
+
+        entries = self.entries(optimizer, local, target)
+        states = {
+            number: entry
+            for number, entry in entries.items()
+            if not is_absent(parameters[number]) and local.has_states_of(parameters[number])
+        }
         self._saved.read(requests)
         known = set(saved_names)
         others = {key: self._saved.filled(entry) for key, entry in self._named["state"].items() if key not in known}
         groups = [dict(group) for group in self._torch_state["param_groups"]]
-        if by_name and names != saved_names:
+        if self._is_by_name(names) and names != saved_names:
             numbered = optimizer.state_dict()["param_groups"]
             groups = [{**saved, "params": group["params"]} for saved, group in zip(groups, numbered, strict=True)]
         return {"state": self._saved.with_subclasses({**states, **others}), "param_groups": groups}

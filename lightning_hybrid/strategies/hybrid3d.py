@@ -32,7 +32,6 @@ from lightning_hybrid.strategies.options.names_of_other_libraries import OtherNa
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.options.weigh_microbatches_by_count import MicrobatchWeight
 from lightning_hybrid.strategies.out_of_memory.note_steps_that_do_not_run_again import note_why_not_run_again
-from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import needs_runner
 from lightning_hybrid.strategies.run.strategy_base_with_checkpoints import CheckpointedStrategy
@@ -240,8 +239,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
             return
         is_recorded = needs_runner(self.options, self.layout)
         self._lifecycle = None
-        self._state = FullOrShardedState(module, self.world)
-        self._files.connect(module, self.world, self._state)
+        self.connect_state(module)
         if module._trainer is not None:
             check_callbacks(module._trainer, self.world.mesh, is_recorded=is_recorded)
             self.world.watch_failures(module._trainer)

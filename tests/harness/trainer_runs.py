@@ -17,7 +17,7 @@ def trainer_of(size=1, pp=1, **options):
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     strategy_options = options.pop("strategy_options", {})
     if size > 1 or strategy_options:
-        strategy = lightning_hybrid.Hybrid3DStrategy(pipeline_parallel_size=pp, **strategy_options)
+        strategy = lightning_hybrid.Hybrid3DStrategy(**{"pipeline_parallel_size": pp, **strategy_options})
     else:
         strategy = "auto"
     defaults = {

@@ -105,7 +105,7 @@ class KeepsMasters(Callback):
         self.recorded["batches in stages"] = trainer.strategy.pipelined_batches
 
     def masters(self, trainer):
-        state = trainer.strategy._state.optimizer_state(trainer.optimizers[0])  # in full, whatever is saved
+        state = trainer.strategy._state.optimizers.full_state(trainer.optimizers[0])  # in full, whatever is saved
         entries = state.get("state", {}).items()
         return {self.names[key]: v[MASTER_WEIGHT].clone() for key, v in entries if MASTER_WEIGHT in v}
 

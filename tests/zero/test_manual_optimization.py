@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from harness.fits import refusal, trainer_of
+from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.zero.optimizer_states.sharded_manual_optimizer_step import numel_of_shard
 
@@ -181,17 +181,8 @@ class Adafactored(Gan):
     optimizer = torch.optim.Adafactor
 
 
-def refused(case_and_options):
-    case, options = case_and_options
-    return train(case, 2, options)
-
-
-@pytest.mark.parametrize(
-    ("case", "options", "words"),
-    [
-        (Adafactored, {"zero_stage": 1}, "Adafactor may read full ones"),
-    ],
-)
-def test_unsupported_options_are_refused(worlds, case, options, words):
-    for message in worlds.run(2, refusal, refused, (case, options)):
-        assert words in message
+def test_steps_of_full_parameters_are_not_sharded(worlds):
+    [(expected, sizes)] = worlds.run(1, train, Adafactored, 1, None)
+    for state, own_sizes in worlds.run(2, train, Adafactored, 2, {"zero_stage": 1}):
+        assert_close(state, expected)
+        assert own_sizes[0] == sizes[0]

@@ -25,6 +25,7 @@ from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.strategies.logs.announce_long_phases import phase
 from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import batch_norms_in_training
 from lightning_hybrid.strategies.run.build_run import RunOwner
+from lightning_hybrid.strategies.run.optimizer_states import is_in_first_copy
 from lightning_hybrid.verify.check_available_memory import memory_shortage
 from lightning_hybrid.verify.first_step_comparison import Verdict, compare_first_step, precision_of
 from lightning_hybrid.verify.one_process.gather_stage_parameters import full_parameters_on_first_rank
@@ -125,7 +126,7 @@ class FirstStepCheck:
         failure, gave_loss = "", True
         world, run = self._owner.setting.world, self._owner.run
         with contextlib.ExitStack() as stack:
-            if self._owner.state.is_in_first_copy and run.parts is not None:
+            if is_in_first_copy(world) and run.parts is not None:
                 stack.enter_context(run.parts.summon_full_parameters())
             if world.data_rank == 0:
                 stack.enter_context(

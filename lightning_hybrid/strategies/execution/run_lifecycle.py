@@ -159,9 +159,11 @@ class RunLifecycle:
     def move_optimizers(self) -> None:
         """Move optimizer states to the device unless they are offloaded; let copies and pickles have full states."""
         optimizers = self.setting.trainer.optimizers
-        if self.setting.is_fitting and not self.optimization.offloaded:
+        if not self.setting.is_fitting:
+            return  # there are none, or those of an earlier fit
+        if not self.optimization.offloaded:
             _optimizers_to_device(optimizers, self.setting.device)
-        self.state.pickle_in_full(optimizers)
+        self.state.optimizers.pickle_in_full(optimizers)
 
     def _guard_memory(self) -> None:
         """Let all ranks stop together where one runs out of memory, if the user wants something larger tried."""
@@ -221,8 +223,8 @@ class RunLifecycle:
         assert run.plan is not None and run.metrics is not None
         run.metrics.broadcast_all_states()
         differ = replicas_step_by_themselves(setting.trainer)
-        copies = self.state.ranks_of_copies if differ else [range(setting.layout.world_size)]
-        states = full_states(optimizers, partial(self.state.optimizer_state, of_each_copy=differ), copies)
+        copies = self.state.optimizers.ranks_of_copies if differ else [range(setting.layout.world_size)]
+        states = full_states(optimizers, partial(self.state.optimizers.full_state, of_each_copy=differ), copies)
         gradients = FullGradients(
             setting.module,
             run.plan,
@@ -232,17 +234,17 @@ class RunLifecycle:
             are_complete=self.gradients_are_complete,
             replicas="dp_shard" if differ else "data",
         )
-        carry_slow_links(run, self.state.optimizer_state)
+        carry_slow_links(run, self.state.optimizers.full_state)
         for optimizer in optimizers:
             optimizer.state.clear()  # what it does is tried on a copy without any
         self.make_full(for_run=True)
         built_with = self.optimization.step_hooks
         self._close_run()
         may_retry, _ = self._lay_out(may_retry=may_retry, arguments=arguments, refusal=refusal)
-        self.state.pickle_shards()  # copies are made to see what optimizers do
+        self.state.optimizers.pickle_shards()  # copies are made to see what optimizers do
         self.connect_optimizers(built_with)
-        self.state.pickle_in_full(optimizers)
-        self.state.load_optimizers(optimizers, states)
+        self.state.optimizers.pickle_in_full(optimizers)
+        self.state.optimizers.load(optimizers, states)
         gradients.give(setting.module, self.run.plan, self.run.parts)
         return may_retry
 
@@ -309,5 +311,5 @@ class RunLifecycle:
 
     def _close_run(self) -> None:
         self.execution.close()
-        self.run, self.optimization = self.run.close(), Optimization()
+        self.run, self.optimization = self.run.close(), self.optimization.close()
         self.state.follow(self.run, self.optimization)

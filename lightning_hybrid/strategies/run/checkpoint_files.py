@@ -95,7 +95,7 @@ class CheckpointFiles:
             if self._world.is_disconnected:
                 return {}
             self._world.rendezvous("trainer.save_checkpoint(...)")
-            state.check_files()
+            state.optimizers.check_files()
         with state.unguarded(), torch._C.DisableTorchFunction():
             local = state.local_states.module()
             if not state.is_full:
@@ -117,12 +117,12 @@ class CheckpointFiles:
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer as a checkpoint has it: local shards by FQN, or all on the first rank."""
         if not self._options.save_distributed_checkpoint:
-            return self._state.optimizer_state(optimizer)
+            return self._state.optimizers.full_state(optimizer)
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        self._state.check_files()
+        self._state.optimizers.check_files()
         with torch._C.DisableTorchFunction():
-            return self._state.local_states.optimizer(optimizer)
+            return self._state.optimizers.local_states.optimizer(optimizer)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 

@@ -4,42 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.optimizer import _optimizer_to_device
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.checkpoint.full_module_and_optimizer_state import (
     gather_module_state,
-    gather_optimizer_state,
     load_module_state,
-    local_optimizer_state,
     shard_loading_hook,
     state_mismatches,
 )
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import LocalState
-from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedOptimizer
-from lightning_hybrid.collectives.objects import broadcast_object
 from lightning_hybrid.errors import CheckpointError
-from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
-from lightning_hybrid.patching import Replacement, temporary_hook
+from lightning_hybrid.patching import temporary_hook
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import unshard_parameters
-from lightning_hybrid.precision.float32_step import drop_unused_masters, shard_masters
-from lightning_hybrid.precision.hybrid import HybridPrecision
-from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
+from lightning_hybrid.strategies.run.optimizer_states import OptimizerStates, is_in_first_copy
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.state.refuse_partial_state_dict import (
@@ -81,21 +69,25 @@ class FullOrShardedState:
 
     Attributes:
         is_full: Whether this rank has all of the module.
+        optimizers: The states of the optimizers of this fit, or of the one before.
     """
 
-    def __init__(self, module: pl.LightningModule, world: RankWorld) -> None:
+    def __init__(self, module: pl.LightningModule, world: RankWorld, optimizers: OptimizerStates | None = None) -> None:
+        """Take the user's module, the ranks, and the states of optimizers that an earlier fit has left."""
         self._module, self._world = module, world
+        self.optimizers = optimizers or OptimizerStates(module)
+        self.optimizers.join(world)
         self.is_full = True
         self._failed = self._is_too_large = False
         self._run: Run | None = None
-        self._optimization = Optimization()
         self._guard: RemovableHandle | None = None
         self._loads_shards: RemovableHandle | None = None
-        self._unpickled = contextlib.ExitStack()  # when closed, optimizers pickle the local shards of their states
 
     def follow(self, run: Run, optimization: Optimization) -> None:
         """Use the run and the optimization of a new layout."""
-        self._run, self._optimization = run, optimization
+        self._run = run
+        if run.setting.is_fitting:
+            self.optimizers.follow(run, optimization)
 
     # -- full or sharded ----------------------------------------------------------------------------------------------
 
@@ -120,7 +112,7 @@ class FullOrShardedState:
         if self.is_full or run is None or run.plan is None or self._failed or self._is_too_large:
             return
         self._world.passes()
-        self.check_files()
+        self.optimizers.check_files()
         place = Place.DEVICE if for_run else self._place_for_full_module()
         if place is Place.SHARDS:
             self._is_too_large = True
@@ -167,6 +159,7 @@ class FullOrShardedState:
     def fail(self) -> None:
         """Join no further collectives: the run has failed, and the module stays as it is."""
         self._failed = True
+        self.optimizers.fail()
         self._refuse(check_is_full)
 
     def _refuse(self, refusal: Callable[..., None]) -> None:
@@ -194,15 +187,6 @@ class FullOrShardedState:
         finally:
             self._guard = _guarded(self._module, check_is_full if self._failed else refuse_partial_state)
 
-    def check_files(self) -> None:
-        """Check that what is offloaded to files can be read.
-
-        Raises:
-            OffloadError: A file was cut off.
-        """
-        for offloaded in self._optimization.offloaded:
-            offloaded.check()
-
     # -- the module ---------------------------------------------------------------------------------------------------
 
     @property
@@ -229,9 +213,9 @@ class FullOrShardedState:
         if self._world.is_disconnected:
             return {}
         self._world.rendezvous("trainer.save_checkpoint(...) or lightning_module_state_dict()")
-        self.check_files()
+        self.optimizers.check_files()
         with self.unguarded():
-            if not self.is_in_first_copy:
+            if not is_in_first_copy(self._world):
                 return {}
             keep = self._world.data_rank == 0
             return gather_module_state(self._module, self._run.plan, self._run.parts, keep=keep)
@@ -239,16 +223,10 @@ class FullOrShardedState:
     def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
         """Gather the state dict of an average of the weights, which is sharded as the module is; collective."""
         assert self._run is not None and self._run.plan is not None
-        if not self.is_in_first_copy:
+        if not is_in_first_copy(self._world):
             return {}
         keep = self._world.data_rank == 0
         return gather_module_state(copy, self._run.plan, self._run.parts, is_copy=True, keep=keep)
-
-    @property
-    def is_in_first_copy(self) -> bool:
-        """Whether this rank holds a shard of the copy of the module that is written to files."""
-        layout = self._world.layout
-        return self._world.data_rank < _data_ranks_of_copy(layout)
 
     def load_module(self, state: Mapping[str, Any], empty: Callable[[], EmptyInit | None], *, strict: bool) -> None:
         """Load a state dict of full tensors into this rank's shards; ``empty`` adopts a module without storage.
@@ -270,116 +248,7 @@ class FullOrShardedState:
                 raise CheckpointError(differing, entry="other-model") from error
             raise
 
-    # -- optimizers ---------------------------------------------------------------------------------------------------
-
-    def optimizer_state(self, optimizer: Optimizer, *, of_each_copy: bool = False) -> dict[str, Any]:
-        """Gather the state dict of an optimizer on the first rank, or on that of each copy of the model; collective."""
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        self.check_files()
-        run, is_disconnected = self._run, self._world.is_disconnected
-        for stepped in self._optimization.sharded_steps:
-            if stepped.optimizer is optimizer:
-                return {} if is_disconnected else stepped.full_state()
-        if run is None or run.plan is None or (run.plan.num_ranks == 1 and run.parts is None):
-            return optimizer.state_dict()
-        if is_disconnected or not (of_each_copy or self.is_in_first_copy):
-            return {}
-        keep = self._world.data_rank % _data_ranks_of_copy(self._world.layout) == 0
-        return gather_optimizer_state(optimizer, run.plan, run.parts, keep=keep)
-
-    @property
-    def ranks_of_copies(self) -> list[list[int]]:
-        """The ranks of the world by copy of the model."""
-        layout = self._world.layout
-        size = _data_ranks_of_copy(layout)
-        copies: defaultdict[int, list[int]] = defaultdict(list)
-        for rank in range(layout.world_size):
-            copies[layout.data_rank(rank) // size].append(rank)
-        return list(copies.values())
-
-    def load_optimizers(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
-        """Load each optimizer's state for the parameters of this rank, from full states or a distributed checkpoint."""
-        made, run = self._optimization, self._run
-        for optimizer, state in zip(optimizers, states, strict=False):
-            if any(watched is optimizer for watched in made.watched):
-                optimizer.load_state_dict(dict(state))
-                if run is not None and run.parts is not None:
-                    shard_masters(optimizer, run.parts.shard_of_state)
-                if run is not None and run.global_reads is not None:
-                    run.global_reads.track_state(optimizer.state)
-            elif isinstance(state, SavedOptimizer):
-                optimizer.load_state_dict(state.local_state(optimizer, self.local_states))
-            else:
-                parts = None if run is None else run.parts
-                optimizer.load_state_dict(local_optimizer_state(optimizer, state, parts))
-            self._check_masters(optimizer)
-            if not made.offloaded:
-                _optimizer_to_device(optimizer, self._world.device)
-        for stepped in made.sharded_steps:
-            stepped.shard_states()
-        for offloaded in made.offloaded:
-            offloaded.adopt()
-
-    def _check_masters(self, optimizer: Optimizer) -> None:
-        """Take loaded master weights out of the states of an optimizer that steps without them."""
-        precision = None if self._run is None else self._run.setting.precision
-        if isinstance(precision, HybridPrecision) and precision.master_weights:
-            return
-        if done := drop_unused_masters(optimizer):
-            rank_zero_warn(
-                f"the checkpoint has float32 master weights, which this run does not keep: {done}; set"
-                " HybridPrecision('bf16-true', master_weights=True) to go on with them"
-            )
-
-    def pickle_in_full(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers be copied and pickled with full states, in hooks and after the run; collective."""
-        self._unpickled = contextlib.ExitStack()
-        for optimizer in optimizers:
-            if hasattr(optimizer, "__getstate__"):
-                state, original = partial(self._state_to_pickle, optimizer), optimizer.__getstate__
-                # Not in the registry of patches: it stays after the run, which leaves shards of states.
-                pickled = Replacement(optimizer, "__getstate__", state, original, reason="pickles hold full states")
-                optimizer.__dict__["__getstate__"] = pickled
-                self._unpickled.callback(pickled.put_back)
-
-    def pickle_shards(self) -> None:
-        """Let optimizers be copied and pickled as they are."""
-        self._unpickled.close()
-
-    def _state_to_pickle(self, optimizer: Optimizer) -> Any:
-        local = type(optimizer).__getstate__(optimizer)
-        run = self._run
-        is_sharded = any(stepped.optimizer is optimizer for stepped in self._optimization.sharded_steps)
-        if run is not None:
-            is_sharded |= run.parts is not None or (run.plan is not None and run.plan.num_ranks > 1)
-        if not isinstance(local, dict) or "state" not in local or not is_sharded:
-            return local
-        if self._failed or self._world.is_disconnected:
-            raise CheckpointError(
-                f"{type(optimizer).__name__} is copied or pickled after a run that failed, and other ranks hold shards"
-                " of its states; load a checkpoint",
-                entry="optimizer-pickle",
-            )
-        with self._world.as_launcher(), torch._C.DisableTorchFunction():
-            self._world.rendezvous(f"a copy or pickle of {type(optimizer).__name__}")
-            states = broadcast_object(self.optimizer_state(optimizer).get("state"))
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            full = type(local["state"])(dict) if isinstance(local["state"], defaultdict) else {}
-            for key, entry in states.items():
-                full[parameters[key] if isinstance(key, int) else key] = _on(self._world.device, entry)
-        return {**local, "state": full}
-
-
-def _data_ranks_of_copy(layout: ParallelLayout) -> int:
-    """Number of ranks with data that hold shards of one copy of the module."""
-    return max(layout.data_shard_size, layout.expert_replicas)
-
 
 def _guarded(module: nn.Module, refusal: Callable[..., None]) -> RemovableHandle:
     """Let the module's ``state_dict()`` raise, until the handle is removed."""
     return module.register_state_dict_post_hook(temporary_hook(module, refusal))
-
-
-def _on(device: torch.device, value: Any) -> Any:
-    return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) and leaf.dim() else leaf, value)

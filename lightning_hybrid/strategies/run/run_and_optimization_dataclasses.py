@@ -179,3 +179,7 @@ class Optimization:
     in_backward: StepsInBackward | None = None
     connected: ConnectedOptimizers | None = None
     step_hooks: frozenset[int] = frozenset()
+
+    def close(self) -> Optimization:
+        """Return what outlives the run: states stay shards, which files and pickles must know."""
+        return Optimization(sharded_steps=self.sharded_steps)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
@@ -50,6 +51,13 @@ class CheckpointedStrategy(RankedStrategy):
         self._empty = EmptyInit.adopted(self.lightning_module, self._empty, self.root_device)
         return self._empty
 
+    def connect_state(self, module: pl.LightningModule) -> None:
+        """Follow the module of a run; the states of optimizers are those of the latest fit."""
+        fits = module._trainer is None or module._trainer.state.fn == "fit"
+        kept = None if fits or self._state is None else self._state.optimizers
+        self._state = FullOrShardedState(module, self.world, kept)
+        self._files.connect(module, self.world, self._state)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Gather the state dict of the full module on the first rank; collective."""
         return super().lightning_module_state_dict() if self._state is None else self._state.module_state()
@@ -66,7 +74,7 @@ class CheckpointedStrategy(RankedStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load each optimizer's state for the parameters of this rank, and the generators' if there are as many."""
         assert self._state is not None
-        self._state.load_optimizers(self.optimizers, checkpoint["optimizer_states"])
+        self._state.optimizers.load(self.optimizers, checkpoint["optimizer_states"])
         self._files.restore_generators()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:

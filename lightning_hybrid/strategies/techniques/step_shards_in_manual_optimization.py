@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -49,19 +50,15 @@ def step_manual_shards(
 def shard_optimizer_states(
     optimizers: Sequence[Optimizer], ranks: dist.ProcessGroup, until: contextlib.ExitStack
 ) -> list[ShardedStep]:
-    """Shard the states of optimizers that the module calls itself.
-
-    Raises:
-        ValueError: One may read full parameters, or several.
-    """
+    """Shard the states of optimizers that the module calls itself, but of those that step parameters in full."""
     steps = []
     for optimizer in optimizers:
         if combines_parameters(optimizer) or not can_step_shards(optimizer):
-            raise ValueError(
-                "zero_stage with manual optimization has each replica step its shard of every parameter, but"
-                f" {type(optimizer).__name__} may read full ones, or several; set zero_stage=0, or use an elementwise"
-                " optimizer of torch, such as AdamW"
+            rank_zero_warn(
+                f"{type(optimizer).__name__} may read full parameters, or several, so each replica keeps all of its"
+                " states; zero_stage=3 shards them between steps"
             )
+            continue
         steps.append(ShardedStep(optimizer, ranks))
         until.callback(steps[-1].close)
     return steps

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -109,6 +109,44 @@ def state_element_sizes(optimizer: Optimizer, group: int = 0) -> list[int | None
             return None
         found.append(None if value.dtype == p.dtype else value.element_size())
     return found
+
+
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether the step of an optimizer is one of torch's, or of this package."""
+    return type(optimizer).step.__module__.startswith(("torch.", "lightning_hybrid.optim."))
+
+
+def state_shapes(
+    optimizer: Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype
+) -> dict[str, tuple[int, ...]] | None:
+    """Shapes of an optimizer's states for a parameter of a group, by name, found by a step on a small one.
+
+    Returns None if that step fails.
+    """
+    sizes = _DISTINCT_SIZES[: len(shape)]
+    if len(sizes) < len(shape) or (states := _states_by_name(optimizer, group, dtype, sizes)) is None:
+        return None
+    by_size = dict(zip(sizes, shape, strict=True))
+    tensors = {name: value for name, value in states.items() if isinstance(value, Tensor)}
+    return {name: tuple(by_size.get(size, size) for size in value.shape) for name, value in tensors.items()}
+
+
+def _states_by_name(
+    optimizer: Optimizer,
+    group: int,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    step: Callable[[Any], None] | None = None,
+) -> dict[str, Any] | None:
+    """The states of a parameter of these sizes after a step; None if the step fails."""
+    p = nn.Parameter(torch.ones(sizes, dtype=dtype))
+    p.grad = torch.ones_like(p)
+    twin = _twin(optimizer, [p], group)
+    try:
+        (step or _step)(twin)
+    except Exception:  # it needs a closure, several parameters, or another device
+        return None
+    return dict(twin.state.get(p, {}))
 
 
 def has_low_bit_states(optimizer: Optimizer) -> bool:
@@ -349,14 +387,8 @@ class StateSizes:
 
     def _states_of(self, group: int, dtype: torch.dtype, sizes: Sequence[int]) -> list[Tensor] | None:
         """The state tensors of a parameter of these sizes after a step; None if the step fails."""
-        p = nn.Parameter(torch.ones(sizes, dtype=dtype))
-        p.grad = torch.ones_like(p)
-        twin = _twin(self._optimizer, [p], group)
-        try:
-            self._step(twin)
-        except Exception:  # it needs a closure, several parameters, or another device
-            return None
-        return [value for value in flatten(twin.state.get(p, {}))[0] if isinstance(value, Tensor)]
+        states = _states_by_name(self._optimizer, group, dtype, sizes, self._step)
+        return None if states is None else [value for value in flatten(states)[0] if isinstance(value, Tensor)]
 
     def _try(self, group: int, ndim: int, dtype: torch.dtype) -> list[tuple[list[int], int, int]] | None:
         """For each state tensor, the dims of the parameter that it has, its other elements, and their size."""
