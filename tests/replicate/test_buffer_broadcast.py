@@ -29,6 +29,18 @@ class RecordsBuffers(Callback):
         self.see("validation", pl_module)
 
 
+class RecordsLateBuffers(RecordsBuffers):
+    """Registers a buffer once training starts, and one in another shape in each batch, and writes them."""
+
+    def on_train_start(self, trainer, pl_module):
+        pl_module.register_buffer("late", torch.zeros(3, dtype=torch.float64))
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.late += 1 + trainer.global_rank
+        pl_module.register_buffer("grows", torch.full((1 + batch_idx,), trainer.global_rank, dtype=torch.float64))
+        super().on_train_batch_end(trainer, pl_module)
+
+
 def under_ddp(run):
     return _fit(run, run.dp, DDPStrategy(process_group_backend="gloo"), batch_size=run.batch_size)
 
@@ -64,6 +76,7 @@ RUNS = {
         callback=RecordsBuffers,
         strategy={"zero_stage": 3},
     ),
+    "late": Run("BatchNorms", dp=2, microbatches=1, num_batches=5, validate=True, callback=RecordsLateBuffers),
 }
 
 
@@ -131,3 +144,15 @@ def test_one_replica_sends_nothing():
             return 1
 
     ReplicaBufferBroadcast(module, SingleRank(), torch.device("cpu")).share()
+
+
+def averaged():
+    module = Many(dist.get_rank())
+    buffers = ReplicaBufferBroadcast(module, dist.group.WORLD, torch.device("cpu"))
+    module.register_buffer("late", torch.full((2,), 2.0 * dist.get_rank()))
+    buffers.average()
+    return float(module.number), module.late.tolist(), bool(module.flag.any())
+
+
+def test_buffers_registered_late_are_averaged(worlds):
+    assert worlds.run(2, averaged) == [(0.5, [1.0, 1.0], False)] * 2
