@@ -30,7 +30,7 @@ class RowsOfRanks(Protocol):
         """The gradient, of the full shape, without the padding."""
 
     def split(self, rows: Tensor, gradient: Tensor) -> None:
-        """Write a gradient of as many elements into rows."""
+        """Write a gradient, of the full shape or flat, into rows of shape (ranks, elements of the largest shard)."""
 
 
 class CompressedAverage:

@@ -33,7 +33,7 @@ class _Rows:
         return gradient
 
     def split(self, rows: Tensor, gradient: Tensor) -> None:
-        """Write a gradient of as many elements into rows."""
+        """Write a gradient, of the full shape or flat, into rows of shape (ranks, elements of the largest shard)."""
         for shard, row in self._pairs(gradient.view(self._shape), rows):
             row.copy_(shard)
 

@@ -217,7 +217,7 @@ def can_step_shards(optimizer: Optimizer) -> bool:
     shapes = {_SMALL, _IN_BLOCKS}
     if getattr(type(optimizer), INDEPENDENT, False):
         full = (full_shape(p) for group in optimizer.param_groups for p in group["params"])
-        shapes |= {tuple(min(size, _LONGEST) for size in shape) for shape in full if 1 < math.prod(shape)}
+        shapes |= {tuple(min(size, _LONGEST) for size in shape) for shape in full if math.prod(shape) > 1}
     groups = distinct_groups(optimizer)
     return all(_steps_shards_of(optimizer, group, shape) for shape in sorted(shapes, key=math.prod) for group in groups)
 
