@@ -338,6 +338,8 @@ class StateSizes:
 
     def _states_of(self, group: int, dtype: torch.dtype, sizes: Sequence[int]) -> list[Tensor] | None:
         """The state tensors of a parameter of these sizes after a step; None if the step fails."""
+        if not (dtype.is_floating_point or dtype.is_complex):
+            return []  # it never has a gradient
         p = nn.Parameter(torch.ones(sizes, dtype=dtype))
         p.grad = torch.ones_like(p)
         twin = _twin(self._optimizer, [p], group)
