@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +25,12 @@ from lightning_hybrid.experts.metrics import balance_of, entropy_of_load, shares
 from lightning_hybrid.experts.moe.moe_layer import MoE
 from lightning_hybrid.experts.moe.upcycling import UpcycledMLP
 from lightning_hybrid.patching import around_method
+from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import give_aside, taking_asides
 
 _SUFFIXES = (".png", ".svg", ".pdf")
+_WHAT = "ExpertLoadMonitor"
 
 
 class LayerLoad(NamedTuple):
@@ -107,8 +109,9 @@ class ExpertLoadMonitor(Callback):
     def _wrap_layer(self, name: str, layer: nn.Module, size: int, describe: Describe) -> None:
         def emit(layer: nn.Module, run: Callable[[], Any]) -> Any:
             out = run()
-            if layer.training and (statistics := describe(out, size)) is not None:
-                give_aside(LayerLoad(name, *statistics))
+            with only_informs(_WHAT):
+                if layer.training and (statistics := describe(out, size)) is not None:
+                    give_aside(LayerLoad(name, *statistics))
             return out
 
         self._unwraps.append(around_method(layer, "forward", emit, reason="emits loads"))
@@ -116,13 +119,17 @@ class ExpertLoadMonitor(Callback):
     def _collect(self, module: nn.Module, run: Callable[[], Any]) -> Any:
         with taking_asides(LayerLoad) as side_outputs:
             output = run()
+        self._add(side_outputs)
+        return output
+
+    @only_informs(_WHAT)
+    def _add(self, side_outputs: Iterable[LayerLoad]) -> None:
         for call in side_outputs:
             if not is_absent(call.load):  # else another rank counts it, or the step is only recorded
                 with torch._C.DisableTorchFunction(), torch.no_grad():  # not recorded as an operation of the step
                     row = torch.cat([call.load.double(), call.load.new_tensor([1.0]).double()])
                     row = torch.cat([row[:-1], torch.stack([call.dropped, call.entropy]).double(), row[-1:]])
                     self._sums[call.layer] = self._sums[call.layer].to(row.device) + row
-        return output
 
     def _stop(self) -> None:
         while self._unwraps:
@@ -146,6 +153,10 @@ class ExpertLoadMonitor(Callback):
         """Logs the load of the remaining steps, and plots."""
         if trainer.global_step > self._last_step:
             self._measure(trainer, None, trainer.global_step)
+        self._plot(trainer)
+
+    @only_informs(_WHAT)
+    def _plot(self, trainer: Trainer) -> None:
         if self.path is not None and trainer.is_global_zero and self.history.steps:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             figure = draw_loads(self.history, self.path)
@@ -165,6 +176,10 @@ class ExpertLoadMonitor(Callback):
         sums = self._gathered(trainer)
         for name in self._sums:
             self._sums[name] = torch.zeros_like(self._sums[name])
+        self._log(trainer, module, step, sums)
+
+    @only_informs(_WHAT)
+    def _log(self, trainer: Trainer, module: LightningModule | None, step: int, sums: dict[str, Tensor]) -> None:
         logged: dict[str, float] = {}
         balances, dropped, pairs = [], 0.0, 0.0
         for name, row in sums.items():

@@ -13,6 +13,7 @@ from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.schedule import Kind, MemorySample, Portals, Span, Timeline
 from lightning_hybrid.schedule.measured.lost_time_by_cause import measured_schedule
 from lightning_hybrid.schedule.simulator import without_losses, without_waits
+from lightning_hybrid.soft_failures import only_informs
 
 Ranks = Literal["first", "all"] | dict[str, int]
 
@@ -85,10 +86,19 @@ def gather_step(strategy: Any, ranks: Ranks) -> MeasuredStep | None:
     group, chosen = strategy.mesh.group("world"), select_ranks(layout, ranks)
     offset, recorder = time() - perf_counter(), strategy.recorder
     is_chosen = strategy.global_rank in chosen
-    local = (offset, recorder.spans(0), recorder.memory(0), recorder.input_wait()) if is_chosen else None
+    local: Any = None
+    if is_chosen:
+        with only_informs("the record of a step"):
+            local = (offset, recorder.spans(0), recorder.memory(0), recorder.input_wait())
     rows: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
     dist.gather_object(local, rows, group=group, group_dst=0)
-    if rows is None:
+    return None if rows is None else _on_one_clock(strategy, ranks, chosen, rows)
+
+
+@only_informs("the record of a step")
+def _on_one_clock(strategy: Any, ranks: Ranks, chosen: Sequence[int], rows: Sequence[Any]) -> MeasuredStep | None:
+    layout: ParallelLayout = strategy.layout
+    if any(rows[rank] is None for rank in chosen):
         return None
     spans: list[Span] = []
     memory: list[MemorySample] = []

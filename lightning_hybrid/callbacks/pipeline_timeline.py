@@ -28,9 +28,11 @@ from lightning_hybrid.callbacks.write_and_log_pictures import figure_of, log_pic
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.planner.measured.predicted_and_measured import compared_lines
 from lightning_hybrid.schedule import memory_to_svg, to_svg, to_trace
+from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 
 _PICTURES = (".svg", ".png")
+_WHAT = "PipelineTimeline"
 
 
 class PipelineTimeline(Callback):
@@ -135,7 +137,8 @@ class PipelineTimeline(Callback):
         """Takes the names and the number of the parameters, before ranks hold shards of them."""
         if stage == "fit":
             self._model = ModelAndMemory()
-            self._model.describe(pl_module)
+            with only_informs(_WHAT):
+                self._model.describe(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Broadcasts what to measure from the first rank.
@@ -169,7 +172,8 @@ class PipelineTimeline(Callback):
         """Records that the batch has come, and begins to measure memory."""
         if _is_recorded(trainer.strategy):
             if self._is_wanted(trainer.global_step + 1):
-                self._model.begin_step(trainer)
+                with only_informs(_WHAT):
+                    self._model.begin_step(trainer)
             trainer.strategy.recorder.end_input()  # type: ignore[attr-defined]
 
     def on_train_batch_end(
@@ -183,8 +187,10 @@ class PipelineTimeline(Callback):
         if self._is_wanted(step):
             self._model.end_step(trainer, batch)
             if (measured := gather_step(strategy, self.ranks)) is not None:
-                self._report(trainer, measured, step)
-                self._analyze(trainer, measured, step, batch)
+                with only_informs(_WHAT):
+                    self._analyze(trainer, measured, step, batch)
+                with only_informs(_WHAT):
+                    self._report(trainer, measured, step)
             if self.rebalance:
                 self.cuts.propose(strategy, self._steps, step)
         self._prepare(strategy, step + 1)
@@ -193,9 +199,7 @@ class PipelineTimeline(Callback):
         """Prints the lost time of the measured steps, or warns if training ended before the first one."""
         self._undo.close()
         if self._steps.steps:
-            where = [write_lost_time(self._steps, self.paths[0]), self._write_costs(trainer)]
-            rank_zero_info("\n".join([*self._steps.lines(_assignment_of(trainer)), *self._compared_lines(trainer)]))
-            rank_zero_info(f"written: {', '.join(str(path) for path in where if path is not None)}")
+            self._summarize(trainer)
         if _is_recorded(trainer.strategy) and trainer.global_step < self._wanted_step:
             rank_zero_warn(
                 f"PipelineTimeline wrote no picture: training ended after step {trainer.global_step}, before step"
@@ -210,6 +214,13 @@ class PipelineTimeline(Callback):
         """Writes the measured costs beside the checkpoint."""
         self._write_costs(trainer)
 
+    @only_informs(_WHAT)
+    def _summarize(self, trainer: Trainer) -> None:
+        rank_zero_info("\n".join([*self._steps.lines(_assignment_of(trainer)), *self._compared_lines(trainer)]))
+        where = [write_lost_time(self._steps, self.paths[0]), self._write_costs(trainer)]
+        rank_zero_info(f"written: {', '.join(str(path) for path in where if path is not None)}")
+
+    @only_informs("the file of measured costs")
     def _write_costs(self, trainer: Trainer) -> Path | None:
         if not self._steps.steps:
             return None

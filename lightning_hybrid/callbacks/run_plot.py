@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_hybrid.callbacks.draw_monitor_panels import Panel, draw_panel, logged_panels
 from lightning_hybrid.callbacks.monitors.logged_series import Series
 from lightning_hybrid.callbacks.write_and_log_pictures import log_picture
+from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 
@@ -58,13 +59,16 @@ class RunPlot(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keeps the loss and the time of a batch."""
-        now, size = perf_counter(), batch_size_of(batch)
+        now, size, found = perf_counter(), None, None  # each rank has a value for each batch, which are reduced
+        with only_informs("RunPlot"):
+            size = batch_size_of(batch)
         seconds = None if self._last is None else now - self._last
         self._last = now
         self.rates.append(float("nan") if seconds is None or size is None else size / seconds)
         self.steps.append(trainer.global_step)
-        loss = find_loss(outputs)
-        found = loss.detach().float().reshape(()) if isinstance(loss, Tensor) and loss.numel() == 1 else None
+        with only_informs("RunPlot"):
+            loss = find_loss(outputs)
+            found = loss.detach().float().reshape(()) if isinstance(loss, Tensor) and loss.numel() == 1 else None
         self._on_device.append(torch.full((), float("nan"), device=pl_module.device) if found is None else found)
         if len(self._on_device) >= _ON_DEVICE:
             self._to_host()
@@ -83,9 +87,13 @@ class RunPlot(Callback):
         sums = strategy.reduce(torch.tensor(self.rates, device=strategy.root_device), reduce_op="sum")
         self.losses, self.rates = means.tolist(), sums.tolist()
         if trainer.is_global_zero:
-            figure = self._draw(logged_panels(trainer.callbacks))  # type: ignore[attr-defined]
-            log_picture(trainer.loggers, "run", lambda: figure, trainer.global_step)
-            rank_zero_info(f"loss and throughput of the run are drawn in {self.path}")
+            self._plot(trainer)
+
+    @only_informs("RunPlot")
+    def _plot(self, trainer: Trainer) -> None:
+        figure = self._draw(logged_panels(trainer.callbacks))  # type: ignore[attr-defined]
+        log_picture(trainer.loggers, "run", lambda: figure, trainer.global_step)
+        rank_zero_info(f"loss and throughput of the run are drawn in {self.path}")
 
     def _to_host(self) -> None:
         if self._on_device:

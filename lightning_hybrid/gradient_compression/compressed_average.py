@@ -11,13 +11,26 @@ message, are sent as they are, together with the flags.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.gradient_compression.method import Method, Piece
+
+
+class RowsOfRanks(Protocol):
+    """The form of a gradient in a message: (ranks, elements of the largest shard), each row padded."""
+
+    def join(self, rows: Tensor) -> Tensor:
+        """The gradient, of the full shape, without the padding."""
+
+    def split(self, rows: Tensor, gradient: Tensor) -> None:
+        """Write a gradient, of the full shape or flat, into rows of shape (ranks, elements of the largest shard)."""
 
 
 class CompressedAverage:
@@ -38,6 +51,7 @@ class CompressedAverage:
         is_compressing: Callable[[], bool] = lambda: True,
         loss_scale: Callable[[], float] = lambda: 1.0,
         uncompressed: Collection[str] = (),
+        full_shapes: Mapping[str, Sequence[int]] | None = None,
         step: Callable[[], int] | None = None,
     ) -> None:
         """Keep the method and the ranks; there is no feedback yet.
@@ -48,12 +62,14 @@ class CompressedAverage:
             is_compressing: Whether this step is compressed; the same on all ranks.
             loss_scale: Returns the factor of the gradients, which may change from step to step.
             uncompressed: FQNs of parameters that are sent as they are.
+            full_shapes: Of parameters whose gradients here are shards, by FQN: what is compressed does not depend on
+                how many ranks share a parameter.
             step: Returns the number of the optimizer step, where one whose gradients are not finite is skipped, after
                 which the loss scale is smaller; None where no step is skipped.
         """
         self.method, self.group = method, group
         self._is_compressing, self.loss_scale = is_compressing, loss_scale
-        self._uncompressed = frozenset(uncompressed)
+        self._uncompressed, self._full_shapes = frozenset(uncompressed), full_shapes or {}
         self.errors: dict[str, Tensor] = {}
         self._step = step
         self._begun: tuple[int, float, dict[str, Tensor]] | None = None  # the latest step, its scale, feedback before
@@ -69,11 +85,12 @@ class CompressedAverage:
             self.errors = dict(self._begun[2])
         self._begun = step, scale, dict(self.errors)
 
-    def selects(self, name: str, gradient: Tensor) -> bool:
-        """Whether the gradient of a parameter, of any shape, is compressed in this step."""
-        if not gradient.is_floating_point() or not gradient.dim() or not gradient.numel() or not self._is_compressing():
+    def selects(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> bool:
+        """Whether the gradient of a parameter, here of this shape, is compressed in this step."""
+        if not dtype.is_floating_point or not shape or not prod(shape) or not self._is_compressing():
             return False
-        return name not in self._uncompressed and self.method.compresses(_matrix(gradient))
+        rows, *others = self._full_shapes.get(name, shape)
+        return name not in self._uncompressed and self.method.compresses(dtype, rows, prod(others))
 
     def add_error(self, name: str, gradient: Tensor) -> None:
         """Add the feedback of a checkpoint of another layout to a gradient, of any shape, that is sent uncompressed."""
@@ -92,17 +109,17 @@ class CompressedAverage:
         return PendingAverage(self, names, gradients, flags)
 
     def start(
-        self, names: Sequence[str], gradients: Sequence[Tensor], columns: Sequence[int] | None = None
+        self, names: Sequence[str], gradients: Sequence[Tensor], forms: Sequence[RowsOfRanks] | None = None
     ) -> PendingSum:
         """Start to sum gradients that `selects` has selected; does not wait.
 
         Args:
             names: FQNs of the parameters.
             gradients: One for each, of shape (rows, ...); they hold the sum afterwards.
-            columns: If each rank needs only its own row of gradients of shape (ranks, elements of the largest shard):
-                for each the columns of its matrix.
+            forms: If each rank needs only its own row of gradients of shape (ranks, elements of the largest shard): for
+                each what its rows hold.
         """
-        return PendingSum(self, names, gradients, columns)
+        return PendingSum(self, names, gradients, forms)
 
 
 class PendingSum:
@@ -113,20 +130,20 @@ class PendingSum:
         average: CompressedAverage,
         names: Sequence[str],
         gradients: Sequence[Tensor],
-        columns: Sequence[int] | None,
+        forms: Sequence[RowsOfRanks] | None,
     ) -> None:
         self._average, self._names, self._gradients = average, names, gradients
         average.settle()
         method, self._scale = average.method, average.loss_scale()
         # Rows of ranks one after the other, for methods that send each rank its row.
-        self._in_rows = columns is not None and not method.needs_matrices
+        self._in_rows = forms is not None and not method.needs_matrices
         self._flat = self._joined(gradients)
         if average.errors:
             like = zip(names, gradients, strict=True)
             errors = self._joined([average.errors.get(name, torch.zeros_like(each)) for name, each in like])
             self._flat.add_(errors, alpha=self._scale)
         self._given = self._flat.clone() if method.has_feedback else None
-        self._finish = method.start(self._flat, self._pieces(columns), average.group, scatter=self._in_rows)
+        self._finish = method.start(self._flat, self._pieces(forms), average.group, scatter=self._in_rows)
 
     def _joined(self, tensors: Sequence[Tensor]) -> Tensor:
         if self._in_rows:
@@ -140,14 +157,16 @@ class PendingSum:
         pieces = flat.split([gradient.numel() for gradient in self._gradients])
         return [piece.view(each.shape) for piece, each in zip(pieces, self._gradients, strict=True)]
 
-    def _pieces(self, columns: Sequence[int] | None) -> list[Piece]:
+    def _pieces(self, forms: Sequence[RowsOfRanks] | None) -> list[Piece]:
         if self._in_rows:
             return []
-        widths = columns or [_matrix(gradient).shape[1] for gradient in self._gradients]
         separated = self._separated(self._flat)
+        if forms is None:
+            matrices = [_matrix(piece) for piece in separated]
+            return [Piece(name, matrix, matrix.copy_) for name, matrix in zip(self._names, matrices, strict=True)]
         return [
-            Piece(name, piece.view(-1, width))
-            for name, piece, width in zip(self._names, separated, widths, strict=True)
+            Piece(name, _matrix(form.join(rows)), partial(form.split, rows))
+            for name, rows, form in zip(self._names, separated, forms, strict=True)
         ]
 
     def finish(self, has_gradient: Sequence[bool] | None = None) -> None:
@@ -182,7 +201,7 @@ class PendingAverage:
         traffic, group = average.method.traffic, average.group
         self._flags, self._plain, chosen = flags, [], []
         for index, (name, gradient) in enumerate(zip(names, gradients, strict=True)):
-            if average.selects(name, gradient):
+            if average.selects(name, gradient.dtype, gradient.shape):
                 chosen.append(index)
             else:
                 average.add_error(name, gradient)

@@ -21,9 +21,9 @@ class LowPrecision(Method):
         super().__init__(traffic)
         self.dtype = dtype
 
-    def compresses(self, matrix: Tensor) -> bool:
-        """Whether elements of a gradient, of shape (rows, columns), take more bytes than those of the message."""
-        return matrix.element_size() > self.dtype.itemsize
+    def compresses(self, dtype: torch.dtype, rows: int, columns: int) -> bool:
+        """Whether elements of a gradient take more bytes than those of the message."""
+        return dtype.itemsize > self.dtype.itemsize
 
     def start(self, flat: Tensor, pieces: Sequence[Piece], group: dist.ProcessGroup, *, scatter: bool) -> Finish:
         """Start to sum a flat message in ``dtype``: an all-reduce, or with ``scatter`` an all-to-all of rows."""

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,11 +19,13 @@ class Piece:
 
     Attributes:
         name: FQN of the parameter.
-        matrix: View of the message, of shape (rows, columns): the first dimension of the gradient, and all others.
+        matrix: The gradient, of shape (rows, columns): its first dimension, and all others.
+        write: Writes a matrix of this shape in its place into the message.
     """
 
     name: str
     matrix: Tensor
+    write: Callable[[Tensor], object]
 
 
 class Traffic:
@@ -78,9 +81,9 @@ class Method(ABC):
     def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
 
-    def compresses(self, matrix: Tensor) -> bool:
-        """Whether a gradient, of shape (rows, columns), is compressed: no vectors, which take few bytes."""
-        return min(matrix.shape) > 1
+    def compresses(self, dtype: torch.dtype, rows: int, columns: int) -> bool:
+        """Whether the gradient of a parameter of this full size is compressed: no vectors, which take few bytes."""
+        return min(rows, columns) > 1
 
     @abstractmethod
     def start(self, flat: Tensor, pieces: Sequence[Piece], group: dist.ProcessGroup, *, scatter: bool) -> Finish:

@@ -58,10 +58,10 @@ class PowerSGD(Method):
         self.factors: dict[str, Tensor] = {}
         self._draw, self._num_drawn = draw or self._normal, 0
 
-    def compresses(self, matrix: Tensor) -> bool:
-        """Whether the factors are smaller than the matrix (rows, columns) by more than ``min_compression_rate``."""
-        (n, m), rank = matrix.shape, min(*matrix.shape, self.rank)
-        return (n + m) * rank * self.min_compression_rate < n * m
+    def compresses(self, dtype: torch.dtype, rows: int, columns: int) -> bool:
+        """Whether the factors are smaller than the matrix by more than ``min_compression_rate``."""
+        rank = min(rows, columns, self.rank)
+        return (rows + columns) * rank * self.min_compression_rate < rows * columns
 
     def start(self, flat: Tensor, pieces: Sequence[Piece], group: dist.ProcessGroup, *, scatter: bool) -> Finish:
         """Start to sum a flat message by all-reduces of its factors; each rank gets the full sum."""
@@ -86,7 +86,7 @@ class PowerSGD(Method):
             dist.all_reduce(factors, group=group)
             for batch, p, q in zip(batches, bases, _separated(factors, qs, exact), strict=True):
                 for piece, low_rank, factor in zip(batch, p @ q.mT, q, strict=True):
-                    piece.matrix.copy_(low_rank)
+                    piece.write(low_rank)
                     self._keep(piece.name, factor)
             return flat / group.size()
 

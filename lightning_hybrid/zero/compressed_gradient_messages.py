@@ -8,14 +8,39 @@ several copies            inside a copy gradients are reduced as they are; the a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_hybrid.gradient_compression.compressed_average import CompressedAverage, PendingSum
+from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.zero.gradient_reduce_scatter import GradientMessages
+
+
+class _Rows:
+    """Rows that hold the shards of one parameter, each padded to the length of the largest."""
+
+    def __init__(self, placement: Shard | None, shape: Sequence[int]) -> None:
+        self._placement, self._shape = placement, shape
+
+    def join(self, rows: Tensor) -> Tensor:
+        """The gradient, of the full shape, without the padding."""
+        gradient = rows.new_empty(self._shape)
+        for shard, row in self._pairs(gradient, rows):
+            shard.copy_(row)
+        return gradient
+
+    def split(self, rows: Tensor, gradient: Tensor) -> None:
+        """Write a gradient, of the full shape or flat, into rows of shape (ranks, elements of the largest shard)."""
+        for shard, row in self._pairs(gradient.view(self._shape), rows):
+            row.copy_(shard)
+
+    def _pairs(self, gradient: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for rank, row in enumerate(rows):
+            shard = gradient if self._placement is None else self._placement.view(gradient, rank, len(rows))
+            yield shard, row[: shard.numel()].view(shard.shape)
 
 
 class CompressedGradientMessages(GradientMessages):
@@ -52,21 +77,17 @@ class CompressedGradientMessages(GradientMessages):
         """Begin a message, as `GradientMessages.begin`; ``empty`` has shape (0,)."""
         self._compressed = []
         if not self._over_copies and empty.is_floating_point():
-            shards = {name: self._shard_of_rank(name, empty) for name in names}
-            self._compressed = [name for name, shard in shards.items() if self.average.selects(name, shard)]
+            shapes = {name: self._full_shape(name) for name in names}
+            self._compressed = [n for n, shape in shapes.items() if self.average.selects(n, empty.dtype, shape)]
         rest = [name for name in names if name not in self._compressed]
         super().begin([*self._compressed, *rest], empty)
 
-    def _shard_of_rank(self, name: str, empty: Tensor) -> Tensor:
-        """A tensor without content of the shape of a parameter's matrix, with the rows of all ranks."""
-        shape = self._shapes[name]
-        columns = self._columns(name)
-        return empty.new_empty(1).expand(self._size * self._sizes[name] // columns if shape else 0, columns)
-
-    def _columns(self, name: str) -> int:
-        shape = self._shapes[name]
-        columns = shape[1:].numel()
-        return columns if columns and not self._sizes[name] % columns else 1
+    def _full_shape(self, name: str) -> list[int]:
+        """The shape of a parameter of which the ranks of this group hold shards."""
+        placement = self._placements.get(name)
+        return [
+            placement.length if placement and dim == placement.dim else n for dim, n in enumerate(self._shapes[name])
+        ]
 
     def launch(self) -> None:
         """Start to send the message; does not wait."""
@@ -83,8 +104,8 @@ class CompressedGradientMessages(GradientMessages):
         if names:
             self._values = message[:, :numel].contiguous()
             self._message = message[:, numel:].contiguous()
-            columns = [self._columns(name) for name in names]
-            self._sum = self.average.start(names, self._columns_of(names), columns)
+            forms = [_Rows(self._placements.get(name), self._full_shape(name)) for name in names]
+            self._sum = self.average.start(names, self._columns_of(names), forms)
         super().launch()
 
     def _columns_of(self, names: Sequence[str]) -> list[Tensor]:

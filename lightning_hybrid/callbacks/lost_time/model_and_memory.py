@@ -12,6 +12,7 @@ from lightning_hybrid.callbacks.monitors.gather_rows import gather_rows
 from lightning_hybrid.callbacks.monitors.memory_monitor import MemoryMonitor
 from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter
 from lightning_hybrid.planner.costs.layer_costs import checksum_of_names
+from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.batch.split_batch_into_microbatches import elements_per_sample
 
 
@@ -47,13 +48,17 @@ class ModelAndMemory:
 
     def end_step(self, trainer: Trainer, batch: Any) -> None:
         """End a measured step; collective over all ranks on GPUs."""
-        elements = elements_per_sample(batch)
-        if elements is not None:
-            self.model["sample_elements"] = elements
-        if self._meter is not None:
-            peak, self._meter = self._meter.stop(0), None
+        with only_informs("the file of measured costs"):
+            elements = elements_per_sample(batch)
+            if elements is not None:
+                self.model["sample_elements"] = elements
+        if trainer.strategy.root_device.type == "cuda":
+            peak, meter, self._meter = 0, self._meter, None
+            with only_informs("the measured memory"):
+                peak = 0 if meter is None else meter.stop(0)
             rows = gather_rows(torch.tensor([peak], dtype=torch.float64), trainer.strategy)
-            self.peaks = tuple(int(row[0]) for row in rows)
+            if rows.min() > 0:  # all ranks have measured
+                self.peaks = tuple(int(row[0]) for row in rows)
 
     def fields(self, trainer: Trainer) -> dict[str, Any]:
         """Return fields of `MeasuredCosts`."""

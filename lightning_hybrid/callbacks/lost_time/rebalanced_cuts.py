@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_hybrid.callbacks.lost_time.measured_steps import MeasuredSteps
 from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
+from lightning_hybrid.soft_failures import only_informs
 
 
 class RebalancedCuts:
@@ -36,8 +37,9 @@ class RebalancedCuts:
         plan = strategy.run.plan
         before = self.pending
         chosen: tuple[tuple[str, ...], str] | None = None
-        if strategy.global_rank == 0 and (proposal := steps.proposal()) is not None:
-            chosen = proposal.cuts, proposal.describe(steps.step_seconds)
+        with only_informs("the proposal of other pipeline_cuts"):
+            if strategy.global_rank == 0 and (proposal := steps.proposal()) is not None:
+                chosen = proposal.cuts, proposal.describe(steps.step_seconds)
         chosen = strategy.broadcast(chosen)
         self._proposed = {}
         if chosen is None or not strategy.run.is_pipelined:

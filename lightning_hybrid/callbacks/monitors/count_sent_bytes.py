@@ -19,6 +19,7 @@ from lightning_hybrid.layout import AXES, ParallelLayout
 from lightning_hybrid.patching import around
 from lightning_hybrid.shared_memory.collectives import SharedMemory
 from lightning_hybrid.shared_memory.point_to_point_transfers import Transfers
+from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.objects.pytree import flatten
 
 Collective = Literal["all_reduce", "gather", "scatter", "send"]
@@ -98,6 +99,7 @@ class SentBytes:
             self._add(group, kind, args[position])
         return original(memory, *args, **kw)
 
+    @only_informs("the count of sent bytes")
     def _add(self, group: ProcessGroup, kind: Collective, values: Any) -> None:
         size = group.size()
         if size == 1:

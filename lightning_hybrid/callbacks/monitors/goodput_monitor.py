@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_hybrid.callbacks.adascale import GradientNoise
 from lightning_hybrid.callbacks.monitors.logged_series import Series, keep_series
 from lightning_hybrid.callbacks.write_and_log_pictures import log_picture
+from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 
 _SUFFIXES = (".png", ".svg", ".pdf")
@@ -110,6 +111,10 @@ class GoodputMonitor(GradientNoise):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Logs the figures of the steps since the last log."""
+        self._log_figures(trainer, batch)
+
+    @only_informs("GoodputMonitor")
+    def _log_figures(self, trainer: Trainer, batch: Any) -> None:
         size = batch_size_of(batch)
         if size is None:
             return
@@ -159,6 +164,7 @@ class GoodputMonitor(GradientNoise):
                 f" {row.gain_of_doubling:.2f} times as far"
             )
 
+    @only_informs("GoodputMonitor")
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draws the noise scale and the goodput over the steps."""
         rows = [row for row in self.rows if row.noise_scale != float("inf")]

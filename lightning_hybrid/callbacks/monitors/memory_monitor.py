@@ -20,10 +20,12 @@ from lightning_hybrid.callbacks.write_and_log_pictures import log_picture
 from lightning_hybrid.errors import is_out_of_memory
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
+from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 MEASURED = ("parameters", "gradients", "optimizer_states", "rest", "peak")
+_UNKNOWN, _WHAT = -1, "MemoryMonitor"
 PREDICTED = ("parameters", "gradients", "optimizer_states", "activations", "gathered", "total")
 
 
@@ -84,6 +86,7 @@ class MemoryMonitor(Callback):
         self._forget_step()
 
     def _forget_step(self) -> None:
+        self._is_measured = False  # the same on all ranks, whether or not this one can measure
         self._meter: PeakMeter | None = None
         self._at_start = 0
         self._before_optimizer: dict[str, int] | None = None
@@ -106,6 +109,11 @@ class MemoryMonitor(Callback):
         """Begins to measure, if the step was requested."""
         if batch_idx % trainer.accumulate_grad_batches or not self._is_wanted(trainer.global_step + 1):
             return
+        self._is_measured = True
+        with only_informs(_WHAT):
+            self._begin(trainer, pl_module)
+
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         device = trainer.strategy.root_device
         meter = PeakMeter(device)
         if not meter.can_measure:
@@ -116,6 +124,7 @@ class MemoryMonitor(Callback):
         gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
         meter.start(gradient for gradient in gradients if not is_absent(gradient))
 
+    @only_informs(_WHAT)
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measures parameters and gradients."""
         if self._meter is not None:
@@ -127,26 +136,40 @@ class MemoryMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Reports the step that has just ended, if it was measured; collective over all ranks."""
-        meter, step = self._meter, trainer.global_step
-        if meter is None or trainer.fit_loop._should_accumulate():
+        if not self._is_measured or trainer.fit_loop._should_accumulate():
             return
-        peak = meter.stop(self._at_start)
+        names = [*MEASURED, *(f"predicted_{kind}" for kind in PREDICTED)]
+        row = [_UNKNOWN] * len(names)
+        with only_informs(_WHAT):
+            row = self._row(trainer, pl_module)
+        self._forget_step()
+        rows = gather_rows(torch.tensor(row, dtype=torch.float64), trainer.strategy).long().tolist()
+        measured = [dict(zip(names, values, strict=True)) for values in rows]
+        if any(rank["peak"] == _UNKNOWN for rank in measured):
+            return
+        self.measured = measured
+        if trainer.is_global_zero:
+            with only_informs(_WHAT):
+                self._report(trainer, trainer.global_step)
+
+    def _row(self, trainer: Trainer, pl_module: LightningModule) -> list[int]:
+        """The bytes of this rank by kind, measured and predicted; all unknown if it could not begin to measure."""
+        if self._meter is None:
+            return [_UNKNOWN] * (len(MEASURED) + len(PREDICTED))
+        try:
+            peak = self._meter.stop(self._at_start)
+        finally:
+            self._meter.close()  # no profiler records on
         sizes = bytes_by_kind(find_holders(pl_module, trainer.optimizers, trainer.strategy.root_device))
         before = self._before_optimizer or sizes
         held = {kind: max(size, before[kind]) for kind, size in sizes.items()}
-        self._forget_step()
-        row = [*held.values(), max(0, peak - sum(held.values())), peak, *self._predicted_row()]
-        rows = gather_rows(torch.tensor(row, dtype=torch.float64), trainer.strategy).long().tolist()
-        names = [*MEASURED, *(f"predicted_{kind}" for kind in PREDICTED)]
-        self.measured = [dict(zip(names, values, strict=True)) for values in rows]
-        if trainer.is_global_zero:
-            self._report(trainer, step)
+        return [*held.values(), max(0, peak - sum(held.values())), peak, *self._predicted_row()]
 
     def _predicted_row(self) -> list[int]:
-        """The predicted bytes by kind; -1 where one is unknown."""
+        """The predicted bytes by kind."""
         if self.predicted is None:
-            return [-1] * len(PREDICTED)
-        return [-1 if (size := getattr(self.predicted, kind)) is None else size for kind in PREDICTED]
+            return [_UNKNOWN] * len(PREDICTED)
+        return [_UNKNOWN if (size := getattr(self.predicted, kind)) is None else size for kind in PREDICTED]
 
     def _is_wanted(self, step: int) -> bool:
         if self.every_n_steps is None or step < self.step:
@@ -175,8 +198,9 @@ class MemoryMonitor(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Explains an out-of-memory error; it goes on afterwards."""
-        if self._meter is not None:
-            self._meter.close()
+        with only_informs(_WHAT):
+            if self._meter is not None:
+                self._meter.close()
         self._forget_step()
         if not is_out_of_memory(exception):
             return

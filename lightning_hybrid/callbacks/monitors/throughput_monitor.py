@@ -21,10 +21,12 @@ from lightning_hybrid.callbacks.monitors.count_step_flops import StepFlopCounter
 from lightning_hybrid.callbacks.monitors.gather_rows import gather_rows
 from lightning_hybrid.callbacks.monitors.logged_series import Series, keep_series
 from lightning_hybrid.patching import around
+from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 from lightning_hybrid.step.objects.pytree import flatten
 
 _RATES = ("batches_per_sec", "samples_per_sec", "items_per_sec", "flops_per_sec")
+_WHAT = "ThroughputMonitor"
 _COUNTED_BATCH = 2  # the first one may be run twice, to be compared with one process
 
 
@@ -111,7 +113,8 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Starts to measure waits for input."""
-        super().on_train_start(trainer)
+        with only_informs(_WHAT):
+            super().on_train_start(trainer)
         self._undo.close()
         self._forget_run()
         self.series = {}
@@ -137,6 +140,10 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Starts to count the FLOPs of the second batch, and the messages of steps that are logged."""
         self._num_batches += 1
+        with only_informs(_WHAT):
+            self._start_counters(trainer, pl_module, batch, batch_idx)
+
+    def _start_counters(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._num_batches == 1:
             self._find_tokens(batch)
         counts_flops = trainer.is_global_zero and self._num_batches == _COUNTED_BATCH
@@ -154,22 +161,25 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *args: Any
     ) -> None:
         """Logs the figures; collective over all ranks where they are logged."""
-        if self._counter is not None:
-            self._counter.stop()
-            self.flops_per_sample = self._counter.flops / self.batch_size_fn(batch)
-            self._counter = None
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, *args)
+        with only_informs(_WHAT):
+            if self._counter is not None:
+                counter, self._counter = self._counter, None
+                counter.stop()
+                self.flops_per_sample = counter.flops / self.batch_size_fn(batch)
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, *args)
         if not trainer.fit_loop._should_accumulate() and trainer._logger_connector.should_update_logs:
             self._log_waits_and_messages(trainer)
 
     def on_validation_start(self, trainer: Trainer, *args: Any) -> None:
         """Leaves out the time of validation."""
-        super().on_validation_start(trainer, *args)
+        with only_informs(_WHAT):
+            super().on_validation_start(trainer, *args)
         self._validation_start = perf_counter()
 
     def on_validation_end(self, trainer: Trainer, *args: Any) -> None:
         """Leaves out the time of validation."""
-        super().on_validation_end(trainer, *args)
+        with only_informs(_WHAT):
+            super().on_validation_end(trainer, *args)
         self._since += perf_counter() - self._validation_start
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -224,13 +234,17 @@ class ThroughputMonitor(lightning_callbacks.ThroughputMonitor):
         now = perf_counter()
         share = self._waited / max(now - self._since, 1e-9)
         self._waited, self._since = 0.0, now
-        row = [share]
-        if self._sent is not None:
-            self._sent.stop()
-            row += [self._sent.counts[name] for name in AXIS_NAMES]
+        row = [share, *(0.0 for _ in AXIS_NAMES)]
+        with only_informs(_WHAT):
+            if self._sent is not None:
+                self._sent.stop()
+                row[1:] = [self._sent.counts[name] for name in AXIS_NAMES]
         rows = gather_rows(torch.tensor(row, dtype=torch.float64), trainer.strategy)
-        if not trainer.is_global_zero:
-            return
+        if trainer.is_global_zero:
+            self._log_rows(trainer, rows)
+
+    @only_informs(_WHAT)
+    def _log_rows(self, trainer: Trainer, rows: Tensor) -> None:
         metrics: dict[str, Any] = {"train/input_wait_share": rows[:, 0].max().item()}
         for name, mean in zip(AXIS_NAMES, rows[:, 1:].mean(0).tolist(), strict=False):
             if mean:

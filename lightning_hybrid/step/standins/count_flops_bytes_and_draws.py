@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
+from lightning_hybrid.soft_failures import note_failure
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import as_plain_tensor
 from lightning_hybrid.step.standins.absent_tensors import limit_kernel_cache
@@ -161,6 +162,14 @@ def flops_of_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float,
         kwargs: Its keyword arguments.
         out: Its result.
     """
+    try:
+        return _flops_of_kernel(func, args, kwargs, out)
+    except Exception as error:  # a formula that torch, or the user, has registered for other arguments
+        note_failure(f"the number of FLOPs of {func}", error)
+        return 0.0, 0.0
+
+
+def _flops_of_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, float]:
     kernel = func._overloadpacket
     if kernel in _RECURRENT:
         return _flops_of_recurrent_layer(args)

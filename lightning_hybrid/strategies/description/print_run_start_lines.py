@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.strategies.description.describe_batch_and_environment import (
     describe_environment,
     describe_offload_on_cpu,
@@ -19,6 +20,7 @@ from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 FILE_NAME = "hybrid3d_layout.txt"
 
 
+@only_informs("the start table")
 def announce_run(run: Run, partition: ModulePartition | None, *, with_environment: bool) -> None:
     """Print what a run does under its layout; on the first rank only, without any communication.
 
@@ -38,6 +40,7 @@ def announce_run(run: Run, partition: ModulePartition | None, *, with_environmen
     rank_zero_info(str(table) if path is None else table.summary(str(path)))
 
 
+@only_informs(f"the file {FILE_NAME}")
 def _write(table: StartTable, trainer: Any) -> Path | None:
     """Write all lines to the folder of the logs; return the path, or None where it cannot be written."""
     logger: Any = trainer.logger
@@ -48,9 +51,6 @@ def _write(table: StartTable, trainer: Any) -> Path | None:
     if "://" in str(folder):
         return None
     path = Path(folder) / FILE_NAME
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{table}\n", encoding="utf-8")
-    except OSError:
-        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{table}\n", encoding="utf-8")
     return path

@@ -12,6 +12,7 @@ from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.estimate_rank_memory import KINDS, RankMemory
 from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
+from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means
 from lightning_hybrid.step.objects.repeated_layers import shortened
 from lightning_hybrid.strategies.description.describe_batch_and_environment import (
@@ -97,15 +98,13 @@ def describe_run(run: Run, partition: ModulePartition | None, optimizers: Sequen
     if setting.is_fitting:
         batch = None if partition is None else partition.batch
         count = 1 if batch is None else batch.num_microbatches
-        memory = memory_of_stages(run, optimizers, count)
-        if run.recomputation is not None and run.recomputation.budget is not None:
-            full = memory_of_stages(dataclasses.replace(run, recomputation=None), optimizers, count)
-            expected = expected_recomputation(run.recomputation.budget, memory, full, rank_of)
-            memory = memory if expected is None else expected.memory
+        memory: list[RankMemory] | None = None
+        with only_informs("the estimated memory"):
+            memory, expected = _expected_memory(run, optimizers, count, rank_of)
         head += [describe_batch(run, batch, first), *describe_batch_norm(setting, batch), describe_parameters(setting)]
-        ranks = memory_of_ranks(memory, run)
         is_upper_bound = layout.tensor_parallel_size * layout.context_parallel_size > 1
-        rest.append(describe_memory(ranks, is_upper_bound=is_upper_bound))
+        if memory is not None:
+            rest.append(describe_memory(memory_of_ranks(memory, run), is_upper_bound=is_upper_bound))
         details += [] if first is None else _stage_rows(first, rank_of, memory)
     elif first is not None:
         details += _stage_rows(first, rank_of, None)
@@ -117,6 +116,18 @@ def describe_run(run: Run, partition: ModulePartition | None, optimizers: Sequen
     if partition is not None and partition.expert_planner is not None and partition.expert_planner.summary:
         rest.append(partition.expert_planner.summary)
     return StartTable(head, details, [*rest, *describe_techniques(run, "" if expected is None else str(expected))])
+
+
+def _expected_memory(
+    run: Run, optimizers: Sequence[Optimizer], count: int, rank_of: Callable[[int], int]
+) -> tuple[list[RankMemory], ExpectedRecomputation | None]:
+    """The memory of each stage, and what a budget of it is expected to recompute, if there is one."""
+    memory = memory_of_stages(run, optimizers, count)
+    if run.recomputation is None or run.recomputation.budget is None:
+        return memory, None
+    full = memory_of_stages(dataclasses.replace(run, recomputation=None), optimizers, count)
+    expected = expected_recomputation(run.recomputation.budget, memory, full, rank_of)
+    return (memory, None) if expected is None else (expected.memory, expected)
 
 
 def describe_techniques(run: Run, recomputed: str = "") -> list[str]:

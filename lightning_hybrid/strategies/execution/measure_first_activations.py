@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.tensors_saved_for_backward import bytes_saved_behind
 from lightning_hybrid.strategies.description.describe_batch_and_environment import format_bytes
@@ -33,11 +34,8 @@ class FirstActivations:
         if not self._is_pending:
             return
         self._is_pending, batch, self._batch = False, self._batch, []
-        try:
-            # Only this rank measures: operations of sharded tensors would gather them, which is collective.
-            with torch._C.DisableTorchFunctionSubclass():
-                size = bytes_saved_behind(loss, self._setting.module, batch)
-        except Exception:  # tensors of a user's class need not have a storage; a line of information ends no training
-            return
-        what = "microbatch" if (self._setting.options.microbatches or 1) > 1 else "batch"
-        rank_zero_info(f"activations of the first {what}: {format_bytes(size)}, measured before its backward")
+        # Only this rank measures: operations of sharded tensors would gather them, which is collective.
+        with only_informs("the measured size of activations"), torch._C.DisableTorchFunctionSubclass():
+            size = bytes_saved_behind(loss, self._setting.module, batch)
+            what = "microbatch" if (self._setting.options.microbatches or 1) > 1 else "batch"
+            rank_zero_info(f"activations of the first {what}: {format_bytes(size)}, measured before its backward")

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.precision.message_dtypes import check_gather_dtype
+from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.strategies.description.connect_monitors import connect_monitors
 from lightning_hybrid.strategies.description.print_run_start_lines import announce_run
 from lightning_hybrid.strategies.execution.apply_rebalanced_cuts import with_cuts_of_checkpoint
@@ -267,7 +268,8 @@ class RunLifecycle:
             and not setting.options.save_distributed_checkpoint
         ):
             optimizers = setting.trainer.optimizers
-            warn_of_large_single_file(setting.trainer, setting.module, optimizers, **setting.sizes_of_states)
+            with only_informs("the estimated size of a checkpoint"):
+                warn_of_large_single_file(setting.trainer, setting.module, optimizers, **setting.sizes_of_states)
         self._is_announced, self._partition = True, None
 
     # -- steps --------------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ def connect_gradient_compression(callback: GradientCompression, run: Run, reduce
         is_compressing=lambda: trainer.global_step >= callback.start_step,
         loss_scale=loss_scale,
         uncompressed=_copies_beside_other_parameters(run) if method.mixes_parameters else (),
+        full_shapes={name: full_shape(p) for name, p in setting.module.named_parameters()},
         step=None if getattr(precision, "scaler", None) is None else lambda: trainer.global_step,
     )
     if run.zero is None:

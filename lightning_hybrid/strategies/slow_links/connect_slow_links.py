@@ -19,6 +19,11 @@ from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.slow_links.connect_gradient_compression import connect_gradient_compression
 from lightning_hybrid.strategies.slow_links.local_rounds import LocalRounds
+from lightning_hybrid.zero.optimizer_states.try_optimizer_step import (
+    INDEPENDENT,
+    can_step_shards,
+    combines_parameters,
+)
 
 
 def connect_slow_links(run: Run, optimization: Optimization) -> None:
@@ -44,7 +49,9 @@ def connect_slow_links(run: Run, optimization: Optimization) -> None:
             connect_gradient_compression(callback, run, optimization.reducers)
         elif isinstance(callback, LocalSGD):
             check_local_sgd(callback, run)
-            LocalRounds(callback, run, optimization).connect()
+            rounds = LocalRounds(callback, run, optimization)
+            check_outer_optimizer(rounds.outer, run)
+            rounds.connect()
 
 
 def check_gradient_compression(callback: GradientCompression, run: Run) -> None:
@@ -121,6 +128,29 @@ def check_local_sgd(callback: LocalSGD, run: Run) -> None:
                 " two callbacks",
                 entry="slow-links",
             )
+
+
+def check_outer_optimizer(outer: Optimizer | None, run: Run) -> None:
+    """Refuse an outer optimizer that reads more than a rank of a replica holds.
+
+    Raises:
+        LayoutError: Its step of shards is not that of full parameters, or may combine parameters of several ranks.
+    """
+    is_sharded = run.parts is not None and bool(run.parts.shardings)
+    if outer is None or not (is_sharded or run.is_pipelined):
+        return
+    combines = combines_parameters(outer)
+    if not combines and (not is_sharded or can_step_shards(outer)):
+        return
+    name, attribute = type(outer).__name__, f"{INDEPENDENT} = True"
+    declare = f", or, if its step of a parameter reads no other one, give its class the attribute {attribute}"
+    raise LayoutError(
+        f"LocalSGD(outer_optimizer=...): the step of {name} {'may read several parameters' if combines else 'reads'}"
+        f"{'' if combines else ' all elements of a parameter'}, of which a rank of a replica holds"
+        f" {'shards' if is_sharded else 'those of its stage'}; use an elementwise optimizer of torch, such as SGD or"
+        f" Adam{declare if combines else ''}",
+        entry="slow-links",
+    )
 
 
 def _refuse_experts_and_gradient_noise(name: str, run: Run) -> None:

@@ -32,6 +32,9 @@ class LocalRounds(RunCallback):
     """Counts the steps of a run, and ends rounds.
 
     It comes before the callbacks of the user, so these find averaged parameters at the end of a round.
+
+    Attributes:
+        outer: The outer optimizer, of this rank's shards; None if parameters are averaged.
     """
 
     def __init__(self, callback: LocalSGD, run: Run, optimization: Optimization) -> None:
@@ -44,8 +47,9 @@ class LocalRounds(RunCallback):
         self._stepped: set[str] = set()  # those that have a state of the outer optimizer
         self._parameters: dict[str, nn.Parameter] = {}  # those of them that are here
         self._begin: dict[str, Tensor] = {}  # parameters at the begin of the round, if there is an outer optimizer
-        self._outer = callback.make_outer_optimizer(list(run.setting.module.parameters()))
+        self.outer = callback.make_outer_optimizer(list(run.setting.module.parameters()))
         self._steps = 0  # of this round
+        self._was_local = False  # in the latest step; `is_local` is of the next one
         self._counted = self._trainer.global_step
         self._total_steps = 0
         self._sent = 0.0
@@ -87,7 +91,7 @@ class LocalRounds(RunCallback):
             return  # gradients are being accumulated
         self._counted = trainer.global_step
         self._total_steps += 1
-        if not self.is_local:
+        if not self._was_local:
             self._sent += self._synchronous_bytes
         else:
             self._steps += 1
@@ -122,14 +126,14 @@ class LocalRounds(RunCallback):
     def _set_mode(self) -> None:
         """Average gradients in the next step over all replicas, or inside this one."""
         self._find_trained()
-        is_local = self.is_local
+        is_local = self._was_local = self.is_local
         for reducer in self._optimization.reducers.values():
             reducer.is_local = is_local
         for group in () if self._run.zero is None else self._run.zero.groups:
             group.messages.is_local = is_local
         if self._optimization.buffers is not None:
             self._optimization.buffers.is_local = is_local
-        if is_local and self._outer is not None:
+        if is_local and self.outer is not None:
             for name in self._parameters.keys() - self._begin.keys():
                 self._begin[name] = self._parameters[name].detach().clone()
 
@@ -140,7 +144,7 @@ class LocalRounds(RunCallback):
             self._trained.add(name)
             if not is_absent(parameter):
                 self._parameters[name] = parameter
-                if self._outer is not None and self.is_local:
+                if self.outer is not None and self.is_local:
                     self._begin[name] = parameter.detach().clone()
 
     def end_early(self, reason: str) -> None:
@@ -160,7 +164,7 @@ class LocalRounds(RunCallback):
         """Average the parameters over replicas, or take the outer step; collective over replicas."""
         self._steps = 0
         means = self._means()
-        if self._outer is None:
+        if self.outer is None:
             for name, mean in means.items():
                 self._parameters[name].data.copy_(mean)
         else:
@@ -169,12 +173,12 @@ class LocalRounds(RunCallback):
             self._optimization.buffers.average()
 
     def _outer_step(self, means: dict[str, Tensor]) -> None:
-        assert self._outer is not None
+        assert self.outer is not None
         gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
         for name, parameter in self._parameters.items():
             parameter.data.copy_(self._begin[name])
             parameter.grad = self._begin[name] - means[name]
-        self._outer.step()
+        self.outer.step()
         self._stepped |= self._trained
         for name, parameter in self._parameters.items():
             parameter.grad = gradients[name]
@@ -223,9 +227,9 @@ class LocalRounds(RunCallback):
             return self._save_outer(self._run.setting.trainer.strategy.optimizer_state)
 
     def _save_outer(self, gather: Gather) -> dict[str, Any]:
-        if self._outer is None or not self._run.setting.world.decide(bool(self._outer.state), all_ranks=False):
+        if self.outer is None or not self._run.setting.world.decide(bool(self.outer.state), all_ranks=False):
             return {}
-        return {"outer": save_states(self._outer, self._run.setting.module, self._stepped, gather)}
+        return {"outer": save_states(self.outer, self._run.setting.module, self._stepped, gather)}
 
     def _save_round(self, gather: Gather) -> dict[str, Any]:
         """The round that has begun: its steps, counts, and the parameters of its begin, which all replicas share."""
@@ -234,7 +238,7 @@ class LocalRounds(RunCallback):
             {name: self._named[name] for name in self._trained},
             {name: {"begin": value} for name, value in self._begin.items()},
         )
-        saved = save_states(begin, self._run.setting.module, self._trained, gather) if self._outer is not None else {}
+        saved = save_states(begin, self._run.setting.module, self._trained, gather) if self.outer is not None else {}
         return {"round": {"counts": counts, "trained": self._trained, "begin": saved}}
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -252,12 +256,12 @@ class LocalRounds(RunCallback):
             self._begin[name] = entry["begin"].to(self._named[name].device).clone()
 
     def _load_outer(self, states: dict[str, Any]) -> None:
-        if self._outer is None:
+        if self.outer is None:
             return
         self._stepped = set(states)
         for name, entry in local_states(states, self._run.setting.module, self._run.parts).items():
             parameter = self._named[name]
-            self._outer.state[parameter] = {
+            self.outer.state[parameter] = {
                 key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
                 for key, value in entry.items()
             }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -260,21 +261,26 @@ def _state_like(value: Any, p: Tensor) -> Any:
 def can_step_shards(optimizer: Optimizer) -> bool:
     """Whether an optimizer steps shards of a parameter as it steps the full one; tried on a small and a larger one.
 
-    States of the larger one are quantized by the optimizers that do so, in blocks that the shards do not respect.
+    States of the larger one are quantized by the optimizers that do so, in blocks that the shards do not respect. A
+    class that is not known may choose its step by a parameter's shape, and is tried on those of its own.
     """
-    shapes = _SMALL, _IN_BLOCKS
-    return all(_steps_shards_of(optimizer, group, shape) for group in distinct_groups(optimizer) for shape in shapes)
+    shapes = {_SMALL, _IN_BLOCKS}
+    if getattr(type(optimizer), INDEPENDENT, False):
+        full = (full_shape(p) for group in optimizer.param_groups for p in group["params"])
+        shapes |= {tuple(min(size, _LONGEST) for size in shape) for shape in full if math.prod(shape) > 1}
+    groups = distinct_groups(optimizer)
+    return all(_steps_shards_of(optimizer, group, shape) for shape in sorted(shapes, key=math.prod) for group in groups)
 
 
-def _steps_shards_of(optimizer: Optimizer, group: int, shape: tuple[int, int]) -> bool:
+def _steps_shards_of(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> bool:
     generator = torch.Generator().manual_seed(0)
     full_tensor = torch.rand(shape, dtype=torch.float64, generator=generator) + 0.1
     gradients = [torch.rand(shape, dtype=torch.float64, generator=generator) - 0.4 for _ in range(2)]
     try:
         expected = _stepped(optimizer, group, [full_tensor], [[gradient] for gradient in gradients])[0]
-        for dim in (0, 1):
-            parts = [part.contiguous() for part in full_tensor.chunk(2, dim)]
-            given = [[part.contiguous() for part in gradient.chunk(2, dim)] for gradient in gradients]
+        for dim, num_shards in itertools.product(range(len(shape)), (2, _MANY)):
+            parts = [part.contiguous() for part in full_tensor.chunk(num_shards, dim)]
+            given = [[part.contiguous() for part in gradient.chunk(num_shards, dim)] for gradient in gradients]
             if not torch.allclose(
                 torch.cat(_stepped(optimizer, group, parts, given), dim), expected, rtol=1e-9, atol=1e-12
             ):
@@ -387,6 +393,8 @@ class StateSizes:
 
     def _states_of(self, group: int, dtype: torch.dtype, sizes: Sequence[int]) -> list[Tensor] | None:
         """The state tensors of a parameter of these sizes after a step; None if the step fails."""
+        if not (dtype.is_floating_point or dtype.is_complex):
+            return []  # it never has a gradient
         states = _states_by_name(self._optimizer, group, dtype, sizes, self._step)
         return None if states is None else [value for value in flatten(states)[0] if isinstance(value, Tensor)]
 
@@ -406,5 +414,7 @@ class StateSizes:
 
 _DISTINCT_SIZES = (5, 7, 3, 2, 11, 13)
 _SMALL, _IN_BLOCKS = (4, 6), (64, 128)  # blocks of quantized states have up to some 2,048 elements, tensors 4,096
+_LONGEST = 512  # longer dims of a parameter are tried at this length
+_MANY = 16  # shards, beside two
 _PERIOD = 2**15
 _LR = 0.1

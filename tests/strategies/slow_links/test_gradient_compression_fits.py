@@ -1,6 +1,6 @@
 """GradientCompression through the Trainer: layouts, checkpoints, refusals."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -129,6 +129,38 @@ def test_powersgd_is_the_same_in_each_layout(worlds, layout):
     assert steps[-1]["gradient_compression"] > 1.3
     world_size, options = LAYOUTS[layout]
     assert_equal(worlds.run(world_size, fit, Fit(world_size=world_size, options=options), timeout=300), expected)
+
+
+class Narrow(Wide):
+    """Of matrices near the threshold, whose rows do not divide, or are fewer than ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, 17), nn.Tanh(), nn.Linear(17, 5))
+        self.layers += nn.Sequential(nn.Linear(5, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+
+    def training_step(self, batch, batch_idx=None):
+        x, y = batch
+        return F.mse_loss(self.layers(x), y.expand(-1, 3))
+
+
+NARROW = {
+    "ZeRO-1": (2, {"zero_stage": 1}, 2),
+    "ZeRO-3": (2, {"zero_stage": 3, "reshard_after_forward": True, "num_microbatches": 1}, 1),
+    "more ranks than rows": (4, {"zero_stage": 3, "reshard_after_forward": False}, 1),
+}
+
+
+@pytest.mark.parametrize("layout", NARROW)
+def test_the_matrix_of_a_shard_is_that_of_its_parameter(worlds, layout):
+    """The rule that chooses matrices, and the matrix, know nothing of the padding of shards."""
+    world_size, options, rank = NARROW[layout]
+    replicas = Fit(("powersgd", rank), world_size, module=Narrow)
+    expected, steps = worlds.run_once(world_size, fit, replicas)[0]
+    exact, _ = worlds.run_once(world_size, fit, replace(replicas, method=None))[0]
+    compressed = [not torch.allclose(a, b, rtol=1e-6) for a, b in zip(expected, exact, strict=True)]
+    assert any(compressed) and steps
+    assert_equal(worlds.run(world_size, fit, replace(replicas, options=options), timeout=300), expected)
 
 
 METHODS = [POWERSGD, ("int8",), ("topk", 4, 0.3), ("1bit",), ("bf16",), ("fp16",)]

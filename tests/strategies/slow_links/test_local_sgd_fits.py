@@ -208,8 +208,11 @@ def refused(run: Fit):
     return "not refused"
 
 
-def simulated(run: Fit, shards=lambda step: None):
-    """The replicas one after the other in one process, as the papers have it; ranks with data of each by step."""
+def simulated(run: Fit, shards=lambda step: None, saved=0):
+    """The replicas one after the other in one process, as the papers have it.
+
+    ``shards`` gives the ranks with data of each by step; after ``saved`` steps a checkpoint ends a round.
+    """
     modules = [module_of(run) for _ in range(REPLICAS)]
     optimizers = [module.configure_optimizers() for module in modules]
     reference = module_of(run)
@@ -217,12 +220,23 @@ def simulated(run: Fit, shards=lambda step: None):
         None: lambda p: torch.optim.SGD(p, lr=1.0),
         "nesterov": lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True),
     }.get(run.outer, run.outer)(list(reference.parameters()))
+    begin = run.warmup  # of the round
     for step in range(run.steps):
-        for replica, (module, optimizer) in enumerate(zip(modules, optimizers, strict=True)):
-            optimizer.zero_grad()
-            module.training_step(batch_of(step, replica, run, shards(step))).backward()
+        for replica, module in enumerate(modules):
+            module.zero_grad()
+            for batch in range(step * run.accumulate, (step + 1) * run.accumulate):
+                loss = module.training_step(batch_of(batch, replica, run, shards(step)))
+                (loss / run.accumulate).backward()
+        for parameters in zip(*(module.parameters() for module in modules), strict=True) if step < run.warmup else ():
+            mean = torch.stack([p.grad for p in parameters]).mean(0)
+            for p in parameters:
+                p.grad = mean.clone()
+        for optimizer in optimizers:
             optimizer.step()
-        if (step + 1) % run.every == 0 or step + 1 == run.steps:
+        if step < run.warmup:
+            reference.load_state_dict(modules[0].state_dict())
+        elif step + 1 == begin + run.every or step + 1 == run.steps or step + 1 == saved:
+            begin = step + 1
             for index, parameter in enumerate(reference.parameters()):
                 moved = torch.stack([list(module.parameters())[index].detach() for module in modules]).mean(0)
                 parameter.grad = parameter.detach() - moved
@@ -293,6 +307,30 @@ def test_synchronous_steps_at_the_beginning(worlds):
     assert_state([first, second], expected, tolerance=1e-13)
     first, second = worlds.run(2, fit, Fit(every=3, warmup=3, steps=5))
     assert first[2][2] == second[2][2] and first[2][3] != second[2][3]
+
+
+WARMUPS = {
+    "inside a round's length": Fit(every=3, warmup=2, steps=6),
+    "DiLoCo": Fit(every=3, warmup=2, steps=7, outer="nesterov", module=Adam),
+    "longer than a round": Fit(every=2, warmup=5, steps=8, module=Momentum),
+    "rounds of one step": Fit(every=1, warmup=2, steps=4, outer="nesterov", module=Momentum),
+    "accumulated": Fit(every=2, warmup=1, steps=4, accumulate=2, outer="nesterov"),
+}
+
+
+@pytest.mark.parametrize("case", WARMUPS)
+def test_the_first_round_after_the_warmup_has_all_of_its_steps(worlds, case):
+    assert_state(worlds.run(2, fit, WARMUPS[case]), simulated(WARMUPS[case]))
+
+
+@pytest.mark.parametrize("outer", [None, "nesterov"])
+@pytest.mark.parametrize("saved", [3, 6], ids=["in the warmup", "in a round"])
+def test_resumed_around_the_warmup(worlds, tmp_path, saved, outer):
+    """Checkpoints end rounds, so the round begins anew."""
+    run = Fit(every=2, warmup=5, outer=outer, epoch=3, steps=9)
+    path = str(tmp_path / "saved")
+    worlds.run(2, fit, replace(run, steps=saved, save=path))
+    assert_state(worlds.run(2, fit, replace(run, resume=path)), simulated(run, saved=saved))
 
 
 def test_bytes_are_logged(worlds):
@@ -401,12 +439,28 @@ def test_resumed_in_another_layout_as_if_not_interrupted(worlds, tmp_path, befor
     assert_state(results, simulated(resumed(steps=8), lambda step: shards[step // 4]))
 
 
+def muon(parameters):
+    return torch.optim.Muon([p for p in parameters if p.dim() == 2])
+
+
+class Own(torch.optim.SGD):
+    """It might read other parameters."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
 REFUSED = {
     "ZeRO over all replicas": (Fit(options={"zero_stage": 3}), "set shard_size=1, or zero_stage=0"),
     "AdaScale": (Fit(callbacks=(AdaScale,)), "AdaScale"),
     "GoodputMonitor": (Fit(callbacks=(GoodputMonitor,)), "GoodputMonitor"),
     "EMA": (Fit(callbacks=(EMAWeightAveraging,)), "EMAWeightAveraging"),
     "weights": (Fit(options={"microbatch_weight": len}), "microbatch_weight"),
+    "outer Muon of shards": (Fit(outer=muon, world_size=4, options={"tensor_parallel_size": 2}), "all elements"),
+    "outer optimizer of stages": (
+        Fit(outer=Own, world_size=4, options=STAGES),
+        "steps_parameters_independently = True",
+    ),
     "first step": (Fit(options={"verify_first_step": True}), "warmup_steps=1"),
 }
 
@@ -414,8 +468,8 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(worlds, case):
     run, text = REFUSED[case]
-    for found in worlds.run(2, refused, run):
-        assert found.startswith("LayoutError: LocalSGD(every=2)") and text in found, found
+    for found in worlds.run(run.world_size, refused, run):
+        assert found.startswith("LayoutError: LocalSGD(") and text in found, found
 
 
 @pytest.mark.parametrize(

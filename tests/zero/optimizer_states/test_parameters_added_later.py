@@ -200,6 +200,22 @@ def test_each_kind_of_group_is_tried():
     assert steps_full_parameters(mixed)
 
 
+class OfLargeMatrices(Mixed):
+    """Steps whole matrices if they are large, as published Adafactors factor them."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                update = p.grad / (p.grad.norm() + 1.0) if p.dim() > 1 and min(p.shape) >= 128 else p.grad.sign()
+                p.sub_(update, alpha=group["lr"])
+
+
+@pytest.mark.parametrize(("shape", "elementwise"), [((60, 200), True), ((200, 200), False), ((128,), True)])
+def test_a_rule_by_the_shape_of_a_parameter_is_tried_on_its_shape(shape, elementwise):
+    assert can_step_shards(OfLargeMatrices([nn.Parameter(torch.ones(shape))])) is elementwise
+
+
 class ByMixed(Regression):
     def configure_optimizers(self):
         matrices, vectors = (
