@@ -65,9 +65,9 @@ def record_first_step(
     name, mode = _STEPS[TrainerFn(trainer.state.fn)]
     if not is_overridden(name, module):
         return None
-    before = None
+    # Transfer hooks of the user run for the example, and again in the run.
+    before = ModuleSnapshot(module) if arguments is None else None
     if arguments is None:
-        before = ModuleSnapshot(module)  # transfer hooks of the user run for the example, and again in the run
         batch = example if example is not None else take_example(trainer, trainer._active_loop, mode)
         arguments = step_arguments(module, name, batch)
         optimizers_exist = False
@@ -83,12 +83,11 @@ def record_first_step(
             " one after the other. Pass batch_splitter=function(batch, count) -> list of batches"
         )
     record = partial(runner.record, name, getattr(module, name), arguments, context(name))
-    try:
-        if not _record(trainer, module, runner, name, record, optimizers_exist=optimizers_exist):
-            return None
-    finally:
-        if before is not None:
-            before.restore()
+    is_recorded = _record(trainer, module, runner, name, record, optimizers_exist=optimizers_exist)
+    if before is not None:
+        before.restore()
+    if not is_recorded:
+        return None
     _warn_of_compiled(module, runner)
     return arguments
 
