@@ -97,17 +97,13 @@ def allowed(each: Combination) -> Combination:
         each = replace(each, layout=_of_replicas(each.layout), then=_of_replicas(each.then))
     if each.replicas == "local rounds":
         each = replace(each, layout="dp2", then="dp2", batch_norm=False)
-    if each.replicas == "compressed" and each.optimization != "automatic":
-        each = replace(each, layout=_unsharded(each.layout), then=_unsharded(each.then))
+    if each.replicas == "compressed" and each.optimization != "automatic":  # needs full gradients inside the step
+        each = replace(each, layout="dp2", then="dp2")
     return each
 
 
 def _without_experts(layout: str) -> str:
     return "dp2" if layout == "ep2" else layout
-
-
-def _unsharded(layout: str) -> str:
-    return "dp2" if "zero" in layout else layout
 
 
 def _of_replicas(layout: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +40,34 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
 
 
-class Stacked(nn.Module):
-    """Three experts in one parameter each, of which a token takes the best."""
+class StackedWeights(nn.Module):
+    """Four experts in one parameter each, in the convention of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = nn.Linear(WIDTH, 4, bias=False)
         self.up = nn.Parameter(torch.randn(4, WIDTH, 2 * WIDTH) * 0.2)
         self.down = nn.Parameter(torch.randn(4, 2 * WIDTH, WIDTH) * 0.2)
 
+    def forward(self, rows: Tensor, chosen: Tensor, gate: Tensor) -> Tensor:
+        out = torch.zeros_like(rows)
+        for number in range(4):
+            taken, place = torch.where(chosen == number)
+            hidden = torch.tanh(rows[taken] @ self.up[number]) @ self.down[number]
+            out = out.index_add(0, taken, hidden * gate[taken, place, None])
+        return out
+
+
+class Stacked(nn.Module):
+    """A router, and experts of which a token takes the best."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 4, bias=False), StackedWeights()
+
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, WIDTH)
-        gate, chosen = self.router(rows).softmax(-1).max(-1)
-        hidden = torch.tanh(torch.bmm(rows.unsqueeze(1), self.up[chosen]))
-        return (torch.bmm(hidden, self.down[chosen]).squeeze(1) * gate.unsqueeze(-1)).view_as(x)
+        gate, chosen = self.router(rows).softmax(-1).topk(1)
+        return self.experts(rows, chosen, gate).view_as(x)
 
 
 class Listed(nn.Module):
@@ -104,7 +119,7 @@ class Composed(LightningModule):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if c.tied:
             self.head.weight = self.embedding.weight
-        self.accuracy, self.mean = MulticlassAccuracy(VOCABULARY), MeanMetric().set_dtype(torch.float64)
+        self.accuracy, self.mean = MulticlassAccuracy(VOCABULARY), MeanMetric()
         self._freeze(c.frozen)
 
     def _freeze(self, what: str | None) -> None:
@@ -128,14 +143,16 @@ class Composed(LightningModule):
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()), logits
 
     def configure_optimizers(self) -> Any:
-        kind, rate = (torch.optim.Adam, 1e-2) if self.combination.optimizer == "Adam" else (torch.optim.SGD, 0.1)
+        # Adam divides gradients that are zero but for rounding (a bias before a BatchNorm) by themselves.
+        adam = partial(torch.optim.Adam, lr=1e-2, eps=1e-4)
+        kind = adam if self.combination.optimizer == "Adam" else partial(torch.optim.SGD, lr=0.1)
         trained = [p for p in self.parameters() if p.requires_grad]
         if self.combination.optimization != "two manual":
-            return kind(trained, lr=rate)
+            return kind(trained)
         first = {id(p) for module in (self.embedding, self.blocks[0], self.blocks[1]) for p in module.parameters()}
         return [
-            kind([p for p in trained if id(p) in first] or trained[:1], lr=rate),
-            kind([p for p in trained if id(p) not in first], lr=rate / 2),
+            kind([p for p in trained if id(p) in first] or trained[:1]),
+            kind([p for p in trained if id(p) not in first]),
         ]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
