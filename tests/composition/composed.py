@@ -174,7 +174,7 @@ class Composed(LightningModule):
                     self.clip_gradients(optimizer, 0.05, self.combination.clipping)
                 optimizer.step()
                 optimizer.zero_grad()
-            self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return None
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
