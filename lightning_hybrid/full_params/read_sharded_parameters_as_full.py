@@ -175,7 +175,7 @@ class ShardedParameterReads(TorchFunctionMode):
     def _write_back(self, full: Tensor) -> None:
         _, _, local, name = self._origins[id(full)]
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            local.detach().copy_(self._shards.shard(name, full.detach()))
+            local.detach().copy_(self._shards.shard_of(name, local, full.detach()))
         self._record(full, local, name)
 
     def _gradient(self, access: str, func: Any, args: Any) -> Any:
@@ -189,6 +189,10 @@ class ShardedParameterReads(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 if id(value) in self._origins and self._origins[id(value)][2] is parameter.grad:
                     return None  # the gradient that was read is set again
-                parameter.grad = self._shards.shard(name, value.detach()).contiguous()
+                before = parameter.grad
+                if before is not None and before.shape != parameter.shape:  # not averaged yet, so that it is no shard
+                    before.detach().copy_(self._shards.shard_of(name, before, value.detach()))
+                else:
+                    parameter.grad = self._shards.shard(name, value.detach()).contiguous()
             return None
         return func(*args)

@@ -132,17 +132,17 @@ class GatheredValue(Value):
 class ParameterGatherer(Protocol):
     """Gathers parameters of layers whose full tensors are freed between their forward and their backward."""
 
-    def inside(self, fqn: str) -> AbstractContextManager[None]:
-        """Gathers the layer's parameters inside the context."""
+    def inside(self, fqn: str) -> AbstractContextManager[Callable[[Any], Any]]:
+        """Gathers the layer's parameters inside the context, and when a backward reaches the layer's output.
+
+        It yields a function that takes this output, and returns it.
+        """
 
     def view_getter(self, fqn: str, tensor: Tensor) -> Callable[[], Tensor] | None:
         """Returns a function that gathers a tensor of the layer's parameters and holds none; None for other tensors.
 
         The tensor is a parameter or a view of one; the function returns the same elements, shape and stride.
         """
-
-    def begin_layer_backward(self, fqn: str) -> None:
-        """Gathers the parameters of a layer that the backward has reached, until it reaches another layer."""
 
 
 class Use(NamedTuple):

@@ -16,11 +16,10 @@ from lightning_hybrid.memory.knapsack import Step, choose_kept, needed
 from lightning_hybrid.memory.recomputable_values_and_operations import (
     Operation,
     ParameterGatherer,
-    Use,
     Value,
     tensors_of,
 )
-from lightning_hybrid.memory.recomputation_tape import SavedTensor, Tape, restore
+from lightning_hybrid.memory.recomputation_tape import Tape, restore
 from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 
 # Cost of moving a byte, in floating-point operations of a matrix product; and of drawing one at random.
@@ -71,32 +70,22 @@ class SelectiveCheckpointing:
             gatherer: Gathers the layer's parameters on read, so that no recipe may hold them; None if they stay.
         """
 
-        def restore_gathered(saved: Use | SavedTensor) -> Tensor:
-            """Returns the tensor, of the shape it was saved with."""
-            # Before any other read of the backward: gathering on demand would depend on what each rank has saved.
-            assert gatherer is not None
-            gatherer.begin_layer_backward(fqn)
-            return restore(saved)
-
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             if gatherer is None:
-                return self._run(fqn, forward, args, kwargs, None, restore)
-            with gatherer.inside(fqn):
-                return self._run(fqn, forward, args, kwargs, partial(gatherer.view_getter, fqn), restore_gathered)
+                return self._run(fqn, forward, args, kwargs, None)
+            with gatherer.inside(fqn) as returned:
+                return returned(self._run(fqn, forward, args, kwargs, partial(gatherer.view_getter, fqn)))
 
         return run
 
-    def _run(
-        self, fqn: str, forward: Callable[..., Any], args: Any, kwargs: Any, gather_function: Any, restore: Any
-    ) -> Any:
+    def _run(self, fqn: str, forward: Callable[..., Any], args: Any, kwargs: Any, gather_function: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if type(leaf) is Tensor]
         tape = Tape(tensors, self._written, gather_function)
         recorded = self._recorded(fqn, tensors)
-        save, restore = recorded.hooks(tape, restore)
-        with saved_tensors_hooks(save, restore), tape:
+        with saved_tensors_hooks(*recorded.hooks(tape, restore)), tape:
             out = forward(*args, **kwargs)
         with torch._C.DisableTorchFunction():  # stand-in tensors would become what they stand for
             self._decide(tape, out, recorded.kept)

@@ -131,8 +131,12 @@ class LocalShards:
         return torch.Size(shape)
 
     def shard_of(self, name: str, value: Tensor, full: Tensor) -> Tensor:
-        """A tensor of the shape of ``value``: the local shard of ``full`` if ``value`` is one, else all of ``full``."""
-        return full if value.shape == full.shape else self.shard(name, full)
+        """A tensor of the shape of ``value``: the shard of ``full`` along the axes that shard ``value``."""
+        for axis in self.shardings:
+            placement = axis.placements.get(name)
+            if placement is not None and full.shape[placement.dim] > value.shape[placement.dim]:
+                full = axis.shard(full, placement)
+        return full
 
     # -- optimizer states of a parameter's shape -----------------------------------------------------------------------
 
@@ -207,8 +211,12 @@ class LocalShards:
             yield
         finally:
             for _, parameter, local, gradient in sharded:
+                is_shard = gradient is not None and gradient.shape == local.shape  # until it is averaged it is full
+                if not is_shard:
+                    parameter.grad = gradient
                 parameter.data = local
-                parameter.grad = gradient
+                if is_shard:
+                    parameter.grad = gradient
 
     # -- counting each element once ------------------------------------------------------------------------------------
 

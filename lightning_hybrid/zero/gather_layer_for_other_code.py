@@ -6,9 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 
 from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 
@@ -28,16 +26,10 @@ def gathered_for_other_code(zero: ZeroSharding | None) -> Callable[[nn.Module], 
         fqns = dict.fromkeys(layer_of.get(id(parameter), "") for parameter in module.parameters())
         missing = [fqn for fqn in fqns if fqn and fqn not in zero.running_layers]
 
-        def pack(tensor: Tensor) -> Any:
-            getters = (zero.view_getter(fqn, tensor) for fqn in missing)
-            return next((getter for getter in getters if getter is not None), tensor)
-
-        hooks = saved_tensors_hooks(pack, lambda saved: saved if isinstance(saved, Tensor) else saved())
         with contextlib.ExitStack() as stack:
             for fqn in missing:
                 stack.enter_context(zero.inside(fqn))
-            if missing and torch.is_grad_enabled():
-                stack.enter_context(hooks)
+            stack.enter_context(zero.saved_views(missing).of_layer())
             yield
 
     return gathered

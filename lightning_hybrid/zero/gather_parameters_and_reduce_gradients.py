@@ -5,35 +5,41 @@ Two policies, with the same results:
 * once per step: all layers are gathered as the step begins, each one's gradients are reduced in the step's last
   backward, and everything is freed at its end. One gather and one reduction per step, whatever the number of
   microbatches; within the step this rank holds all of its stages.
-* per layer: gathered before its forward, freed after it, gathered again for its backward, its gradients reduced and
-  freed after that, for each microbatch. Within the step this rank holds two layers at a time.
+* per layer: gathered before its forward, freed after it, gathered again when a backward reaches its outputs, and freed
+  when that comes to another layer, for each microbatch. Within the step this rank holds two layers at a time.
 
 All ranks of a shard launch the same collectives in the same order, whatever order a rank's code takes: by [Note: one
 order] those of gradients, and gathers of the first policy, go in the order of the layers. Gathers of the second policy
 follow the calls, so before each the ranks agree on what comes (``GatherRounds``).
+
+[Note: full in its backward] A backward reads parameters in more ways than saved tensors show: autograd functions and
+hooks keep the ``Parameter`` object, code that runs again reads it, hooks of users save it as it is. So a layer is full
+from the moment at which a backward reaches it, also if its gradients are complete before. Autograd runs nodes in the
+reverse order of their making, so a backward that has come to another layer has left this one. What a backward saves in
+turn, for a second one, is a view of the full tensor, never the ``Parameter`` object, whose data changes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import GatherCallbacks, ReadGuards
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
+from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.zero.gather_layers_in_agreed_order import GatherRounds, agree_on_step
 from lightning_hybrid.zero.launch_gradient_reductions_in_order import Reductions
 from lightning_hybrid.zero.memory_mapped_states import Region
-from lightning_hybrid.zero.parameter_views_saved_for_backward import ParameterView, pack
+from lightning_hybrid.zero.parameter_views_saved_for_backward import ParameterView, SavedViews, view_of
 from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks
 from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
 
@@ -45,8 +51,6 @@ class ZeroSharding:
 
     Attributes:
         per_layer: Whether each layer is gathered separately (the second policy).
-        recomputed: FQNs of layers whose forward runs again in their backward, and gathers for that.
-        full_in_backward: FQNs of layers whose backward calls `begin_layer_backward` as it begins; they stay full then.
         running_layers: FQNs of layers whose forward runs.
     """
 
@@ -70,8 +74,6 @@ class ZeroSharding:
             per_layer: As the attribute.
         """
         self.per_layer = per_layer
-        self.recomputed: frozenset[str] = frozenset()
-        self.full_in_backward: frozenset[str] = frozenset()
         self._groups = {stage: list(members) for stage, members in groups.items()}
         self._all = [group for members in self._groups.values() for group in members]
         self._layers: dict[str, list[ParameterGroup]] = {}
@@ -84,16 +86,17 @@ class ZeroSharding:
         self._modules = {fqn: root.get_submodule(fqn) for fqn in self._layers}
         self._next, self._previous = self._neighbours()
         self._ranks, self._device = ranks, device
-        self._reductions = Reductions(self._after_launch)
+        self._reductions = Reductions()
         self._group_of = {id(p): group for group in self._all for p in group.parameters.values()}
         self._trained: dict[str, bool] | None = None
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._rounds: GatherRounds | None = None
         self._rank_local_rounds: GatherRounds | None = None  # of code outside steps
-        self._is_evaluating, self._same_microbatches = False, True
+        self._is_evaluating, self._same_microbatches, self._is_full_step = False, True, False
         self.running_layers: set[str] = set()
-        self._in_backward = False
-        self._backward_at: str | None = None  # FQN of the layer whose backward runs
+        self._saved_views: dict[frozenset[str], SavedViews] = {}
+        self._read_before_backward: set[str] = set()  # FQNs of layers with hooks that run before their first node
+        self._in_backward: set[str] = set()  # FQNs of layers that are full since a backward reached them
 
     def gather_on_read(self, guards: ReadGuards) -> None:
         """Gather parameters for code outside layers, whose reads are unrecorded. Args: guards: of the run."""
@@ -118,7 +121,7 @@ class ZeroSharding:
 
     @property
     def _by_layer(self) -> bool:
-        return self.per_layer and self._same_microbatches and not self._is_evaluating
+        return self.per_layer and self._same_microbatches and not (self._is_evaluating or self._is_full_step)
 
     def settle(self) -> None:
         """Join the gathers of ranks that still call layers, as this one does not; collective."""
@@ -213,15 +216,20 @@ class ZeroSharding:
                 self._finish()
         finally:
             self._reductions.reset()
-            self._same_microbatches, self._in_backward = True, False
+            self._same_microbatches = True
+            self._in_backward.clear()
             for group in self._all:
                 group.reshard()
 
     @contextlib.contextmanager
-    def full_step(self) -> Iterator[None]:
+    def full_step(self, are_averaged: Callable[[], bool] = lambda: True) -> Iterator[None]:
         """Keep parameters and gradients full inside, for a step that calls backwards and optimizers itself; collective.
 
         It may read and write them between any two of its lines.
+
+        Args:
+            are_averaged: Whether its gradients are averages over replicas when it ends. Others are different on each
+                replica, so no rank has only a shard of its own until they are averaged.
         """
         self.check()
         for group in self._all:
@@ -229,11 +237,14 @@ class ZeroSharding:
         for group in self._all:
             group.gather()
             group.gather_gradients()
+        self._is_full_step = True
         try:
             yield
         finally:
+            self._is_full_step = False
             for group in self._all:
-                group.shard_gradients()
+                if are_averaged():
+                    group.shard_gradients()
                 group.reshard()
 
     def _agree(self, num_microbatches: int) -> None:
@@ -255,20 +266,14 @@ class ZeroSharding:
 
     def before_backward(self, stage: int, is_last: bool) -> None:
         """Begin a backward of a stage of this rank; the last one completes the gradients of the step."""
-        self._in_backward, self._backward_at = True, None
         if is_last or self._by_layer:
             self._reductions.begin(list(reversed(self._groups.get(stage, []))))
 
     def _on_gradient(self, parameter: Tensor) -> None:
         self._reductions.add(self._group_of[id(parameter)], parameter)
 
-    def _after_launch(self, group: ParameterGroup) -> None:
-        if self._by_layer and group.fqn and group.fqn not in self.full_in_backward:
-            group.free()
-
     def after_backward(self, stage: int, is_last: bool) -> None:
         """End a backward: reduce the remaining gradients, and wait for the averages."""
-        self._in_backward = False
         if not is_last and not self._by_layer:
             return
         self.settle()
@@ -276,6 +281,7 @@ class ZeroSharding:
         for group in reversed(self._groups.get(stage, [])):
             group.finish_reduce()
         if self._by_layer:
+            self._in_backward.clear()
             for group in itertools.chain(*self._layers.values()):
                 group.free()
 
@@ -321,19 +327,21 @@ class ZeroSharding:
                 after[first], before[second] = self._layers[second], self._layers[first]
         return after, before
 
-    def begin_layer_backward(self, fqn: str) -> None:
-        """Gather a layer for its backward, and start to gather the next; frees the last if it is complete."""
-        self._free_previous(fqn)
+    def _begin_layer_backward(self, fqn: str) -> None:
+        """Gather a layer that a backward has reached, and start to gather the next one."""
+        if self._by_layer:
+            self._leave_for(fqn)
+            self._in_backward.add(fqn)
         if not all(group.is_full for group in self._layers[fqn]):
-            self._gather(self._layers[fqn], self._previous.get(fqn, ()))
+            self._gather(self._layers[fqn], self._previous.get(fqn, ()) if self._by_layer else ())
             self._read_ahead(fqn, self._previous)
 
-    def _free_previous(self, fqn: str) -> None:
-        if self._by_layer and self._backward_at is not None and self._backward_at != fqn:
-            for group in self._layers[self._backward_at]:
-                if not group.trained or not group.num_missing:
-                    group.free()
-        self._backward_at = fqn
+    def _leave_for(self, fqn: str) -> None:
+        """Free the layers whose backward is over, since code goes on with another one: [Note: full in its backward]."""
+        left = self._in_backward - {fqn} - self.running_layers
+        self._in_backward -= left
+        for group in itertools.chain.from_iterable(self._layers[other] for other in left):
+            group.free()
 
     def _read_ahead(self, fqn: str, following: Mapping[str, Sequence[ParameterGroup]]) -> None:
         """Begin to read the layer after the next one, if it is in a file."""
@@ -342,53 +350,82 @@ class ZeroSharding:
                 other.read_ahead()
 
     def _gathering_forward(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        freed = [group for group in self._layers[fqn] if not group.keeps_full]
+        saved = self.saved_views([fqn])
+        if self._modules[fqn]._backward_pre_hooks:
+            self._read_before_backward.add(fqn)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if fqn in self.running_layers:
                 return forward(*args, **kwargs)
-            with self.inside(fqn):
+            with self.inside(fqn) as returned:
                 if torch._C._are_functorch_transforms_active():  # which save tensors without hooks
                     for group in self._layers[fqn]:
                         group.gather_until_step_end()
-                    return forward(*args, **kwargs)
-                if not (self._by_layer and freed) or not torch.is_grad_enabled() or fqn in self.recomputed:
-                    return forward(*args, **kwargs)
-                with saved_tensors_hooks(partial(pack, freed), self._unpack):
-                    return forward(*args, **kwargs)
+                with saved.of_layer():
+                    return returned(forward(*args, **kwargs))
 
         return run
 
     @contextlib.contextmanager
-    def inside(self, fqn: str) -> Iterator[None]:
-        """Gather a layer inside, while its forward runs."""
-        groups = self._layers[fqn]
-        if self._in_backward:
-            self._free_previous(fqn)
-        frees = self._by_layer
-        following = self._previous if self._in_backward else self._next
+    def inside(self, fqn: str) -> Iterator[Callable[[Any], Any]]:
+        """Gather a layer inside, while its forward runs.
+
+        Yields:
+            A function that takes the layer's output, and returns it: a backward that reaches it gathers the layer.
+        """
+        groups, frees = self._layers[fqn], self._by_layer
+        is_in_backward = torch._C._current_graph_task_id() != -1  # a forward that runs again
+        following = self._previous if is_in_backward else self._next
+        if frees:
+            self._leave_for(fqn)
         self._gather(groups, following.get(fqn, ()) if frees else ())
+        for group in groups if fqn in self._read_before_backward else ():
+            group.gather_until_step_end()
         self.running_layers.add(fqn)
+        first_node = torch._C._autograd._get_sequence_nr()
         try:
             if frees:
                 self._read_ahead(fqn, following)
-            yield
+            yield partial(self._gather_in_backward, fqn, first_node) if frees else _unchanged
         finally:
             self.running_layers.discard(fqn)
-            for group in groups if frees else ():
+            if frees and is_in_backward:
+                self._in_backward.add(fqn)
+            for group in groups if frees and not is_in_backward else ():
                 group.free()
+
+    def _gather_in_backward(self, fqn: str, first_node: int, output: Any) -> Any:
+        """Let a backward that reaches an output of a layer gather the layer; its nodes begin with this number."""
+        layer = self._modules[fqn]
+        reads_none = type(layer) is nn.Embedding and not layer._backward_hooks
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors_inside(output):
+                if id(tensor) in self._group_of:  # other code reads it
+                    self._group_of[id(tensor)].gather_until_step_end()
+                elif tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= first_node and not reads_none:
+                    of_user = list(tensor._backward_hooks or ())  # may read parameters, so they go after this one
+                    tensor.register_hook(lambda _: self._begin_layer_backward(fqn))
+                    for key in of_user:
+                        tensor._backward_hooks[key] = tensor._backward_hooks.pop(key)
+        return output
+
+    def saved_views(self, fqns: Collection[str]) -> SavedViews:
+        """What layers save for a backward, where their parameters are freed between forward and backward."""
+        key = frozenset(fqns)
+        if key not in self._saved_views:
+            freed = [group for fqn in fqns for group in self._layers[fqn] if not group.keeps_full]
+            self._saved_views[key] = SavedViews(freed, self._full_view, lambda: self._by_layer)
+        return self._saved_views[key]
 
     def view_getter(self, fqn: str, tensor: Tensor) -> Callable[[], Tensor] | None:
         """A function that gives a view of a layer's parameters, of the shape of ``tensor``; None for other tensors."""
-        view = pack(self._layers[fqn], tensor)
-        return partial(self._unpack, view) if isinstance(view, ParameterView) else None
+        view = view_of(self._layers[fqn], tensor)
+        return None if view is None else partial(self._full_view, view)
 
-    def _unpack(self, saved: Tensor | ParameterView) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        if not saved.group.is_full:
-            self.begin_layer_backward(saved.group.fqn)
-        return saved.group.full_parameter(saved.name).as_strided(saved.size, saved.stride, saved.offset)
+    def _full_view(self, view: ParameterView) -> Tensor:
+        if not view.group.is_full:
+            self._begin_layer_backward(view.group.fqn)
+        return view.group.full_parameter(view.name).as_strided(view.size, view.stride, view.offset)
 
     def close(self) -> None:
         """Remove the hooks; fills parameters with NaN if their file was truncated."""
@@ -397,3 +434,7 @@ class ZeroSharding:
         self._hooks = {}
         for group in self._all:
             group.invalidate_lost()
+
+
+def _unchanged(output: Any) -> Any:
+    return output

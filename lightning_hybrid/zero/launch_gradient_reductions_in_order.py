@@ -12,7 +12,7 @@ received only once it has arrived, or once all ranks are known to have launched 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -26,9 +26,8 @@ class Reductions:
         num_launched: Reductions launched in this step.
     """
 
-    def __init__(self, on_launch: Callable[[ParameterGroup], None]) -> None:
-        """Prepare. Args: on_launch: called with each group whose reduction was launched in a backward."""
-        self._on_launch = on_launch
+    def __init__(self) -> None:
+        """Prepare."""
         self._queue: list[ParameterGroup] = []  # to launch in the current backward, in this order
         self._accumulated: set[int] = set()
         self._in_flight: deque[ParameterGroup] = deque()
@@ -65,7 +64,6 @@ class Reductions:
         group.launch_reduce()
         self._in_flight.append(group)
         self.num_launched += 1
-        self._on_launch(group)
 
     def receive(self, num_launched_by_all: int) -> None:
         """Receive messages that have arrived, and those among the first ones of the step that all ranks launched."""

@@ -249,12 +249,13 @@ class ParameterGroup:
     @below_read_guards
     @torch.no_grad()
     def gather_gradients(self) -> None:
-        """Gather the gradients of earlier batches into full parameters; collective."""
+        """Gather the gradients of earlier batches into full parameters; collective, unless they are full already."""
         axis = AxisSharding(self._ranks.shard, self._placements)
         for name, gradient in self._gradients.items():
-            if gradient is not None and name in self._placements:
+            parameter = self.parameters[name]
+            if gradient is not None and name in self._placements and gradient.shape != parameter.shape:
                 gradient = axis.unshard(gradient, self._placements[name])
-            self.parameters[name].grad = gradient
+            parameter.grad = gradient
         self._gradients = {}
 
     @below_read_guards

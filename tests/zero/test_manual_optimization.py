@@ -11,6 +11,7 @@ from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.zero.optimizer_states.sharded_manual_optimizer_step import numel_of_shard
 
+BY_LAYER = {"zero_stage": 3, "reshard_after_forward": True}
 WIDTH = 7  # shards of three ranks have different sizes
 
 
@@ -76,6 +77,43 @@ class Closures(Gan):
         self.log("loss", real.mean(), sync_dist=True)
 
 
+class Accumulates(Gan):
+    """Gradients of every third batch alone are averaged; until then each replica has its own."""
+
+    clips = False
+
+    def training_step(self, batch, batch_idx):
+        [real] = batch
+        is_last = batch_idx % 3 == 2
+        for optimizer, sign in zip(self.optimizers(), (1.0, -1.0), strict=True):
+            with optimizer.toggle_model(sync_grad=is_last):
+                self.manual_backward(sign * self.critic(self.generator(real) * self.scale).sigmoid().mean())
+                if self.clips:
+                    self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
+                if is_last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        self.log("loss", real.mean(), sync_dist=True)
+
+
+class ReadsBetween(Accumulates):
+    """What it does to the gradients of one replica is not what one process does to their average."""
+
+    clips = True
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        self.losses.append([(gradient.shape, float(gradient.norm())) for gradient in gradients])
+        for gradient in gradients:
+            gradient.mul_(0.5)
+        if gradients:
+            self.critic[0].weight.grad = self.critic[0].weight.grad.clamp(max=1e-3)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 4:
+            self.zero_grad(set_to_none=False)
+
+
 class Counts(Callback):
     def on_train_end(self, trainer, pl_module):
         self.sizes = [
@@ -107,6 +145,13 @@ def train(case, size, options, epochs=1, save=None, resume=None, **kwargs):
     return {name: value.clone() for name, value in module.state_dict().items()}, counts.sizes
 
 
+def read_between(options):
+    ends = []
+    module = ReadsBetween
+    state, _ = train(lambda: ends.append(module()) or ends[0], 2, options, epochs=2)
+    return state, ends[0].losses
+
+
 def assert_close(got, expected):
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=name)
@@ -120,6 +165,11 @@ def assert_close(got, expected):
         pytest.param(Gan, 4, {"zero_stage": 1, "shard_size": 2}, id="gan, two copies", marks=pytest.mark.slow),
         pytest.param(Closures, 2, {"zero_stage": 2}, id="closures"),
         pytest.param(Gan, 2, {"zero_stage": 2, "recompute": "full"}, id="gan recomputed", marks=pytest.mark.slow),
+        pytest.param(Gan, 2, BY_LAYER, id="gan by layer"),
+        pytest.param(Closures, 3, BY_LAYER, id="closures by layer", marks=pytest.mark.slow),
+        pytest.param(Accumulates, 2, {"zero_stage": 1}, id="accumulated", marks=pytest.mark.slow),
+        pytest.param(Accumulates, 3, {"zero_stage": 3}, id="accumulated, uneven shards", marks=pytest.mark.slow),
+        pytest.param(Accumulates, 2, BY_LAYER, id="accumulated by layer"),
     ],
 )
 def test_parity(worlds, case, size, options):
@@ -131,6 +181,20 @@ def test_parity(worlds, case, size, options):
     copies = size // options.get("shard_size", size)
     for optimizer, numel in enumerate(full_sizes):
         assert sum(sizes[optimizer] for _, sizes in ranks) == copies * numel
+
+
+@pytest.mark.parametrize(
+    "options", [{"zero_stage": 3}, pytest.param({"zero_stage": 1}, marks=pytest.mark.slow)], ids=str
+)
+def test_gradients_that_are_not_averaged_yet_are_those_of_plain_replicas(worlds, options):
+    """Each replica reads, clips and changes its own, in full."""
+    for (expected, reads), (state, same) in zip(
+        worlds.run(2, read_between, {}), worlds.run(2, read_between, options), strict=True
+    ):
+        assert_close(state, expected)
+        assert sum(map(len, reads)) > 20
+        assert [[size for size, _ in each] for each in same] == [[size for size, _ in each] for each in reads]
+        torch.testing.assert_close([[n for _, n in each] for each in same], [[n for _, n in each] for each in reads])
 
 
 @pytest.mark.parametrize("case", [Gan, pytest.param(Closures, marks=pytest.mark.slow)])

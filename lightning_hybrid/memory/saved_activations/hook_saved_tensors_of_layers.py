@@ -36,13 +36,13 @@ from lightning_hybrid.memory.saved_activations.requested_techniques import Compr
 from lightning_hybrid.memory.saved_activations.stored_storage import (
     KeptStorage,
     Place,
-    SavedElsewhere,
     SavedTensor,
     SavedView,
     StoredStorage,
 )
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
+from lightning_hybrid.step.standins.tensors_saved_for_backward import PackedByOuterHooks
 
 _MIN_MOVED_PART = 4096  # bytes; parts of an encoded tensor below stay on the device
 # Operations whose result is a view or a cast of their input.
@@ -185,14 +185,14 @@ class LayerActivations:
         self._run.num_drawn += 1
         return self._generator.manual_seed(hash((self._run.key, self._run.num_drawn)) & 0x7FFFFFFFFFFFFFFF)
 
-    def _pack(self, tensor: Tensor) -> SavedView | SavedTensor | SavedElsewhere:
+    def _pack(self, tensor: Tensor) -> SavedView | SavedTensor | PackedByOuterHooks:
         """Packs a tensor of any shape for autograd."""
         run = self._run
         assert run is not None
         if run.outer is not None:
             packed = run.outer[0](tensor)
             if not isinstance(packed, Tensor):
-                return SavedElsewhere(packed, run.outer[1])
+                return PackedByOuterHooks(packed, run.outer[1])
             tensor = packed
         with torch.no_grad(), torch._C.DisableTorchFunction():
             stored = None if self._stays(tensor, run) else self._store(tensor, run)
@@ -260,7 +260,7 @@ class LayerActivations:
         return True
 
 
-def _unpack(saved: SavedView | SavedTensor | SavedElsewhere) -> Tensor:
+def _unpack(saved: SavedView | SavedTensor | PackedByOuterHooks) -> Tensor:
     """Unpacks a tensor, of the shape it was saved with."""
     return saved.restore()
 

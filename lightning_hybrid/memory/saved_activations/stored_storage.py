@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -150,16 +150,3 @@ class SavedTensor:
         if self._version is not None:
             check_version(self._tensor._version, self._version)
         return self._tensor
-
-
-class SavedElsewhere:
-    """What autograd holds where the hooks around the layer's own have taken the tensor."""
-
-    __slots__ = ("_packed", "_unpack")
-
-    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
-        self._packed, self._unpack = packed, unpack
-
-    def restore(self) -> Tensor:
-        """Returns the tensor, of the shape it was saved with."""
-        return self._unpack(self._packed)

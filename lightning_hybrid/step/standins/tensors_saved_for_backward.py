@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,22 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
+
+
+class PackedByOuterHooks(NamedTuple):
+    """A saved tensor in the form that hooks around others have given it, since torch calls the innermost ones alone.
+
+    Attributes:
+        packed: What they have made of it.
+        unpack: Their function that undoes it.
+    """
+
+    packed: Any
+    unpack: Callable[[Any], Tensor]
+
+    def restore(self) -> Tensor:
+        """The tensor, of the shape it was saved with."""
+        return self.unpack(self.packed)
 
 
 class SavedTensors(NamedTuple):
@@ -92,15 +108,22 @@ class SavedForBackward:
             hook = getattr(variable, "unpack_hook", None)
             if hook is None:
                 continue
-            yield variable.data
-            for cell in hook.__closure__ or ():
+            packed = variable.data
+            while isinstance(packed, PackedByOuterHooks):
+                packed, hook = packed
+            yield packed
+            for cell in getattr(hook, "__closure__", None) or ():
                 if isinstance(cell.cell_contents, torch.utils.checkpoint._CheckpointFrame):
                     yield from self._arguments_of(cell.cell_contents)
 
-    @staticmethod
-    def _arguments_of(frame: Any) -> list[Any]:
+    def _arguments_of(self, frame: Any) -> Iterator[Any]:
         saver = getattr(frame, "input_saver", None)  # of torch before 2.13
-        return list(saver.grad_fn.saved_tensors) if saver is not None else frame.get_inputs()
+        raw = frame.saved_args if saver is None else saver.grad_fn._raw_saved_tensors
+        packed = list(self._packed(raw))
+        if packed:  # inside another checkpoint, say
+            yield from packed
+        else:
+            yield from frame.get_inputs() if saver is None else saver.grad_fn.saved_tensors
 
 
 def bytes_saved_behind(loss: Tensor, root: nn.Module, excluded: Sequence[Tensor]) -> int:

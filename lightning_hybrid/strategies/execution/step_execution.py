@@ -50,6 +50,7 @@ class StepExecution:
         self.recorder = ActionRecorder(owner.setting.device)
         self.gradients_are_complete = True
         self.is_syncing = True
+        self._are_averages = True  # whether the latest backward that the user's step called has averaged gradients
         self._evaluated = evaluated
         self._activations = FirstActivations(owner.setting)
         self._finish_logs: Callable[[], Callable[[], None]] | None = None
@@ -80,7 +81,7 @@ class StepExecution:
             if not self._setting.is_manual:
                 return self._scheduled_step(args, self._run.runner, run_step)
             # The user's step calls backwards and optimizers itself, on what this rank runs of the batch.
-            with nullcontext() if self._run.zero is None else self._run.zero.full_step():
+            with nullcontext() if self._run.zero is None else self._run.zero.full_step(lambda: self._are_averages):
                 return run_step("training_step", args, None, manual_optimization=True).output
 
     def _synced_norms(self) -> AbstractContextManager[None]:
@@ -316,6 +317,7 @@ class StepExecution:
         self._until_backward.close()
         log, self._finish_logs = None if self._finish_logs is None else self._finish_logs(), None
         run = self._run
+        self._are_averages = self.is_syncing
         if (run.runner is None or self._setting.is_manual) and self.is_syncing:
             for reducer in self._owner.optimization.reducers.values():
                 reducer.finish()

@@ -171,10 +171,7 @@ def _policies(
 
 def gather_in_recomputation(recomputation: Recomputation, zero: ZeroSharding) -> None:
     """Keep parameters out of the recomputation's closures where ZeRO frees and gathers them until the backward."""
-    policies = recomputation.policies
-    zero.recomputed = frozenset(fqn for fqn, policy in policies.items() if policy == "full")
-    zero.full_in_backward = frozenset(fqn for fqn in zero.freed if is_selective(policies.get(fqn)))
-    recomputation.gather_on_read(zero, zero.full_in_backward)
+    recomputation.gather_on_read(zero, {fqn for fqn in zero.freed if is_selective(recomputation.policies.get(fqn))})
 
 
 def _is_in(fqn: str, unit: str) -> bool:
