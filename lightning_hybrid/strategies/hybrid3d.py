@@ -259,8 +259,6 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         if run.begin(empty):
             self._empty = None
         if run.setting.is_fitting:
-            # Optimizers come after absent parameters are in place: they hold the user's own Parameter objects.
-            self.setup_optimizers(trainer)
             run.connect_optimizers()
         self.setup_precision_plugin()
         run.move_optimizers()

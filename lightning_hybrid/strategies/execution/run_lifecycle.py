@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,7 @@ from lightning_hybrid.strategies.slow_links.connect_slow_links import (
     connect_slow_links,
     replicas_step_by_themselves,
 )
+from lightning_hybrid.strategies.start.build_optimizers import build_optimizers
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.start.initial_sync import synchronize_start
 from lightning_hybrid.strategies.start.model_graph_logging import log_full_graph
@@ -145,17 +147,35 @@ class RunLifecycle:
         # Weights and generators must agree before anything is drawn or recorded.
         copies = setting.averages.copies
         seed = synchronize_start(setting.module, world.mesh, world.data_rank, world.device, copies)
-        self.setting = dataclasses.replace(setting, empty=empty, seed=self._files.adopt_seed(seed))
+        self.setting = setting = dataclasses.replace(setting, empty=empty, seed=self._files.adopt_seed(seed))
+        if setting.is_fitting and empty is None:
+            build_optimizers(setting.trainer, setting.module, world, copies)
         may_retry, is_filled = self._lay_out(may_retry=self.changes.may_retry, fills_empty=empty is not None)
+        if setting.is_fitting and empty is not None:  # only now are there values to read, in shards
+            with nullcontext() if self.run.hook_reads is None else self.run.hook_reads.hook("configure_optimizers"):
+                setting.trainer.strategy.setup_optimizers(setting.trainer)
         self.changes.restrict(may_retry)
         return is_filled
 
     def connect_optimizers(self, built_with: frozenset[int] | None = None) -> None:
         """Let the optimizers of the Trainer step the local shards; ``built_with`` as `connect_optimizers` of a run."""
-        self.optimization = connect_optimizers(self.run, self, self.setting.trainer.optimizers, built_with)
+        optimizers: list[Optimizer] = self.setting.trainer.optimizers
+        # Some make states when they are built: of full parameters.
+        states = [optimizer.state_dict() for optimizer in optimizers] if self._is_sharded else []
+        made_states = any(state.get("state") for state in states)
+        for optimizer in optimizers if made_states else ():
+            optimizer.state.clear()
+        self.optimization = connect_optimizers(self.run, self, optimizers, built_with)
         self.state.follow(self.run, self.optimization)
+        if made_states:
+            self.state.optimizers.load(optimizers, states)
         connect_slow_links(self.run, self.optimization)
         self._announce()
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether ranks hold shards of parameters, or only some of them."""
+        return self.run.parts is not None or self.run.is_pipelined
 
     def move_optimizers(self) -> None:
         """Move optimizer states to the device unless they are offloaded; let copies and pickles have full states."""

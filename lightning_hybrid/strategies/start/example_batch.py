@@ -33,8 +33,11 @@ def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "seque
     an iterator of its own, without workers, and all generators are restored. ``mode`` is how the loop combines several
     loaders.
     """
-    loaders = _request_dataloader(loop._data_source)
-    provide_loaders_once(loop._data_source, lambda: loaders)
+    # Set up already where `configure_optimizers` has counted batches.
+    loaders = loop._combined_loader if loop is trainer.fit_loop else None
+    if loaders is None:
+        loaders = _request_dataloader(loop._data_source)
+        provide_loaders_once(loop._data_source, lambda: loaders)
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, mode)
     states = GeneratorStates(trainer.strategy.root_device)
     try:

@@ -25,15 +25,20 @@ def synchronize_start(
     seed = torch.default_generator.initial_seed() & 0x7FFFFFFF
     if mesh.layout.world_size == 1:
         return seed
-    tensors = [t for root in (module, *copies) for t in (*root.parameters(), *root.buffers())]
-    # What is built empty, and so is not here, will be the first rank's too.
-    _broadcast([tensor.detach() for tensor in tensors if not is_absent(tensor) and not tensor.is_meta], device)
+    broadcast_weights((module, *copies), device)
     states = [GeneratorStates(device)]
     dist.broadcast_object_list(states, group=mesh.group("replica"), group_src=0)
     seed_box = [seed]
     dist.broadcast_object_list(seed_box, src=0)
     states[0].on(device).restore()
     return seed_box[0]
+
+
+def broadcast_weights(roots: Sequence[nn.Module], device: torch.device) -> None:
+    """Broadcast the parameters and buffers of full modules from rank 0; collective over all ranks."""
+    tensors = [t for root in roots for t in (*root.parameters(), *root.buffers())]
+    # What is built empty, and so is not here, will be the first rank's too.
+    _broadcast([tensor.detach() for tensor in tensors if not is_absent(tensor) and not tensor.is_meta], device)
 
 
 @torch.inference_mode()  # tensors made in this mode may be written in no other

@@ -1,13 +1,14 @@
-"""Provisional optimizers for a step that reads them when it is recorded, before the run's are built.
+"""Optimizers for a step that reads them when it is recorded.
 
-The first step is recorded before the run's optimizers are built, since these are to hold the local shards of
-parameters. A step that reads them is recorded with others, built by a separate call of `configure_optimizers`; its
+They are the run's own, whose changes are undone. A module that is built empty has none yet: their values are assigned
+when it is in shards. Such a step is recorded with others, built by a separate call of `configure_optimizers`, whose
 changes to the module are undone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -39,6 +40,10 @@ class _NotBuilt(list[Any]):
 def record_with_optimizers(trainer: pl.Trainer, module: pl.LightningModule, record: Callable[[], None]) -> None:
     """Record a training step, with optimizers if it reads some."""
     strategy: Any = trainer.strategy
+    if strategy._optimizers:
+        with _not_stepping(strategy.optimizers), _changes_undone(strategy.optimizers, strategy.lr_scheduler_configs):
+            record()
+        return
     before = strategy._optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs
     try:
         unread = [_NotBuilt() for _ in before]
@@ -71,6 +76,21 @@ def _not_stepping(optimizers: Iterable[Optimizer]) -> Iterator[None]:
         for optimizer in optimizers:
             undo.callback(replace_step(optimizer, run_closure, reason="a recording steps no parameters"))
         yield
+
+
+@contextlib.contextmanager
+def _changes_undone(optimizers: Iterable[Optimizer], configs: Iterable[Any]) -> Iterator[None]:
+    """Restore the options of optimizers, and learning-rate schedulers, that a recorded step changes."""
+    groups = [(group, dict(group)) for optimizer in optimizers for group in optimizer.param_groups]
+    schedulers = [(config.scheduler, copy.deepcopy(config.scheduler.state_dict())) for config in configs]
+    try:
+        yield
+    finally:
+        for scheduler, state in schedulers:
+            scheduler.load_state_dict(state)
+        for group, options in groups:
+            group.clear()
+            group.update(options)
 
 
 @contextlib.contextmanager

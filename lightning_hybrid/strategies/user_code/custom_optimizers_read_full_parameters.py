@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.patching import replace, replaced
+from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
 from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import replace_step
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import combines_parameters
@@ -142,7 +143,7 @@ def _adopt_copies(value: list[Any], parameters: list[Tensor], reads: HookReads) 
 
 def _has_same_shape(value: Any, parameter: Tensor) -> bool:
     with torch._C.DisableTorchFunction():
-        return isinstance(value, Tensor) and value.shape == parameter.shape
+        return isinstance(value, Tensor) and tuple(value.shape) == tuple(full_shape(parameter))
 
 
 @contextlib.contextmanager
