@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers
 from lightning_hybrid.memory.budget.compiled_layers import BudgetedCompiledLayers
+from lightning_hybrid.memory.budget.operations_or_layers import BudgetedOperationsOrLayers
 from lightning_hybrid.memory.recomputable_values_and_operations import ParameterGatherer
 from lightning_hybrid.memory.recompute_policies import SELECTIVE_SHARE, Policy
 from lightning_hybrid.memory.selective_activation_checkpointing import SelectiveCheckpointing
@@ -73,11 +74,12 @@ class Recomputation:
         policy = self.policies[fqn]
         if policy == "full":
             return self._checkpointed(fqn, forward)
-        if isinstance(self.budget, BudgetedCompiledLayers):
+        is_gathered = fqn in self._gathered_layers  # its parameters would be gathered by those ranks that repeat it
+        if isinstance(self.budget, BudgetedCompiledLayers | BudgetedOperationsOrLayers) and not is_gathered:
             return self.budget.choosing(forward, fqn, partial(self._checkpointed, fqn))
         share = policy if isinstance(policy, float) else SELECTIVE_SHARE
         checkpointing = self.budget or self._selective.setdefault(share, SelectiveCheckpointing(share))
-        return checkpointing.wrap(forward, fqn, self._gatherer if fqn in self._gathered_layers else None)
+        return checkpointing.wrap(forward, fqn, self._gatherer if is_gathered else None)
 
     def _checkpointed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         layer = self._layers[fqn]

@@ -14,6 +14,7 @@ from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers
 from lightning_hybrid.memory.budget.byte_sizes import Budget, format_budget, parse_budget
 from lightning_hybrid.memory.budget.kept_results import choose_results
 from lightning_hybrid.memory.budget.live_bytes import LiveBytes
+from lightning_hybrid.memory.budget.operations_or_layers import BudgetedOperationsOrLayers
 from lightning_hybrid.memory.knapsack import Step, needed
 from lightning_hybrid.memory.recompute_layers import Recomputation
 from lightning_hybrid.memory.recompute_policies import layer_policies
@@ -34,18 +35,27 @@ class Mixed(nn.Module):
         return x + nn.functional.dropout(self.b(h.sin() * h), 0.1)
 
 
+class Sums(Mixed):
+    """With results that autograd does not save."""
+
+    def forward(self, x):
+        for _ in range(8):
+            x = x.repeat(1, 4).add(0.1)[:, : x.shape[1]]
+        return super().forward(x)
+
+
 class Trained:
     """Layers that are trained on two microbatches, the second of which begins before the first one's backward."""
 
-    def __init__(self, budget=None, layers=6, rows=256):
+    def __init__(self, budget=None, layers=6, rows=256, kind=BudgetedLayers, policy="keep", layer=Mixed):
         torch.manual_seed(1)
-        self.model, self.rows = nn.Sequential(*(Mixed(16) for _ in range(layers))), rows
+        self.model, self.rows = nn.Sequential(*(layer(16) for _ in range(layers))), rows
         found = find_layers({"": self.model})
         self.layers = None
         if budget is None:
-            self.recomputation = Recomputation(found, dict.fromkeys(found, "keep"))
+            self.recomputation = Recomputation(found, dict.fromkeys(found, policy))
         else:
-            self.layers = BudgetedLayers(CPU, lambda before: budget)
+            self.layers = kind(CPU, lambda before: budget)
             self.recomputation = Recomputation(found, layer_policies("1GB", found), budget=self.layers)
 
     def step(self, rows=None):
@@ -100,6 +110,24 @@ def test_peak_is_under_the_budget_and_results_are_equal():
     generous.profiled_step()
     assert all(plan.keeps_all for plan in generous.layers.plans.values())
     assert generous.peak() == highest
+
+
+def test_a_budget_below_the_floor_of_operations_chooses_layers_to_repeat():
+    """It may be as low as the peak of a run whose layers are all repeated."""
+    whole, expected = Trained(policy="full", layer=Sums), Trained(layer=Sums)
+    lowest = whole.peak()
+    expected.step()
+    assert 1.02 * lowest < floor_of(Trained(1000, layer=Sums))
+    for budget in (int(1.01 * lowest), int(1.02 * lowest)):
+        trained = Trained(budget, kind=BudgetedOperationsOrLayers, layer=Sums)
+        assert not trained.profiled_step() and trained.layers.wants_profile
+        assert trained.profiled_step() and not trained.layers.wants_profile
+        assert trained.peak() <= budget
+        assert set(trained.layers.report.kept_share.values()) <= {0.0, 1.0}
+        assert all(torch.equal(a, b) for a, b in zip(trained.gradients(), expected.gradients(), strict=True))
+    below = Trained(lowest // 2, kind=BudgetedOperationsOrLayers, layer=Sums)
+    below.profiled_step()
+    assert lowest <= floor_of(below) <= 1.01 * lowest
 
 
 def floor_of(trained):

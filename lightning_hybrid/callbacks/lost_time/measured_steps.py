@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from lightning_hybrid.callbacks.gather_action_times_of_ranks import MeasuredStep
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.schedule import Kind, Schedule, Timeline, chain
+from lightning_hybrid.schedule.measured.learned_seconds import MeasuredCut, learned_seconds
 from lightning_hybrid.schedule.measured.lost_time_by_cause import (
     LOSSES,
     LostTime,
@@ -17,7 +19,8 @@ from lightning_hybrid.schedule.measured.lost_time_by_cause import (
     mean_of_pipelines,
     measured_schedule,
 )
-from lightning_hybrid.schedule.measured.propose_cuts import NOISE, CutProposal, propose_cuts
+from lightning_hybrid.schedule.measured.next_cuts import next_cuts
+from lightning_hybrid.schedule.measured.propose_cuts import NOISE, CutProposal, present_cuts
 from lightning_hybrid.schedule.measured.stage_seconds import (
     StageSeconds,
     describe_range,
@@ -98,12 +101,16 @@ class MeasuredSteps:
     def __init__(self) -> None:
         self.steps: list[AnalyzedStep] = []
         self.assignment: Assignment | None = None
+        self._earlier: list[MeasuredCut] = []  # of stages that the run had before
         self._proposal: tuple[bool, CutProposal | None] = False, None  # whether it is known, and what it is
 
     def add(self, step: int, measured: MeasuredStep, assignment: Assignment | None) -> AnalyzedStep | None:
         """Analyze a step; those before it are forgotten if it ran in other stages. None if it cannot be analyzed."""
         analyzed = analyze_step(step, measured, assignment)
         if assignment is not self.assignment:
+            if (before := self.present) is not None:
+                has_moved = assignment is not None and present_cuts(before.assignment) != present_cuts(assignment)
+                self._earlier = [*self._earlier, before] if has_moved else self._earlier
             self.steps, self.assignment, self._proposal = [], assignment, (False, None)
         if analyzed is not None:
             self.steps.append(analyzed)
@@ -130,13 +137,19 @@ class MeasuredSteps:
         timelines = [pipeline for step in self.steps for pipeline in step.pipelines]
         return seconds_of_stages(timelines, self.assignment.num_stages)
 
-    def proposal(self) -> CutProposal | None:
-        """The cuts that are predicted to save more of a step than the noise of measurements; None if none are."""
+    @property
+    def present(self) -> MeasuredCut | None:
+        """The measurement of the present stages; None without stages, or without measured steps."""
         if self.assignment is None or not self.steps:
             return None
+        return MeasuredCut(self.assignment, self.stages, self.step_seconds)
+
+    def proposal(self) -> CutProposal | None:
+        """The cuts that come next by all measurements of the run; None if the stages stay."""
+        if self.present is None:
+            return None
         if not self._proposal[0]:
-            found, seconds = propose_cuts(self.assignment, self.stages, self.typical.schedule), self.step_seconds
-            self._proposal = True, None if found is None or found.gain(seconds) <= NOISE else found
+            self._proposal = True, next_cuts(self._measured_cuts(), self.typical.schedule)
         return self._proposal[1]
 
     def lines(self, present: Assignment | None) -> list[str]:
@@ -150,6 +163,7 @@ class MeasuredSteps:
         if self.assignment is None:
             return lines
         lines.append(_describe_slowest(self.stages, self.assignment))
+        lines += self._slowest_unit()
         if present is not self.assignment:
             return [*lines, "the stages have changed since; set every_n_steps to measure later steps too"]
         if (proposal := self.proposal()) is None:
@@ -159,6 +173,26 @@ class MeasuredSteps:
             f"{proposal.describe(self.step_seconds)}; the seconds of stages are measured, and shared among their units"
             " by estimated cost",
         ]
+
+    def _measured_cuts(self) -> list[MeasuredCut]:
+        """The cuts of the present step that were measured, the present one last."""
+        present = self.present
+        return [] if present is None else [*(cut for cut in self._earlier if cut.is_of_same_step(present)), present]
+
+    def _slowest_unit(self) -> list[str]:
+        """The unit that takes the longest, where several cuts tell it apart from others."""
+        cuts = self._measured_cuts()
+        if len(cuts) < 2:
+            return []
+        seconds: dict[str, float] = {}
+        for node, (forward, backward) in zip(cuts[-1].assignment.graph.nodes, learned_seconds(cuts), strict=True):
+            if node.unit is not None:
+                seconds[node.unit] = seconds.get(node.unit, 0.0) + forward + backward
+        if not seconds:
+            return []
+        slowest, usual = max(seconds, key=lambda unit: seconds[unit]), statistics.median(seconds.values())
+        times = f", {seconds[slowest] / usual:.1f} times the median" if usual else ""
+        return [f"slowest layer by {len(cuts)} cuts: {slowest}, {1000 * seconds[slowest]:.1f} ms{times}"]
 
     def as_json(self) -> dict[str, Any]:
         """All steps and stages, and the proposed cuts, for a file."""

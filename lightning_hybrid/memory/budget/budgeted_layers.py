@@ -80,6 +80,7 @@ class BudgetedLayers(SelectiveCheckpointing):
     Attributes:
         report: Of the latest profile; None before there is one.
         plans: By FQN of the layer.
+        least: The lowest peak that any choices had in the latest profile, in bytes.
     """
 
     def __init__(self, device: torch.device, budget: Callable[[int], int], name: str = "recompute") -> None:
@@ -94,6 +95,7 @@ class BudgetedLayers(SelectiveCheckpointing):
         self._device, self._budget, self._name = device, budget, name
         self.plans: dict[str, LayerPlan] = {}
         self.report: BudgetReport | None = None
+        self.least = 0
         self._recorded_layers: set[str] = set()  # that are recorded even if they keep everything
         self._needs_profile, self._num_profiles = True, 0
         self._profile: StepProfile | None = None
@@ -179,6 +181,7 @@ class BudgetedLayers(SelectiveCheckpointing):
         budget = self._budget(self._before)
         program = program_of(profile, choices)
         lowest = program.lowest()
+        self.least = lowest.peak
         if lowest.peak > budget:
             raise RecomputeError(self._floor_message(budget, lowest), entry="recompute-budget")
         solution = program.solve(budget) or lowest

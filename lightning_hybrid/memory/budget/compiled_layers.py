@@ -104,6 +104,7 @@ class BudgetedCompiledLayers(BudgetedLayers):
 
     def _choose_from(self, profile: StepProfile) -> None:
         budget, lowest = self._budget(self._before), profile.peak
+        self.least = lowest.peak
         if lowest.peak > budget:
             raise RecomputeError(
                 self._floor_message(budget, Solution({}, lowest.peak, lowest)), entry="recompute-budget"

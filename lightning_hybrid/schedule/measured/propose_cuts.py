@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_hybrid.errors import PartitionError, ScheduleError
@@ -78,15 +78,12 @@ def propose_cuts(assignment: Assignment, stages: Sequence[StageSeconds], schedul
     points = cut_points(graph)
     if num_stages < 2 or len(points) < num_stages:
         return None
-    nodes = seconds_of_nodes(assignment, stages)
-    search = _Search(graph, num_stages, schedule, points, nodes)
+    search = CutSearch(graph, num_stages, schedule, seconds_of_nodes(assignment, stages))
     present = search.simulated(assignment)
-    sums = [sum(map(sum, nodes[begin:end])) for begin, end in search.elements()]
-    best = search.fastest(tuple(balance(sums, num_stages)[1:]))
-    seconds = search.seconds(best)
-    if not seconds < present:
+    found = search.fastest_of_others(())
+    if found is None or not found[1] < present:
         return None
-    return CutProposal(search.names(best), present_cuts(assignment), present, seconds)
+    return CutProposal(found[0], present_cuts(assignment), present, found[1])
 
 
 def cut_points(graph: StepGraph) -> list[tuple[int, str]]:
@@ -106,7 +103,7 @@ def present_cuts(assignment: Assignment) -> tuple[str, ...]:
     return tuple(names.get(stage, "") for stage in range(1, assignment.num_stages))
 
 
-class _Search:
+class CutSearch:
     """Predicts the seconds of cuts, each given by its numbers among the points where a stage may begin."""
 
     def __init__(
@@ -114,12 +111,50 @@ class _Search:
         graph: StepGraph,
         num_stages: int,
         schedule: Schedule,
-        points: Sequence[tuple[int, str]],
         nodes: Sequence[tuple[float, float]],
     ) -> None:
+        """Take the seconds of the forward and of the backward of each node."""
         self._graph, self._num_stages, self._schedule = graph, num_stages, schedule
-        self._points, self._nodes = points, nodes
+        self._points, self._nodes = cut_points(graph), nodes
         self._known: dict[tuple[int, ...], float] = {}
+
+    def fastest_of_others(self, known: Collection[tuple[str, ...]]) -> tuple[tuple[str, ...], float] | None:
+        """The cuts of least seconds, and these, without some that are given by name; None if there are no others."""
+        found = self._fastest_of_others(known)
+        return None if found is None else (self.names(found), self.seconds(found))
+
+    def most_telling(
+        self, known: Collection[tuple[str, ...]], group_of: Sequence[Hashable], margin: float
+    ) -> tuple[tuple[str, ...], float] | None:
+        """Cuts within ``margin`` seconds of the fastest that divide the longest group best, and their seconds; or None.
+
+        Args:
+            known: Cuts by name that are left out.
+            group_of: Of each node; what the nodes of one group take is not told apart by what was measured so far.
+            margin: In seconds.
+        """
+        found = self._fastest_of_others(known)
+        if found is None:
+            return None
+        limit = self.seconds(found) + margin
+        near = [cuts for cuts, seconds in self._known.items() if seconds <= limit]
+        best = min(near, key=lambda cuts: (self._longest_group(cuts, group_of), self.seconds(cuts)))
+        return self.names(best), self.seconds(best)
+
+    def _longest_group(self, cuts: tuple[int, ...], group_of: Sequence[Hashable]) -> float:
+        sums: dict[Hashable, float] = {}
+        for stage, group, seconds in zip(self._assigned(cuts).node_stage, group_of, self._nodes, strict=True):
+            sums[group, stage] = sums.get((group, stage), 0.0) + sum(seconds)
+        return max(sums.values())
+
+    def _fastest_of_others(self, known: Collection[tuple[str, ...]]) -> tuple[int, ...] | None:
+        points = {name: number for number, (_, name) in reversed(list(enumerate(self._points)))}
+        for names in known:
+            if all(name in points for name in names):
+                self._known[tuple(points[name] for name in names)] = float("inf")
+        sums = [sum(map(sum, self._nodes[begin:end])) for begin, end in self.elements()]
+        best = self.fastest(tuple(balance(sums, self._num_stages)[1:]))
+        return None if math.isinf(self.seconds(best)) else best
 
     def elements(self) -> Iterator[tuple[int, int]]:
         """The ranges of nodes between the points; the first one has all before it."""
@@ -158,13 +193,16 @@ class _Search:
         """The simulated seconds of the schedule; infinite for cuts that the step cannot have."""
         if cuts not in self._known:
             try:
-                owners = owner_stages(self._graph, self._num_stages, self.names(cuts))
-                assignment = assign(self._graph, owners, self._num_stages)
+                assignment = self._assigned(cuts)
                 check_shared(assignment)
                 self._known[cuts] = self.simulated(assignment)
             except (PartitionError, ScheduleError):
                 self._known[cuts] = float("inf")
         return self._known[cuts]
+
+    def _assigned(self, cuts: tuple[int, ...]) -> Assignment:
+        owners = owner_stages(self._graph, self._num_stages, self.names(cuts))
+        return assign(self._graph, owners, self._num_stages)
 
     def simulated(self, assignment: Assignment) -> float:
         """The simulated seconds of the schedule with the stages of an assignment."""

@@ -13,6 +13,7 @@ from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers
 from lightning_hybrid.memory.budget.byte_sizes import parse_budget
 from lightning_hybrid.memory.budget.compiled_layers import BudgetedCompiledLayers
+from lightning_hybrid.memory.budget.operations_or_layers import BudgetedOperationsOrLayers
 from lightning_hybrid.memory.recompute_layers import Recomputation
 from lightning_hybrid.memory.recompute_policies import Policy, Recompute, is_selective, layer_policies
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
@@ -57,20 +58,21 @@ def budgeted_layers(
             )
         return int(budget.share * (free + before))
 
+    name, communicates = f"recompute={recompute!r}", _communication_in_layers(world.layout, options, syncs_norms)
     if options.compile is None:
-        return BudgetedLayers(device, nbytes, f"recompute={recompute!r}")
-    _refuse_communication_in_layers(recompute, world.layout, options, syncs_norms=syncs_norms)
-    return BudgetedCompiledLayers(device, nbytes, f"recompute={recompute!r}")
+        return (BudgetedLayers if communicates else BudgetedOperationsOrLayers)(device, nbytes, name)
+    if communicates:
+        raise RecomputeError(
+            f"{name} is a budget, by which each rank chooses the compiled layers that it recomputes in"
+            f" full, and with {communicates} a layer that is recomputed communicates with other ranks; leave compile"
+            " out, or set recompute to 'full' or n for every n-th layer",
+            entry="recompute-budget-compiled",
+        )
+    return BudgetedCompiledLayers(device, nbytes, name)
 
 
-def _refuse_communication_in_layers(
-    recompute: Recompute, layout: ParallelLayout, options: Options, *, syncs_norms: bool
-) -> None:
-    """Refuse what a budget of compiled layers would repeat on some of the ranks only.
-
-    Raises:
-        RecomputeError: Ranks communicate in layers.
-    """
+def _communication_in_layers(layout: ParallelLayout, options: Options, syncs_norms: bool) -> str:
+    """Why layers that some of the ranks repeat would send messages that others do not expect; empty if none would."""
     causes = {
         f"tensor_parallel_size={layout.tensor_parallel_size}": layout.tensor_parallel_size > 1,
         f"context_parallel_size={layout.context_parallel_size}": layout.context_parallel_size > 1,
@@ -78,13 +80,7 @@ def _refuse_communication_in_layers(
         "zero_stage=3": options.zero_stage == 3,
         "sync_batchnorm=True": syncs_norms,
     }
-    if cause := next((name for name, is_set in causes.items() if is_set), None):
-        raise RecomputeError(
-            f"recompute={recompute!r} is a budget, by which each rank chooses the compiled layers that it recomputes in"
-            f" full, and with {cause} a layer that is recomputed communicates with other ranks; leave compile out, or"
-            " set recompute to 'full' or n for every n-th layer",
-            entry="recompute-budget-compiled",
-        )
+    return next((name for name, is_set in causes.items() if is_set), "")
 
 
 def recompute_layers(
