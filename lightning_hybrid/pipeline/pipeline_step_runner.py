@@ -14,7 +14,11 @@ from torch import Tensor, nn
 
 from lightning_hybrid.collectives.exchange_and_compare_step_numbers import StepBroken
 from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import LossWeighting
-from lightning_hybrid.pipeline.loss_weights.microbatch_weights_of_means import LossMeanWeights, MeanWeights
+from lightning_hybrid.pipeline.loss_weights.microbatch_weights_of_means import (
+    ComparedLoss,
+    LossMeanWeights,
+    MeanWeights,
+)
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import check_content, detached, returned_batch
@@ -22,6 +26,7 @@ from lightning_hybrid.pipeline.results.result_exchange import StepResultExchange
 from lightning_hybrid.pipeline.run_evaluation_steps_unpartitioned import UnpartitionedSteps
 from lightning_hybrid.pipeline.runtime.cached_schedule_programs import Programs
 from lightning_hybrid.pipeline.runtime.executor import Executor, Job, Outcome, fill_placeholders
+from lightning_hybrid.pipeline.runtime.parameter_gradients import split_weight
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
@@ -41,13 +46,16 @@ from lightning_hybrid.step.recording.values_kept_on_modules import refuse_absent
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
 from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks
 
+_OBJECTIVES = frozenset({"training_step", "validation_step", "test_step"})
+
 
 class StepRunner(MicrobatchRunner):
     """Runs any step of one module on this rank's stages of a pipeline.
 
     Attributes:
-        has_weighted_means: Whether the recorded step has a mean over another count than samples, of exact weights.
-        weighting: The weights of microbatches where a recording does not show them: for means inside of layers.
+        has_weighted_means: Whether microbatches may weigh by recorded means over another count than samples.
+        recorded_means: The nodes of the step that average over such a count.
+        weighting: The weights of microbatches as measured before the run.
     """
 
     def __init__(
@@ -95,16 +103,28 @@ class StepRunner(MicrobatchRunner):
         self._unsplit = UnsplitSteps(self._traces, warn_unsplit)
         self._chosen: ChosenTraces | None = None  # for the training batch that comes next
         self._agree_on_broken_step: Callable[[bool], bool] | None = None  # a step that diverges ends the run if None
-        self.has_weighted_means, self.weighting = False, LossWeighting()
+        self.has_weighted_means, self.recorded_means = False, frozenset[int]()
+        self.weighting, self._uses_recorded_means = LossWeighting(), True
+        self._warn_unsplit = warn_unsplit
 
     def roll_back_broken_steps(self, agree: Callable[[bool], bool]) -> None:
         """Roll a training step back if it diverges from its recording on any replica, which ``agree`` returns."""
         self._agree_on_broken_step = agree
 
-    def adopt_weighting(self, weighting: LossWeighting) -> LossWeighting:
-        """Weigh microbatches as measured before the run, where a recording does not show the weights."""
+    def adopt_weighting(self, weighting: LossWeighting, *, has_recorded_means: bool) -> None:
+        """Weigh microbatches as measured before the run, by recorded means too only if these gave the same loss."""
         self.weighting = weighting
-        return weighting
+        self._uses_recorded_means = has_recorded_means
+        if not has_recorded_means or weighting.counts or weighting.mixes:
+            self.has_weighted_means, self.recorded_means = False, frozenset()
+        if weighting.mixes:
+            self._unsplit.names |= _OBJECTIVES
+
+    @property
+    def has_nonlinear_backward(self) -> bool:
+        """Whether code of the user runs in the backward of the first recorded step."""
+        first = self.plan.first
+        return first is not None and (first.recording.has_functions or first.recording.has_hooks)
 
     @property
     def can_roll_back_step(self) -> bool:
@@ -117,7 +137,7 @@ class StepRunner(MicrobatchRunner):
 
     @property
     def unsplit_step_names(self) -> frozenset[str]:
-        """Names of steps whose batches are not split into microbatches."""
+        """Names of steps whose batches are not split into microbatches, so far."""
         return frozenset(self._unsplit.names)
 
     def record(
@@ -134,6 +154,8 @@ class StepRunner(MicrobatchRunner):
         chosen = self._select_traces(call, batch, share_output=False)
         microbatches, weights, variants = chosen.microbatches, chosen.weights, chosen.variants
         self.has_weighted_means = train and self._loss_shares.weighs(call, variants, batch, microbatches, weights)
+        if train:
+            self.recorded_means = self._loss_shares.recorded_terms(call, variants, batch)
         if self.unit_observers:
             with contextlib.ExitStack() as watching:
                 for watch in self.unit_observers:
@@ -141,15 +163,20 @@ class StepRunner(MicrobatchRunner):
                 step_once = partial(call.on, microbatches[0])
                 record_once(self.plan, name, step_once, variants[0].recording.units, context, train=train)
 
-    def candidate_weights(
+    def compare_recorded_means(
         self, step: Callable[..., Any], args: Sequence[Any], context: Callable[[], AbstractContextManager[Any]]
-    ) -> list[list[float]]:
-        """Candidate weights of the two halves of a batch in its training loss; arguments as for ``record``."""
+    ) -> ComparedLoss | None:
+        """Compare the loss of a batch with that of its halves by the weights of recorded means; None if it cannot be.
+
+        Arguments as for ``record``; this rank has all layers.
+        """
         batch, *rest = args
         parts, weights = split(batch, 2, self.splitter)
         call = Call("training_step", step, rest, context, train=True, modes=self.plan.modes())
-        variants = self._traces.choose(call, parts)
-        return self._loss_shares.candidate_weights(call, variants, batch, parts, weights)
+        try:
+            return self._loss_shares.compare(call, self._traces.choose(call, parts), batch, parts, weights)
+        except Exception:  # the step needs more samples, or more memory than there is
+            return None
 
     def run(
         self,
@@ -182,18 +209,31 @@ class StepRunner(MicrobatchRunner):
             self.unpartitioned.add_step(name, reason)
             return self._run_unpartitioned(call, batch)
         call = dataclasses.replace(call, first=self._replica * len(chosen.microbatches))
+        weights = self._weights(call, chosen, train)
+        if train is not None and self._loss_shares.unknown and len(chosen.microbatches) > 1:
+            self._warn_unsplit(name, f"{self._loss_shares.unknown}: a mean over entries that a mask or labels select")
+            self._unsplit.names |= _OBJECTIVES
+            return self.run(
+                name, step, args, step_number=step_number, context=context, train=train, share_output=share_output
+            )
         if train is None and self._loss_shares.are_incomparable(chosen.variants):
             # Such means have no common weights; evaluation needs no backward, so its batches are unsplit from now on.
             self._unsplit.names.add(name)
             return self.run(name, step, args, step_number=step_number, context=context, share_output=share_output)
-        return self._run_in_stages(call, chosen, train, share_output=share_output)
+        return self._run_in_stages(call, chosen, weights, train, share_output=share_output)
 
     def _run_in_stages(
-        self, call: Call, chosen: ChosenTraces, train: TrainContext | None, *, share_output: bool
+        self,
+        call: Call,
+        chosen: ChosenTraces,
+        weighted: tuple[list[float], MeanWeights],
+        train: TrainContext | None,
+        *,
+        share_output: bool,
     ) -> StepResult:
         """Run this rank's stages on all microbatches, then exchange and join the results."""
         variants, count = chosen.variants, len(chosen.microbatches)
-        weights, shares = self._weights(call, chosen, train)
+        weights, shares = weighted
         logs = LogCapture(count, self._executor.has_guessed_size)
         exchange = StepResultExchange(
             self._group,
@@ -222,7 +262,7 @@ class StepRunner(MicrobatchRunner):
             shares=shares,
             metrics=self._batch_metrics if count > 1 else None,
             may_break=snapshot is not None and not self._traces.writes_batch(call.name),
-            **self._callbacks(train, exchange, weights),
+            **self._callbacks(train, exchange, weights, chosen),
         )
         appended = AppendedEntries(self._root) if count > 1 else None
         side_effects = self._side_effects(call, chosen)
@@ -245,7 +285,7 @@ class StepRunner(MicrobatchRunner):
         microbatches, weights = chosen.microbatches, chosen.weights
         if train is not None and train.weigh is not None:
             return train.weigh(microbatches), ()
-        if train is not None and self.weighting.counts:
+        if train is not None and (self.weighting.counts or not self._uses_recorded_means):
             return self.weighting.of(microbatches, weights), ()
         with self._metrics.local_copies():
             return weights, self._loss_shares.of(call, chosen.variants, chosen.batch, microbatches, weights)
@@ -265,17 +305,29 @@ class StepRunner(MicrobatchRunner):
         return around
 
     def _callbacks(
-        self, train: TrainContext | None, exchange: StepResultExchange, weights: Sequence[float]
+        self,
+        train: TrainContext | None,
+        exchange: StepResultExchange,
+        weights: Sequence[float],
+        chosen: ChosenTraces,
     ) -> dict[str, Any]:
         """The options of a job that concern its backwards, and what it calls between instructions."""
         options: dict[str, Any] = {}
         if self._transport.channel == "tags":  # otherwise a collective must not stand between transfers
             options["after_forwards"] = lambda runs, is_broken: exchange.begin(runs, is_broken=is_broken)
         if train is not None:
-            options |= {"seeds": [train.seed_factor * weight for weight in weights], "reduce": train.reduce}
+            scales = self._scales_gradients(chosen)
+            pairs = [split_weight(*each, scales=scales) for each in zip(weights, chosen.weights, strict=True)]
+            options |= {"seeds": [train.seed_factor * seed for seed, _ in pairs], "factors": [by for _, by in pairs]}
+            options["reduce"] = train.reduce
             options |= {"before_backward": train.before_backward, "after_backward": train.after_backward}
             options["recorder"] = train.recorder
         return options
+
+    def _scales_gradients(self, chosen: ChosenTraces) -> bool:
+        """Whether microbatches weigh where their gradients reach a parameter, the same on all stages."""
+        applies = any(variant.recording.has_functions for variant in chosen.variants)
+        return applies if self.weighting.scales_gradients is None else self.weighting.scales_gradients
 
     def _side_effects(self, call: Call, chosen: ChosenTraces) -> SideEffectRun | None:
         """The re-run of a step that keeps numbers of the model; made before the step may write into its batch."""

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from lightning_hybrid.pipeline.results.count_batches_once_across_ranks import CountedMetrics
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import detached
+from lightning_hybrid.pipeline.runtime.parameter_gradients import ParameterGradients, split_weight
 from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
 from lightning_hybrid.pipeline.split_batch_over_ranks_and_gather_results import BatchShare
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, TrainContext, backward_of
 from lightning_hybrid.schedule import Action, Kind
+from lightning_hybrid.step.instrument.backward_code import BackwardCode
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import put
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import reachable_leaves
 from lightning_hybrid.step.objects.pytree import map_leaves
@@ -32,14 +34,30 @@ class MicrobatchLoop:
         outputs: Return values of the step, by microbatch; detached in training.
         losses: By microbatch; None where the step returned none. Empty without backwards.
         calls: Lines of code that have run, where they are traced.
+        scales_gradients: As in ``__init__``; no longer None once a function was applied.
     """
 
     def __init__(
-        self, runner: MicrobatchRunner, root: nn.Module, share: BatchShare, *, gathers: bool, traces_calls: bool
+        self,
+        runner: MicrobatchRunner,
+        share: BatchShare,
+        gradients: ParameterGradients,
+        *,
+        traces_calls: bool,
+        scales_gradients: bool | None,
     ) -> None:
-        """Set up for the share of a batch; ``gathers`` is whether layers may return sharded outputs."""
-        self._runner, self._root, self._share = runner, root, share
-        self._gathers, self._traces_calls = gathers, traces_calls
+        """Set up for the share of a batch.
+
+        Args:
+            runner: Of the step.
+            share: What this rank runs of the batch.
+            gradients: Weighs what arrives at parameters.
+            traces_calls: Whether lines of code are traced.
+            scales_gradients: Whether microbatches weigh where their gradients reach a parameter; None if they do once
+                the step has applied an autograd function of the user.
+        """
+        self._runner, self._root, self._share, self._gradients = runner, gradients.root, share, gradients
+        self.scales_gradients, self._traces_calls = scales_gradients, traces_calls
         self.logs = LogCapture(len(share.microbatches))
         self.outputs: list[Any] = []
         self.losses: list[Tensor | None] = []
@@ -66,7 +84,7 @@ class MicrobatchLoop:
             seeds: By microbatch, the weight of its loss, with which the backward starts.
             appended: Records the entries that each microbatch appends to lists.
         """
-        runner, last = self._runner, len(self._share.microbatches) - 1
+        runner = self._runner
         recorder = ActionRecorder() if train is None else train.recorder
         trains = train is not None or keyed is None
         for index, microbatch in enumerate(self._share.microbatches):
@@ -74,17 +92,19 @@ class MicrobatchLoop:
             start = recorder.mark()
             weighted = counted.microbatch(self._share.loss_weights[index])
             path = TorchCallSites() if self._traces_calls else None
+            code = BackwardCode() if train is not None and self.scales_gradients is None else None
             with runner.around_step(), context(), draws, self.logs.microbatch(self._root, index), weighted:
-                with path or contextlib.nullcontext():
+                with path or contextlib.nullcontext(), code or contextlib.nullcontext():
                     output = step(microbatch)
-                if self._gathers:
+                if runner.gathers_outputs:
                     output = _gathered(self._root, output)
             if path is not None:
                 self.calls |= user_call_sites(set(path.calls)).keys()
             recorder.add(Action(Kind.F, 0, index), start)
             if train is not None:
+                self.scales_gradients = True if code is not None and code.has_functions else self.scales_gradients
                 with runner.guards.off():
-                    self.losses.append(backward_of(output, train, seeds[index], is_last=index == last))
+                    self.losses.append(self._backward(output, train, seeds[index], index))
                 recorder.add_since_last(Action(Kind.B, 0, index))
             self.outputs.append(map_leaves(detached, output) if trains else output)
             if appended is not None:
@@ -92,6 +112,12 @@ class MicrobatchLoop:
             del output, microbatch
         if train is not None:
             train.reduce(0)
+
+    def _backward(self, output: Any, train: TrainContext, seed: float, index: int) -> Tensor | None:
+        """Run the backward of a microbatch, which weighs its loss by ``seed`` in all; returns its loss."""
+        seed, factor = split_weight(seed, self._share.ranks * self._share.weights[index], scales=self.scales_gradients)
+        is_last = index == len(self._share.microbatches) - 1
+        return backward_of(output, train, seed, self._gradients.by(factor, is_last=is_last), is_last=is_last)
 
 
 def _gathered(root: nn.Module, output: Any) -> Any:

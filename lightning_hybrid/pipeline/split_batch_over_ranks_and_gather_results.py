@@ -47,6 +47,11 @@ class BatchShare:
     ranks: int = 1
     checksum: int = 0
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether this rank runs all of several microbatches."""
+        return self.ranks == 1 < self.total
+
 
 class BatchSharing:
     """The ranks that share the batches of one replica.

@@ -75,6 +75,7 @@ class MicrobatchRunner(ABC):
         guards: Track whether user code runs, which reads full parameters, or a backward.
         around_units: Entered around each step; replaces the forwards of layers.
         around_step: Entered around each run of the user's step.
+        gathers_outputs: Whether layers may return sharded outputs, which are gathered at the end of a step.
         is_fatal: Whether an error in a comparison of microbatches is raised; they weigh by samples otherwise.
         settle: Called after a forward, before this rank waits for others: it may have called other layers.
     """
@@ -95,6 +96,7 @@ class MicrobatchRunner(ABC):
         self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.settle: Callable[[], None] = lambda: None
         self.is_fatal: Callable[[Exception], bool] | None = None
+        self.gathers_outputs = False
         self._num_microbatches = num_microbatches
         self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
 
@@ -102,6 +104,11 @@ class MicrobatchRunner(ABC):
     @abstractmethod
     def can_roll_back_step(self) -> bool:
         """Whether a training step may be rolled back, and run again."""
+
+    @property
+    @abstractmethod
+    def unsplit_step_names(self) -> frozenset[str]:
+        """Names of steps whose batches are not split into microbatches, so far."""
 
     @abstractmethod
     def record(
@@ -194,8 +201,10 @@ class MicrobatchRunner(ABC):
         return math.ceil(size / math.ceil(usual[0] / usual[1]))
 
 
-def backward_of(output: Any, train: TrainContext, seed: float, *, is_last: bool) -> Tensor | None:
-    """Run the backward of a microbatch; returns its detached scalar loss, or None if its step returned none.
+def backward_of(
+    output: Any, train: TrainContext, seed: float, weighted: AbstractContextManager[None], *, is_last: bool
+) -> Tensor | None:
+    """Run the backward of a microbatch in ``weighted``; returns its detached scalar loss, or None if there is none.
 
     Raises:
         StepError: The output has no loss, or one that depends on no parameter.
@@ -207,6 +216,7 @@ def backward_of(output: Any, train: TrainContext, seed: float, *, is_last: bool)
     if output is not None:
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise no_loss_error("training_step", output)
-        torch.autograd.backward([loss], [torch.full_like(loss, train.seed_factor * seed)])
+        with weighted:
+            torch.autograd.backward([loss], [torch.full_like(loss, train.seed_factor * seed)])
     train.after_backward(0, is_last)
     return None if output is None else loss.detach()

@@ -19,15 +19,17 @@ from torch import Tensor, nn
 
 from lightning_hybrid.pipeline.keyed_draws_of_unpartitioned_steps import PlainStepRandomness
 from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import (
+    LossWeighting,
     agree_on_weighting,
-    describe_mixing,
     measure_weighting,
 )
+from lightning_hybrid.pipeline.loss_weights.compare_gradients import compare_gradients
 from lightning_hybrid.pipeline.loss_weights.find_token_count_of_loss import LossWeightFinder
 from lightning_hybrid.pipeline.microbatch_results import CHANGES_MODULES, RUNS_OTHER_LINES, MicrobatchResults
 from lightning_hybrid.pipeline.plain_microbatch_loop import MicrobatchLoop
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.run_evaluation_steps_unpartitioned import UnpartitionedSteps
+from lightning_hybrid.pipeline.runtime.parameter_gradients import ParameterGradients
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.pipeline.side_effects.detect_module_changes import ModuleChanges
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
@@ -41,6 +43,7 @@ from lightning_hybrid.step.batch.split_batch_into_microbatches import (
     BatchSplitter,
     batch_size_of,
     check_count,
+    copied_batch,
     sizes_of,
     split,
     why_unsplit,
@@ -58,7 +61,6 @@ class PlainRunner(MicrobatchRunner):
     """Runs any step of one module whose layers are all on this rank, in full or sharded.
 
     Attributes:
-        gathers_outputs: Whether layers may return sharded outputs, which are gathered at the end of a step.
         needs_weighting_check: Whether a training batch must still be compared with its shares.
         recording_error: Why the step could not be recorded before the run, whatever its branches; None if it was.
         stores_rows_of_samples: Whether training steps have stored tensors on modules that may have a row per sample.
@@ -98,7 +100,7 @@ class PlainRunner(MicrobatchRunner):
         """
         super().__init__(plan, num_microbatches=num_microbatches, splitter=splitter, unpartitioned=unpartitioned)
         self._root, self._randomness, self._replica, self._metrics = root, randomness, replica, metrics
-        self.gathers_outputs = self.stores_rows_of_samples = False
+        self.stores_rows_of_samples = False
         self.recording_error: Exception | None = None
         layers = find_layers(choose_units(root, 1))
         self._uncompiled, self._compiled_around = EagerSwitch(), bool(compiled_wrappers(root, layers.values()))
@@ -108,6 +110,7 @@ class PlainRunner(MicrobatchRunner):
         self._calls = set[int]()  # lines of code that training steps ran when their batches were compared
         self._num_small = 0  # batches that could not be compared with their shares
         self._weighting = LossWeightFinder(splitter, inform)
+        self._scales_gradients: bool | None = None  # as for ``MicrobatchLoop``
         self.needs_weighting_check = True
         self._draws = PlainStepRandomness(root, randomness, self.guards)
 
@@ -115,6 +118,11 @@ class PlainRunner(MicrobatchRunner):
     def mixes_samples(self) -> bool:
         """Whether no weights of microbatches are known to give the loss of the batch, the same on all ranks."""
         return self._weighting.now.mixes
+
+    @property
+    def unsplit_step_names(self) -> frozenset[str]:
+        """Names of steps whose batches are not split into microbatches, so far."""
+        return frozenset({"training_step"} if self.mixes_samples else ())
 
     def gather_outputs(self, may_be_sharded: bool) -> None:
         """Gather the outputs of layers at the end of a step, if they may be sharded."""
@@ -185,8 +193,8 @@ class PlainRunner(MicrobatchRunner):
         return found
 
     def count(self, name: str, batch: Any) -> int:
-        """Number of microbatches: steps without a backward run on the full batch."""
-        if name != "training_step":
+        """Number of microbatches: steps without a backward run on the full batch, as do objectives that mix samples."""
+        if name != "training_step" or self.mixes_samples:
             return 1
         if name not in self._full:
             check_count(batch, self._num_microbatches)
@@ -226,24 +234,22 @@ class PlainRunner(MicrobatchRunner):
         trains = train is not None or manual_optimization
         count = 1 if manual_optimization else self.count(name, batch)
         share = self._batch_share(batch, count, trains=trains, manual_optimization=manual_optimization)
-        weights, loss_weights = list(share.weights), list(share.loss_weights)
-        seeds = [share.ranks * weight for weight in loss_weights]
-        if train is not None and train.weigh is not None:
-            seeds = train.weigh(share.microbatches)
-            weights = loss_weights = [seed / share.ranks for seed in seeds]
+        weights, loss_weights, seeds = _weights(share, train)
         appended = AppendedEntries(self._root) if trains and share.total > 1 else None
         is_compared = train is not None and self._sharing.size > 1 and not self._leaves_changes
         changes = ModuleChanges(self._root, by_content=self.needs_weighting_check) if is_compared else None
         snapshot = StepSnapshot(self._root) if train is not None and self.runs_shares else None
-        loop = MicrobatchLoop(self, self._root, share, gathers=self.gathers_outputs, traces_calls=is_compared)
         first = self._replica * share.total + share.first
         with (
+            contextlib.closing(ParameterGradients(self._root, share.is_complete and train is not None)) as gradients,
             self._randomness.isolated() if not manual_optimization else contextlib.nullcontext(),
             torch.set_grad_enabled(trains or torch.is_grad_enabled()),
             self._metrics.step(),
             self._metrics.counted.batch(are_shares=share.ranks > 1),
             self._layers(),
         ):
+            scales = self._scales_gradients if share.total > 1 else False
+            loop = MicrobatchLoop(self, share, gradients, traces_calls=is_compared, scales_gradients=scales)
             loop.run(
                 lambda microbatch: step(microbatch, *rest),
                 context,
@@ -253,6 +259,7 @@ class PlainRunner(MicrobatchRunner):
                 seeds,
                 appended,
             )
+        self._scales_gradients = loop.scales_gradients if share.total > 1 else self._scales_gradients
         has_other_outputs = not all(isinstance(output, Tensor) for output in loop.outputs)
         is_read = manual_optimization or (share_output and has_other_outputs)
         outputs = loop.outputs if not trains or is_read or self._sharing.size == 1 else []
@@ -342,21 +349,44 @@ class PlainRunner(MicrobatchRunner):
                 self._leaves_changes = None if self.needs_weighting_check else True
             return
 
+        found = agree_on_weighting(self._sharing.everyone, self._measured(step, batch, rest, count, context))
+        if changes is not None:
+            self._leaves_changes = found.mixes
+        self._weighting.learn(found, batch, count)
+        if found.scales_gradients is not None:
+            self._scales_gradients = found.scales_gradients
+        if why := found.why_unsplit():
+            self._warn(why)
+
+    def _measured(
+        self,
+        step: Callable[..., Any],
+        batch: Any,
+        rest: Sequence[Any],
+        count: int,
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> LossWeighting:
+        """Measure how the parts of a batch weigh in its loss and gradients; arguments as for ``decide``."""
+
         @contextlib.contextmanager
         def around() -> Iterator[None]:
             with self.around_step(), context():
                 yield
 
+        def once(part: Any) -> Any:
+            return step(part, *rest)
+
         with self._metrics.step(), self._layers():
             how = self.splitter, self._randomness, around, self.is_fatal
-            found = measure_weighting(self._root, lambda part: step(part, *rest), batch, count, *how)
+            found = measure_weighting(self._root, once, batch, count, *how)
+            parts, samples = split(copied_batch(batch), count, self.splitter)
+            of = samples, found.of(parts, samples), self._randomness, around, self.guards.off
+            agreed = self._sharing.any_rank, self.is_fatal
+            calls_hooks = self._sharing.size > 1  # on the gradients of its share
+            compared = compare_gradients(self._root, once, batch, parts, *of, *agreed, calls_hooks=calls_hooks)
+            found = found.with_gradients(compared)
             self.settle()
-        found = agree_on_weighting(self._sharing.everyone, found)
-        if changes is not None:
-            self._leaves_changes = found.mixes
-        self._weighting.learn(found, batch, count)
-        if found.mixes and found.differing is not None:
-            self._warn(describe_mixing(found.differing, "" if changes is None else "So each rank runs full batches"))
+        return found
 
     def request_weighting_check(self, batch: Any) -> None:
         """Request a comparison of the next training batch if it can show the weights of its shares; collective."""
@@ -391,6 +421,15 @@ class PlainRunner(MicrobatchRunner):
                 yield
             finally:
                 self._uncompiled.off()
+
+
+def _weights(share: BatchShare, train: TrainContext | None) -> tuple[list[float], list[float], list[float]]:
+    """The weights of microbatches by samples, those of their losses, and those with which backwards start."""
+    if train is None or train.weigh is None:
+        return list(share.weights), list(share.loss_weights), [share.ranks * weight for weight in share.loss_weights]
+    seeds = train.weigh(share.microbatches)
+    weights = [seed / share.ranks for seed in seeds]
+    return weights, weights, seeds
 
 
 def _as_tensor(loss: float | None, losses: Sequence[Tensor | None]) -> Tensor | None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.pipeline.loss_weights.compare_gradients import GradientMatch, describe_difference
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Key, keyed
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
@@ -30,7 +31,6 @@ from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 # Relative differences that rounding may cause, by dtype.
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
 _ROUNDING_OF_HALF = 5e-2
-_MIXING_TOLERANCE = 0.1  # relative; larger than differences from terms with several weightings
 
 
 class LossWeighting(NamedTuple):
@@ -41,17 +41,36 @@ class LossWeighting(NamedTuple):
         keys: Logged keys that weigh by samples even so.
         differing: The loss of the batch, and the mean of its parts' losses by samples, if they differ.
         loss: The losses of the batch and its parts; None where they could not be computed.
+        scales_gradients: Whether parts weigh where their gradients reach a parameter (``ParameterGradients``), as
+            measured; None where both ways to weigh give the gradients of the batch, or were not compared.
+        norms: The norm of the gradients of the batch, and of those of its parts, if no weights give the former.
     """
 
     counts: tuple[Count, ...] = ()
     keys: frozenset[Key] = frozenset()
     differing: tuple[float, float] | None = None
     loss: Mean | None = None
+    scales_gradients: bool | None = None
+    norms: tuple[float, float] | None = None
 
     @property
     def mixes(self) -> bool:
-        """Whether no weights of parts give the loss of the batch."""
-        return self.differing is not None and not self.counts
+        """Whether no weights of parts give the loss of the batch, or its gradients."""
+        return self.norms is not None or (self.differing is not None and not self.counts)
+
+    def with_gradients(self, found: GradientMatch | None) -> LossWeighting:
+        """Add what a comparison of gradients has found."""
+        if found is None or self.mixes or (found.of_losses and found.of_gradients):
+            return self
+        if found.of_losses or found.of_gradients:
+            return self._replace(scales_gradients=found.of_gradients)
+        return self._replace(norms=found.norms)
+
+    def why_unsplit(self) -> str:
+        """The warning where no weights are right; empty otherwise."""
+        if self.norms is not None:
+            return describe_difference(self.norms)
+        return describe_mixing(self.differing) if self.mixes and self.differing is not None else ""
 
     def describe(self, batch: Any) -> str:
         """The weighting by a count, for messages, with the place of its tensor in a batch."""
@@ -62,6 +81,14 @@ class LossWeighting(NamedTuple):
         return (self.counts and self.counts[0].weights(parts)) or list(by_samples)
 
 
+class _Result(NamedTuple):
+    """What a part of a batch gives: its loss, the dtype of its rounding, and its logged means."""
+
+    loss: float
+    dtype: torch.dtype
+    logs: dict[Key, float]
+
+
 def agree_on_weighting(group: dist.ProcessGroup | None, local: LossWeighting) -> LossWeighting:
     """Agree with the ranks of all replicas on the weighting of one step; collective.
 
@@ -69,9 +96,11 @@ def agree_on_weighting(group: dist.ProcessGroup | None, local: LossWeighting) ->
         group: These ranks; all if None.
         local: The weighting that this rank has found.
     """
-    rows: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(rows, local, group=group)
-    return next((row for row in rows if row.mixes), None) or next((row for row in rows if row.counts), local)
+    rows: list[LossWeighting] = [local] * dist.get_world_size(group)
+    dist.all_gather_object(rows, local, group=group)  # type: ignore[type-var]
+    found = next((row for row in rows if row.mixes), None) or next((row for row in rows if row.counts), local)
+    ways = {row.scales_gradients for row in rows} - {None}
+    return found._replace(scales_gradients=ways.pop() if len(ways) == 1 else None)
 
 
 def measure_weighting(
@@ -110,19 +139,19 @@ def measure_weighting(
         return LossWeighting()
     if len(found) < 1 + sum(len(parts) for parts, _ in partitions):
         partitions = partitions[:1]
-    dtype = found[0][0].dtype
+    dtype = found[0].dtype
     sample_weights = [weights for _, weights in partitions]
-    mean = _mean([float(loss) for loss, _ in found], sample_weights)
+    mean = _mean([one.loss for one in found], sample_weights)
     counts, differing = find_counts(mean, batch, partitions, dtype), _differing(mean, sample_weights, dtype)
     if not counts:
         return LossWeighting(differing=differing, loss=mean)
     count_weights = [counts[0].weights(parts) or weights for parts, weights in partitions]
 
     def is_by_samples(key: Key) -> bool:
-        logged = _mean([logs[key] for _, logs in found], sample_weights)
+        logged = _mean([one.logs[key] for one in found], sample_weights)
         return not error_bound(logged, sample_weights, dtype) and bool(error_bound(logged, count_weights, dtype))
 
-    keys = frozenset[Key].intersection(*(frozenset(logs) for _, logs in found))
+    keys = frozenset[Key].intersection(*(frozenset(one.logs) for one in found))
     return LossWeighting(counts, frozenset(key for key in keys if is_by_samples(key)), differing, mean)
 
 
@@ -134,13 +163,13 @@ def _losses_of(
     randomness: KeyedRandomness,
     context: Callable[[], AbstractContextManager[Any]],
     is_fatal: Callable[[Exception], bool] | None,
-) -> list[tuple[Tensor, dict[Key, float]]] | None:
+) -> list[_Result] | None:
     """The loss and the logged means of each part, partition by partition; None if they cannot be compared.
 
     A step that fails after the first ``count + 1`` runs leaves complete results of the first two partitions (the batch,
     and its even split) only.
     """
-    found: list[tuple[Tensor, dict[Key, float]]] = []
+    found: list[_Result] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(randomness.isolated())
         stack.enter_context(_evaluating(root))
@@ -153,9 +182,10 @@ def _losses_of(
                     logs = LogCapture(1)
                     with torch.no_grad(), context(), logs.microbatch(root, 0):
                         loss = find_loss(step(part))
-                    if not isinstance(loss, Tensor) or loss.numel() != 1:
-                        return None
-                    of_parts.append((loss, _numbers(logs)))
+                        if not isinstance(loss, Tensor) or loss.numel() != 1:
+                            return None
+                        dtype = rounded_as(loss)
+                    of_parts.append(_Result(float(loss), dtype, _numbers(logs)))
                 found += of_parts
             if not before.are_unchanged():
                 return None
@@ -179,39 +209,31 @@ def _mean(numbers: list[float], weights: list[list[float]]) -> Mean:
 
 
 def _differing(loss: Mean, weights: list[list[float]], dtype: torch.dtype) -> tuple[float, float] | None:
-    near = _ROUNDING_OF_HALF if torch.is_autocast_enabled() else _ROUNDING.get(dtype, _ROUNDING_OF_HALF)
     for parts, of in zip(loss.parts, weights, strict=True):
         mean = sum(part * weight for part, weight in zip(parts, of, strict=True))
-        if math.isfinite(loss.full) and not math.isclose(loss.full, mean, rel_tol=near, abs_tol=near * 1e-3):
+        if not is_same(loss.full, mean, dtype):
             return loss.full, mean
     return None
 
 
-def outside(loss: Mean, weights: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """The loss of a batch and the nearest mean of its parts' losses, if it is outside the range of weighted means.
-
-    Args:
-        loss: The losses of the batch, and of the parts of its first partition.
-        weights: Candidate weights of the parts, one list for each term of the loss.
-    """
-    losses = loss.parts[0]
-    means = [sum(one * weight for one, weight in zip(losses, of, strict=True) if weight) for of in weights]
-    near = min(max(loss.full, min(means)), max(means))
-    return (loss.full, near) if abs(near - loss.full) > _MIXING_TOLERANCE * abs(loss.full) else None
+def rounded_as(loss: Tensor) -> torch.dtype:
+    """The dtype in which a scalar loss was computed; call it inside of autocast."""
+    return torch.float16 if torch.is_autocast_enabled(loss.device.type) else loss.dtype
 
 
-def describe_mixing(found: tuple[float, float], then: str = "") -> str:
-    """The warning about an objective that mixes samples.
+def is_same(full: float, mean: float, dtype: torch.dtype) -> bool:
+    """Whether the loss of a batch, of this dtype, is that of its microbatches but for rounding, or not finite."""
+    near = _ROUNDING.get(dtype, _ROUNDING_OF_HALF)
+    return not math.isfinite(full) or math.isclose(full, mean, rel_tol=near, abs_tol=near * 1e-3)
 
-    Args:
-        found: The loss of a batch, and the mean of its parts' losses.
-        then: The consequence, as a sentence; by default that training minimises the mean.
-    """
-    then = then or "The mean over microbatches is what training minimises, as with gradient accumulation"
+
+def describe_mixing(found: tuple[float, float]) -> str:
+    """The warning about an objective that mixes samples: ``found`` is its loss, and the mean of its parts' losses."""
     return (
         f"the objective mixes samples: the loss of a batch is {found[0]:.6g}, the mean of the losses of its"
-        f" microbatches or shares is {found[1]:.6g}. {then}. For a mean over the entries that labels or a mask select,"
-        " pass microbatch_weight=function(microbatch) -> count (docs/semantics/losses.md)"
+        f" microbatches or shares is {found[1]:.6g}. So batches are not split. To train the mean over microbatches, as"
+        " gradient accumulation does, pass microbatch_weight=function(microbatch) -> its weight, such as a count of"
+        " tokens or samples (docs/semantics/losses.md)"
     )
 
 

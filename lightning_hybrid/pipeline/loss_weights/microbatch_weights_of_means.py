@@ -9,18 +9,22 @@ be the sum of the microbatches' (``count.clamp(min=1)``).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.graph.step_graph import StepGraph
+from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import is_same, rounded_as
+from lightning_hybrid.pipeline.loss_weights.compare_gradients import trained_without_draws
+from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, TraceCache
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
+from lightning_hybrid.step.batch.split_batch_into_microbatches import copied_batch
 from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means, leads_to_loss, reached_by
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
 from lightning_hybrid.step.batch_means.recognise_sums_over_samples import is_sum_over_samples, matching_values
@@ -29,12 +33,34 @@ from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
 from lightning_hybrid.step.replay.count_mean_denominators import DenominatorReplay
+from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageReplay
+from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 
 _MAX_CACHED = 512
 _EQUAL = 1e-12
 _IGNORED = frozenset({-100})  # torch's default ``ignore_index``
 
 MeanWeights = Sequence[Mapping[int, Share]]
+
+
+class ComparedLoss(NamedTuple):
+    """The loss of a batch, and of its microbatches by two weightings.
+
+    Attributes:
+        full: The loss of the batch.
+        by_means: With the weights of recorded means.
+        by_samples: All of it weighted by samples.
+        dtype: The dtype in which the losses were rounded.
+    """
+
+    full: float
+    by_means: float
+    by_samples: float
+    dtype: torch.dtype
+
+    def agrees(self, other: float) -> bool:
+        """Whether a loss of the microbatches is that of the batch."""
+        return is_same(self.full, other, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -51,11 +77,16 @@ class _EvenCounts:
 
 
 class LossMeanWeights:
-    """Computes and caches the weights of recorded means, for the steps of one module."""
+    """Computes and caches the weights of recorded means, for the steps of one module.
+
+    Attributes:
+        unknown: The line of a mean whose counts differed between microbatches and that cannot be weighted by them.
+    """
 
     def __init__(self, root: nn.Module, plan: StagePlan, choice: TraceCache, randomness: KeyedRandomness) -> None:
         """Set up for the user's module, its stage plan and trace cache; ``randomness`` keys random numbers of steps."""
         self._root, self._plan, self._traces, self._randomness = root, plan, choice, randomness
+        self.unknown = ""
         self._terms: BoundedLRUDict[tuple[TraceVariant, ...], frozenset[int]] = BoundedLRUDict(_MAX_CACHED)
         self._sums: BoundedLRUDict[tuple[TraceVariant, ...], frozenset[int]] = BoundedLRUDict(_MAX_CACHED)
         self._replays: BoundedLRUDict[TraceVariant, DenominatorReplay] = BoundedLRUDict(_MAX_CACHED)
@@ -104,23 +135,29 @@ class LossMeanWeights:
         self_weighted = {n for n in terms if uneven & reached_by(n, graph)}
         shares: list[dict[int, Share]] = [{} for _ in variants]
         for term in terms:
-            parts = [counts.get(term) for counts in counted]
+            parts = [found.get(term) for found in counted]
             counts = [part for part in parts if part is not None]
             divides = graph.nodes[term].averages == "divisor"
             if len(counts) < len(parts) or (divides and (term not in divisors or term in self_weighted)):
+                is_unknown = term not in self_weighted and _are_uneven(counts, weights)
+                self.unknown = self.unknown or (graph.nodes[term].line if is_unknown else "")
                 continue
             total = divisors.get(term, sum(counts))
             if not total or any(weight == 0 for weight in weights):
                 continue
-            made = [
-                Share(count / total / weight, total * weight) for count, weight in zip(counts, weights, strict=True)
-            ]
+            made = [Share(count / total / of, total * of) for count, of in zip(counts, weights, strict=True)]
             for by_node, share in zip(shares, made, strict=True):
                 if term in self_weighted:  # the step itself weighs it, unless it is a mean over no element
                     by_node |= {} if share.factor else {term: share}
                 elif any(abs(each.factor - 1) > _EQUAL for each in made):
                     by_node[term] = share
         return shares
+
+    def recorded_terms(self, call: Call, variants: Sequence[TraceVariant], batch: Any) -> frozenset[int]:
+        """The nodes whose means over data-dependent counts are weighted by these; arguments as for ``of``."""
+        terms, graph = self._terms_of(variants), variants[0].assignment.graph
+        divisions = {node for node in terms if graph.nodes[node].averages == "divisor"}
+        return terms - divisions | self._divided_sums(call, variants, batch, divisions)[1]
 
     def weighs(
         self,
@@ -135,28 +172,40 @@ class LossMeanWeights:
         graph = variants[0].assignment.graph
         if any(shares):
             return any(leads_to_loss(term, graph) for term in frozenset[int]().union(*shares))
+        if not any(leads_to_loss(term, graph) for term in self._terms_of(variants)):
+            return False
         even = self._even.get(tuple(variants))
         return _contains_any(batch, _IGNORED if even is None else even.ignored)
 
-    def candidate_weights(
+    def compare(
         self,
         call: Call,
         variants: Sequence[TraceVariant],
         batch: Any,
         microbatches: Sequence[Any],
         weights: Sequence[float],
-    ) -> list[list[float]]:
-        """The weights of microbatches by samples, and by each term of the loss; arguments as for ``of``."""
-        graph = variants[0].assignment.graph
-        shares = self.of(call, variants, batch, microbatches, weights)
-        terms = [term for term in frozenset[int]().union(*shares) if leads_to_loss(term, graph)]
-        return [
-            list(weights),
-            *(
-                [weight * (of[term].factor if term in of else 1.0) for weight, of in zip(weights, shares, strict=True)]
-                for term in terms
-            ),
-        ]
+    ) -> ComparedLoss | None:
+        """The loss of a batch, and that of its weighted microbatches; None if the step draws random numbers.
+
+        The step runs in training mode without dropout, on this rank alone, which has all layers; its effects are
+        undone. Arguments as for ``of``.
+        """
+        shares = self.of(call, variants, batch, microbatches, weights) or [{} for _ in variants]
+        names, totals = self._plan.names(), [0.0, 0.0]
+        with trained_without_draws(self._root, self._randomness, []) as undo:
+            with torch.no_grad(), call.context(), LogCapture(1).microbatch(self._root, 0):
+                full = find_loss(call.on(copied_batch(batch)))
+                dtype = rounded_as(full)
+            if not undo():
+                return None
+            for index, (variant, part, weight) in enumerate(zip(variants, microbatches, weights, strict=True)):
+                replay = _as_one_stage(variant, self._root, self._randomness)
+                for which, of_means in enumerate((shares[index], {})):
+                    with call.dry_run(self._root, [replay], self._randomness, index) as current:
+                        run = replay.run(partial(call.on, copied_batch(part)), {}, names, current, of_means)
+                    totals[which] += weight * float(run.made[variant.loss].detach())
+                    undo()
+        return ComparedLoss(float(full), *totals, dtype)
 
     def are_incomparable(self, variants: Sequence[TraceVariant]) -> bool:
         """Whether microbatches run different operations, and some average over a data-dependent count."""
@@ -178,17 +227,21 @@ class LossMeanWeights:
         self, call: Call, variants: Sequence[TraceVariant], batch: Any, divisions: set[int]
     ) -> Mapping[int, float]:
         """The divisors of sums over samples in the full batch, by node."""
-        if not divisions:
-            return {}
-        if (full := self._traces.trace_of_full_batch(call, batch)) is None:
-            return {}
+        full, sums = self._divided_sums(call, variants, batch, divisions)
+        counted = self._counted(call, [(full, batch)]) if full is not None and sums else None
+        return {} if counted is None else {n: count for n, count in counted[0].items() if n in sums}
+
+    def _divided_sums(
+        self, call: Call, variants: Sequence[TraceVariant], batch: Any, divisions: set[int]
+    ) -> tuple[TraceVariant | None, frozenset[int]]:
+        """The trace of the full batch, and the nodes among ``divisions`` that divide a sum over its samples."""
+        full = self._traces.trace_of_full_batch(call, batch) if divisions else None
+        if full is None:
+            return None, frozenset()
         key = (variants[0], full)
         if key not in self._sums:
             self._sums[key] = _sums(variants[0].assignment.graph, full.assignment.graph, divisions)
-        if not self._sums[key]:
-            return {}
-        counted = self._counted(call, [(full, batch)])
-        return {} if counted is None else {n: count for n, count in counted[0].items() if n in self._sums[key]}
+        return full, self._sums[key]
 
     def _counted(
         self,
@@ -230,6 +283,14 @@ class LossMeanWeights:
         return self._replays[variant]
 
 
+def _as_one_stage(variant: TraceVariant, root: nn.Module, randomness: KeyedRandomness) -> StageReplay:
+    """A replay of all stages of a trace as one."""
+    given = variant.assignment
+    nodes, values = (0,) * len(given.node_stage), (0,) * len(given.value_stage)
+    one = replace(given, num_stages=1, node_stage=nodes, value_stage=values, portals={})
+    return StageReplay(variant.recording, one, root, randomness, stage=0)
+
+
 def _have_even_counts(
     terms: frozenset[int], labels: Sequence[Mapping[int, tuple[int, int]]], weights: Sequence[float]
 ) -> bool:
@@ -241,6 +302,14 @@ def _have_even_counts(
             for each, weight in zip(labels, weights, strict=True)
         )
         for term in terms
+    )
+
+
+def _are_uneven(counts: Sequence[float], weights: Sequence[float]) -> bool:
+    """Whether microbatches have other shares of their counts than of the samples."""
+    total = sum(counts)
+    return any(
+        abs(count - weight * total) > _EQUAL * abs(total) for count, weight in zip(counts, weights, strict=False)
     )
 
 

@@ -8,7 +8,7 @@ The data path of one microbatch on one stage::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_hybrid.errors import ControlFlowError, StepError
 from lightning_hybrid.graph.step_graph import Value
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, location_of
+from lightning_hybrid.pipeline.runtime.parameter_gradients import ParameterGradients
 from lightning_hybrid.pipeline.runtime.received_values import ReceivedValues, value_of_broken_step
 from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
 from lightning_hybrid.pipeline.runtime.split_backward import DeferredGradient, SplitBackward, finish, have_hooks
@@ -45,6 +46,7 @@ class Job:
         steps: The user's step on each microbatch.
         around: Runs a forward in its contexts (autocast, keyed randomness), from the microbatch's index.
         seeds: The gradient from which the backward of each microbatch's loss starts.
+        factors: What each microbatch adds to the gradients of parameters is multiplied by; 1 if empty.
         parameters: FQN by id of the module's parameters and tracked buffers.
         before_backward: Called before each backward with its stage, and whether it is the last of the stage.
         after_backward: Called after each backward, with the same arguments.
@@ -64,6 +66,7 @@ class Job:
     steps: Sequence[Callable[[], Any]]
     around: Callable[[int, Callable[[], StageRun]], StageRun]
     seeds: Sequence[float] = ()
+    factors: Sequence[float] = ()
     parameters: Mapping[int, str] = field(default_factory=dict)
     repeated_buffers: Sequence[tuple[dict[str, Any], str]] = ()
     before_backward: Callable[[int, bool], None] = lambda stage, is_last: None
@@ -119,9 +122,14 @@ class Executor:
         replays = [replay for variant in job.variants for replay in variant.replays.values()]
         split_backward = SplitBackward()
         split = split_backward.instrumented if job.program.split else nullcontext
-        with self.around_units(), instrumented(replays, self._randomness) as current, split(current):
+        with (
+            self.around_units(),
+            instrumented(replays, self._randomness) as current,
+            split(current),
+            closing(ParameterGradients(self.root, len(job.seeds) > 1)) as gradients,
+        ):
             self._current = current
-            run = _Run(self, job, current, split_backward)
+            run = _Run(self, job, current, split_backward, gradients)
             instruction: Instruction | None = None
             try:
                 for instruction in job.program.instructions[self.rank]:
@@ -149,9 +157,17 @@ class Executor:
 class _Run:
     """The state of one job while it runs."""
 
-    def __init__(self, executor: Executor, job: Job, current: CurrentRun, split_backward: SplitBackward) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        job: Job,
+        current: CurrentRun,
+        split_backward: SplitBackward,
+        parameter_gradients: ParameterGradients,
+    ) -> None:
         self._executor, self._rank, self._transport = executor, executor.rank, executor.transport
         self._job, self._current, self._split_backward = job, current, split_backward
+        self._parameter_gradients = parameter_gradients
         self._deferred: dict[tuple[int, int], list[DeferredGradient]] = {}
         self._incoming: dict[Message, Callable[[], list[Tensor]]] = {}
         self._received: dict[tuple[int, int], ReceivedValues] = {}
@@ -195,7 +211,9 @@ class _Run:
         elif action.kind in (Kind.B, Kind.I):
             arrived = {message: self._arrived(message) for message in self._job.program.needs[action]}
             start = recorder.mark()
-            with self._executor.around_backward():
+            factor = self._job.factors[microbatch] if self._job.factors else 1.0
+            weighted = self._parameter_gradients.by(factor, stage, is_last=self._backwards_left[stage] == 1)
+            with self._executor.around_backward(), weighted:
                 self._backward(stage, microbatch, arrived)
             if (stage, microbatch) not in self._deferred:
                 action = action._replace(kind=Kind.B)  # nothing could be deferred: it was a full backward

@@ -74,7 +74,7 @@ class StepSnapshot:
                 parameter.copy_(values)
         for metric, states, (count, computed) in zip(self._metrics, self._states, self._counts, strict=True):
             for name, state in states.items():
-                setattr(metric, name, state)
+                setattr(metric, name, _copied(state))  # it may be restored again
             metric._update_count, metric._computed, metric._forward_cache = count, computed, None
 
 

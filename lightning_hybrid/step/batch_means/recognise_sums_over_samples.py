@@ -15,7 +15,8 @@ IDENTITIES = frozenset(
 )
 # Sums over the samples if the result has no dimension of samples.
 _CONTRACTIONS = SUMS | {"matmul", "__matmul__", "__rmatmul__", "mm", "einsum", "tensordot", "bincount", "histc"}
-_NEGATED = frozenset({"neg", "__neg__"})
+# By an operand that is no value of the model: the same in each microbatch, unless it is computed from the batch.
+_SCALED = frozenset({"neg", "__neg__", "mul", "multiply", "__mul__", "__rmul__", "div", "divide", "__truediv__"})
 _ADDED = frozenset({"add", "__add__", "__radd__"})
 REARRANGED = frozenset(
     {"stack", "cat", "view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "t", "transpose"}
@@ -60,7 +61,9 @@ def is_sum_over_samples(value: int, local: StepGraph, full: StepGraph, pairs: Ma
             return False
         if node.name in _CONTRACTIONS or node.averages == "sum":
             return all(has_samples(one) for one in node.inputs)
-        if node.name not in _ADDED | REARRANGED | IDENTITIES | _NEGATED or not all(map(is_total, node.inputs)):
+        if node.name not in _ADDED | REARRANGED | IDENTITIES | _SCALED or not all(map(is_total, node.inputs)):
+            return False
+        if node.name in _SCALED and node.averages:
             return False
         if node.name in _ADDED:
             return len(node.inputs) > 1  # otherwise the other term is no value of the model

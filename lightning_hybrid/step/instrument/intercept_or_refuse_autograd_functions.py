@@ -22,7 +22,7 @@ from lightning_hybrid.step.tracing.finiteness_checks import number_check_patches
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun, user_line
 
 # The class whose ``apply`` every call of an autograd function runs.
-_APPLY_OWNER = _SingleLevelFunction if APPLIED_IN_PYTHON else Function
+APPLY_OWNER = _SingleLevelFunction if APPLIED_IN_PYTHON else Function
 
 
 class NotIntercepted:
@@ -41,7 +41,7 @@ def intercepted_functions(current: CurrentRun, bound: Iterable[BoundApply]) -> A
     """
     apply = _intercepted_apply(current)
     patches = (
-        (_APPLY_OWNER, "apply", classmethod(apply)),
+        (APPLY_OWNER, "apply", classmethod(apply)),
         *((one.owner, one.name, one.replacement(partial(apply, one.function))) for one in bound),
         (ScriptFunction, "__call__", _uncompiled_script(current, vars(ScriptFunction)["__call__"])),
         *collective_patches(current),
@@ -134,4 +134,9 @@ def _subclasses(of: type[Function] = Function) -> Iterator[type[Function]]:
 
 def user_functions() -> list[type[Function]]:
     """The autograd functions that are defined neither by torch nor by this package."""
-    return [each for each in _subclasses() if not each.__module__.startswith(("torch.", "lightning_hybrid."))]
+    return [each for each in _subclasses() if is_user_function(each)]
+
+
+def is_user_function(function: type) -> bool:
+    """Whether an autograd function is defined neither by torch nor by this package."""
+    return not function.__module__.startswith(("torch.", "lightning_hybrid."))

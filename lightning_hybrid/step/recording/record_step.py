@@ -18,6 +18,7 @@ from torch import nn
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.guards.plain_attribute_state import modules_around
 from lightning_hybrid.step.guards.track_reads_of_unguarded_state import UnguardedReads
+from lightning_hybrid.step.instrument.backward_code import BackwardCode
 from lightning_hybrid.step.instrument.instrument_step import intercepted_step
 from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import refuse_uninterceptable_functions
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot, reachable_leaves
@@ -102,7 +103,7 @@ def _record_once(
 ) -> Recording:
     state, around_units, bound = ModuleSnapshot(root), modules_around(root, units), find_bound_applies(root)
     old = [leaf for _, leaf in reachable_leaves(root)]
-    current = CurrentRun()
+    current, in_backward = CurrentRun(), BackwardCode()
     recorder: Recorder | None = None
     try:
         with randomness.isolated(), absent_members(root, tracked) as names:
@@ -126,6 +127,7 @@ def _record_once(
                 stack.enter_context(costs.module_stack())
                 stack.enter_context(intercepted_step(current, randomness, units, owned, sinks, bound))
                 stack.enter_context(refuse_uninterceptable_functions(current))
+                stack.enter_context(in_backward)
                 stack.enter_context(quiet_fake_kernels())
                 stack.enter_context(unguarded_reads.watching(root, list(around_units.values())))
                 stack.enter_context(costs)
@@ -134,7 +136,8 @@ def _record_once(
             refuse_number_in_buffer(root, state, "" if guesses else recorder.numbers_read)
             recording = recorder.finish(root, name, result, owned, loss_required=loss_required)
             kept = find_kept_values(root, state, old, recorder, recording)
-            return replace(recording, bound=bound, has_guesses=recorder.has_guessed, **kept._asdict())
+            found = {"has_functions": in_backward.has_functions, "has_hooks": in_backward.has_hooks}
+            return replace(recording, bound=bound, has_guesses=recorder.has_guessed, **found, **kept._asdict())
     finally:
         if recorder is not None:
             recorder.mutated.undo()

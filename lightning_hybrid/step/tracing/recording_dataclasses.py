@@ -76,6 +76,8 @@ class Recording:
         entered: Units with captured inputs: values of the step that are no tensor arguments; they should be opened.
         left: Units that read values which an earlier call stored on them; they should be opened too.
         has_guesses: Whether code of the step read a value of the model that was guessed.
+        has_functions: Whether an autograd function of user code was applied, also inside of units.
+        has_hooks: Whether a hook on the gradient of a tensor was registered.
     """
 
     graph: StepGraph
@@ -97,6 +99,8 @@ class Recording:
     entered: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()
     has_guesses: bool = False
+    has_functions: bool = False
+    has_hooks: bool = False
 
     def parameters_read_outside(self) -> dict[str, str]:
         """The parameters that code outside of their unit reads or replaces, and the line of each."""

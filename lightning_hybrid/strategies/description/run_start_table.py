@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch.optim import Optimizer
 
@@ -13,7 +13,6 @@ from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.estimate_rank_memory import KINDS, RankMemory
 from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.soft_failures import only_informs
-from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means
 from lightning_hybrid.step.objects.repeated_layers import shortened
 from lightning_hybrid.strategies.description.describe_batch_and_environment import (
     describe_batch,
@@ -202,16 +201,16 @@ def _shared_and_means(run: Run, assignment: Assignment) -> list[str]:
     shared = [f"{name} on stages {list(stages)}" for name, stages in assignment.shared.items()]
     lines = [f"shared parameters: {', '.join(shared[:4])}{' ...' if len(shared) > 4 else ''}"] if shared else []
     if options.microbatch_weight is None and options.microbatches != 1 and isinstance(run.runner, StepRunner):
-        lines += _means(assignment.graph, is_uneven=run.runner.has_weighted_means)
+        lines += _means(assignment.graph, run.runner.recorded_means, is_uneven=run.runner.has_weighted_means)
     return lines
 
 
-def _means(graph: StepGraph, *, is_uneven: bool) -> list[str]:
-    """Return a line for each kind of count by which microbatches are weighted, with the means that have it.
+def _means(graph: StepGraph, means: Collection[int], *, is_uneven: bool) -> list[str]:
+    """Return a line for each kind of count by which microbatches are weighted, with those of ``means`` that have it.
 
     That of a loss over labels matters only where some labels are ignored: where the first batch ``is_uneven``.
     """
-    nodes = [graph.nodes[index] for index in sorted(data_dependent_means(graph, sizes_differ=False))]
+    nodes = [graph.nodes[index] for index in sorted(means)]
     nodes = [node for node in nodes if is_uneven or node.averages != "classes"]
     lines = []
     for count, kinds in _COUNTS.items():

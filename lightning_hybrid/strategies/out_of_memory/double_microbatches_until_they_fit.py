@@ -67,8 +67,8 @@ class FittingMicrobatches:
         if self._has_doubled and isinstance(runner, PlainRunner) and runner.mixes_samples:
             raise StepError(
                 'microbatch="auto": a training step does not fit into memory, and the loss of its batch is not the mean'
-                " over microbatches, which would train another objective; set a smaller batch_size, or accept that"
-                " objective with num_microbatches=2 or more",
+                " over microbatches, which would train another objective; set a smaller batch_size, or pass"
+                " microbatch_weight=function(microbatch) -> its weight, which accepts that objective",
                 entry="microbatch-mixes",
             )
         if not self.is_guarding:

@@ -17,7 +17,6 @@ from lightning_hybrid.memory.saved_activations.hook_saved_tensors_of_layers impo
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
-from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
@@ -136,7 +135,7 @@ class Run:
     @property
     def unsplit_step_names(self) -> frozenset[str]:
         """Names of steps whose batches are not split into microbatches, so far."""
-        return self.runner.unsplit_step_names if isinstance(self.runner, StepRunner) else frozenset()
+        return frozenset() if self.runner is None else self.runner.unsplit_step_names
 
     def close(self) -> Run:
         """Undo the changes to the user's objects; return the run with the attributes that outlive it."""

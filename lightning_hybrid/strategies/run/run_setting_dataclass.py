@@ -118,7 +118,7 @@ class Setting:
 
     @property
     def checks_objective(self) -> bool:
-        """Whether to compare the first batch with its microbatches: unless weights or another check make that vain."""
+        """Whether to compare the first batch with its microbatches: unless the user's weights make that vain."""
         options = self.options
         is_compiled = options.compile is not None  # layers would be compiled for that alone
-        return options.microbatch_weight is None and not is_compiled and not options.verify_first_step
+        return options.microbatch_weight is None and not is_compiled

@@ -1,9 +1,11 @@
-"""A warning where the loss of a batch is no mean over its samples, so that microbatches have another objective."""
+"""The weights of microbatches in the loss of their batch, measured before a run in stages; without such, no split."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,10 +14,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import (
     LossWeighting,
     agree_on_weighting,
-    describe_mixing,
     measure_weighting,
-    outside,
 )
+from lightning_hybrid.pipeline.loss_weights.compare_gradients import compare_gradients
 from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.split_batch_into_microbatches import split
@@ -31,10 +32,10 @@ def warn_of_mixed_samples(
     arguments: Sequence[Any],
     context: Callable[[], AbstractContextManager[Any]],
 ) -> None:
-    """Test on the samples of two microbatches whether their loss is a mean; collective over the world.
+    """Measure on the samples of two microbatches how these weigh in their loss; collective over the world.
 
-    Means whose counts are recorded weigh microbatches by these. All ranks have recorded the training step, this one
-    with ``arguments``; it runs in ``context``.
+    Where no weights give the loss of a batch, its gradients included, a warning says so, and batches are not split. All
+    ranks have recorded the training step, this one with ``arguments``; it runs in ``context``.
     """
     assert runner.plan.first is not None
     batch, *rest = arguments
@@ -49,19 +50,47 @@ def warn_of_mixed_samples(
     uncompiled.on()
     try:
         with current_hook(module, "training_step"):
-            step = module.training_step
-            weighting = measure_weighting(module, lambda part: step(part, *rest), some, 2, None, randomness, context)
+            agree = partial(trainer.strategy.reduce_boolean_decision, all=False)
+            found, is_recorded = _measured(module, runner, some, rest, randomness, context, agree)
     finally:
         uncompiled.off()
-    if trainer.strategy.reduce_boolean_decision(runner.has_weighted_means, all=False):
-        differing = None
-        if weighting.loss is not None:
-            weights = runner.candidate_weights(module.training_step, [some, *rest], context)
-            differing = outside(weighting.loss, weights)
-        weighting = agree_on_weighting(None, LossWeighting(differing=differing))
-    else:
-        weighting = runner.adopt_weighting(agree_on_weighting(None, weighting))
-    if weighting.mixes and weighting.differing is not None:
-        rank_zero_warn(describe_mixing(weighting.differing))
+    weighting = agree_on_weighting(None, found)
+    is_recorded = trainer.strategy.reduce_boolean_decision(is_recorded)
+    runner.adopt_weighting(weighting, has_recorded_means=is_recorded)
+    if why := weighting.why_unsplit():
+        rank_zero_warn(why)
     elif weighting.counts:
         rank_zero_info(weighting.describe(batch))
+
+
+def _measured(
+    module: pl.LightningModule,
+    runner: StepRunner,
+    batch: Any,
+    rest: Sequence[Any],
+    randomness: KeyedRandomness,
+    context: Callable[[], AbstractContextManager[Any]],
+    agree: Callable[[bool], bool],
+) -> tuple[LossWeighting, bool]:
+    """How the halves of a batch weigh in its loss and gradients, and whether by the means that are recorded."""
+
+    def step(part: Any) -> Any:
+        return module.training_step(part, *rest)
+
+    found = measure_weighting(module, step, batch, 2, None, randomness, context)
+    compared = runner.compare_recorded_means(module.training_step, [batch, *rest], context)
+    uses_means = True
+    if compared is None:
+        found = LossWeighting() if runner.has_weighted_means else found
+    elif compared.agrees(compared.by_means):
+        found = LossWeighting()
+    elif compared.agrees(compared.by_samples):
+        found, uses_means = LossWeighting(), False
+    elif not found.counts:
+        found = LossWeighting(differing=(compared.full, compared.by_samples))
+    parts, samples = split(batch, 2)
+    of = samples, found.of(parts, samples), randomness, context, contextlib.nullcontext, agree
+    gradients = compare_gradients(module, step, batch, parts, *of, is_nonlinear=runner.has_nonlinear_backward)
+    if found.counts or not (uses_means and runner.has_weighted_means):  # recorded means weigh each term of the loss
+        found = found.with_gradients(gradients)
+    return found, uses_means

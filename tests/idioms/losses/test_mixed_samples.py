@@ -57,13 +57,13 @@ def warned(module_class, options):
 
 MIXED = {
     "shares": (Branching, PP, True, ""),
-    "contrasts in shares": (Contrasts, PP, False, "So each rank runs full batches"),
-    "rows in shares": (SomeRows, PP, False, "So each rank runs full batches"),
+    "contrasts in shares": (Contrasts, PP, False, "So batches are not split"),
+    "rows in shares": (SomeRows, PP, False, "So batches are not split"),
     "microbatches": (Branching, TP, False, ""),
-    "contrasts in microbatches": (Contrasts, TP, False, "as with gradient accumulation"),
+    "contrasts in microbatches": (Contrasts, TP, False, "So batches are not split"),
     "stages": (Straight, PP, False, ""),
-    "contrasts in stages": (Pairs, PP, False, "as with gradient accumulation"),
-    "correlations in stages": (Correlates, PP, False, "as with gradient accumulation"),
+    "contrasts in stages": (Pairs, PP, False, "So batches are not split"),
+    "correlations in stages": (Correlates, PP, False, "So batches are not split"),
     "rows in stages": (Rows, PP, False, ""),
 }
 
