@@ -49,7 +49,7 @@ def gather_module_state(
             owner = buffers.get(id(tensor), 0)
         if owner == plan.rank:
             if shards is not None and tensor is not None:
-                value = shards.full_tensor_of(names[id(tensor)], value)
+                value = shards.unshard(names[id(tensor)], value)
             if keep:
                 local_values[key] = value.detach().cpu() if isinstance(value, Tensor) else value
     if not keep:

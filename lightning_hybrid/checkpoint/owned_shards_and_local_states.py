@@ -7,7 +7,7 @@ may write it, and the replicas balance the writes by bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -167,7 +167,6 @@ class LocalState:
         """
         root = self._root if copy is None else copy
         parameters = {id(parameter): name for name, parameter in root.named_parameters()}
-        buffers = {id(buffer): name for name, buffer in root.named_buffers()}
         owner_stages = {} if self._plan is None else buffer_ranks(self._plan, copy)
         tensors = dict([*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)])
         state: dict[str, Any] = {}
@@ -182,7 +181,7 @@ class LocalState:
                 if name is not None:
                     state_of[id(tensor)] = self._parameter(name, tensor)
                 else:
-                    state_of[id(tensor)] = self._buffer(buffers[id(tensor)], tensor, owner_stages.get(id(tensor), 0))
+                    state_of[id(tensor)] = self._buffer(tensor, owner_stages.get(id(tensor), 0))
             state[key] = state_of[id(tensor)]
         return state
 
@@ -211,17 +210,10 @@ class LocalState:
         counts = self._is_owner_stage(name) and (self._tp == 0 or over_tensor_ranks)
         return counts, _COPY_AXIS[over_replicas[-1]] if over_replicas else ANY
 
-    def _buffer(self, name: str, tensor: Tensor, owner_stage: int) -> OwnedShards:
+    def _buffer(self, tensor: Tensor, owner_stage: int) -> OwnedShards:
         if is_absent(tensor):
             return OwnedShards(tuple(tensor.shape), tensor.dtype, ())
-        axes = [replace(axis, placements=axis.buffers) for axis in self._axis_cuts if name in axis.buffers]
-        if not axes:
-            return unsharded(tensor, counts=self._pp == owner_stage and self._tp == 0)
-        _check_dense(tensor)
-        # In storage it has the full shape, of which each rank has written its own shard.
-        spans = shard_of(axes, name, tensor.shape).spans if self._pp == owner_stage else ()
-        boxes = tuple(Box(s.offsets, s.in_full_tensor().of(tensor.detach())) for s in spans if s.is_first)
-        return OwnedShards(tuple(tensor.shape), tensor.dtype, boxes, FIRST)
+        return unsharded(tensor, counts=self._pp == owner_stage and self._tp == 0)
 
     def _is_owner_stage(self, name: str) -> bool:
         """Whether this pipeline rank writes a parameter that several stages may have."""

@@ -32,14 +32,12 @@ class AxisSharding:
     Attributes:
         group: The ranks along the axis.
         placements: Of each sharded parameter, by FQN; they shard what the axes before this one leave of it.
-        buffers: Placements of full buffers of which each rank writes only its own shard.
         axis: Name of the axis on the mesh.
         places: Coordinates of this rank, by the base axes that it consists of: two sharding axes may share some.
     """
 
     group: dist.ProcessGroup
     placements: Mapping[str, Shard]
-    buffers: Mapping[str, Shard] = field(default_factory=dict)
     axis: str = ""
     places: Mapping[str, int] = field(default_factory=dict)
 
@@ -113,14 +111,6 @@ class LocalShards:
                 local = axis.unshard(local, placement)
         return local
 
-    def full_tensor_of(self, name: str, value: Tensor) -> Tensor:
-        """The tensor of full shape of a parameter or buffer of this rank; collective."""
-        for axis in self.shardings:
-            if name in axis.buffers:
-                placement = axis.buffers[name]
-                return axis.unshard(axis.shard(value.detach(), placement).contiguous(), placement)
-        return self.unshard(name, value)
-
     def full_shape(self, name: str, value: Tensor) -> torch.Size:
         """The full shape of a parameter, of which ``value`` is the local shard or the full tensor."""
         shape = list(value.shape)
@@ -178,7 +168,7 @@ class LocalShards:
 
     @torch.no_grad()
     def unshard_parameters(self, root: nn.Module | None = None, device: torch.device | None = None) -> None:
-        """Gather the full parameters and buffers of this rank's stages, on every rank; collective.
+        """Gather the full parameters of this rank's stages, on every rank; collective.
 
         Args:
             root: A copy of the module that is sharded in the same way; the module itself if None.
@@ -190,10 +180,6 @@ class LocalShards:
                 parameter.data = full if device is None else full.to(device)
                 parameter.grad = None
                 copy_local_parameter(parameter)
-        buffers = {name for axis in self.shardings for name in axis.buffers}
-        for name, buffer in (root or self._root).named_buffers():
-            if name in buffers and not is_absent(buffer):
-                buffer.copy_(self.full_tensor_of(name, buffer))
 
     @contextlib.contextmanager
     @torch.no_grad()

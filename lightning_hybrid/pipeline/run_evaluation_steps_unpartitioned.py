@@ -168,11 +168,6 @@ class UnpartitionedSteps:
         """Broadcast the buffers and attributes of layers that partitioned steps have written on one rank."""
         if not self.has_stale_copies:
             return
-        if (parts := self._parts()) is not None:
-            cut = {name for axis in parts.shardings for name in axis.buffers}
-            for name, buffer in self._root.named_buffers():
-                if name in cut:
-                    buffer.copy_(parts.full_tensor_of(name, buffer))
         if self._plan.num_ranks > 1:
             for buffer, owner in buffer_owners(self._plan):
                 broadcast_buffer(buffer, owner, self._plan.group, self._randomness.device)

@@ -41,7 +41,7 @@ def test_shards_of_two_axes_are_joined_once():
     for name, tensor in full.items():
         shard = parts.shard(name, tensor)
         assert torch.equal(parts.unshard(name, shard), tensor), name
-        assert torch.equal(parts.full_tensor_of(name, tensor), tensor), name
+        assert torch.equal(parts.unshard(name, tensor), tensor), name
         gathered = outer.shard(tensor, outer.placements[name]) if name in outer.placements else tensor
         assert torch.equal(parts.unshard(name, gathered), tensor), name
         assert torch.equal(parts.unshard(name, shard, over_tensor_ranks=False), gathered), name
@@ -49,4 +49,4 @@ def test_shards_of_two_axes_are_joined_once():
     parts.unshard_parameters()
     for name, tensor in full.items():
         assert torch.equal(root[name], tensor), name
-        assert torch.equal(parts.full_tensor_of(name, root[name]), tensor), name
+        assert torch.equal(parts.unshard(name, root[name]), tensor), name

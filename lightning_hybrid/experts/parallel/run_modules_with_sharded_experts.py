@@ -16,7 +16,7 @@ from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
 from lightning_hybrid.errors import StepError, UnequalMicrobatches, UnsupportedExpertCalls
 from lightning_hybrid.experts.parallel.all_to_all import ExpertAllToAll
 from lightning_hybrid.experts.parallel.batched_expert_adapters import ExpertsAdapter
-from lightning_hybrid.parts.gather_on_read import GatherCallbacks, OutsideLayerGuard, ReadGuards
+from lightning_hybrid.parts.gather_on_read import GatherCallbacks, OutsideLayerGuard, ReadGuards, below_read_guards
 from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 from lightning_hybrid.parts.shard_boxes import shard_of
@@ -244,11 +244,16 @@ class ShardedExperts:
 @contextlib.contextmanager
 def _swapped_data(full: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
     """Replaces the data of parameters by the full tensors inside the context."""
-    local = {parameter: parameter.data for parameter in full}
-    for parameter, tensor in full.items():
-        parameter.data = tensor
+    with torch._C.DisableTorchFunctionSubclass():  # tensor ranks may guard them: this is no read of user code
+        local = {parameter: parameter.data for parameter in full}
+    _set_data(full)
     try:
         yield
     finally:
-        for parameter, tensor in local.items():
-            parameter.data = tensor
+        _set_data(local)
+
+
+@below_read_guards
+def _set_data(data: Mapping[nn.Parameter, Tensor]) -> None:
+    for parameter, tensor in data.items():
+        parameter.data = tensor

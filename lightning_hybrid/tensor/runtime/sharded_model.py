@@ -1,7 +1,7 @@
 """A model whose units are sharded over tensor ranks: the shards that a rank holds, and the forwards of units.
 
 A sharded parameter holds this rank's shard in the user's ``Parameter`` object: optimizers, the reduction over replicas
-and clipping get nothing else. Buffers stay full, and a sharded unit works on a view of its shard of them.
+and clipping get nothing else. Buffers stay full: a sharded unit works on its shard of them, and then gathers them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.parts.parameter_shard_placement import Shard
@@ -27,6 +27,7 @@ from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks, paired
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
 from lightning_hybrid.tensor.runtime.compilable_sharded_linears import CompiledRegionInputs, compiled_forwards
+from lightning_hybrid.tensor.runtime.sharded_buffers import ShardedBuffers
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
 from lightning_hybrid.tensor.shard_state.full_parameter_reads import FullParameterReads
 from lightning_hybrid.tensor.shard_state.tensor_parallel_random_draws import AroundDraw
@@ -62,24 +63,22 @@ class ShardedModel:
         self._root = root
         self._group, self._context = group, context
         self._runners: dict[str, ShardedUnit] = {}
+        self._buffers: dict[str, ShardedBuffers] = {}
         self._reads: FullParameterReads | None = None
         self._warn: Callable[[str], None] = warnings.warn
         self._warned: set[str] = set()  # FQNs of units that have done what their plans were not proved for
         self._compiled: dict[ShardedUnit, Any] = {}  # the compiled forwards of units
         self._expert_parameters: frozenset[str] = frozenset()  # that are sharded over context ranks
         self._expert_users: dict[str, ShardedUnit] = {}  # units that use them, on sequence shards if there are any
-        parameters = {id(parameter): name for name, parameter in root.named_parameters()}
-        names = parameters | {id(buffer): name for name, buffer in root.named_buffers()}
+        names = {id(parameter): name for name, parameter in root.named_parameters()}
         placements: dict[str, Shard] = {}
-        buffers: dict[str, Shard] = {}
         for fqn, plan in plans.items():
-            tensors = _tensors_of(root.get_submodule(fqn))
-            for name, placement in plan.placements.items():
-                if isinstance(placement, Shard) and name in tensors:
-                    key = id(tensors[name])
-                    (placements if key in parameters else buffers)[names[key]] = placement
+            for name, parameter in root.get_submodule(fqn).named_parameters(remove_duplicate=False):
+                placement = plan.placements.get(name)
+                if isinstance(placement, Shard):
+                    placements[names[id(parameter)]] = placement
         axes = [
-            AxisSharding(group, placements, buffers, "tp"),
+            AxisSharding(group, placements, "tp"),
             AxisSharding(context, {}, axis="cp", places=context_places or {}),
         ]
         self.shardings = [axis for axis in axes if axis.group.size() > 1]
@@ -111,13 +110,13 @@ class ShardedModel:
             plan = self._with_experts(fqn, unit, proved)
             is_sharded = plan.num_sharded or plan.positions is not None
             if is_sharded and not any(is_absent(parameter) for parameter in unit.parameters()):
-                buffers = _local_buffers(unit, plan, self._group)
+                self._buffers[fqn] = ShardedBuffers(unit, plan.placements, ranks)
                 self._runners[fqn] = ShardedUnit(
                     unit,
                     plan,
                     ranks,
                     context=context,
-                    tensors=buffers,
+                    tensors=self._buffers[fqn].local,
                     around_draw=around_draw,
                     around_local_draw=around_local,
                 )
@@ -222,7 +221,7 @@ class ShardedModel:
         reads = self._reads
 
         def run(fqn: str, full: Callable[..., Any]) -> Callable[..., Any]:
-            sharded = self._runners[fqn].run_sharded
+            sharded = self._buffers[fqn].gathered_after(self._runners[fqn].run_sharded)
             if reads is not None:
                 sharded = reads.of_layer(units[fqn], sharded)
             return partial(self._sharded_or_full, fqn, sharded, full)
@@ -250,20 +249,5 @@ class ShardedModel:
 
     def forget(self) -> None:
         """Drops the units: parameters are full again."""
-        self._runners, self._compiled, self._expert_users = {}, {}, {}
+        self._runners, self._buffers, self._compiled, self._expert_users = {}, {}, {}, {}
         self._reads = None
-
-
-def _local_buffers(unit: nn.Module, plan: UnitPlan, group: dist.ProcessGroup) -> Callable[[], dict[str, Tensor]]:
-    """Makes a function that returns the local shards of a unit's buffers, as views of the full ones."""
-    slices: list[tuple[str, int, int, int]] = []
-    for name, _ in unit.named_buffers():
-        placement = plan.placements.get(name)
-        if isinstance(placement, Shard):
-            ((start, length),) = placement.ranges(group.rank(), group.size())
-            slices.append((name, placement.dim, start, length))
-    return lambda: {name: unit.get_buffer(name).narrow(*span) for name, *span in slices}
-
-
-def _tensors_of(unit: nn.Module) -> dict[str, Any]:
-    return {**dict(unit.named_parameters(remove_duplicate=False)), **dict(unit.named_buffers(remove_duplicate=False))}

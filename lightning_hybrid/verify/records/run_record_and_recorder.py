@@ -216,7 +216,7 @@ def local_copies(tensors: Iterable[tuple[str, Tensor]], trainer: Any = None) -> 
     """
     shards = _local_shards_of(trainer)
     return {
-        name: (tensor if shards is None else shards.full_tensor_of(name, tensor)).detach().to("cpu", copy=True)
+        name: (tensor if shards is None else shards.unshard(name, tensor)).detach().to("cpu", copy=True)
         for name, tensor in tensors
         if not is_absent(tensor) and not tensor.is_meta
     }

@@ -57,6 +57,7 @@ RUNS = {
     "our layer": shared(Balanced),
     "two copies": shared(dp=4, trainer=CLIPPED, slow=True),
     "over stages": shared(pp=2, validate=True),
+    "a list over tensor ranks, validated": shared(Looped, tp=2, validate=True),
     "over tensor ranks": shared(tp=2, trainer=CLIPPED, slow=True),  # as without data ranks
     "sharded by tensor ranks only": Run(GptOss, tp=2, trainer=CLIPPED),
     "sharded by tensor ranks only, Mixtral": slow(Run(Mixtral, tp=2, validate=True, trainer=CLIPPED)),
