@@ -162,6 +162,7 @@ class FullOrShardedState:
 
     def module_state(self) -> dict[str, Any]:
         """Gather the state dict of the full module on the first rank; collective."""
+        self.share_metrics()
         if self.is_full or self._run is None or self._run.plan is None:
             return self._module.state_dict()
         if self._world.is_disconnected:
@@ -173,6 +174,14 @@ class FullOrShardedState:
                 return {}
             keep = self._world.data_rank == 0
             return gather_module_state(self._module, self._run.plan, self._run.parts, keep=keep)
+
+    def share_metrics(self) -> None:
+        """Broadcast the states of metrics that only one rank of a pipeline has; collective.
+
+        The first rank then pickles metrics by itself, such as those in hyperparameters, and waits for no other.
+        """
+        if self._run is not None and self._run.metrics is not None and not self._world.is_disconnected:
+            self._run.metrics.broadcast_all_states()
 
     def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
         """Gather the state dict of an average of the weights, which is sharded as the module is; collective."""
@@ -215,14 +224,19 @@ class FullOrShardedState:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         self.check_files()
-        run, is_disconnected = self._run, self._world.is_disconnected
-        for stepped in self._optimization.sharded_steps:
-            if stepped.optimizer is optimizer:
-                return {} if is_disconnected else stepped.full_state()
-        if run is None or run.plan is None or (run.plan.num_ranks == 1 and run.parts is None):
+        run = self._run
+        stepped = next((each for each in self._optimization.sharded_steps if each.optimizer is optimizer), None)
+        is_full = run is None or run.plan is None or (run.plan.num_ranks == 1 and run.parts is None)
+        if stepped is None and is_full:
             return optimizer.state_dict()
-        if is_disconnected or not (of_each_copy or self.is_in_first_copy):
+        if self._world.is_disconnected:
             return {}
+        self._world.rendezvous(f"the state of {type(optimizer).__name__}")
+        if stepped is not None:
+            return stepped.full_state()
+        if not (of_each_copy or self.is_in_first_copy):
+            return {}
+        assert run is not None and run.plan is not None
         keep = self._world.data_rank % _data_ranks_of_copy(self._world.layout) == 0
         return gather_optimizer_state(optimizer, run.plan, run.parts, keep=keep)
 
