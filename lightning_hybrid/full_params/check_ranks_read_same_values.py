@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.errors import RanksDisagree
+from lightning_hybrid.errors import NotOnAllRanks, RanksDisagree
 from lightning_hybrid.step.tracing.intercept_step_operations import user_line
 
-# A rank waits in a hook for the others to do the same no longer than this.
-_PATIENCE = timedelta(seconds=120)
+_ADVICE = (
+    "Each rank holds a shard of the model, so read them on every rank, and put only the use of the number under a"
+    " condition on the rank"
+)
+Meet: TypeAlias = Callable[[str, dist.ProcessGroup], None]
 # The first calls of each hook, this many, are compared although they read nothing, by [Note: comparing at the end].
 _COMPARED_CALLS = 2
 
@@ -25,9 +26,12 @@ _COMPARED_CALLS = 2
 class HookAgreement:
     """Compares the next operations of the ranks of one group, which run the same hooks."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, axis: str = "pipeline") -> None:
-        """Take the ranks, the device where they communicate, and for messages what they are ranks of (``axis``)."""
-        self._axis, self._group, self._device = axis, group, device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, meet: Meet, axis: str = "pipeline") -> None:
+        """Take the ranks, the device where they communicate, and for messages what they are ranks of (``axis``).
+
+        ``meet`` waits until the ranks of a group are about to make a call, and raises where some do not.
+        """
+        self._axis, self._group, self._device, self._meet = axis, group, device, meet
         self._num_checks = 0  # so far, the same on every rank
         self._calls: Counter[str] = Counter()
         self._reading: set[str] = set()  # hooks that have read something
@@ -46,31 +50,21 @@ class HookAgreement:
         self._num_checks += 1
         line = user_line()
         digest = zlib.crc32(f"{hook} {what} {line.rsplit('/', 1)[-1]}".encode())
+        try:
+            self._meet(f"{hook}: {what}{why and f' for {why}'} ({line})", self._group)
+        except NotOnAllRanks as error:
+            self._num_checks -= 1
+            raise RanksDisagree(f"{error}. {_ADVICE}", entry="hook-ranks") from error
         mine = torch.tensor([digest, self._num_checks], device=self._device)
         rows = [torch.empty_like(mine) for _ in range(self._group.size())]
-        work = dist.all_gather(rows, mine, group=self._group, async_op=True)
-        begin = time.monotonic()
-        try:
-            assert work is not None
-            work.wait(_PATIENCE)
-        except (RuntimeError, dist.DistError) as error:
-            if time.monotonic() - begin < 0.9 * _PATIENCE.total_seconds():
-                raise  # the other ranks are gone
-            raise RanksDisagree(
-                f"{hook}: {self._axis} rank {self._group.rank()} {what}{why and f' for {why}'} ({line}), and the other"
-                f" ranks did not within {_PATIENCE.total_seconds():.0f} s. Each rank holds a shard of the model, so"
-                " read gradients and parameters on every rank, and put only the use of the number under a condition on"
-                " the rank",
-                entry="hook-ranks",
-            ) from error
+        dist.all_gather(rows, mine, group=self._group)
         if all(row.tolist() == rows[0].tolist() for row in rows):
             return
         texts = self.gather_objects(f"{what}{why and f' for {why}'} ({line})")
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         raise RanksDisagree(
             f"only some {self._axis} ranks read gradients, parameters or what is computed from them in {hook}, or they"
-            f" read different ones. {listed}. Each rank holds a shard of the model, so read them on every rank, and"
-            " put only the use of the number under a condition on the rank",
+            f" read different ones. {listed}. {_ADVICE}",
             entry="hook-ranks",
         )
 

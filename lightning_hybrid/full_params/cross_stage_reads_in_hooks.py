@@ -33,7 +33,7 @@ from lightning_hybrid.errors import GlobalReadError
 from lightning_hybrid.full_params import op_effects as effects
 from lightning_hybrid.full_params.broadcast_buffers_to_user_hooks import HookBuffers
 from lightning_hybrid.full_params.broadcast_values_between_stages import RemoteValues
-from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
+from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement, Meet
 from lightning_hybrid.full_params.record_ranks_with_tensor_content import Ranks, ValueLocations, covers
 from lightning_hybrid.randomness.random_number_ops import draws
 from lightning_hybrid.step.module_state.pickle_sharded_parameters import reduce_for_pickle
@@ -62,6 +62,7 @@ class CrossStageReads(TorchFunctionMode):
         holders: Mapping[str, Sequence[int]],
         group: dist.ProcessGroup,
         device: torch.device,
+        meet: Meet,
         *,
         buffer_owners: Callable[[], Sequence[tuple[Tensor, int]]] = list,
         most_elements: int = 1 << 24,
@@ -73,6 +74,7 @@ class CrossStageReads(TorchFunctionMode):
             holders: Pipeline ranks that hold each parameter, by FQN.
             group: The ranks of this pipeline.
             device: Where the group communicates.
+            meet: As for ``HookAgreement``.
             buffer_owners: Returns the buffers that are right on one pipeline rank only, and that rank.
             most_elements: Number of elements that one hook may exchange.
         """
@@ -80,7 +82,7 @@ class CrossStageReads(TorchFunctionMode):
         self._group, self._device, self._most_elements = group, device, most_elements
         self._rank = group.rank()
         self._locations = ValueLocations(group.size())
-        self._agreement = HookAgreement(group, device)
+        self._agreement = HookAgreement(group, device, meet)
         self._remote = RemoteValues(self._locations, self._agreement, group, device)
         self._buffers = HookBuffers(buffer_owners, self._agreement, group, device)
         self._fqns = {id(parameter): fqn for fqn, parameter in parameters.items()}

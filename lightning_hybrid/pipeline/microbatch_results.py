@@ -8,6 +8,7 @@ from typing import Any
 from lightning_hybrid.pipeline.results.log_entry import Entry, Key, keyed
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import Rows
 from lightning_hybrid.step.batch.merge_outputs import join
+from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics, MetricCalls
 
 RUNS_OTHER_LINES, CHANGES_MODULES = 1, 2  # values of ``MicrobatchResults.news``
 
@@ -29,6 +30,7 @@ class MicrobatchResults:
             has run other lines of code than before; else 0.
         calls: The lines of code that it has run.
         checksum: Checksum of the full batch.
+        metric_calls: Calls of metrics, which these make with the full batch in the end.
     """
 
     weights: list[float]
@@ -42,6 +44,7 @@ class MicrobatchResults:
     news: int = 0
     calls: frozenset[int] = frozenset()
     checksum: int = 0
+    metric_calls: MetricCalls = field(default_factory=dict)
 
     def joined_output(self, step: str) -> Any:
         """The output for the full batch of the step of this name."""
@@ -53,6 +56,14 @@ class MicrobatchResults:
         pairs = zip(self.losses, self.loss_weights, strict=True)
         present = [(loss, weight) for loss, weight in pairs if loss is not None]
         return sum(loss * weight for loss, weight in present if weight) if present else None
+
+    def call_metrics(self, metrics: FullBatchMetrics) -> None:
+        """Call the metrics with the full batch, and let entries have the values that they return."""
+        metrics.finish_all(self.loss_weights, self.sizes, calls=self.metric_calls)
+        value_of = metrics.values()
+        for entry in self.entries if self.metric_calls else ():
+            if (value := value_of(entry.metric, entry.origin)) is not None:
+                entry.values = [value] * len(entry.values)
 
     def logs(self) -> list[tuple[Entry, float]]:
         """Each entry with its value for the full batch, of the microbatches that have logged it."""

@@ -40,11 +40,9 @@ from lightning_hybrid.pipeline.step_runner_interface_and_results import Microbat
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join
 from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, copied_batch, sizes_of, split
-from lightning_hybrid.step.batch_means.torchmetrics_of_full_batch import BatchMetrics
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.recording.values_kept_on_modules import refuse_absent_numbers
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
-from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks
 
 _OBJECTIVES = frozenset({"training_step", "validation_step", "test_step"})
 
@@ -98,7 +96,6 @@ class StepRunner(MicrobatchRunner):
         self._executor.after_forward = lambda: self.settle()
         self._traces = TraceCache(root, plan, randomness)
         self._loss_shares = LossMeanWeights(root, plan, self._traces, randomness)
-        self._batch_metrics = BatchMetrics(find_sinks(root), metrics.counted.weigh_means)
         self._transport, self._programs = transport, Programs(plan, transport)
         self._unsplit = UnsplitSteps(self._traces, warn_unsplit)
         self._chosen: ChosenTraces | None = None  # for the training batch that comes next
@@ -244,11 +241,11 @@ class StepRunner(MicrobatchRunner):
             chosen.batch,
             share_output=share_output,
             train=train is not None,
-            metrics=self._batch_metrics,
+            metrics=self._metrics.calls,
+            sizes=sizes_of(chosen.microbatches),
             by_samples=(self.weighting.keys, chosen.weights),
             rank_of=self.plan.rank_of,
         )
-        self._batch_metrics.begin(count)
         snapshot = None
         if train is not None and self._agree_on_broken_step is not None:
             snapshot = StepSnapshot(self._root, frozenset[str]().union(*(variant.written for variant in variants)))
@@ -256,11 +253,11 @@ class StepRunner(MicrobatchRunner):
             program=self._programs.of(variants, train=train is not None),
             variants=variants,
             steps=[self._traces.bind_microbatch(call, batch, len(self.plan.stages)) for batch in chosen.microbatches],
-            around=self._around_forwards(call, logs, weights),
+            around=self._around_forwards(call, logs, count),
             parameters=self.plan.names(),
             repeated_buffers=repeated_buffers(self.plan),
             shares=shares,
-            metrics=self._batch_metrics if count > 1 else None,
+            metrics=self._metrics.calls if count > 1 else None,
             may_break=snapshot is not None and not self._traces.writes_batch(call.name),
             **self._callbacks(train, exchange, weights, chosen),
         )
@@ -269,13 +266,12 @@ class StepRunner(MicrobatchRunner):
         grad = torch.set_grad_enabled(train is not None or torch.is_grad_enabled())
         with self._randomness.isolated(), grad, self._metrics.step():
             outcome = self._executor.run(job)
-        self._synchronize(exchange, outcome, snapshot)
+            self._synchronize(exchange, outcome, snapshot)
         for variant in dict.fromkeys(variants):
             self._metrics.record_feeding_ranks(variant.assignment.sinks, self.plan.rank_of)
         result = self._result(
             chosen, outcome, exchange, weights, train=train is not None, appended=appended, side_effects=side_effects
         )
-        self._batch_metrics.begin(0)
         broadcast_buffers(self.plan, variants)
         self.unpartitioned.has_stale_copies = True
         return result
@@ -291,15 +287,14 @@ class StepRunner(MicrobatchRunner):
             return weights, self._loss_shares.of(call, chosen.variants, chosen.batch, microbatches, weights)
 
     def _around_forwards(
-        self, call: Call, logs: LogCapture, weights: Sequence[float]
+        self, call: Call, logs: LogCapture, count: int
     ) -> Callable[[int, Callable[[], StageRun]], StageRun]:
         """A function that runs the forward of a microbatch in its contexts; they are entered before each forward."""
-        total = sum(weights) or 1.0
 
         def around(index: int, run: Callable[[], StageRun]) -> StageRun:
             keyed = self._randomness.microbatch(call.number, call.first + index)
-            weighted = self._metrics.counted.microbatch(weights[index] / total)
-            with call.context(), keyed, logs.microbatch(self._root, index), weighted:
+            metrics = self._metrics.calls.microbatch(index, is_full=count == 1)
+            with call.context(), keyed, logs.microbatch(self._root, index), metrics:
                 return run()
 
         return around
@@ -346,7 +341,6 @@ class StepRunner(MicrobatchRunner):
         if snapshot is None or self._agree_on_broken_step is None or not self._agree_on_broken_step(is_broken):
             return
         snapshot.restore("does something else than what was recorded")
-        self._batch_metrics.begin(0)
         raise StepBroken(outcome.broken)
 
     def _run_unpartitioned(self, call: Call, batch: Any) -> StepResult:

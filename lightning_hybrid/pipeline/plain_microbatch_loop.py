@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline.results.count_batches_once_across_ranks import CountedMetrics
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import detached
 from lightning_hybrid.pipeline.runtime.parameter_gradients import ParameterGradients, split_weight
@@ -18,6 +17,7 @@ from lightning_hybrid.pipeline.side_effects.join_appended_entries import Appende
 from lightning_hybrid.pipeline.split_batch_over_ranks_and_gather_results import BatchShare
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, TrainContext, backward_of
 from lightning_hybrid.schedule import Action, Kind
+from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
 from lightning_hybrid.step.instrument.backward_code import BackwardCode
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import put
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import reachable_leaves
@@ -68,7 +68,7 @@ class MicrobatchLoop:
         step: Callable[[Any], Any],
         context: Callable[[], AbstractContextManager[Any]],
         keyed: Callable[[int], AbstractContextManager[None]] | None,
-        counted: CountedMetrics,
+        metrics: FullBatchMetrics,
         train: TrainContext | None,
         seeds: Sequence[float],
         appended: AppendedEntries | None,
@@ -79,7 +79,7 @@ class MicrobatchLoop:
             step: The user's step, of one microbatch.
             context: Entered around each forward (autocast).
             keyed: Keys the random numbers of a microbatch, by its index; None with manual optimization.
-            counted: Metrics, in which microbatches weigh.
+            metrics: Of the module.
             train: Callbacks of a training step with automatic optimization; None runs forwards only.
             seeds: By microbatch, the weight of its loss, with which the backward starts.
             appended: Records the entries that each microbatch appends to lists.
@@ -90,10 +90,16 @@ class MicrobatchLoop:
         for index, microbatch in enumerate(self._share.microbatches):
             draws = keyed(index) if keyed is not None else contextlib.nullcontext()
             start = recorder.mark()
-            weighted = counted.microbatch(self._share.loss_weights[index])
+            called = metrics.microbatch(index, is_full=self._share.total == 1)
             path = TorchCallSites() if self._traces_calls else None
             code = BackwardCode() if train is not None and self.scales_gradients is None else None
-            with runner.around_step(), context(), draws, self.logs.microbatch(self._root, index), weighted:
+            with (
+                runner.around_step(),
+                context(),
+                draws,
+                self.logs.microbatch(self._root, index, metrics.origin),
+                called,
+            ):
                 with path or contextlib.nullcontext(), code or contextlib.nullcontext():
                     output = step(microbatch)
                 if runner.gathers_outputs:

@@ -20,7 +20,7 @@ from torch import nn
 from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import digest
 from lightning_hybrid.collectives.broadcast_from_owner import broadcast_buffer
 from lightning_hybrid.collectives.exchange_and_compare_step_numbers import NumberExchange
-from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
+from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement, Meet
 from lightning_hybrid.full_params.gather_parameters_per_op_mode import GatheredParameters
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
@@ -52,6 +52,7 @@ class UnpartitionedSteps:
         parts: Callable[[], LocalShards | None],
         replica: dist.ProcessGroup,
         randomness: KeyedRandomness,
+        meet: Meet,
         *,
         room: Callable[[], int],
         warn: Callable[[str, Exception], None],
@@ -67,6 +68,7 @@ class UnpartitionedSteps:
             parts: Returns the local shards of the parameters; None if this rank has them in full.
             replica: All ranks that receive the same batch.
             randomness: Keys the random numbers of steps.
+            meet: As for ``HookAgreement``.
             room: Returns how many bytes gathered parameters may take in a step on this rank.
             warn: Called once with the name of a step that cannot be partitioned, and the reason.
             around: Entered around each step, innermost but for the logs.
@@ -78,7 +80,7 @@ class UnpartitionedSteps:
         self._root, self._plan, self._parts, self._replica = root, plan, parts, replica
         self._randomness, self._room, self._warn, self._around = randomness, room, warn, around
         self.has_recorded, self._fails_alone = has_recorded, fails_alone
-        self._agreement = HookAgreement(replica, randomness.device)
+        self._agreement = HookAgreement(replica, randomness.device, meet)
 
     def add_step(self, name: str, reason: Exception) -> None:
         """Let every rank run a step unpartitioned from now on; raise the reason where other ranks have recorded it."""

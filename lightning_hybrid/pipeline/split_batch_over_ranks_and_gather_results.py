@@ -20,6 +20,7 @@ from lightning_hybrid.pipeline.microbatch_results import CHANGES_MODULES, Microb
 from lightning_hybrid.pipeline.results.log_entry import Entry, keys_of
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import merged
 from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, batch_size_of, split
+from lightning_hybrid.step.batch_means.full_batch_metrics import joined_calls
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -116,7 +117,8 @@ class BatchSharing:
         rows: list[Any] = [None] * self.size
         entries: Any = [_picklable(entry) for entry in local.entries]
         outputs, appended = map_leaves(_to_cpu, local.outputs), map_leaves(_to_cpu, local.appended)
-        sent = replace(local, entries=entries, outputs=outputs, appended=appended)
+        calls = map_leaves(_to_cpu, local.metric_calls)
+        sent = replace(local, entries=entries, outputs=outputs, appended=appended, metric_calls=calls)
         dist.all_gather_object(rows, sent, group=self._group)
         rows[self.rank] = local
         if len({row.checksum for row in rows}) > 1:
@@ -130,6 +132,7 @@ class BatchSharing:
             sizes=[size for row in rows for size in row.sizes],
             outputs=[output for row in rows for output in row.outputs],
             appended=merged([row.appended for row in rows], [len(row.weights) for row in rows]),
+            metric_calls=joined_calls([(len(row.weights), row.metric_calls) for row in rows]),
             news=CHANGES_MODULES if _branches_differ(rows) else max(row.news for row in rows),
         )
 

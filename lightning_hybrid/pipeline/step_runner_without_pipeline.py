@@ -245,7 +245,6 @@ class PlainRunner(MicrobatchRunner):
             self._randomness.isolated() if not manual_optimization else contextlib.nullcontext(),
             torch.set_grad_enabled(trains or torch.is_grad_enabled()),
             self._metrics.step(),
-            self._metrics.counted.batch(are_shares=share.ranks > 1),
             self._layers(),
         ):
             scales = self._scales_gradients if share.total > 1 else False
@@ -254,7 +253,7 @@ class PlainRunner(MicrobatchRunner):
                 lambda microbatch: step(microbatch, *rest),
                 context,
                 None if manual_optimization else lambda index: self._draws.keyed(name, step_number, first + index),
-                self._metrics.counted,
+                self._metrics.calls,
                 train,
                 seeds,
                 appended,
@@ -272,6 +271,7 @@ class PlainRunner(MicrobatchRunner):
         if snapshot is not None and not self.runs_shares:  # the results are those of a share of the batch
             snapshot.restore("does something new, and would run on full batches")
             return StepResult(None, None, [], was_rolled_back=True)
+        self._metrics.finish(results.call_metrics)
         if appended is not None:
             appended.put(results.appended, results.weights, results.sizes, results.losses, results.loss_weights)
         loss = _as_tensor(results.loss, loop.losses)
@@ -281,6 +281,7 @@ class PlainRunner(MicrobatchRunner):
         self, results: MicrobatchResults, share: BatchShare, changes: ModuleChanges | None, calls: set[int]
     ) -> MicrobatchResults:
         """Gather the results of all shares of a batch, and learn what the step has changed on the modules."""
+        results.metric_calls = self._metrics.calls.calls
         if changes is not None:
             results.calls = frozenset(calls)
             results.news = CHANGES_MODULES if changes.something() else RUNS_OTHER_LINES if calls - self._calls else 0

@@ -1,7 +1,5 @@
 """Reads of gradients that cannot be global, by some ranks or at the wrong time, are refused on every rank."""
 
-from datetime import timedelta
-
 import pytest
 import torch
 
@@ -110,9 +108,8 @@ class ReadsLateOnFirstRank(RecordsGradients):
             self.recorded.append(float(self.gradients()[-1].norm()))
 
 
-def run_late(patience_seconds):
+def run_late():
     ignore_warnings()
-    known._PATIENCE = timedelta(seconds=patience_seconds)
     num_checks = count_agreements()
     try:
         trainer_of(2, 2, strategy_options={"num_microbatches": 2}).fit(ReadsLateOnFirstRank(), loader(2))
@@ -134,7 +131,7 @@ def count_agreements():
 
 
 def test_hooks_without_reads_stop_being_compared_and_late_reads_fail(worlds):
-    (first, num_first), (second, num_second) = worlds.run(2, run_late, 2.0)
-    assert "ReadsLateOnFirstRank.on_before_optimizer_step" in first and "within 2 s" in first
+    (first, num_first), (second, num_second) = worlds.run(2, run_late)
+    assert "ReadsLateOnFirstRank.on_before_optimizer_step" in first and "have continued without it" in first
     assert "ReadsLateOnFirstRank" in second and "rank 0" in second
     assert num_second == 2 and num_first > 2  # the first two calls of the one hook, though there were four

@@ -22,6 +22,7 @@ class _Call(NamedTuple):
     Attributes:
         what: The logged object, if it is not a number.
         node_value: Index of the logged value in the step graph.
+        origin: The call of a metric that has returned it, if one has.
     """
 
     name: str
@@ -31,6 +32,7 @@ class _Call(NamedTuple):
     dtype: torch.dtype
     node_value: int | None
     guess: float
+    origin: Any
 
 
 class LogCapture:
@@ -41,9 +43,14 @@ class LogCapture:
         self._count, self._has_guessed = num_microbatches, has_guessed
         self._calls: dict[int, list[_Call]] = {}
 
-    def microbatch(self, root: nn.Module, index: int) -> AbstractContextManager[None]:
-        """Capture the calls of one run of the step; a second run (another stage of this rank) adds its values."""
-        return _CaptureContext(self._calls, root, index, self._has_guessed)
+    def microbatch(
+        self, root: nn.Module, index: int, origin: Callable[[Any], Any] = lambda value: None
+    ) -> AbstractContextManager[None]:
+        """Capture the calls of one run of the step; a second run (another stage of this rank) adds its values.
+
+        ``origin`` returns the call of a metric that has returned a value.
+        """
+        return _CaptureContext(self._calls, root, index, self._has_guessed, origin)
 
     def entries(self) -> list[Entry]:
         """One entry per key and call; values of microbatches that have not logged it are NaN."""
@@ -60,7 +67,7 @@ class LogCapture:
                 entry = entries[key]
                 entry.kwargs, entry.sizes[index] = call.kwargs, call.kwargs.get("batch_size")
                 entry.values[index], entry.guesses[index] = call.value, call.guess
-                entry.value = call.node_value
+                entry.value, entry.origin = call.node_value, call.origin
         return list(entries.values())
 
 
@@ -68,8 +75,14 @@ class _CaptureContext(AbstractContextManager[None]):
     """Replaces ``root.log``. A class, not a generator: it is entered before every forward."""
 
     def __init__(
-        self, rows: dict[int, list[_Call]], root: nn.Module, index: int, has_guessed: Callable[[], bool]
+        self,
+        rows: dict[int, list[_Call]],
+        root: nn.Module,
+        index: int,
+        has_guessed: Callable[[], bool],
+        origin: Callable[[Any], Any],
     ) -> None:
+        self._origin = origin
         self._rows, self._root, self._index, self._has_guessed = rows, root, index, has_guessed
         self._calls: list[_Call] = []
 
@@ -95,7 +108,7 @@ class _CaptureContext(AbstractContextManager[None]):
             exact, guess = math.nan if number is None else number, math.nan
             if not isinstance(value, Tensor | Metric) and self._has_guessed():
                 exact, guess = guess, exact
-            self._calls.append(_Call(name, what, exact, kwargs, _dtype(value), index, guess))
+            self._calls.append(_Call(name, what, exact, kwargs, _dtype(value), index, guess, self._origin(value)))
 
 
 def _dtype(value: Any) -> torch.dtype:

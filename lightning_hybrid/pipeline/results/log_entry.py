@@ -39,6 +39,7 @@ class Entry:
         kwargs: The other arguments of the call, those of the last microbatch.
         values: By microbatch; NaN where the value is on another rank.
         sizes: The ``batch_size`` argument, by microbatch.
+        origin: The call of a metric that has returned the logged value, if one has.
         dtype: The dtype of the logged tensor, at least torch's default; numbers have the default, as in Lightning.
     """
 
@@ -51,6 +52,7 @@ class Entry:
     guesses: list[float] = dataclasses.field(default_factory=list)
     other: Any = NUMBER
     value: int | None = None
+    origin: Any = None
 
     @property
     def is_number(self) -> bool:

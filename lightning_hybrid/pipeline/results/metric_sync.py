@@ -7,8 +7,8 @@ over processes that torchmetrics then does covers the data axes only, so no samp
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_hybrid.graph.step_graph import SINK
 from lightning_hybrid.patching import replace
-from lightning_hybrid.pipeline.results.count_batches_once_across_ranks import CountedMetrics
+from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks
 
@@ -30,67 +29,52 @@ class MetricSync:
 
     Attributes:
         metrics: All metrics, by FQN.
-        counted: Counts each batch once where batches run in microbatches or shares.
+        calls: Calls metrics once for the full batch, where it runs in microbatches or shares.
     """
 
     def __init__(
         self,
         root: nn.Module,
         pipeline: dist.ProcessGroup,
-        data: dist.ProcessGroup,
-        shares: dist.ProcessGroup,
-        share_rank: int = 0,
-        meet: Callable[[str], None] = lambda what: None,
-        launcher_world: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        meet: Callable[[str, dist.ProcessGroup], None] = lambda what, group: None,
     ) -> None:
         """Patch the metrics.
 
         Args:
             root: The user's module.
             pipeline: Ranks of one pipeline.
-            data: Ranks with different batches.
-            shares: These and the ranks with different shares of a batch.
-            share_rank: Index of this rank among those that share one batch.
-            meet: Called before a state is broadcast for a copy of a metric; detects ranks that run other operations.
-            launcher_world: Entered around gathers, which may come from hooks of the user.
+            meet: Waits until the ranks of a group are about to make a call, and raises where some do not.
         """
         self._meet = meet
         self._pipeline = pipeline
-        self._data, self._shares = data, shares
         self._feeding_rank: dict[str, int] = {}
+        self._stale = set[str]()  # metrics that one rank has updated since their states were broadcast
         self._inside_step = False
         self._undo: list[Callable[[], None]] = []
         self.metrics = {name: module for name, module in root.named_modules() if isinstance(module, Metric)}
         for name, metric in self.metrics.items():
-            self._install(name, metric, launcher_world)
-        self.counted = CountedMetrics(find_sinks(root), share_rank)
+            self._install(name, metric)
+        self.calls = FullBatchMetrics(find_sinks(root))
 
-    def _install(self, name: str, metric: Metric, launcher_world: Callable[[], AbstractContextManager[None]]) -> None:
+    def _install(self, name: str, metric: Metric) -> None:
         user_compute = metric.compute
 
-        def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
-            """The states of all ranks, each of the shape that it has there."""
-            default = self._shares if self.counted.is_fed_in_shares(metric) else self._data
-            with launcher_world():  # torchmetrics asks for its rank in a group, which counts from the world's
-                return gather_all_tensors(tensor, group or default)
-
         def compute(*args: Any, **kwargs: Any) -> Any:
-            if not self._inside_step and metric._computed is None:
-                self._share_state(name, metric)
+            if not self._inside_step and name in self._stale:
+                self._share_states([name], f"{name}.compute()")
             return user_compute(*args, **kwargs)
 
         user_state = metric.__getstate__
 
         def state() -> Any:
-            if not self._inside_step and self._is_sent(name):
+            # Another thread, such as one that writes a file, saves what is here.
+            is_alone = self._inside_step or threading.current_thread() is not threading.main_thread()
+            if name in self._stale and not is_alone:
                 with torch._C.DisableTorchFunction():
-                    self._meet(f"a copy or pickle of the metric {name!r}")
-                    self._share_state(name, metric)
+                    self._share_states([name], f"a copy or pickle of the metric {name!r}")
             return user_state()
 
         self._undo.append(replace(metric, "__getstate__", state, reason="pickles hold the user's state"))
-        if metric.dist_sync_fn is None:
-            self._undo.append(replace(metric, "dist_sync_fn", gather, reason="syncs over replicas"))
         self._undo.append(replace(metric, "compute", compute, reason="syncs over stages and replicas"))
 
     @contextlib.contextmanager
@@ -100,6 +84,7 @@ class MetricSync:
             metric._forward_cache = None
         self._inside_step = True
         try:
+            self.calls.begin()
             yield
         finally:
             self._inside_step = False
@@ -112,6 +97,11 @@ class MetricSync:
             yield
         finally:
             self._inside_step = before
+
+    def finish(self, call_metrics: Callable[[FullBatchMetrics], None]) -> None:
+        """Call metrics with the full batch at the end of a step that ran in microbatches or shares."""
+        with self.local_copies():
+            call_metrics(self.calls)
 
     def record_feeding_ranks(self, sinks: Mapping[str, int], rank_of: Callable[[int], int]) -> None:
         """Record the rank that updates each metric.
@@ -133,20 +123,24 @@ class MetricSync:
                             f"metric {name!r} is updated on pipeline rank {first} by one step and on rank {rank} by"
                             " another; use one metric object per step, as in self.train_accuracy and self.val_accuracy"
                         )
+                    if self._pipeline.size() > 1:
+                        self._stale.add(name)
+                        self.metrics[name]._computed = None  # also where it is not updated
 
     def broadcast_all_states(self) -> None:
         """Broadcast the states of all metrics from the ranks that update them; collective over the pipeline."""
-        for name, metric in self.metrics.items():
-            if name in self._feeding_rank:
-                self._share_state(name, metric)
-                metric._computed = None
+        self._share_states([name for name in self.metrics if name in self._stale], "a broadcast of all metrics")
 
-    def _is_sent(self, name: str) -> bool:
-        return name in self._feeding_rank and self._pipeline.size() > 1
+    def _share_states(self, names: Sequence[str], what: str) -> None:
+        """Broadcast states for the call ``what``; raises at once where a rank of the pipeline does not make it."""
+        if names:
+            self._meet(what, self._pipeline)
+        for name in names:
+            self._share_state(name, self.metrics[name])
+            self.metrics[name]._computed = None
 
     def _share_state(self, name: str, metric: Metric) -> None:
-        if not self._is_sent(name):
-            return
+        self._stale.discard(name)
         source = self._feeding_rank[name]
         # A tensor that was pickled on one device of the node would be unpickled on that device by every rank.
         names = (*metric._defaults, *_plain_attributes(metric))
@@ -161,7 +155,7 @@ class MetricSync:
 
     def close(self) -> None:
         """Undo the patches."""
-        self.counted.close()
+        self.calls.close()
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()

@@ -22,7 +22,7 @@ from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Entry, Key, keyed
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.step.batch_means.batch_scalars_from_microbatch_scalars import BatchScalars
-from lightning_hybrid.step.batch_means.torchmetrics_of_full_batch import BatchMetrics
+from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
 
@@ -43,7 +43,8 @@ class StepResultExchange:
         *,
         share_output: bool,
         train: bool,
-        metrics: BatchMetrics,
+        metrics: FullBatchMetrics,
+        sizes: Sequence[int | None],
         by_samples: tuple[frozenset[Key], Sequence[float]],
         rank_of: Callable[[int], int],
     ) -> None:
@@ -59,10 +60,11 @@ class StepResultExchange:
             share_output: Whether outputs are needed.
             train: Whether a backward follows.
             metrics: Metrics of the full batch.
+            sizes: Numbers of samples of the microbatches.
             by_samples: Logged keys that weigh by samples, and these weights.
             rank_of: Returns the pipeline rank of a stage.
         """
-        self._metrics, self._by_samples = metrics, by_samples
+        self._metrics, self._sizes, self._by_samples = metrics, sizes, by_samples
         self._group, self._rank_of = group, rank_of
         self._has_last_stage = group.rank() == rank_of(variants[0].assignment.num_stages - 1)
         self._device = device
@@ -95,7 +97,9 @@ class StepResultExchange:
             self._exchange = NumberExchange([], self._group, names=0, batch=0, is_broken=True, device=self._device)
             return
         self._entries = self._logs.entries()
-        batch = BatchScalars([runs[index].scalars for index in range(len(runs))], self._weights, self._metrics)
+        scalars = [runs[index].scalars for index in range(len(runs))]
+        batch = BatchScalars(scalars, self._weights, self._sizes, self._metrics)
+        self._metrics.finish_all(*batch.how)
         # Microbatches with different traces have their numbers on different ranks: combined once all are received.
         numbers = [
             number for entry in self._entries for number in (self._full_batch_number(entry, batch), *entry.values)
@@ -120,11 +124,13 @@ class StepResultExchange:
 
     def _full_batch_number(self, entry: Entry, batch: BatchScalars) -> float:
         """The number logged for the full batch, where it is not the combination of the microbatches'; NaN otherwise."""
-        if entry.how != "mean" or any(map(math.isnan, entry.values)) or len(self._variants) == 1:
+        number: Any = None
+        if len(self._variants) == 1:
             return math.nan
-        number = None
         if entry.metric is not None:
-            number = self._metrics.value_of(entry.metric)
+            number = self._metrics.values()(entry.metric, None)
+        elif any(map(math.isnan, entry.values)):
+            return math.nan
         elif entry.value is not None and not batch.is_mean(entry.value):
             number = batch.value(entry.value)
         return math.nan if number is None else float(number)

@@ -28,8 +28,8 @@ from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.schedule import Action, Compute, Instruction, Kind, Message, Program, Receive, Send, peer_of
+from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
-from lightning_hybrid.step.batch_means.torchmetrics_of_full_batch import BatchMetrics
 from lightning_hybrid.step.instrument.instrument_step import instrumented
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import ReplayWatch, StageRun
 from lightning_hybrid.step.standins.absent_tensors import fill
@@ -73,7 +73,7 @@ class Job:
     after_backward: Callable[[int, bool], None] = lambda stage, is_last: None
     reduce: Callable[[int], None] = lambda stage: None
     shares: Sequence[Mapping[int, Share]] = ()
-    metrics: BatchMetrics | None = None
+    metrics: FullBatchMetrics | None = None
     after_forwards: Callable[[Mapping[int, StageRun], bool], None] = lambda runs, is_broken: None
     may_break: bool = False
     recorder: ActionRecorder = field(default_factory=ActionRecorder)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +40,31 @@ def join(outputs: Sequence[Any], weights: Sequence[float], counts: Sequence[int 
     if len(outputs) == 1:
         return outputs[0]
     return _Merger(tuple(weights), tuple(counts), step).of(list(outputs))
+
+
+def join_arguments(
+    arguments: Sequence[Any],
+    weights: Sequence[float],
+    counts: Sequence[int | None],
+    scalar: Callable[[list[Any]], Tensor | None] = lambda column: None,
+) -> Any:
+    """Join the arguments of calls of a metric, one for each microbatch, to those of one call for the full batch.
+
+    Rows are joined also where there are several per sample (tokens). Integers, and floats without a fraction, that are
+    multiples of the number of samples are sums over samples, and so are other integers that differ.
+
+    Args:
+        arguments: Of each microbatch.
+        weights: Of the microbatches in means.
+        counts: Number of samples of each microbatch, if known.
+        scalar: Returns a scalar of the full batch from those of the microbatches, where it is no mean of these.
+    """
+    if len(arguments) == 1:
+        return arguments[0]
+    total = sum(weights) or 1.0
+    return _ArgumentMerger(tuple(weight / total for weight in weights), tuple(counts), "", scalar=scalar).of(
+        list(arguments)
+    )
 
 
 def weighted_mean(outputs: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -187,6 +212,36 @@ class _Merger:
         # A tensor that is equal in all microbatches, such as a weight, has no dimension of samples.
         is_unique = len(fitting) == 1 and any(not torch.equal(output, outputs[0]) for output in outputs[1:])
         return fitting[0] if is_unique else None
+
+
+@dataclass(frozen=True)
+class _ArgumentMerger(_Merger):
+    """Merges the arguments of a metric."""
+
+    scalar: Callable[[list[Any]], Tensor | None] = lambda column: None
+
+    def _plain(self, outputs: list[Any]) -> Any:
+        last = outputs[-1]
+        if not isinstance(last, int | float) or isinstance(last, bool) or None in self.counts:
+            return super()._plain(outputs)
+        is_count = last and all(output % (count or 1) == 0 for output, count in zip(outputs, self.counts, strict=True))
+        if is_count or (isinstance(last, int) and any(output != last for output in outputs)):
+            return sum(outputs)
+        return super()._plain(outputs)
+
+    def _tensors(self, outputs: list[Tensor]) -> Tensor:
+        first = outputs[0]
+        if all(output.dim() == 0 for output in outputs):
+            found = self.scalar(outputs)
+            return super()._tensors(outputs) if found is None else found
+        if all(output.data_ptr() == first.data_ptr() and output.shape == first.shape for output in outputs):
+            return first  # a tensor of the module
+        sizes = [output.shape[0] if output.dim() else 0 for output in outputs]
+        per_sample = {size / count if count else 1 for size, count in zip(sizes, self.counts, strict=True)}
+        is_whole = len(per_sample) == 1 and next(iter(per_sample)) in range(1, max(sizes) + 1)
+        if is_whole and len({output.shape[1:] for output in outputs}) == 1:
+            return torch.cat(outputs)
+        return super()._tensors(outputs)
 
 
 def has_rows(entry: Any, count: int) -> bool:

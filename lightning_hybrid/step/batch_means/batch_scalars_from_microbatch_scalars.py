@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
+from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
 from lightning_hybrid.step.batch_means.linear_means_of_loss import is_linear
-from lightning_hybrid.step.batch_means.torchmetrics_of_full_batch import BatchMetrics
 from lightning_hybrid.step.objects.pytree import Spec, flatten, unflatten
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import MARK, is_absent
 from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase
 from lightning_hybrid.step.tracing.recording_dataclasses import Template
 
@@ -44,6 +44,7 @@ class _Call(NamedTuple):
         leaves: Leaves of its arguments; an ``_Index`` in place of a value of the step.
         spec: Containers of the leaves.
         position: Index of the requested leaf of its result.
+        origin: For calls of metrics, as ``FullBatchMetrics.origin``.
     """
 
     node: Node
@@ -51,6 +52,7 @@ class _Call(NamedTuple):
     leaves: list[Any]
     spec: Spec | None
     position: int
+    origin: tuple[str, int, int] | None
 
 
 class _Index(int):
@@ -78,6 +80,7 @@ class ScalarResults:
         results: Sequence[Any],
         template: Template,
         mark_of: Callable[[Tensor], int | None],
+        origin: Callable[[Any], tuple[str, int, int] | None],
     ) -> None:
         """Record one operation, and the scalars that it reads and makes.
 
@@ -89,6 +92,7 @@ class ScalarResults:
             results: Leaves of its result: scalars, and values of metrics of any shape.
             template: Describes which values these are.
             mark_of: Returns the value index of a tensor; None if it is computed from the batch alone.
+            origin: As ``FullBatchMetrics.origin``.
         """
         leaves, spec = flatten((args, kwargs))
         if any(isinstance(leaf, ShardedTensorBase) for leaf in (*leaves, *results)):
@@ -109,7 +113,7 @@ class ScalarResults:
             if described.value is not None and isinstance(leaf, Tensor):
                 self.values[described.value] = leaf.detach()
                 if described.input is None:
-                    self.calls[described.value] = _Call(node, run, arguments, spec, position)
+                    self.calls[described.value] = _Call(node, run, arguments, spec, position, origin(leaf))
 
     def joined(self, earlier: ScalarResults) -> ScalarResults:
         """Merge with the scalars that another stage of this rank computed."""
@@ -119,8 +123,14 @@ class ScalarResults:
 class BatchScalars:
     """Scalars of a step for the full batch, as far as this rank has those of the microbatches."""
 
-    def __init__(self, microbatches: Sequence[ScalarResults], weights: Sequence[float], metrics: BatchMetrics) -> None:
-        self._microbatches, self._metrics = microbatches, metrics
+    def __init__(
+        self,
+        microbatches: Sequence[ScalarResults],
+        weights: Sequence[float],
+        sizes: Sequence[int | None],
+        metrics: FullBatchMetrics,
+    ) -> None:
+        self._microbatches, self._metrics, self._sizes = microbatches, metrics, sizes
         total = sum(weights)
         self._weights = [weight / total if total else 1 / len(weights) for weight in weights]
         self._cache: dict[int, tuple[Tensor | None, bool]] = {}
@@ -168,11 +178,21 @@ class BatchScalars:
         return present[0].new_tensor(total)
 
     def _metric_value(self, call: _Call, index: int) -> Tensor | None:
-        if call.node.name.endswith(".compute"):  # of all updates of the metric
+        if call.origin is None:  # it was called with the full batch
             return self._microbatches[-1].values.get(index)
-        leaves = self._metrics.result(call.node) if call.node.name.endswith(".forward") else None
-        value = leaves[call.position] if leaves is not None and call.position < len(leaves) else None
+        self._metrics.finish(call.origin[0], *self.how)
+        value = self._metrics.result(call.origin)
         return value if isinstance(value, Tensor) else None
+
+    @property
+    def how(self) -> tuple[Any, ...]:
+        """Arguments of ``FullBatchMetrics.finish`` after the metric."""
+        return self._weights, self._sizes, self._of_column
+
+    def _of_column(self, column: list[Any]) -> Tensor | None:
+        """The scalar of the batch, from those of the microbatches that a metric was called with."""
+        marks = {mark[1] for scalar in column if (mark := getattr(scalar, MARK, None)) is not None}
+        return self.value(marks.pop()) if len(marks) == 1 else None
 
     def _recomputed(self, call: _Call, arguments_by_microbatch: Sequence[list[Any]]) -> Tensor | None:
         """Recompute an operation on the scalars of the batch; None if other arguments differ between microbatches."""

@@ -20,8 +20,8 @@ from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import SINK, Node
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch_means.batch_scalars_from_microbatch_scalars import ScalarResults, scalar_nodes
+from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share, weighted_by_share
-from lightning_hybrid.step.batch_means.torchmetrics_of_full_batch import BatchMetrics
 from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import user_functions
 from lightning_hybrid.step.instrument.replay_user_activation_checkpointing import recomputed
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import look_up, put
@@ -128,7 +128,7 @@ class StageReplay:
         parameters: Mapping[int, str],
         current: CurrentRun,
         shares: Mapping[int, Share] | None = None,
-        metrics: BatchMetrics | None = None,
+        metrics: FullBatchMetrics | None = None,
     ) -> StageRun:
         """Run ``step``, and execute only the operations of this stage.
 
@@ -182,7 +182,7 @@ class ReplayWatch(StepMode):
         self._is_pipelined = replay.assignment.num_stages > 1
         self._scalar_nodes = replay.scalar_nodes
         self.shares: Mapping[int, Share] = {}
-        self.metrics: BatchMetrics | None = None
+        self.metrics: FullBatchMetrics | None = None
         self.scalars = ScalarResults()
         self._next, self.changes = 0, Divergence(graph)
         self.made: dict[int, Tensor] = {}
@@ -273,8 +273,8 @@ class ReplayWatch(StepMode):
         out, out_leaves = self._record_result(node, leaves, out)
         if self.metrics is not None and node.index in self._scalar_nodes:
             repeatable = None if node.index in self.shares else run
-            self.scalars.record(node, repeatable, args, kwargs, out_leaves, self._templates[node.index], self.mark_of)
-            self.metrics.record(node, args, kwargs)
+            template, origin = self._templates[node.index], self.metrics.origin
+            self.scalars.record(node, repeatable, args, kwargs, out_leaves, template, self.mark_of, origin)
         return out
 
     def _record_result(self, node: Node, leaves: list[Any], out: Any) -> tuple[Any, list[Any]]:

@@ -185,16 +185,16 @@ def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossSta
     trainer, module = setting.trainer, setting.module
     parameters = dict(module.named_parameters())
     holders = {name: plan.ranks_of(name) for name in parameters}
-    stages = None
+    stages, meet = None, partial(setting.world.rendezvous, compares=False)
     if plan.num_ranks > 1:
         group, owners = setting.world.mesh.group("pp"), partial(buffer_owners, plan)
         undo.callback(skip_absent_parameters(module))
-        stages = CrossStageReads(parameters, holders, group, setting.device, buffer_owners=owners)
+        stages = CrossStageReads(parameters, holders, group, setting.device, meet, buffer_owners=owners)
     reads = HookReads(
         stages,
         run.parts,
         parameters,
-        HookAgreement(run.mesh.group("holders"), setting.device, "layer's"),
+        HookAgreement(run.mesh.group("holders"), setting.device, meet, "layer's"),
         over_replicas=bool(run.zero_shardings) or run.experts is not None,
     )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -91,6 +91,7 @@ class CheckpointFiles:
     def local_state(self) -> dict[str, Any]:
         """Return the state dict of the module, with the local shard (``OwnedShards``) of each tensor."""
         state = self._state
+        state.share_metrics()
         if not state.is_full:
             if self._world.is_disconnected:
                 return {}

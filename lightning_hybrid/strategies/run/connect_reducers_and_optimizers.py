@@ -192,7 +192,12 @@ def _read_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimi
             setting.module,
             run.parts,
             _shardings_in_step(run),
-            HookAgreement(run.mesh.group("holders"), setting.device, "layer's"),
+            HookAgreement(
+                run.mesh.group("holders"),
+                setting.device,
+                partial(setting.world.rendezvous, compares=False),
+                "layer's",
+            ),
             lambda: owner.state.is_full,
             undo,
         )

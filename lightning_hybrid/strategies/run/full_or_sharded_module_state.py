@@ -208,6 +208,7 @@ class FullOrShardedState:
 
     def module_state(self) -> dict[str, Any]:
         """Gather the state dict of the full module on the first rank; collective."""
+        self.share_metrics()
         if self.is_full or self._run is None or self._run.plan is None:
             return self._module.state_dict()
         if self._world.is_disconnected:
@@ -219,6 +220,14 @@ class FullOrShardedState:
                 return {}
             keep = self._world.data_rank == 0
             return gather_module_state(self._module, self._run.plan, self._run.parts, keep=keep)
+
+    def share_metrics(self) -> None:
+        """Broadcast the states of metrics that only one rank of a pipeline has; collective.
+
+        The first rank then pickles metrics by itself, such as those in hyperparameters, and waits for no other.
+        """
+        if self._run is not None and self._run.metrics is not None and not self._world.is_disconnected:
+            self._run.metrics.broadcast_all_states()
 
     def averaged_state(self, copy: nn.Module) -> dict[str, Any]:
         """Gather the state dict of an average of the weights, which is sharded as the module is; collective."""

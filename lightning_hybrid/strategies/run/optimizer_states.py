@@ -78,14 +78,19 @@ class OptimizerStates:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         self.check_files()
-        run, is_disconnected = self._run, self._world.is_disconnected
-        for stepped in self._optimization.sharded_steps:
-            if stepped.optimizer is optimizer:
-                return {} if is_disconnected else stepped.full_state()
-        if run is None or run.plan is None or (run.plan.num_ranks == 1 and run.parts is None):
+        run = self._run
+        stepped = next((each for each in self._optimization.sharded_steps if each.optimizer is optimizer), None)
+        is_full = run is None or run.plan is None or (run.plan.num_ranks == 1 and run.parts is None)
+        if stepped is None and is_full:
             return optimizer.state_dict()
-        if is_disconnected or not (of_each_copy or is_in_first_copy(self._world)):
+        if self._world.is_disconnected:
             return {}
+        self._world.rendezvous(f"the state of {type(optimizer).__name__}")
+        if stepped is not None:
+            return stepped.full_state()
+        if not (of_each_copy or is_in_first_copy(self._world)):
+            return {}
+        assert run is not None and run.plan is not None
         keep = self._world.data_rank % data_ranks_of_copy(self._world.layout) == 0
         return gather_optimizer_state(optimizer, run.plan, run.parts, keep=keep)
 

@@ -200,11 +200,7 @@ class ModulePartition:
         metrics = MetricSync(
             module,
             mesh.group("pp"),
-            world.mesh.group("data"),
-            mesh.group("data"),
-            share_rank=mesh.rank_in("shares") if mesh.sharded_axes else 0,
             meet=world.rendezvous,
-            launcher_world=world.as_launcher,
         )
         plan, runner = make_runner(
             module,

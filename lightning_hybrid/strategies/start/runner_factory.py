@@ -67,6 +67,7 @@ def make_runner(
         parts,
         mesh.group("replica"),
         randomness,
+        partial(world.rendezvous, compares=False),
         room=partial(_gather_budget, device, world.num_processes),
         warn=_warn_of_unpartitioned,
         around=around_unpartitioned,

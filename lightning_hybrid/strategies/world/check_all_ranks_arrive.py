@@ -1,22 +1,27 @@
-"""A rendezvous of ranks before a collective of the whole world; an error where some have gone on.
+"""A rendezvous of ranks before a collective; an error where some have gone on.
 
 Ranks also compare whether they could record a step: one on which the user's code raises must not wait for messages of
 ranks on which it does not.
 
 ``if trainer.is_global_zero: trainer.save_checkpoint(...)`` asks one rank for what only all of them have. The others do
 not come: their messages of the next step would meet those of the checkpoint. So a rank first records in the store that
-it is there, and waits. A rank that is seen to go past that moment will not come any more.
+it is there, and waits. A rank will not come any more if it is seen to have gone past that moment, or if it waits in
+another call for this one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-from collections.abc import Callable
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_hybrid.collectives.wait_for_arrivals import pauses
 from lightning_hybrid.errors import NotOnAllRanks
@@ -24,6 +29,9 @@ from lightning_hybrid.mesh import Mesh
 
 # The others usually come within this time; then their progress is read.
 _SECONDS_TO_ASK = 0.1
+# Outside of a run nobody records progress: the others have this time to come.
+_SECONDS_OUTSIDE_OF_RUNS = 4.0
+_SECONDS_UNTIL_TOLD = 10.0
 
 
 class Rendezvous:
@@ -31,16 +39,15 @@ class Rendezvous:
 
     def __init__(self, trainer: Any, mesh: Mesh, store: dist.Store) -> None:
         self._trainer, self._mesh, self._store = trainer, mesh, store
-        self._met = self._passed = self._trained = self._recorded = 0
-        self._is_needed = any(mesh.size(axis) > 1 for axis in ("pp", "holders"))
+        self._passed = self._trained = self._recorded = 0
+        self._met, self._checksums = Counter[str](), Counter[str]()  # calls so far, by their ranks
 
     def passes(self) -> None:
         """Record that this rank goes on to a collective; a message that no rank waits for."""
-        if self._is_needed:
-            self._passed += 1
-            self._trained += self._trainer.training  # replicas have different numbers of batches in validation
-            with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
-                self._store.set(f"at-{self._mesh.rank}", f"{self._passed} {self._trained}")
+        self._passed += 1
+        self._trained += self._trainer.training  # replicas have different numbers of batches in validation
+        with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
+            self._store.set(f"at-{self._mesh.rank}", f"{self._passed} {self._trained}")
 
     def has_recorded(self) -> None:
         """Record that this rank could record a step; a message that no rank waits for."""
@@ -83,43 +90,117 @@ class Rendezvous:
         """Record the same progress on all ranks: some were stopped earlier than others; ``largest`` is over ranks."""
         self._passed, self._trained = int(largest(self._passed)), int(largest(self._trained))
 
-    def meet(self, what: str, timeout: timedelta, is_over: Callable[[], bool]) -> None:
-        """Wait until all ranks are here, to make the call ``what``, or one has failed (``is_over``).
+    def meet(
+        self,
+        what: str,
+        timeout: timedelta,
+        is_over: Callable[[], bool],
+        ranks: Sequence[int] | None = None,
+        *,
+        compares: bool = True,
+        asks: bool = True,
+    ) -> None:
+        """Wait until ranks are here, to make the call ``what``, or one has failed (``is_over``).
+
+        Args:
+            what: The call.
+            timeout: For ranks that do not come.
+            is_over: Returns whether a rank has failed; then no rank is waited for.
+            ranks: Those that make the call; None is all.
+            compares: Whether they make the same call; otherwise they compare their calls afterwards.
+            asks: Whether to ask for the progress of the others; not where one rank may have more hooks than others.
 
         Raises:
-            NotOnAllRanks: Another rank has gone on, or not come within the timeout.
+            NotOnAllRanks: Another rank has gone on, makes another call, or has not come within the timeout.
         """
-        if not self._is_needed:
+        ranks = range(self._mesh.layout.world_size) if ranks is None else ranks
+        if len(ranks) == 1:
             return
-        self._met += 1
-        ranks = range(self._mesh.layout.world_size)
-        start, pause = time.monotonic(), pauses()
-        with contextlib.suppress(dist.DistNetworkError):
-            self._store.set(f"met-{self._mesh.rank}", str(self._met))
-            arrived = self._store.add(f"arrived-{self._met}", 1)
-            while arrived < len(ranks) and not is_over():
-                waited = time.monotonic() - start
-                late = waited > timeout.total_seconds()
-                gone = [rank for rank in ranks if self._is_gone(rank, late)] if waited > _SECONDS_TO_ASK else []
-                if gone:
-                    raise NotOnAllRanks(
-                        f"{what} on rank {self._mesh.rank} needs all {len(ranks)} ranks, since each has only its own"
-                        f" shard, but ranks {gone} "
-                        + (f"have not come within {waited:.0f} s" if late else "have continued without it")
-                        + "; call it on all ranks: only the first writes the file",
-                        entry="save-ranks",
-                    )
-                next(pause)
-                arrived = self._store.add(f"arrived-{self._met}", 0)
+        if self._trainer.state.status != TrainerStatus.RUNNING:
+            timeout = min(timeout, timedelta(seconds=_SECONDS_OUTSIDE_OF_RUNS))
+        key = _key(ranks, compares=compares)
+        self._met[key] += 1
+        # No rank is more than one call ahead of another, so that two sums of checksums are enough.
+        call, checksum = f"sum-{self._met[key] % 2}-{key}", zlib.crc32(what.encode()) if compares else 0
+        with contextlib.suppress(dist.DistNetworkError):  # the store is gone with the rank that hosts it
+            self._store.set(f"waits-{self._mesh.rank}", f"{key} {self._met[key]} {what}")
+            self._store.add(call, checksum)
+            self._checksums[call] += checksum
+            absent = self._wait(what, timeout, is_over, ranks, key, asks=asks)
+            if absent is None:
+                return
+            if absent:
+                self._store.add(f"arrived-{key}", -1)
+                self._met[key] -= 1
+            elif self._store.add(call, 0) != len(ranks) * self._checksums[call]:
+                absent = {rank: f"make another call, {self._call_of(rank)[2]}" for rank in ranks}
+                absent.pop(self._mesh.rank)
+            if absent:
+                self._store.add(call, -checksum)
+                self._checksums[call] -= checksum
+                others = {reason: [rank for rank in absent if absent[rank] == reason] for reason in absent.values()}
+                raise NotOnAllRanks(
+                    f"{what} on rank {self._mesh.rank} needs all {len(ranks)} ranks, since each has only its own shard"
+                    f" or batches, but {'; '.join(f'ranks {found} {reason}' for reason, found in others.items())}; call"
+                    " it on all ranks: only the first writes the file",
+                    entry="save-ranks",
+                )
 
-    def _is_gone(self, rank: int, late: bool) -> bool:
-        """Whether another rank has passed this moment; its progress must be read before its arrival."""
+    def _wait(
+        self, what: str, timeout: timedelta, is_over: Callable[[], bool], ranks: Sequence[int], key: str, *, asks: bool
+    ) -> dict[int, str] | None:
+        """Wait until all ranks have arrived; returns those that do not come, with reasons; None after a failure."""
+        wanted, start, pause, is_told = self._met[key] * len(ranks), time.monotonic(), pauses(), False
+        arrived = self._store.add(f"arrived-{key}", 1)
+        while arrived < wanted:
+            if is_over():
+                return None
+            waited = time.monotonic() - start
+            missing = self._missing(ranks, key, asks=asks) if waited > _SECONDS_TO_ASK else {}
+            if waited > timeout.total_seconds():
+                missing = {rank: why or f"have not come within {waited:.0f} s" for rank, why in missing.items()}
+            absent = {rank: why for rank, why in missing.items() if why}
+            arrived = self._store.add(f"arrived-{key}", 0)  # after the progress, which is later
+            if arrived < wanted and absent:
+                return absent
+            if waited > _SECONDS_UNTIL_TOLD and not is_told:
+                is_told = True
+                told = f"rank {self._mesh.rank} has waited {waited:.0f} s for ranks {list(missing)} in {what}"
+                print(told, file=sys.stderr, flush=True)
+            next(pause)
+        return {}
+
+    def _missing(self, ranks: Sequence[int], key: str, *, asks: bool) -> dict[int, str]:
+        """What ranks do that have not come; "" while they may still come."""
+        missing = {}
+        for rank in ranks:
+            its_key, number, what = self._call_of(rank)
+            if its_key == key and number >= self._met[key]:
+                continue
+            needs_this = f",{self._mesh.rank}," in its_key
+            if needs_this and number > self._met[its_key]:
+                missing[rank] = f"wait for this one in {what}"
+            else:
+                missing[rank] = "have continued without it" if asks and self._is_ahead(rank) else ""
+        return missing
+
+    def _call_of(self, rank: int) -> tuple[str, int, str]:
+        """The latest call for which a rank has waited: its ranks, how many they have made so far, and its name."""
+        name = f"waits-{rank}"
+        if not self._store.check([name]):
+            return "", 0, ""
+        key, number, what = self._store.get(name).decode(errors="replace").split(" ", 2)
+        return key, int(number), what
+
+    def _is_ahead(self, rank: int) -> bool:
+        """Whether another rank has passed this moment."""
         layout, here = self._mesh.layout, self._mesh.rank
         at = self._store.get(f"at-{rank}").split() if self._store.check([f"at-{rank}"]) else (0, 0)
         passed, trained = map(int, at)
         same_replica = layout.data_rank(rank) == layout.data_rank(here)
-        ahead = passed > self._passed if same_replica else trained > self._trained
-        if not ahead and not late:
-            return False
-        known = self._store.check([f"met-{rank}"])
-        return not known or int(self._store.get(f"met-{rank}")) < self._met
+        return passed > self._passed if same_replica else trained > self._trained
+
+
+def _key(ranks: Sequence[int], *, compares: bool) -> str:
+    """Name of the calls of these ranks; those that compare more afterwards are counted by themselves."""
+    return f"{'call' if compares else 'read'},{','.join(map(str, ranks))},"

@@ -20,6 +20,7 @@ from lightning_hybrid.experts.moe.moe_layer import name_layers
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import replace
+from lightning_hybrid.pipeline.results.metric_gathers import gather_over_replicas
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import EpochMetrics
 from lightning_hybrid.strategies.world.evaluate_each_sample_once import evaluate_each_sample_once
@@ -81,6 +82,8 @@ class RankWorld:
             self._failures = RankFailures(trainer, self.mesh, self.timeout)
             self.until_end.callback(self._failures.stop_watching)
             self.until_end.callback(EpochMetrics().enter(trainer))
+            how = self.mesh.group("data"), self.rendezvous, self.as_launcher
+            self.until_end.callback(gather_over_replicas(trainer.lightning_module, *how))
 
     def close(self) -> None:
         """Restore the trainer's loops, and show its hooks the launcher's world."""
@@ -143,14 +146,19 @@ class RankWorld:
         if self._failures is not None:
             self._failures.rendezvous.catch_up(largest)
 
-    def rendezvous(self, what: str) -> None:
-        """Wait until all ranks are about to make the call ``what``.
+    def rendezvous(
+        self, what: str, group: dist.ProcessGroup | None = None, *, compares: bool = True, asks: bool = True
+    ) -> None:
+        """Wait until the ranks of a group (None: all) are about to make the call ``what``; as ``Rendezvous.meet``.
 
         Raises:
-            NotOnAllRanks: Another rank has gone on without it.
+            NotOnAllRanks: Another rank does not make it.
         """
-        if self._failures is not None:
-            self._failures.rendezvous.meet(what, self.timeout, self._failures.any_reported)
+        failures = self._failures
+        if failures is not None and not self.is_disconnected:
+            ranks = None if group is None else dist.get_process_group_ranks(group)
+            how = {"compares": compares, "asks": asks}
+            failures.rendezvous.meet(what, self.timeout, failures.any_reported, ranks, **how)
 
     def has_recorded(self) -> None:
         """Record that this rank could record a step."""

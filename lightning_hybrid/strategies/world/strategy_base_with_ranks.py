@@ -356,6 +356,7 @@ class RankedStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks, unless one of them has failed and will not come."""
         if self._world is not None:
+            self._world.rendezvous(f"the barrier {name!r}", asks=False)
             self._world.barrier()
         elif _distributed_is_initialized():
             dist.barrier()
@@ -363,6 +364,7 @@ class RankedStrategy(ParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of rank ``src`` on every rank."""
         if self._world is not None:
+            self._world.rendezvous(f"a broadcast of rank {src}", asks=False)
             return self._world.broadcast(obj, src)
         box = [obj]
         if _distributed_is_initialized():
@@ -375,7 +377,10 @@ class RankedStrategy(ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks of the world (or any) decided so."""
-        return decision if self._world is None else self._world.decide(decision, all_ranks=all)
+        if self._world is None:
+            return decision
+        self._world.rendezvous("a common decision", asks=False)
+        return self._world.decide(decision, all_ranks=all)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor of shape ``(...)`` as ``(data_parallel_size, ...)``; as it is with one replica.

@@ -18,7 +18,6 @@ import torch
 from torchmetrics import Metric
 
 from lightning_hybrid.errors import BatchError
-from lightning_hybrid.pipeline.results.count_batches_once_across_ranks import CountedMetrics
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Entry
 from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import detached
@@ -32,6 +31,7 @@ from lightning_hybrid.step.batch.split_batch_into_microbatches import (
     sizes_of,
     split,
 )
+from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
 from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks
@@ -205,6 +205,9 @@ class OneProcessRun:
         """Run the user's step on each microbatch, and log its reduced values once."""
         logs = LogCapture(len(microbatches))
         outputs = []
+        called: list[
+            tuple[list[int], Callable[[Metric | None, Any], float | None]]
+        ] = []  # values of metrics, by replica
         for metric in (m for m in self._module.modules() if isinstance(m, Metric)):
             metric._forward_cache = None
         self._replicas.before_step(microbatches[-1].replica)
@@ -217,22 +220,36 @@ class OneProcessRun:
             in_shares = self._data_split.has_left_stages(self._latest) and name == "training_step"
             num_shares = self._data_split.shares if in_shares else 1
             effects = MicrobatchSideEffects(module, num_shares) if len(of_replica) > 1 else None
-            counted, share = CountedMetrics(find_sinks(module)), sum(m.weight for _, m in of_replica)
+            metrics, share = FullBatchMetrics(find_sinks(module)), sum(m.weight for _, m in of_replica)
+            metrics.begin()
             for position, microbatch in of_replica:
                 if effects is not None:
                     effects.before_microbatch(microbatch.share)
-                weighed = counted.microbatch(microbatch.weight / share)
+                once = metrics.microbatch(position, is_full=len(of_replica) == 1)
+                logged = logs.microbatch(module, position, metrics.origin)
                 random_state, strategy_module = self._random_state(number, microbatch), self._as_strategy_module(module)
                 statistics = batch_norm_per_microbatch(module, microbatch.sizes)
-                with random_state, logs.microbatch(module, position), strategy_module, weighed, statistics:
+                with random_state, logged, strategy_module, once, statistics:
                     outputs.append(after(microbatch, self._plain[name](microbatch.batch, *rest)))
                 if effects is not None:
                     effects.after_microbatch()
             if effects is not None:
                 effects.finish([m.weight for _, m in of_replica], sizes_of([m.batch for _, m in of_replica]))
-            counted.close()
+            positions = [position for position, _ in of_replica]
+            weights, each = [0.0] * len(microbatches), sizes_of([m.batch for m in microbatches])
+            for position, microbatch in of_replica:
+                weights[position] = microbatch.weight / share
+            metrics.finish_all(weights, each)
+            called.append((positions, metrics.values()))
+            metrics.close()
         self._replicas.after_step()
-        self._log(logs.entries(), microbatches)
+        entries = logs.entries()
+        for entry in entries:
+            for positions, value_of in called:
+                if (value := value_of(entry.metric, entry.origin)) is not None:
+                    for position in positions:
+                        entry.values[position] = value
+        self._log(entries, microbatches)
         return outputs
 
     def _log(self, entries: list[Entry], microbatches: list[_Microbatch]) -> None:
