@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.parts.gradient_hooks import REGISTRATIONS, on_full_gradient
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
@@ -127,6 +128,8 @@ class ShardedParameterReads(TorchFunctionMode):
         elif name == "__get__" and func.__self__.__name__ == "data" and id(args[0]) in self._origins:
             return args[0]  # a write through `.data` would not increase the version
         elif name in IDENTITY:
+            if name in REGISTRATIONS and self._is_sharded(args[0]):
+                args = args[0], self._on_full_gradient(name, *args)
             return func(*args, **kwargs)
         leaves, plain = flatten_call(args, kwargs)
         positions = [position for position, leaf in enumerate(leaves) if self._is_sharded(leaf)]
@@ -152,6 +155,11 @@ class ShardedParameterReads(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             shape = self._shards.full_shape(self._sharded[id(local)], local)
             return torch.empty(shape, dtype=local.dtype, device="meta")
+
+    def _on_full_gradient(self, registration: str, local: Tensor, hook: Any) -> Any:
+        name = self._sharded[id(local)]
+        cut = next((axis for axis in self._shards.shardings if axis.axis == "tp" and name in axis.placements), None)
+        return hook if cut is None else on_full_gradient(registration, cut, cut.placements[name], hook)
 
     def _is_sharded(self, leaf: Any) -> bool:
         return id(leaf) in self._sharded and not is_absent(leaf)

@@ -83,6 +83,8 @@ class GatherCallbacks(NamedTuple):
             it got that by ``.data``, where autograd does not count writes.
         gradient: Returns the full gradient of a parameter; its ``.grad`` if None.
         set_gradient: Called with a parameter and the full gradient to set; sets ``.grad`` if None.
+        hook: Called with a parameter, the name of the method that registers a gradient hook, and the hook; returns the
+            hook to register.
     """
 
     guards: ReadGuards
@@ -90,6 +92,7 @@ class GatherCallbacks(NamedTuple):
     on_access: Callable[[nn.Parameter, Tensor, bool], None] = lambda parameter, full, by_data: None
     gradient: Callable[[nn.Parameter], Tensor | None] | None = None
     set_gradient: Callable[[nn.Parameter, Tensor], None] | None = None
+    hook: Callable[[nn.Parameter, str, Any], Any] = lambda parameter, registration, hook: hook
 
 
 class GuardedParameter(nn.Parameter):
@@ -117,6 +120,8 @@ class GuardedParameter(nn.Parameter):
                 return gathers[-1].gradient(args[0])
             if name == "__set__" and args[1] is not None and gathers[-1].set_gradient is not None:
                 return gathers[-1].set_gradient(args[0], args[1])
+        if gathers and name in ("register_hook", "register_post_accumulate_grad_hook"):
+            args = args[0], gathers[-1].hook(args[0], name, args[1])
         if is_unguarded:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

@@ -1,0 +1,87 @@
+"""Gradient hooks on parameters, registered once tensor ranks hold shards of them: they get full gradients."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness.verification import TENSOR, check
+from lightning_hybrid.verify import Layout
+from models.regression import FEATURES, Regression
+
+TP2 = Layout("tp2", devices=2, strategy={"tensor_parallel_size": 2})
+ZERO = Layout("dp2 x tp2, ZeRO-3", devices=4, strategy={"tensor_parallel_size": 2, "zero_stage": 3})
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(FEATURES, 32), nn.Linear(32, FEATURES)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Hooked(Regression):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def hooked(self):
+        for layer in self.layers:
+            for parameter in (layer.up.weight, layer.up.bias, layer.down.weight):
+                yield parameter, torch.arange(parameter.numel(), dtype=torch.float64).view(parameter.shape).cos()
+
+    def on_fit_start(self):
+        for parameter, mask in self.hooked():
+            parameter.register_hook(lambda gradient, mask=mask: gradient * mask)
+
+
+class InPlace(Hooked):
+    def on_fit_start(self):
+        for parameter, mask in self.hooked():
+            parameter.register_hook(lambda gradient, mask=mask: (gradient.mul_(mask), None)[1])
+
+
+class Accumulated(Hooked):
+    """Hooks that write the gradient and read the parameter."""
+
+    def on_fit_start(self):
+        masks = dict(self.hooked())
+
+        def hook(parameter):
+            parameter.grad.mul_(masks[parameter]).add_(parameter.detach(), alpha=0.1)
+
+        for parameter in masks:
+            parameter.register_post_accumulate_grad_hook(hook)
+
+
+class Scaled(Hooked):
+    """Gradients of unit length: no linear function of them. Registered in each step."""
+
+    def on_fit_start(self):
+        self.handles = []
+
+    def training_step(self, batch, batch_idx):
+        for parameter, _ in self.hooked():
+            self.handles.append(parameter.register_hook(lambda gradient: gradient / gradient.norm()))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_):
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+
+CASES = [
+    *((module, TP2) for module in (Hooked, Accumulated, Scaled)),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in ((Hooked, TENSOR), (Accumulated, TENSOR), (Hooked, ZERO), (InPlace, ZERO))
+    ),
+]
+
+
+@pytest.mark.parametrize(("module", "layout"), CASES)
+def test_matches_one_process(worlds, module, layout):
+    report = check(worlds, module, layout, num_microbatches=1)
+    assert report.outcome == "same", str(report)
