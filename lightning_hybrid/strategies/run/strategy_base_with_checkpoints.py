@@ -28,9 +28,9 @@ class CheckpointedStrategy(RankedStrategy):
         options: The arguments of the strategy.
     """
 
-    _compiles_as_module: Callable[[], Any] | None = None  # refers to the module that the user has compiled
-
     def __init__(self, options: Options, **lightning: Any) -> None:
+        self.options = options  # read where Lightning's own sets the module
+        self._compiles_as_module: Callable[[], Any] | None = None  # refers to the module that the user has compiled
         super().__init__(options, **lightning)
         self._files = CheckpointFiles(options)
         self._state: FullOrShardedState | None = None
