@@ -1,7 +1,8 @@
 """An estimate of the memory of one rank: parameters, gradients, optimizer states, and activations in flight.
 
-Plain arithmetic on sizes. What is not counted: the values that travel between stages, buffers of messages, the
-workspace of kernels, what the framework itself takes, and states of the layer whose offloaded states step.
+Plain arithmetic on sizes, where a step is recorded an upper bound: also of the layer that runs, or is recomputed, and
+of its backward. What is not counted: the workspace of kernels, what the framework itself takes, and states of the layer
+whose offloaded states step.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class RankMemory:
         optimizer_states: After the first step; None if unknown.
         activations: Saved for the backwards of all microbatches in flight; None if the step is not recorded.
         gathered: By ZeRO during a step, besides these: full parameters, and gradients that are not reduced yet.
+        working: During a step, besides these: of the layer that runs, and messages.
         offloaded: Where a kind is that does not take memory of the compute device; other kinds are left out.
     """
 
@@ -55,12 +57,13 @@ class RankMemory:
     optimizer_states: int | None
     activations: int | None
     gathered: int = 0
+    working: int = 0
     offloaded: Mapping[str, Place] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
         """The sum of what is known and not offloaded."""
-        return self.between_steps + self.gathered + (self.activations or 0)
+        return self.between_steps + self.gathered + self.working + (self.activations or 0)
 
     @property
     def between_steps(self) -> int:
@@ -79,6 +82,7 @@ class RankMemory:
             _sum([self.optimizer_states, other.optimizer_states]),
             _sum([self.activations, other.activations]),
             self.gathered + other.gathered,
+            max(self.working, other.working),  # of a rank, which runs one stage at a time
             {**self.offloaded, **other.offloaded},
         )
 
@@ -87,6 +91,7 @@ def estimate_rank_memory(
     parameters: Iterable[ParameterOnRank],
     activations: int | None,
     *,
+    working: int = 0,
     zero_stage: int = 0,
     per_layer: bool = False,
     shards_states_only: bool = False,
@@ -97,6 +102,7 @@ def estimate_rank_memory(
     Args:
         parameters: Of the rank.
         activations: Bytes saved for backward, of all microbatches in flight; None if unknown.
+        working: Bytes of the layer that runs, and of messages.
         zero_stage: 0 to 3; up to 2, the memory of full parameters is kept between steps.
         per_layer: Whether ZeRO gathers and reduces layer by layer, two at a time, or all layers once per step.
         shards_states_only: Whether parameters and gradients stay full, as under manual optimization with ZeRO-1 or 2.
@@ -121,6 +127,7 @@ def estimate_rank_memory(
         optimizer_states=_sum([each.state_bytes for each in trained]),
         activations=activations,
         gathered=gathered,
+        working=working,
         offloaded=offloaded or {},
     )
 
@@ -141,8 +148,41 @@ def activation_bytes(assignment: Assignment, policies: Mapping[str, Policy]) -> 
         inner[stage] += share * node.saved_bytes
         # A layer that is recomputed saves its inputs.
         values[stage].update(node.saved_values if share == 1 else [v for v in node.saved_values if v in node.inputs])
+    for (source, target), sent in assignment.portals.items():  # kept for the backward, which begins or ends at them
+        values[source].update(sent)
+        values[target].update(sent)
     sizes = [sum(assignment.graph.values[index].nbytes for index in indices) for indices in values]
     return [int(inside) + size for inside, size in zip(inner, sizes, strict=True)]
+
+
+def working_bytes(assignment: Assignment, policies: Mapping[str, Policy]) -> list[int]:
+    """Return an upper bound of the bytes that each stage takes while one of its layers runs, besides what is saved.
+
+    In its backward a layer has its results again, if it is recomputed, and gradients of at most all of its results. The
+    gradients of the values that stages exchange are sent and received meanwhile.
+
+    Args:
+        assignment: Of the recorded step.
+        policies: Of activation checkpointing, by layer.
+    """
+    values, most = assignment.graph.values, [0] * assignment.num_stages
+    for node, stage in zip(assignment.graph.nodes, assignment.node_stage, strict=True):
+        share = _saved_share(node, policies)
+        again = (1 - share) * node.saved_bytes + (share < 1) * sum(values[index].nbytes for index in node.saved_values)
+        ends = sum(values[index].nbytes for index in {*node.inputs, *node.outputs})
+        most[stage] = max(most[stage], int(again) + max(int(node.moved_bytes), node.saved_bytes) + ends)
+    for (source, target), sent in assignment.portals.items():
+        for stage in (source, target):
+            most[stage] += 2 * sum(values[index].nbytes for index in sent)
+    return most
+
+
+def input_bytes(assignment: Assignment) -> int:
+    """Return the bytes of what a microbatch brings: values that no operation of the step makes."""
+    graph = assignment.graph
+    made = {index for node in graph.nodes for index in node.outputs}
+    read = {index for node in graph.nodes for index in node.inputs}
+    return sum(graph.values[index].nbytes for index in read - made)
 
 
 def _saved_share(node: Node, policies: Mapping[str, Policy]) -> float:

@@ -24,36 +24,36 @@ class BudgetedOperationsOrLayers(BudgetedLayers):
     def __init__(self, device: torch.device, budget: Callable[[int], int], name: str = "recompute") -> None:
         """Begin at the floor of recorded layers; arguments as of `BudgetedLayers`."""
         super().__init__(device, budget, name)
-        self._whole = BudgetedCompiledLayers(device, budget, name)
+        self._by_layer = BudgetedCompiledLayers(device, budget, name)
         self._refusal: RecomputeError | None = None  # of the choice by operations: layers are chosen from then on
 
     def choosing(self, forward: Forward, fqn: str, checkpointed: Callable[[Forward], Forward]) -> Forward:
         """Wrap the forward of a layer; ``checkpointed`` wraps one so that it is repeated in the backward."""
-        by_operation, whole = self.wrap(forward, fqn), self._whole.choosing(forward, fqn, checkpointed)
+        by_operation, by_layer = self.wrap(forward, fqn), self._by_layer.choosing(forward, fqn, checkpointed)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            return (by_operation if self._refusal is None else whole)(*args, **kwargs)
+            return (by_operation if self._refusal is None else by_layer)(*args, **kwargs)
 
         return run
 
     @property
     def wants_profile(self) -> bool:
         """Whether the next batch should be profiled."""
-        return super().wants_profile if self._refusal is None else self._whole.wants_profile
+        return super().wants_profile if self._refusal is None else self._by_layer.wants_profile
 
     def begin_batch(self, tensors: Iterable[Tensor], other_bytes: int | None = None) -> None:
         """Profile a batch, as `BudgetedLayers.begin_batch` with tensors of any shape."""
         if self._refusal is None:
             super().begin_batch(tensors, other_bytes)
         else:
-            self._whole.begin_batch(tensors, other_bytes)
+            self._by_layer.begin_batch(tensors, other_bytes)
 
     def begin_optimizer_step(self) -> None:
         """Begin what comes after the backwards of a batch that is profiled."""
         if self._refusal is None:
             super().begin_optimizer_step()
         else:
-            self._whole.begin_optimizer_step()
+            self._by_layer.begin_optimizer_step()
 
     def end_batch(self, *, has_stepped: bool) -> bool:
         """End a batch; return whether choices were made.
@@ -68,13 +68,13 @@ class BudgetedOperationsOrLayers(BudgetedLayers):
                 self._refusal = error
                 return False
         try:
-            has_chosen = self._whole.end_batch(has_stepped=has_stepped)
+            has_chosen = self._by_layer.end_batch(has_stepped=has_stepped)
         except RecomputeError as error:
-            raise (error if self._whole.least <= self.least else self._refusal) from None
-        self.report, self.plans = self._whole.report, self._whole.plans
+            raise (error if self._by_layer.least <= self.least else self._refusal) from None
+        self.report, self.plans = self._by_layer.report, self._by_layer.plans
         return has_chosen
 
     def close(self) -> None:
         """Leave the batch that is profiled, if there is one."""
         super().close()
-        self._whole.close()
+        self._by_layer.close()

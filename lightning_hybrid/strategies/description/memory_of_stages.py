@@ -16,6 +16,8 @@ from lightning_hybrid.memory.estimate_rank_memory import (
     RankMemory,
     activation_bytes,
     estimate_rank_memory,
+    input_bytes,
+    working_bytes,
 )
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 from lightning_hybrid.parts.shard_boxes import shard_of
@@ -25,6 +27,7 @@ from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import gathers_per_layer
+from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import old_gradients_are_read
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import StateSizes
 from lightning_hybrid.zero.shard_dims_ranks_and_offsets import shard_placement
 
@@ -59,13 +62,30 @@ def memory_of_stages(run: Run, optimizers: Sequence[Optimizer], num_microbatches
         estimate_rank_memory(
             of_stage,
             activations,
+            working=work + _of_optimizer_and_hooks(of_stage, run),
             zero_stage=run.zero_stage if run.zero_shardings or setting.shards_manual_steps else 0,
             per_layer=per_layer,
             shards_states_only=setting.shards_manual_steps,
             offloaded=places_of(setting.options.offloaded, setting.device),
         )
-        for of_stage, activations in zip(members, _activations(run, num_microbatches, stages.count), strict=True)
+        for of_stage, activations, work in zip(
+            members,
+            _activations(run, num_microbatches, stages.count),
+            _working(run, num_microbatches, stages.count),
+            strict=True,
+        )
     ]
+
+
+def _of_optimizer_and_hooks(members: Sequence[ParameterOnRank], run: Run) -> int:
+    """Bytes of a new gradient beside the sum, of an optimizer's step, of messages, and of gradients that hooks read."""
+    if not run.is_pipelined:  # without a recorded step no bound is given
+        return 0
+    trained = [each for each in members if each.is_trained]
+    held = sum(each.shard_bytes for each in trained) if old_gradients_are_read(run.setting.trainer) else 0
+    if run.setting.layout.data_parallel_size > 1 and not zero_gathers_per_layer(run):
+        held += sum(each.nbytes for each in trained)  # messages of gradients
+    return held + 3 * max((each.nbytes for each in trained), default=0)
 
 
 def places_of(offloaded: Mapping[str, str], device: torch.device) -> dict[str, Place]:
@@ -169,3 +189,13 @@ def _activations(run: Run, num_microbatches: int, num_stages: int) -> Sequence[i
     schedule = plan.training_schedule(num_microbatches)
     saved = activation_bytes(plan.first.assignment, policies)
     return [each * count for each, count in zip(saved, in_flight_at_peak(schedule, saved), strict=True)]
+
+
+def _working(run: Run, num_microbatches: int, num_stages: int) -> Sequence[int]:
+    """Bytes of the layer that runs, of each stage, and of the batch; 0 where no step is recorded."""
+    plan: Any = run.plan
+    if not run.is_pipelined or plan is None or plan.first is None:
+        return [0] * num_stages
+    policies = {} if run.recomputation is None else run.recomputation.policies
+    batch = num_microbatches * input_bytes(plan.first.assignment)
+    return [each + batch for each in working_bytes(plan.first.assignment, policies)]

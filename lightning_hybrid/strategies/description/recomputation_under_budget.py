@@ -61,5 +61,7 @@ def expected_recomputation(
         shares.append(1.0 - kept)
         for number in numbers:
             low, high = known[number]
-            memory[number] = dataclasses.replace(floor[number], activations=int(low + kept * (high - low)))
+            working = floor[number].working + kept * (full[number].working - floor[number].working)
+            kept_bytes = int(low + kept * (high - low))
+            memory[number] = dataclasses.replace(floor[number], activations=kept_bytes, working=int(working))
     return ExpectedRecomputation(memory, shares)

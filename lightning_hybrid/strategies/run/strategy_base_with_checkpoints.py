@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import reprlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
+from lightning_hybrid.strategies.start.compiled_module import uncompiled
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.world.strategy_base_with_ranks import RankedStrategy
 
@@ -26,6 +30,8 @@ class CheckpointedStrategy(RankedStrategy):
     """
 
     def __init__(self, options: Options, **lightning: Any) -> None:
+        self.options = options  # read where Lightning's own sets the module
+        self._compiles_as_module: Callable[[], Any] | None = None  # refers to the module that the user has compiled
         super().__init__(options, **lightning)
         self._files = CheckpointFiles(options)
         self._state: FullOrShardedState | None = None
@@ -33,7 +39,32 @@ class CheckpointedStrategy(RankedStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle neither a module's state nor open files."""
-        return {**super().__getstate__(), "_files": CheckpointFiles(self.options), "_state": None}
+        return {
+            **super().__getstate__(),
+            "_files": CheckpointFiles(self.options),
+            "_state": None,
+            "_compiles_as_module": None,
+        }
+
+    @property
+    def _lightning_module(self) -> Any:
+        """The module of the Trainer, where Lightning's strategies have it."""
+        return self.__dict__.get("_lightning_module")
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: Any) -> None:
+        # Lightning sets it just before it refuses a compiled module for any strategy that it does not know.
+        compiled = uncompiled(module)
+        if self._compiles_as_module is not None and module is not self._compiles_as_module():
+            self._compiles_as_module, self.options = None, replace(self.options, compile=None)
+        if compiled is not None and self.options.compile is None:
+            self._compiles_as_module = weakref.ref(module)
+            self.options = replace(self.options, compile=compiled or "units")
+            rank_zero_info(
+                f"{type(module).__name__} was compiled as one function, and is compiled layer by layer, as with"
+                f" compile={reprlib.repr(self.options.compile)}"
+            )
+        self.__dict__["_lightning_module"] = module
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

@@ -164,3 +164,38 @@ def test_compiled_model_over_stages_is_recomputed_selectively(worlds, case, poli
     options = {"num_microbatches": 2, "recompute": "selective"}
     for policies in worlds.run(2, policies_of, case, options):
         assert {policies[name] for name in policies if ".layers." in name} == {policy}
+
+
+def compiled_module():
+    return torch.compile(Plain(), backend=recording_backend)
+
+
+WHOLE = {
+    "one device": (1, 1, {"num_microbatches": 1}),
+    "pp2": (2, 2, {"num_microbatches": 2}),
+    "tp2": (2, 1, {"tensor_parallel_size": 2}),
+    "zero3": (2, 1, {"zero_stage": 3, "reshard_after_forward": True}),
+    "zero1": (2, 1, {"zero_stage": 1}),
+}
+
+
+@pytest.mark.parametrize("layout", WHOLE)
+def test_a_module_that_is_passed_compiled_is_compiled_by_layers(worlds, layout):
+    size, pp, options = WHOLE[layout]
+    [expected, *_] = worlds.run(size, run, size, pp, Plain, options)
+    for weights, graphs, warned in worlds.run(size, run, size, pp, compiled_module, options):
+        assert_same(weights, expected[0])
+        assert bool(graphs) == (layout != "tp2"), "sharded layers of this width are intercepted"
+        assert all("tanh" in graph for graph in graphs) and not warned
+
+
+@pytest.mark.world(1)
+def test_a_strategy_compiles_only_the_module_that_was_passed_compiled():
+    trainer = trainer_of(1, 1, strategy_options={"num_microbatches": 1})
+    module, other = Plain(), Plain()
+    step = module.training_step
+    trainer.fit(torch.compile(module, backend=recording_backend, dynamic=False), loader(4, 14))
+    assert trainer.strategy.options.compile == {"dynamic": False, "backend": recording_backend}
+    assert module.training_step == step and "training_step" not in vars(module)
+    trainer.fit(other, loader(4, 14))
+    assert trainer.strategy.options.compile is None
