@@ -39,7 +39,13 @@ from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import St
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join
-from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, copied_batch, sizes_of, split
+from lightning_hybrid.step.batch.split_batch_into_microbatches import (
+    BatchSplitter,
+    copied_batch,
+    sizes_of,
+    split,
+    split_unevenly,
+)
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.recording.values_kept_on_modules import refuse_absent_numbers
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
@@ -162,18 +168,19 @@ class StepRunner(MicrobatchRunner):
 
     def compare_recorded_means(
         self, step: Callable[..., Any], args: Sequence[Any], context: Callable[[], AbstractContextManager[Any]]
-    ) -> ComparedLoss | None:
-        """Compare the loss of a batch with that of its halves by the weights of recorded means; None if it cannot be.
+    ) -> list[ComparedLoss]:
+        """Compare the loss of a batch with that of its parts, of even and uneven sizes, weighted by recorded means.
 
         Arguments as for ``record``; this rank has all layers.
         """
         batch, *rest = args
-        parts, weights = split(batch, 2, self.splitter)
         call = Call("training_step", step, rest, context, train=True, modes=self.plan.modes())
-        try:
-            return self._loss_shares.compare(call, self._traces.choose(call, parts), batch, parts, weights)
-        except Exception:  # the step needs more samples, or more memory than there is
-            return None
+        found = []
+        for parts, weights in (split(batch, 2, self.splitter), split_unevenly(batch)):
+            with contextlib.suppress(Exception):  # the step needs more samples, or more memory than there is
+                compared = self._loss_shares.compare(call, self._traces.choose(call, parts), batch, parts, weights)
+                found += [] if compared is None else [compared]
+        return found
 
     def run(
         self,

@@ -7,16 +7,20 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.pipeline.microbatch_results import MicrobatchResults
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.pipeline.results.log_entry import Key
 from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import detached
 from lightning_hybrid.pipeline.runtime.parameter_gradients import ParameterGradients, split_weight
 from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
-from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
+from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries, Rows
 from lightning_hybrid.pipeline.split_batch_over_ranks_and_gather_results import BatchShare
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, TrainContext, backward_of
 from lightning_hybrid.schedule import Action, Kind
+from lightning_hybrid.step.batch.split_batch_into_microbatches import sizes_of
 from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
 from lightning_hybrid.step.instrument.backward_code import BackwardCode
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import put
@@ -42,8 +46,8 @@ class MicrobatchLoop:
         runner: MicrobatchRunner,
         share: BatchShare,
         gradients: ParameterGradients,
-        *,
         traces_calls: bool,
+        stops: Callable[[bool], bool] | None,
         scales_gradients: bool | None,
     ) -> None:
         """Set up for the share of a batch.
@@ -53,11 +57,13 @@ class MicrobatchLoop:
             share: What this rank runs of the batch.
             gradients: Weighs what arrives at parameters.
             traces_calls: Whether lines of code are traced.
+            stops: Called after the first forward with whether it has left code of the user for its backward; if it
+                returns true, nothing else is run. None if that is known.
             scales_gradients: Whether microbatches weigh where their gradients reach a parameter; None if they do once
                 the step has applied an autograd function of the user.
         """
         self._runner, self._root, self._share, self._gradients = runner, gradients.root, share, gradients
-        self.scales_gradients, self._traces_calls = scales_gradients, traces_calls
+        self.scales_gradients, self._traces_calls, self._stops = scales_gradients, traces_calls, stops
         self.logs = LogCapture(len(share.microbatches))
         self.outputs: list[Any] = []
         self.losses: list[Tensor | None] = []
@@ -100,7 +106,10 @@ class MicrobatchLoop:
                 self.logs.microbatch(self._root, index, metrics.origin),
                 called,
             ):
-                with path or contextlib.nullcontext(), code or contextlib.nullcontext():
+                # Compiled code would not show the autograd functions inside.
+                eager = index == 0 and self._stops is not None
+                stance = torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext()
+                with path or contextlib.nullcontext(), stance, code or contextlib.nullcontext():
                     output = step(microbatch)
                 if runner.gathers_outputs:
                     output = _gathered(self._root, output)
@@ -109,6 +118,8 @@ class MicrobatchLoop:
             recorder.add(Action(Kind.F, 0, index), start)
             if train is not None:
                 self.scales_gradients = True if code is not None and code.has_functions else self.scales_gradients
+                if index == 0 and self._stops is not None and self._stops(code is not None and not code.is_empty):
+                    return
                 with runner.guards.off():
                     self.losses.append(self._backward(output, train, seeds[index], index))
                 recorder.add_since_last(Action(Kind.B, 0, index))
@@ -118,6 +129,21 @@ class MicrobatchLoop:
             del output, microbatch
         if train is not None:
             train.reduce(0)
+
+    def results(
+        self,
+        weights: list[float],
+        loss_weights: list[float],
+        by_samples: frozenset[Key],
+        outputs: list[Any],
+        appended: Rows,
+    ) -> MicrobatchResults:
+        """The results of this rank; arguments as the attributes of ``MicrobatchResults``."""
+        losses = [None if loss is None else float(loss) for loss in self.losses] or [None] * len(weights)
+        sizes = sizes_of(self._share.microbatches)
+        found = MicrobatchResults(weights, loss_weights, by_samples, self.logs.entries(), losses, sizes, outputs)
+        found.appended = appended
+        return found
 
     def _backward(self, output: Any, train: TrainContext, seed: float, index: int) -> Tensor | None:
         """Run the backward of a microbatch, which weighs its loss by ``seed`` in all; returns its loss."""

@@ -43,8 +43,7 @@ from lightning_hybrid.step.batch.split_batch_into_microbatches import (
     BatchSplitter,
     batch_size_of,
     check_count,
-    copied_batch,
-    sizes_of,
+    halves,
     split,
     why_unsplit,
 )
@@ -111,6 +110,8 @@ class PlainRunner(MicrobatchRunner):
         self._num_small = 0  # batches that could not be compared with their shares
         self._weighting = LossWeightFinder(splitter, inform)
         self._scales_gradients: bool | None = None  # as for ``MicrobatchLoop``
+        self._has_backward_code: bool | None = None  # whether code of the user runs in backwards; None if not known
+        self._is_stopped = False  # after the first forward of a step
         self.needs_weighting_check = True
         self._draws = PlainStepRandomness(root, randomness, self.guards)
 
@@ -238,7 +239,9 @@ class PlainRunner(MicrobatchRunner):
         appended = AppendedEntries(self._root) if trains and share.total > 1 else None
         is_compared = train is not None and self._sharing.size > 1 and not self._leaves_changes
         changes = ModuleChanges(self._root, by_content=self.needs_weighting_check) if is_compared else None
-        snapshot = StepSnapshot(self._root) if train is not None and self.runs_shares else None
+        runs_share = train is not None and self.runs_shares
+        may_stop = train is not None and self._has_backward_code is None and share.is_complete
+        snapshot = StepSnapshot(self._root) if runs_share or may_stop else None
         first = self._replica * share.total + share.first
         with (
             contextlib.closing(ParameterGradients(self._root, share.is_complete and train is not None)) as gradients,
@@ -247,8 +250,8 @@ class PlainRunner(MicrobatchRunner):
             self._metrics.step(),
             self._layers(),
         ):
-            scales = self._scales_gradients if share.total > 1 else False
-            loop = MicrobatchLoop(self, share, gradients, traces_calls=is_compared, scales_gradients=scales)
+            of_code = is_compared, self._stops(share, train), self._scales_gradients
+            loop = MicrobatchLoop(self, share, gradients, *of_code)
             loop.run(
                 lambda microbatch: step(microbatch, *rest),
                 context,
@@ -258,24 +261,38 @@ class PlainRunner(MicrobatchRunner):
                 seeds,
                 appended,
             )
-        self._scales_gradients = loop.scales_gradients if share.total > 1 else self._scales_gradients
+        self._scales_gradients = loop.scales_gradients
+        if self._is_stopped:
+            self._is_stopped, self.needs_weighting_check = False, True
+            return _rolled_back(snapshot, "has code in its backward, and is compared with its batch")
         has_other_outputs = not all(isinstance(output, Tensor) for output in loop.outputs)
         is_read = manual_optimization or (share_output and has_other_outputs)
         outputs = loop.outputs if not trains or is_read or self._sharing.size == 1 else []
-        numbers = [None if loss is None else float(loss) for loss in loop.losses] or [None] * len(weights)
-        sizes, by_samples = sizes_of(share.microbatches), self._weighting.now.keys
-        results = MicrobatchResults(weights, loss_weights, by_samples, loop.logs.entries(), numbers, sizes, outputs)
-        if appended is not None:
-            results.appended = appended.rows
+        by_samples = self._weighting.now.keys
+        results = loop.results(weights, loss_weights, by_samples, outputs, {} if appended is None else appended.rows)
         results = self._exchange(results, share, changes, loop.calls)
-        if snapshot is not None and not self.runs_shares:  # the results are those of a share of the batch
-            snapshot.restore("does something new, and would run on full batches")
-            return StepResult(None, None, [], was_rolled_back=True)
+        if runs_share and not self.runs_shares:  # the results are those of a share
+            return _rolled_back(snapshot, "does something new, and would run on full batches")
         self._metrics.finish(results.call_metrics)
         if appended is not None:
             appended.put(results.appended, results.weights, results.sizes, results.losses, results.loss_weights)
         loss = _as_tensor(results.loss, loop.losses)
         return StepResult(results.joined_output(name) if outputs else loss, loss, results.logs())
+
+    def _stops(self, share: BatchShare, train: TrainContext | None) -> Callable[[bool], bool] | None:
+        """A function that learns from the first microbatch whether code of the user runs in backwards; None if known.
+
+        It returns whether the step must stop there: it is compared with its batch before it runs.
+        """
+        if train is None or self._has_backward_code is not None or (self._sharing.size == 1 and not share.is_complete):
+            return None
+
+        def learn(has_code: bool) -> bool:
+            self._has_backward_code = self._sharing.any_rank(has_code)
+            self._is_stopped = self._has_backward_code and share.is_complete and train.weigh is None
+            return self._is_stopped
+
+        return learn
 
     def _exchange(
         self, results: MicrobatchResults, share: BatchShare, changes: ModuleChanges | None, calls: set[int]
@@ -377,14 +394,17 @@ class PlainRunner(MicrobatchRunner):
         def once(part: Any) -> Any:
             return step(part, *rest)
 
-        with self._metrics.step(), self._layers():
+        # Layers would be compiled for that alone, and autograd functions inside of them would not be seen.
+        with self._metrics.step(), self._layers(), torch.compiler.set_stance("force_eager"):
             how = self.splitter, self._randomness, around, self.is_fatal
             found = measure_weighting(self._root, once, batch, count, *how)
-            parts, samples = split(copied_batch(batch), count, self.splitter)
-            of = samples, found.of(parts, samples), self._randomness, around, self.guards.off
-            agreed = self._sharing.any_rank, self.is_fatal
-            calls_hooks = self._sharing.size > 1  # on the gradients of its share
-            compared = compare_gradients(self._root, once, batch, parts, *of, *agreed, calls_hooks=calls_hooks)
+            one, parts, samples, losses = found.first_with_weights(halves(batch, count, self.splitter))
+            compared = compare_gradients(
+                *(self._root, once, one, parts, samples, losses, self._randomness, around, self.guards.off),
+                *(self._sharing.any_rank, self.is_fatal),
+                is_nonlinear=bool(self._has_backward_code),
+                calls_hooks=self._sharing.size > 1,
+            )
             found = found.with_gradients(compared)
             self.settle()
         return found
@@ -422,6 +442,13 @@ class PlainRunner(MicrobatchRunner):
                 yield
             finally:
                 self._uncompiled.off()
+
+
+def _rolled_back(snapshot: StepSnapshot | None, why: str) -> StepResult:
+    """Roll a step back, and return its result."""
+    assert snapshot is not None
+    snapshot.restore(why)
+    return StepResult(None, None, [], was_rolled_back=True)
 
 
 def _weights(share: BatchShare, train: TrainContext | None) -> tuple[list[float], list[float], list[float]]:

@@ -186,7 +186,8 @@ def fit_reference(run: Run) -> Fitted:
 
 def fit_joined_batches(run: Run) -> Fitted:
     """In one process, under the strategy without stages, on the concatenation of the replicas' batches."""
-    strategy = Hybrid3DStrategy(num_microbatches=run.dp * run.microbatches)
+    weight = run.strategy.get("microbatch_weight")
+    strategy = Hybrid3DStrategy(num_microbatches=run.dp * run.microbatches, microbatch_weight=weight)
     return _fit(run, 1, strategy, batch_sampler=joined_batches(run))
 
 

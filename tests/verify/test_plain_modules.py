@@ -115,10 +115,10 @@ def test_refusal_is_its_own_outcome(worlds):
     assert report.passes() and not report.passes(strict=True)
 
 
-def test_objective_that_mixes_samples_is_named_with_both_numbers(worlds):
+def test_batches_of_an_objective_that_mixes_samples_are_not_split(worlds):
     report = check(worlds, Contrasts, LAYOUTS[0])
     assert report.outcome == "same", str(report)
-    assert any("mixes samples: full batch" in note and "mean of 2 microbatches" in note for note in report.notes)
+    assert not any("mixes samples" in note for note in report.notes)
 
 
 class Noisy(Dropping):

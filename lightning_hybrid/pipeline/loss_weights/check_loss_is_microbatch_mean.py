@@ -58,6 +58,17 @@ class LossWeighting(NamedTuple):
         """Whether no weights of parts give the loss of the batch, or its gradients."""
         return self.norms is not None or (self.differing is not None and not self.counts)
 
+    def first_with_weights(
+        self, batches: Sequence[tuple[Any, Sequence[Any], list[float]]]
+    ) -> tuple[Any, Sequence[Any], list[float], list[float]]:
+        """The first batch whose parts all weigh in its loss, if there is one: its parts, their shares, their weights.
+
+        Args:
+            batches: With their parts, and the weights of these by samples.
+        """
+        weighted = [(batch, parts, samples, self.of(parts, samples)) for batch, parts, samples in batches]
+        return next((each for each in weighted if all(each[3])), weighted[0])
+
     def with_gradients(self, found: GradientMatch | None) -> LossWeighting:
         """Add what a comparison of gradients has found."""
         if found is None or self.mixes or (found.of_losses and found.of_gradients):
@@ -97,7 +108,7 @@ def agree_on_weighting(group: dist.ProcessGroup | None, local: LossWeighting) ->
         local: The weighting that this rank has found.
     """
     rows: list[LossWeighting] = [local] * dist.get_world_size(group)
-    dist.all_gather_object(rows, local, group=group)  # type: ignore[type-var]
+    dist.all_gather_object(rows, local, group=group)
     found = next((row for row in rows if row.mixes), None) or next((row for row in rows if row.counts), local)
     ways = {row.scales_gradients for row in rows} - {None}
     return found._replace(scales_gradients=ways.pop() if len(ways) == 1 else None)

@@ -12,7 +12,6 @@ import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.split_batch_into_microbatches import copied_batch
-from lightning_hybrid.step.instrument.backward_code import BackwardCode
+from lightning_hybrid.step.tracing.full_backward_hooks_of_units import has_backward_hooks
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 
 # Relative differences of the gradients of a parameter that rounding may cause; other dtypes are too coarse for a test.
@@ -61,7 +60,7 @@ def compare_gradients(
     any_rank: Callable[[bool], bool],
     is_fatal: Callable[[Exception], bool] | None = None,
     *,
-    is_nonlinear: bool | None = None,
+    is_nonlinear: bool,
     calls_hooks: bool = False,
 ) -> GradientMatch | None:
     """Compare gradients of a batch with those of its parts; None if the step has no such code, or cannot be compared.
@@ -83,14 +82,14 @@ def compare_gradients(
         around_backward: Entered around each backward.
         any_rank: Returns whether a condition holds on any rank.
         is_fatal: Whether an error of the step is raised; nothing is compared otherwise, or if None.
-        is_nonlinear: Whether the backward runs code of the user; None if that is not known.
+        is_nonlinear: Whether the forward leaves code of the user for the backward.
         calls_hooks: Whether hooks on parameters see the gradients of parts; otherwise they see the sum of these.
     """
     parameters = [p for p in root.parameters() if p.requires_grad]
     run = _Run(root, step, context, around_backward, parameters)
-    if is_nonlinear is None:
-        is_nonlinear = _has_backward_code(root, randomness, parameters, partial(run.loss, parts[0]))
-        is_nonlinear |= calls_hooks and any(parameter._backward_hooks for parameter in parameters)
+    is_nonlinear |= any(map(has_backward_hooks, root.modules()))
+    if calls_hooks:
+        is_nonlinear |= any(parameter._backward_hooks for parameter in parameters)
     if not any_rank(is_nonlinear and all(samples)):
         return None
 
@@ -128,14 +127,6 @@ class _Run(NamedTuple):
         with self.around_backward():
             found = torch.autograd.grad([loss], self.parameters, [torch.full_like(loss, seed)], allow_unused=True)
         return [one if one is None else one.to_dense() if one.is_sparse else one for one in found]
-
-
-def _has_backward_code(
-    root: nn.Module, randomness: KeyedRandomness, parameters: Sequence[nn.Parameter], run: Callable[[], Any]
-) -> bool:
-    with trained_without_draws(root, randomness, parameters), BackwardCode() as code, contextlib.suppress(Exception):
-        run()
-    return not code.is_empty
 
 
 def _compare(

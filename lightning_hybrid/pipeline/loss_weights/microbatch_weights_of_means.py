@@ -205,7 +205,7 @@ class LossMeanWeights:
                         run = replay.run(partial(call.on, copied_batch(part)), {}, names, current, of_means)
                     totals[which] += weight * float(run.made[variant.loss].detach())
                     undo()
-        return ComparedLoss(float(full), *totals, dtype)
+        return ComparedLoss(float(full), totals[0], totals[1], dtype)
 
     def are_incomparable(self, variants: Sequence[TraceVariant]) -> bool:
         """Whether microbatches run different operations, and some average over a data-dependent count."""

@@ -145,6 +145,18 @@ def split(batch: Any, count: int, splitter: BatchSplitter | None = None) -> tupl
     return _split_value(batch, size, counts), [samples / size for samples in counts]
 
 
+def halves(batch: Any, count: int, splitter: BatchSplitter | None = None) -> list[tuple[Any, list[Any], list[float]]]:
+    """Return each of ``count`` microbatches, and its halves with their weights, as ``split`` makes them.
+
+    Where a microbatch is one sample, or a splitter of the user may not split it again, the batch takes their place.
+    """
+    batch = copied_batch(batch)
+    parts, weights = split(batch, count, splitter)
+    if splitter is not None or min(batch_size_of(part) or 0 for part in parts) < 2:
+        return [(batch, parts, weights)]
+    return [(part, *split(part, 2)) for part in parts]
+
+
 def neighbouring_microbatches(batch: Any, count: int) -> list[Any]:
     """Return each two neighbours of ``count`` microbatches, as ``split`` makes them, as one batch."""
     size = batch_size_of(batch)

@@ -50,7 +50,8 @@ class BackwardCode(ReplacedAll):
                 self.has_functions = True
             if isinstance(before, classmethod):
                 return before.__func__(cls, *args, **kwargs)
-            return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+            original: Any = super(_SingleLevelFunction, cls)
+            return original.apply(*args, **kwargs)
 
         def register(tensor: Tensor, hook: Any) -> Any:
             self.has_hooks = True

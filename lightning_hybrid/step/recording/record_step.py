@@ -136,8 +136,10 @@ def _record_once(
             refuse_number_in_buffer(root, state, "" if guesses else recorder.numbers_read)
             recording = recorder.finish(root, name, result, owned, loss_required=loss_required)
             kept = find_kept_values(root, state, old, recorder, recording)
-            found = {"has_functions": in_backward.has_functions, "has_hooks": in_backward.has_hooks}
-            return replace(recording, bound=bound, has_guesses=recorder.has_guessed, **found, **kept._asdict())
+            recording = replace(
+                recording, has_functions=in_backward.has_functions, has_hooks=in_backward.has_hooks, bound=bound
+            )
+            return replace(recording, has_guesses=recorder.has_guessed, **kept._asdict())
     finally:
         if recorder is not None:
             recorder.mutated.undo()

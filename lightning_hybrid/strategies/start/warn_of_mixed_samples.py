@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import (
@@ -19,7 +20,7 @@ from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import
 from lightning_hybrid.pipeline.loss_weights.compare_gradients import compare_gradients
 from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.split_batch_into_microbatches import split
+from lightning_hybrid.step.batch.split_batch_into_microbatches import halves, split
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch
 from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import current_hook
@@ -49,7 +50,7 @@ def warn_of_mixed_samples(
     uncompiled = EagerSwitch()
     uncompiled.on()
     try:
-        with current_hook(module, "training_step"):
+        with current_hook(module, "training_step"), torch.compiler.set_stance("force_eager"):
             agree = partial(trainer.strategy.reduce_boolean_decision, all=False)
             found, is_recorded = _measured(module, runner, some, rest, randomness, context, agree)
     finally:
@@ -80,17 +81,20 @@ def _measured(
     found = measure_weighting(module, step, batch, 2, None, randomness, context)
     compared = runner.compare_recorded_means(module.training_step, [batch, *rest], context)
     uses_means = True
-    if compared is None:
+    if not compared:
         found = LossWeighting() if runner.has_weighted_means else found
-    elif compared.agrees(compared.by_means):
+    elif all(each.agrees(each.by_means) for each in compared):
         found = LossWeighting()
-    elif compared.agrees(compared.by_samples):
+    elif all(each.agrees(each.by_samples) for each in compared):
         found, uses_means = LossWeighting(), False
     elif not found.counts:
-        found = LossWeighting(differing=(compared.full, compared.by_samples))
-    parts, samples = split(batch, 2)
-    of = samples, found.of(parts, samples), randomness, context, contextlib.nullcontext, agree
-    gradients = compare_gradients(module, step, batch, parts, *of, is_nonlinear=runner.has_nonlinear_backward)
+        differing = next(each for each in compared if not each.agrees(each.by_samples))
+        found = LossWeighting(differing=(differing.full, differing.by_samples))
+    one, parts, samples, losses = found.first_with_weights(halves(batch, 2))
+    gradients = compare_gradients(
+        *(module, step, one, parts, samples, losses, randomness, context, contextlib.nullcontext, agree),
+        is_nonlinear=runner.has_nonlinear_backward,
+    )
     if found.counts or not (uses_means and runner.has_weighted_means):  # recorded means weigh each term of the loss
         found = found.with_gradients(gradients)
     return found, uses_means

@@ -7,6 +7,7 @@ import torch
 
 from harness.fits import Run, assert_parity, fit, fit_joined_batches, reference_of
 from harness.worlds.worlds_plugin import RankError
+from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 from models.moe_layers import Experts
 
 
@@ -27,16 +28,19 @@ class Choosing(Experts):
     options: ClassVar = {"router": "expert_choice", "jitter": 0.1, "gated": False, "activation": "gelu", "bias": True}
 
 
+BY_SAMPLES = {"microbatch_weight": batch_size_of}  # balance losses and capacities are those of a microbatch
+
+
 @pytest.mark.parametrize(
     "run",
     [
-        Run(Experts, pp=2),
+        Run(Experts, pp=2, strategy=BY_SAMPLES),
         Run(Counting, pp=2, strategy={"recompute": "full"}),
         pytest.param(Run(Counting, pp=2, dp=2), marks=pytest.mark.slow),
-        pytest.param(Run(Dropping, pp=2, dp=2), marks=pytest.mark.slow),
-        pytest.param(Run(Dropping, tp=2), marks=pytest.mark.slow),
-        pytest.param(Run(Experts, dp=2, strategy={"zero_stage": 3}), marks=pytest.mark.slow),
-        pytest.param(Run(Choosing, pp=2, strategy={"recompute": "selective"}), marks=pytest.mark.slow),
+        pytest.param(Run(Dropping, pp=2, dp=2, strategy=BY_SAMPLES), marks=pytest.mark.slow),
+        pytest.param(Run(Dropping, tp=2, strategy=BY_SAMPLES), marks=pytest.mark.slow),
+        pytest.param(Run(Experts, dp=2, strategy={"zero_stage": 3, **BY_SAMPLES}), marks=pytest.mark.slow),
+        pytest.param(Run(Choosing, pp=2, strategy={"recompute": "selective", **BY_SAMPLES}), marks=pytest.mark.slow),
     ],
     ids=lambda run: f"{run.case.__name__}-pp{run.pp}-dp{run.dp}-tp{run.tp}",
 )

@@ -248,7 +248,8 @@ def fit_counting(pp):
 def test_no_weights_without_ignored_labels(worlds):
     [(expected, _)] = worlds.run(1, fit_counting, 1)
     ranks = worlds.run(2, fit_counting, 2)
-    assert [counted for _, counted in ranks] == [[0, 0, 2]] * 2  # at set-up, for its check, and in the last batch
+    # At set-up, for its two comparisons with the full batch, and in the last batch.
+    assert [counted for _, counted in ranks] == [[0, 0, 0, 2]] * 2
     assert_steps_agree(expected, [seen for seen, _ in ranks])
 
 

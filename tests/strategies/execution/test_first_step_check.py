@@ -236,8 +236,8 @@ def test_objective_that_mixes_samples_warns_with_both_numbers(worlds):
     lines, warned, *_ = worlds.run(2, fit, Contrasts, *PP2)[0]
     assert line_of(lines)
     [text] = warned
-    of_batch, mean = (float(number) for number in re.findall(r"(?:batch is|microbatches) (\d+\.\d+)", text))
-    assert of_batch != pytest.approx(mean, rel=1e-3) and "2 microbatches" in text
+    of_batch, mean = (float(number) for number in re.findall(r" is (\d+\.\d+)", text))
+    assert of_batch != pytest.approx(mean, rel=1e-3) and "batches are not split" in text
     assert worlds.run(2, fit, Tiny, *PP2)[0][1] == []
     assert worlds.run(2, fit, Dropping, *PP2)[0][1] == []
 
