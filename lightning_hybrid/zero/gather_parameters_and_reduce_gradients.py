@@ -405,8 +405,9 @@ class ZeroSharding:
                 elif tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= first_node and not reads_none:
                     of_user = list(tensor._backward_hooks or ())  # may read parameters, so they go after this one
                     tensor.register_hook(lambda _: self._begin_layer_backward(fqn))
+                    hooks: Any = tensor._backward_hooks
                     for key in of_user:
-                        tensor._backward_hooks[key] = tensor._backward_hooks.pop(key)
+                        hooks[key] = hooks.pop(key)
         return output
 
     def saved_views(self, fqns: Collection[str]) -> SavedViews:

@@ -137,11 +137,12 @@ def train(case, size, options, epochs=1, save=None, resume=None, **kwargs):
     strategy = None if options is None else Hybrid3DStrategy(**options)
     counts = Counts()
     trainer = trainer_of(size, strategy, [counts, SavesHalfway(save)], max_epochs=epochs, **kwargs)
-    sampler = None
+    sampler, tensor_ranks = None, (options or {}).get("tensor_parallel_size", 1)
+    replicas = size // tensor_ranks
     if size > 1:
-        rank = trainer.strategy.cluster_environment.global_rank()
-        sampler = DistributedSampler(range(len(data)), size, rank, shuffle=False)
-    trainer.fit(module, DataLoader(TensorDataset(data), batch_size=12 // size, sampler=sampler), ckpt_path=resume)
+        replica = trainer.strategy.cluster_environment.global_rank() // tensor_ranks
+        sampler = DistributedSampler(range(len(data)), replicas, replica, shuffle=False)
+    trainer.fit(module, DataLoader(TensorDataset(data), batch_size=12 // replicas, sampler=sampler), ckpt_path=resume)
     return {name: value.clone() for name, value in module.state_dict().items()}, counts.sizes
 
 
@@ -181,6 +182,36 @@ def test_parity(worlds, case, size, options):
     copies = size // options.get("shard_size", size)
     for optimizer, numel in enumerate(full_sizes):
         assert sum(sizes[optimizer] for _, sizes in ranks) == copies * numel
+
+
+class Toggles(Gan):
+    """Its second optimizer begins when the first has stepped; a recording of the step ends in the first toggle."""
+
+    def training_step(self, batch, batch_idx):
+        [real] = batch
+        for optimizer, sign in zip(self.optimizers(), (1.0, -1.0), strict=True):
+            with optimizer.toggle_model():
+                self.manual_backward(sign * self.critic(self.generator(real) * self.scale).sigmoid().mean())
+                self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        self.log("loss", real.mean(), sync_dist=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (Toggles, {"zero_stage": 3}),
+        pytest.param(Toggles, {}, marks=pytest.mark.slow),
+        pytest.param(Gan, {"zero_stage": 1}, marks=pytest.mark.slow),
+        pytest.param(Accumulates, BY_LAYER, marks=pytest.mark.slow),
+    ],
+)
+def test_parity_over_tensor_ranks(worlds, case, options):
+    """Averages over replicas, and norms, are of each rank's shards, although the step reads full parameters."""
+    [(expected, _)] = worlds.run(1, train, case, 1, None)
+    for state, _ in worlds.run(4, train, case, 4, {"tensor_parallel_size": 2, **options}):
+        assert_close(state, expected)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ class TensorSnapshot:
 
 
 class ModuleSnapshot(ArgumentSnapshot):
-    """The state of all modules under a root at one moment."""
+    """The state of all modules under a root at one moment, with the parameters that take gradients."""
 
     def __init__(
         self,
@@ -164,6 +164,8 @@ class ModuleSnapshot(ArgumentSnapshot):
         super().__init__(())
         self._unhooked, self._first_hook = unhooked, RemovableHandle.next_id
         self._buffers: list[TensorSnapshot] = []
+        # A step that ends in the middle leaves what it has toggled.
+        self._trained = [(p, p.requires_grad) for p in root.parameters() if not is_absent(p)]
         seen: set[int] = set()
         passed = {id(module) for module in without}  # metrics change their hash with their state
         for module in root.modules():
@@ -186,6 +188,9 @@ class ModuleSnapshot(ArgumentSnapshot):
         super().restore()
         for content in self._buffers:
             content.restore()
+        for parameter, takes_gradients in self._trained:
+            if parameter.requires_grad != takes_gradients:
+                parameter.requires_grad_(takes_gradients)
         if RemovableHandle.next_id != self._first_hook:
             for module in self._unhooked:
                 _remove_hooks(module, self._first_hook)

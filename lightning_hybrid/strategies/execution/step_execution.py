@@ -290,14 +290,15 @@ class StepExecution:
         if is_plain:
             self.recorder.add_since_last(Action(Kind.F, 0, 0))
             self._activations.measure(loss)
-        self._before_plain_backward()
+        on_shards = guards.off if guards is not None and self._setting.is_manual else nullcontext
+        with on_shards():
+            self._before_plain_backward()
         loss = plugin.pre_backward(loss, module)
-        unguarded = guards.off if guards is not None and self._setting.is_manual else nullcontext
-        with self._synced_norms(), unguarded():  # layers that are recomputed take statistics once more
-            plugin.backward(loss, module, optimizer, *args, **kwargs)
-        if is_plain:
-            self.recorder.add_since_last(Action(Kind.B, 0, 0))
-        with unguarded():  # averages are those of shards
+        with on_shards():  # also the averages: a reducer that read full gradients would average those
+            with self._synced_norms():  # layers that are recomputed take statistics once more
+                plugin.backward(loss, module, optimizer, *args, **kwargs)
+            if is_plain:
+                self.recorder.add_since_last(Action(Kind.B, 0, 0))
             self._after_plain_backward()
         if (connected := self._owner.optimization.connected) is not None:
             connected.is_averaging = True

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
+from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.precision.message_dtypes import message_dtypes
@@ -93,9 +93,11 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
     for reducer in reducers.values():
         undo.callback(reducer.close)
     counted_parameters = [p for p in setting.module.parameters() if id(p) in counted]
-    if run.parts is not None:
-        counted = {id(p) for p in counted_parameters if run.parts.is_first_owner(p)}
-    _connect_precision(run, counted)
+    # Each replica clips full gradients in a step of manual optimization.
+    parts = LocalShards(setting.module, _shardings_in_step(run)) if setting.is_manual else run.parts
+    if parts is not None:
+        counted = {id(p) for p in counted_parameters if parts.is_first_owner(p)}
+    _connect_precision(run, counted, parts)
     _step_in_float32(run, optimizers)
     full = _step_full_parameters(run, owner, optimizers)
     watched = _watch_steps(run, owner, [optimizer for optimizer in optimizers if optimizer not in full])
@@ -129,13 +131,12 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
     )
 
 
-def _connect_precision(run: Run, counted: set[int]) -> None:
-    """Let gradients be clipped by their norm over all ranks."""
+def _connect_precision(run: Run, counted: set[int], parts: LocalShards | None) -> None:
+    """Let gradients be clipped by their norm over all ranks, which have these parts of them."""
     setting = run.setting
     if setting.shards_module or isinstance(setting.precision, HybridPrecision):
-        # With manual optimization replicas have full gradients.
         axes = ("pp", "cp", "tp") if setting.is_manual else ("pp", "cp", "parts")
-        slices = None if run.parts is None else run.parts.first_owned_slices
+        slices = None if parts is None else parts.first_owned_slices
         clipping = run.guards.off if setting.is_manual and run.guards is not None else nullcontext
         precision = setting.mesh_precision
         precision.connect_mesh(run.mesh, lambda: counted, axes=axes, parts=slices, around_clipping=clipping)
