@@ -145,6 +145,11 @@ def split(batch: Any, count: int, splitter: BatchSplitter | None = None) -> tupl
     return _split_value(batch, size, counts), [samples / size for samples in counts]
 
 
+def split_by_sizes(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Split a batch, or another value with one row for each sample, into parts of these numbers of samples."""
+    return _split_value(batch, sum(sizes), list(sizes))
+
+
 def neighbouring_microbatches(batch: Any, count: int) -> list[Any]:
     """Return each two neighbours of ``count`` microbatches, as ``split`` makes them, as one batch."""
     size = batch_size_of(batch)
