@@ -228,6 +228,7 @@ def verify(
     precision: str = "64-true",
     seed: int = 1,
     trainer: dict[str, Any] | None = None,
+    resume: bool = True,
     run: RunRanks | None = None,
     timeout: float = 300.0,
 ) -> Report:
@@ -244,6 +245,7 @@ def verify(
         precision: Lightning's name of the precision; in "64-true" real differences stand out from rounding.
         seed: Seed of all random generators.
         trainer: Further arguments of the Trainer.
+        resume: Whether to compare a checkpoint and a step that goes on from it, which takes as long again.
         run: Runs functions on ranks; starts processes by default.
         timeout: Maximum seconds per run.
 
@@ -259,5 +261,6 @@ def verify(
         precision=precision,
         seed=seed,
         trainer=trainer or {},
+        resume=resume,
     )
     return Verification(experiment, run=run, timeout=timeout).check(layout)

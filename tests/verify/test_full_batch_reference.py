@@ -1,5 +1,6 @@
 """Steps whose numbers are those of the full batch, where microbatches differ from it in something else too."""
 
+import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import LightningModule
@@ -130,13 +131,27 @@ def test_a_masked_mean_beside_dropout_is_that_of_each_replicas_full_batch(worlds
         assert "each replica's loss is that of its own batch, as under DDP: full batch" in report.notes[-1]
 
 
-def test_a_mean_over_labels_must_be_that_of_the_full_batch(worlds):
+class CountsOverRanks(DroppingMaskedMean):
+    """A mean over the entries of a mask on all ranks, for gradients that are averaged over these."""
+
+    def loss(self, batch):
+        x, y = batch
+        mask = (y >= 0).to(x.dtype)
+        losses = F.cross_entropy(self(x), y.clamp(min=0), reduction="none")
+        return (losses * mask).sum() * self.trainer.world_size / self.all_gather(mask.sum()).sum()
+
+
+def test_a_mean_over_labels_is_that_of_the_full_batch(worlds):
     report = check(worlds, Classifier, STAGES, make_data=labelled_data, num_microbatches=4)
     assert report.outcome == "same" and not report.notes, str(report)
+
+
+@pytest.mark.parametrize("module", [Classifier, CountsOverRanks])
+def test_a_mean_whose_microbatches_have_other_weights_differs(worlds, module):
     unweighted = Layout("unweighted", 2, {**STAGES.strategy, "microbatch_weight": equal_weights})
-    report = check(worlds, Classifier, unweighted, make_data=labelled_data, num_microbatches=4)
+    report = check(worlds, module, unweighted, make_data=labelled_data, num_microbatches=4)
     assert report.outcome == "different" and str(report.first.key) == "loss", str(report)
-    assert "pass microbatch_weight" in report.message
+    assert "pass microbatch_weight" in report.message and "mean of 4 microbatches" in report.message
 
 
 def equal_weights(microbatch):
