@@ -11,9 +11,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.equivalence.grouped_products_in_float64 import grouped_product
-from lightning_hybrid.equivalence.without_dropout_mode import DROPOUT_POSITIONS
 from lightning_hybrid.randomness.random_number_ops import draws
 
+# Positions of the dropout probability of attention functions, whose default is 0 or which has none.
+DROPOUT_POSITIONS = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 _LOWER = {torch.float32, torch.float16, torch.bfloat16}
 _CASTS = {"float", "half", "bfloat16"}
 

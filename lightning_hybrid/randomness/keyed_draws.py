@@ -36,12 +36,13 @@ class KeyedRandomness:
         watched: Whether a function mode that reseeds before each draw is active; each draw must be keyed once.
         opaque_modules: FQNs of modules that are seeded on entry and not at each of their draws, since their
             operations cannot be intercepted.
+        has_undivided_draws: Whether a draw of a full batch had no rows that belong to microbatches.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         """Take ``seed`` (the same on every rank), ``device`` (of the step, besides the CPU)."""
         self.seed = seed
-        self.watched = False
+        self.watched = self.has_undivided_draws = False
         self.opaque_modules: Collection[str] = ()
         self.device = device
         self._base: int | None = None
@@ -129,8 +130,16 @@ class KeyedRandomness:
         drawn, bases, sizes = self._drawn[module], *zip(*self._parts, strict=True)
         self._drawn[module] += 1
         self._recorded.add(module)
-        name = getattr(function, "__name__", "")
-        return draw_by_microbatch(name, function, args, kwargs, sizes, lambda i: self._seed(bases[i], module, drawn))
+        seeded = 0
+
+        def seed(index: int) -> None:
+            nonlocal seeded
+            seeded += 1
+            self._seed(bases[index], module, drawn)
+
+        result = draw_by_microbatch(getattr(function, "__name__", ""), function, args, kwargs, sizes, seed)
+        self.has_undivided_draws |= seeded < len(sizes)
+        return result
 
     def _seed(self, base: int, module: int, drawn: int) -> None:
         key = hash((base, module, drawn)) & 0x7FFFFFFFFFFFFFFF

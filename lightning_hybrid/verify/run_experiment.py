@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import random
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, Protocol
 
 import numpy
 import torch
 
-from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord, RunRecorder, describe_failure
+from lightning_hybrid.verify.records.run_record_and_recorder import Failure, RunRecord, RunRecorder, describe_failure
+from lightning_hybrid.verify.saved_values import saved_values
 
 _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 _AFTER_FIT = {"test_dataloaders", "predict_dataloaders"}
@@ -35,6 +37,7 @@ class Experiment:
         precision: Lightning's name of the precision, such as "64-true".
         seed: Seed of all random generators.
         trainer: Further arguments of the Trainer.
+        resume: Whether to save a checkpoint after the fit, and train one step more from it.
     """
 
     make_module: Callable[[], Any]
@@ -45,6 +48,7 @@ class Experiment:
     precision: str = "64-true"
     seed: int = 1
     trainer: Mapping[str, Any] = field(default_factory=dict)
+    resume: bool = True
 
 
 class Connection(Protocol):
@@ -109,7 +113,7 @@ def run_in_folder(
         module = experiment.make_module()
         data = None if experiment.make_data is None else experiment.make_data()
         pl = namespace_of(module)
-        recorder = type("RunRecorderCallback", (RunRecorder, pl.Callback), {})(perturbation)
+        recorder = recorder_of(pl, perturbation)
         with warnings.catch_warnings():
             if connection.devices == 1:
                 warnings.simplefilter("ignore")  # warnings to the user are given once, under the layout
@@ -121,14 +125,66 @@ def run_in_folder(
             observed: RunRecord = recorder.finish(trainer, module)
             if not only_first_step:
                 fitted = True
+                saved = _save(folder, trainer, module, observed) if experiment.resume else ""
                 _test_and_predict(pl, trainer, module, data, recorder)
-        connection.finish(observed)
+            connection.finish(observed)
+            if not only_first_step and saved:
+                arguments["max_epochs"] = trainer.current_epoch + 1
+                _resume(experiment, connection, arguments, saved, observed)
         return observed
     except Exception as error:
         observed = RunRecord() if recorder is None else recorder.observed
         # Test and prediction, after the fit, change no parameter.
         observed.failure = describe_failure(error, steps_done=0 if fitted else len(observed.steps))
         return observed
+
+
+def recorder_of(pl: ModuleType, perturbation: float = 0.0) -> Any:
+    """Make the callback that records a run."""
+    return type("RunRecorderCallback", (RunRecorder, pl.Callback), {})(perturbation)
+
+
+def _save(folder: str, trainer: Any, module: Any, observed: RunRecord) -> str:
+    """Save a checkpoint after a fit, read its values on the first rank, and return its path; empty if that fails."""
+    path = str(trainer.strategy.broadcast(os.path.join(folder, "after_fit.ckpt")))
+    try:
+        trainer.save_checkpoint(path)
+        if trainer.is_global_zero:
+            observed.checkpoint = saved_values(path, module, trainer.optimizers)
+    except Exception as error:
+        observed.failure = _failure_after_fit(error, "a checkpoint after the fit")
+        return ""
+    return path
+
+
+def _resume(
+    experiment: Experiment, connection: Connection, arguments: dict[str, Any], path: str, observed: RunRecord
+) -> None:
+    """Train one optimizer step more from a checkpoint, with a new module and Trainer; record the parameters."""
+    _seed(experiment.seed)
+    module = experiment.make_module()
+    data = None if experiment.make_data is None else experiment.make_data()
+    if experiment.precision == "64-true":
+        module.double()  # Lightning loads weights before it makes the module one of float64
+    pl = namespace_of(module)
+    recorder = recorder_of(pl)
+    callbacks = [*arguments["callbacks"][:-1], recorder]
+    limits = {"max_steps": -1, "limit_train_batches": arguments.get("accumulate_grad_batches", 1)}
+    arguments = {**arguments, **limits, "limit_val_batches": 0, "callbacks": callbacks}
+    trainer = pl.Trainer(devices=connection.devices, strategy=connection.strategy(pl), **arguments)
+    connection.connect(trainer, module)
+    trusted = {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
+    try:
+        trainer.fit(module, **fit_arguments(pl, data), ckpt_path=path, **trusted)
+    except Exception as error:
+        observed.failure = _failure_after_fit(error, "a run that goes on from the checkpoint")
+    if recorder.observed.steps:
+        observed.resumed = recorder.observed.steps[-1].weights
+
+
+def _failure_after_fit(error: Exception, what: str) -> Failure:
+    failure = describe_failure(error, steps_done=1)
+    return replace(failure, message=f"{what}: {failure.message}", resuming=True)
 
 
 def _test_and_predict(pl: ModuleType, trainer: Any, module: Any, data: Any, recorder: RunRecorder) -> None:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
+from lightning_hybrid.verify.judge import Comparison, Judge
 from lightning_hybrid.verify.layout_run import run_layout
 from lightning_hybrid.verify.layouts import Layout
-from lightning_hybrid.verify.one_process.data_split_of_layout import DataSplit
+from lightning_hybrid.verify.one_process.pieces import EVALUATIONS, DataSplit
 from lightning_hybrid.verify.rank_launcher import RanksFailed, run_ranks
-from lightning_hybrid.verify.records.record_comparison import Margin, compare, noise_by_parameter, unmoved
+from lightning_hybrid.verify.records.record_comparison import RESUMED, noise_by_parameter, unmoved
 from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord
-from lightning_hybrid.verify.reference_and_noise_runs import Reference, are_close, data_split_of, run_reference
+from lightning_hybrid.verify.references import (
+    Reference,
+    data_split_of,
+    first_loss,
+    run_pieces,
+    run_plain,
+)
 from lightning_hybrid.verify.report import Report
 from lightning_hybrid.verify.run_experiment import Experiment
 
@@ -50,117 +58,86 @@ class Verification:
         self._on_phase = on_phase
         self._run: RunRanks = run_ranks if run is None else run
         self._timeout = timeout
-        self._references: dict[DataSplit, Reference] = {}
+        self._plain: dict[DataSplit, Reference] = {}
+        self._of_pieces: dict[tuple[DataSplit, bool, bool], Reference] = {}
 
-    def reference(
-        self,
-        layout: Layout,
-        unsplit_steps: frozenset[str] = frozenset(),
-        shares: int = 1,
-        *,
-        in_shares: bool = False,
-        unsplit: bool = False,
-        pipelined: tuple[int, int | None] = (0, None),
+    def reference(self, data_split: DataSplit) -> Reference:
+        """Run the plain step on full batches, or return it if a layout that splits the data alike has run it."""
+        if data_split not in self._plain:
+            self._on_phase("one process as the reference")
+            [self._plain[data_split]] = self._run(1, run_plain, self.experiment, data_split, timeout=self._timeout)
+        return self._plain[data_split]
+
+    def reference_of_pieces(
+        self, data_split: DataSplit, plain: Reference | None, training: bool, evaluation: bool
     ) -> Reference:
-        """Run the reference of a layout, or return it if a layout with the same data split has run it.
-
-        Args:
-            layout: The layout to compare.
-            unsplit_steps: Steps that the layout runs on full batches.
-            shares: Number of ranks that hold shards instead of stages under the layout.
-            in_shares: Whether they run training steps on shares of a batch.
-            unsplit: Whether each replica's batch runs unsplit, with BatchNorm's statistics per microbatch: the
-                reference of means over tokens and of metrics.
-            pipelined: The first training batch that ran in stages, and the first after them that did not.
-        """
-        split = data_split_of(self.experiment, layout)
-        if not split.plain:
-            split = replace(split, unsplit_steps=unsplit_steps)
-        if shares > 1:
-            split = replace(split, shares=shares if in_shares else 1, plain=True, start=pipelined[0], end=pipelined[1])
-            split = split if in_shares or pipelined[1] else replace(split, num_microbatches=1)
-        elif not split.plain:
-            split = replace(split, start=pipelined[0])
-        if unsplit:
-            split = replace(split, joined=True)
-        if split not in self._references:
-            self._on_phase(f"one process as the reference{', with full batches' if unsplit else ''}")
-            [self._references[split]] = self._run(1, run_reference, self.experiment, split, timeout=self._timeout)
-        return self._references[split]
+        """Run the step on full batches of replicas, or on their microbatches, in training and in evaluation."""
+        key = data_split, training, evaluation or data_split.unsplit_steps >= EVALUATIONS
+        if key not in self._of_pieces:
+            self._on_phase(f"one process as the reference, with {'full batches' if training else 'microbatches'}")
+            arguments = self.experiment, data_split, plain, *key[1:]
+            [self._of_pieces[key]] = self._run(1, run_pieces, *arguments, timeout=self._timeout)
+        return self._of_pieces[key]
 
     def check(self, layout: Layout) -> Report:
         """Run a layout and compare it with its reference; failures are reported, not raised."""
         if self.experiment.trainer.get("sync_batchnorm") and layout.replicas > 1:
             message = (
-                f"sync_batchnorm=True takes statistics over {layout.replicas} replicas at once, and the reference runs"
-                " their batches one after the other; verify without it, or one replica"
+                f"sync_batchnorm=True takes statistics over {layout.replicas} replicas at once, and the reference takes"
+                " those of each; verify without it, or one replica"
             )
             return Report(layout.name, "failed", message)
+        data_split = data_split_of(self.experiment, layout)
         try:
-            reference = self.reference(layout)
+            plain, failed = self._reference_that_runs(data_split)
         except Exception as error:
             return Report(layout.name, "failed", f"the reference did not run: {_error_text(error)}")
-        notes = _notes_of(reference)
-        if reference.failure is not None:
-            if self.experiment.precision == "64-true" and "Double" in reference.failure.message:
+        notes = tuple(failed.notes)
+        if failed.failure is not None:
+            if self.experiment.precision == "64-true" and "Double" in failed.failure.message:
                 notes = (*notes, "some kernel does not support float64: try --precision 32-true")
-            message, shown = f"in the reference: {reference.failure.message}", reference.failure.traceback
+            message, shown = f"in the reference: {failed.failure.message}", failed.failure.traceback
             return Report(layout.name, "failed", message, notes=notes, traceback=shown)
         self._on_phase(f"the layout, {layout.devices} process{'es' * (layout.devices > 1)}")
         try:
             ranks = self._run(layout.devices, run_layout, self.experiment, layout, timeout=self._timeout)
         except Exception as error:
             return Report(layout.name, "failed", _error_text(error), notes=notes)
-        failed = _failed(layout, ranks)
-        first = ranks[0]
-        unsplit_steps = first.unpartitioned_steps | first.unsplit_steps
-        if failed is None and (unsplit_steps or first.shares > 1 or first.pipelined != (0, None)):
-            options = {"shares": first.shares, "in_shares": first.in_shares, "pipelined": first.pipelined}
-            reference = self.reference(layout, unsplit_steps, **options)
-        report = failed or self._report_of(layout, ranks, reference)
-        is_split = data_split_of(self.experiment, layout).num_microbatches != 1 or first.in_shares
-        if report.outcome == "different" and is_split:
-            unsplit = self.reference(layout, unsplit_steps, unsplit=True)
-            runs_differ = reference.irreproducible is not None or unsplit.irreproducible is not None
-            margins: list[Margin] = []
-            agrees = unsplit.failure is None and self._agrees_with_either(ranks, reference, unsplit, margins)
-            if agrees and not runs_differ:
-                notes = self._notes_of_full_batch(report, reference, unsplit)
-                report = replace(report, outcome="same", message="", first=None, num_differences=0, notes=notes)
-                report = _with_margin(report, margins)
-        return report
-
-    def _notes_of_full_batch(self, report: Report, split: Reference, unsplit: Reference) -> tuple[str, ...]:
-        """The notes of a layout whose loss or metrics are those of each replica's full batch."""
-        losses = [reference.observed.steps[0].loss for reference in (split, unsplit) if reference.observed.steps]
-        unweighted, loss = losses if len(losses) == 2 else (None, None)
-        if unweighted is None or loss is None or are_close(unweighted, loss, split.precision):
-            return *report.notes, "metrics are those of each replica's full batch"
-        text = (
-            "the loss is a mean over tokens or labels: microbatches are weighted by their number of these, so each"
-            f" replica's loss is that of its full batch (unweighted: {unweighted:.6g} instead of {loss:.6g})"
+        failed_after_fit = any(each.failure is not None and each.failure.resuming for each in ranks)
+        if (report := _failed(layout, ranks)) is not None and not failed_after_fit:
+            return report
+        changed = _split_of_ranks(data_split, ranks[0])
+        if plain is not None and plain.depends_on_microbatches and changed != data_split:
+            plain = self.reference(changed)
+        judge = Judge(
+            ranks,
+            plain,
+            partial(self.reference_of_pieces, changed, plain),
+            replicas=changed.replicas,
+            splits_training=changed.num_microbatches != 1 or changed.shares > 1,
+            splits_evaluation=changed.num_microbatches != 1 and not changed.unsplit_steps >= EVALUATIONS,
         )
-        return *(note for note in report.notes if note != split.mixing), text
+        found = judge.comparison()
+        if report is not None and all(each.key.what == RESUMED for each in found.differences):
+            return report
+        return self._report_of(layout, ranks, found)
 
-    def _agrees_with_either(
-        self, ranks: list[RunRecord], split: Reference, unsplit: Reference, margins: list[Margin]
-    ) -> bool:
-        """Whether each logged number matches one of two references, and all other values match the same one.
+    def _reference_that_runs(self, data_split: DataSplit) -> tuple[Reference | None, Reference]:
+        """The plain step on full batches, None if these do not run as one; and the first reference that runs."""
+        plain = self.reference(data_split)
+        if plain.failure is not None and plain.failure.resuming:
+            self.experiment = replace(self.experiment, resume=False)
+            self._plain.clear()
+            again = self.reference(data_split)
+            again.notes.append(f"no resumed step is compared: one process fails with {plain.failure.message}")
+            return again, again
+        if plain.failure is None or data_split.replicas == 1:
+            return plain, plain
+        return None, self.reference_of_pieces(data_split, None, True, True)
 
-        ``margins`` receives those of the reference with fewer differences.
-        """
-        found: list[list[Margin]] = [[], []]
-        compared = [
-            compare(ranks, one.observed, one.noisy, precision=one.precision, margins=own)
-            for one, own in zip((split, unsplit), found, strict=True)
-        ]
-        margins += found[len(compared[1]) <= len(compared[0])]
-        keys = [{difference.key for difference in differences} for differences in compared]
-        others = [any(not key.what.startswith("metric") for key in each) for each in keys]
-        return keys[0].isdisjoint(keys[1]) and not all(others)
-
-    def _report_of(self, layout: Layout, ranks: list[RunRecord], reference: Reference) -> Report:
-        notes = list(_notes_of(reference))
+    def _report_of(self, layout: Layout, ranks: list[RunRecord], found: Comparison) -> Report:
+        reference, differences = found.reference, found.differences
+        notes = [*reference.notes, *found.notes]
         if ranks[0].shares > 1:
             kind = "pipelined" if layout.num_stages > 1 else "cut"
             notes.append(f"sharded instead of {kind}: {ranks[0].shares} ranks hold shards")
@@ -169,10 +146,10 @@ class Verification:
             notes.append(f"{names}: run unsplit on every rank, as it cannot be partitioned")
         if "training_step" in ranks[0].unsplit_steps:
             notes.append("training_step keeps values that microbatches do not determine: each batch was one microbatch")
-        margins: list[Margin] = []
-        differences = compare(
-            ranks, reference.observed, reference.noisy, precision=reference.precision, margins=margins
-        )
+        if (full := reference.unchanged_loss) is not None:
+            replicas, count, _ = reference.observed.batch
+            mean, of = first_loss(reference.observed), f"{replicas * count} microbatches"
+            notes.append(f"the objective mixes samples: full batch {full:.6g}, mean of {of} {mean:.6g}")
         noise = noise_by_parameter(reference.observed, reference.noisy)
         floor, num_weak = max(noise.values(), default=0.0), sum(one > _WEAK for one in noise.values())
         if unchanged := unmoved(reference.observed):
@@ -185,13 +162,14 @@ class Verification:
                 f"rounding alone changes the updates of {num_weak} of {len(noise)} parameters by more than 1 % of their"
                 f" size (up to {floor:.2g}): their comparison is weak{sharper}"
             )
-        first, message = (differences[0], str(differences[0])) if differences else (None, "")
+        first, message = (differences[0], f"{differences[0]}{found.advice}") if differences else (None, "")
         if reference.irreproducible is not None:
             first = reference.irreproducible
             message = f"two equal runs in one process differ: the module draws from a source without a seed; {first}"
         elif first is not None and self.experiment.precision == "64-true" and first.difference < 1e-4:
             notes.append("a difference this small may come from float32 inside the module: try --precision 32-true")
-        report = Report(
+        nearest = max(found.margins, default=None)
+        return Report(
             layout.name,
             "same" if first is None else "different",
             message,
@@ -202,18 +180,24 @@ class Verification:
             len(noise),
             num_weak,
             floor,
+            largest=0.0 if nearest is None else nearest.difference,
+            limit=0.0 if nearest is None else nearest.limit,
             notes=tuple(notes),
         )
-        return _with_margin(report, margins)
 
 
-def _with_margin(report: Report, margins: Sequence[Margin]) -> Report:
-    nearest = max(margins, default=None)
-    return report if nearest is None else replace(report, largest=nearest.difference, limit=nearest.limit)
-
-
-def _notes_of(reference: Reference) -> tuple[str, ...]:
-    return (*reference.notes, *([reference.mixing] if reference.mixing else []))
+def _split_of_ranks(data_split: DataSplit, first: RunRecord) -> DataSplit:
+    """How the ranks of a layout have split the data, where that is only known after the run."""
+    unsplit_steps = first.unpartitioned_steps | first.unsplit_steps
+    if first.shares > 1:
+        start, end = first.pipelined
+        shares = first.shares if first.in_shares else 1
+        steps = data_split.unsplit_steps if data_split.plain else unsplit_steps
+        changed = replace(data_split, unsplit_steps=steps, shares=shares, plain=True, start=start, end=end)
+        return changed if first.in_shares or end else replace(changed, num_microbatches=1)
+    if data_split.plain:
+        return data_split
+    return replace(data_split, unsplit_steps=unsplit_steps, start=first.pipelined[0])
 
 
 def _failed(layout: Layout, ranks: Sequence[RunRecord]) -> Report | None:
@@ -244,6 +228,7 @@ def verify(
     precision: str = "64-true",
     seed: int = 1,
     trainer: dict[str, Any] | None = None,
+    resume: bool = True,
     run: RunRanks | None = None,
     timeout: float = 300.0,
 ) -> Report:
@@ -260,6 +245,7 @@ def verify(
         precision: Lightning's name of the precision; in "64-true" real differences stand out from rounding.
         seed: Seed of all random generators.
         trainer: Further arguments of the Trainer.
+        resume: Whether to compare a checkpoint and a step that goes on from it, which takes as long again.
         run: Runs functions on ranks; starts processes by default.
         timeout: Maximum seconds per run.
 
@@ -275,5 +261,6 @@ def verify(
         precision=precision,
         seed=seed,
         trainer=trainer or {},
+        resume=resume,
     )
     return Verification(experiment, run=run, timeout=timeout).check(layout)

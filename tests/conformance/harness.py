@@ -100,6 +100,7 @@ def experiment_of(case: Case) -> Experiment:
         num_microbatches=None,
         precision=case.precision,
         trainer=case.trainer,
+        resume=False,  # each case is saved, loaded by Lightning, and trained one step more below
     )
 
 

@@ -65,6 +65,7 @@ def _verified(class_name: str, precision: str, run: Callable[..., Any]) -> tuple
         num_microbatches=1,
         precision=precision,
         trainer={"callbacks": [RecordsFraction()]},
+        resume=False,
     )
     return Verification(experiment, run=recording_run, timeout=TIMEOUT_SECONDS).check(TENSOR), recording_run.cut
 

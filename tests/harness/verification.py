@@ -32,11 +32,14 @@ TENSOR = Layout("pp2 x tp2", devices=4, strategy={"pipeline_parallel_size": 2, "
 verifications = {}  # references are run once per experiment and split of the data
 
 
-def check(worlds, make_module, layout, *, make_data=regression_data, steps=2, timeout=60, **options):
-    """The report of one module under one layout; `options` are those of `Experiment`."""
-    key = make_module, make_data, steps, repr(sorted(options.items()))
+def check(worlds, make_module, layout, *, make_data=regression_data, steps=2, timeout=60, resume=False, **options):
+    """The report of one module under one layout; `options` are those of `Experiment`.
+
+    A checkpoint and a resumed step take as long again: `resume=True` where they are what a test is about.
+    """
+    key = make_module, make_data, steps, resume, repr(sorted(options.items()))
     if key not in verifications:
-        experiment = Experiment(make_module=make_module, make_data=make_data, steps=steps, **options)
+        experiment = Experiment(make_module=make_module, make_data=make_data, steps=steps, resume=resume, **options)
         verifications[key] = Verification(experiment, run=_Quiet(worlds), timeout=timeout)
     return verifications[key].check(layout)
 

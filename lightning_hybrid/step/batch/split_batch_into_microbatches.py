@@ -157,6 +157,11 @@ def halves(batch: Any, count: int, splitter: BatchSplitter | None = None) -> lis
     return [(part, *split(part, 2)) for part in parts]
 
 
+def split_by_sizes(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Split a batch, or another value with one row for each sample, into parts of these numbers of samples."""
+    return _split_value(batch, sum(sizes), list(sizes))
+
+
 def neighbouring_microbatches(batch: Any, count: int) -> list[Any]:
     """Return each two neighbours of ``count`` microbatches, as ``split`` makes them, as one batch."""
     size = batch_size_of(batch)

@@ -29,6 +29,7 @@ from lightning_hybrid.strategies.run.optimizer_states import is_in_first_copy
 from lightning_hybrid.verify.check_available_memory import memory_shortage
 from lightning_hybrid.verify.first_step_comparison import Verdict, compare_first_step, precision_of
 from lightning_hybrid.verify.one_process.gather_stage_parameters import full_parameters_on_first_rank
+from lightning_hybrid.verify.one_process.mixing import Mixing
 from lightning_hybrid.verify.one_process.one_process_step import (
     OneProcessResult,
     OneProcessStep,
@@ -37,9 +38,6 @@ from lightning_hybrid.verify.one_process.one_process_step import (
     no_communication,
 )
 from lightning_hybrid.verify.records.perturb_weights import perturbation_of_weights
-
-# Losses of the full batch and of its microbatches that differ by more mix samples; rounding stays far below.
-_MIXES = {"64-true": 1e-7, "32-true": 1e-4}
 
 
 def print_once(rank: int) -> None:
@@ -64,6 +62,7 @@ class FirstStepCheck:
     def __init__(self, owner: RunOwner) -> None:
         self._owner = owner
         self._reference: OneProcessStep | None = None
+        self._full = True  # whether full batches are run at once, not their microbatches
         self._losses: list[float] | None = None  # until the first step is verified: this rank's, by batch
 
     @property
@@ -120,8 +119,8 @@ class FirstStepCheck:
 
     def _run_reference(self, arguments: list[Any]) -> bool:
         """Run the batches of all replicas on the first rank; return whether there is a loss; collective."""
-        self._check_memory()
         batch, *rest = arguments
+        self._check_memory(batch)
         replica_inputs = self._gather(batch)
         failure, gave_loss = "", True
         world, run = self._owner.setting.world, self._owner.run
@@ -146,12 +145,17 @@ class FirstStepCheck:
             )
         return bool(gave_loss)
 
-    def _check_memory(self) -> None:
+    def _check_memory(self, batch: Any) -> None:
         setting, plan = self._owner.setting, self._owner.run.plan
-        # The values of one microbatch, without those inside of units.
+        # The values of one microbatch, without those inside of units; those of all where a full batch fits.
         graph = plan.first.assignment.graph if plan is not None and plan.first is not None else None
         activations = 0 if graph is None else sum(value.nbytes for value in graph.values)
-        missing = setting.world.broadcast(memory_shortage(setting.module.parameters(), setting.device, activations))
+        shortage = partial(memory_shortage, list(setting.module.parameters()), setting.device)
+        count = 1 if self._owner.run.runner is None else self._owner.run.runner.count("training_step", batch)
+        too_large, missing = setting.world.broadcast((shortage(activations * count), shortage(activations)))
+        self._full = not too_large
+        if too_large and not missing:
+            rank_zero_info(f"the first step is verified one microbatch after the other: {too_large}")
         if missing:
             raise FirstStepError(
                 f"{missing}. No parameter has changed. Verify a smaller model of the same code (fewer layers, a smaller"
@@ -186,6 +190,8 @@ class FirstStepCheck:
                 splitter=None if run.runner is None else run.runner.splitter,
                 weight=setting.options.microbatch_weight,
                 perturbation=perturbation_of_weights(self._precision),
+                precision=self._precision,
+                runs_full_batch=self._full,
             )
         call = StepCall(
             step=module.training_step,
@@ -231,11 +237,10 @@ class FirstStepCheck:
             parts=self._owner.run.parts,
         )
         verdict = compare(reference)
-        unsplit = None if reference is None else reference.unsplit
-        if verdict.first is not None and world.broadcast(unsplit is not None):
-            # A mean over the tokens that labels leave is that of the whole batch.
-            of_full_batch = compare(unsplit)
-            verdict, reference = (of_full_batch, None) if of_full_batch.first is None else (verdict, reference)
+        split = None if reference is None else reference.of_microbatches
+        if verdict.first is not None and world.broadcast(split is not None):
+            of_microbatches = compare(split)  # an objective that mixes samples
+            verdict = of_microbatches if of_microbatches.first is None else verdict
         self._losses = self._reference = None
         if verdict.first is not None:
             raise FirstStepError(
@@ -244,8 +249,8 @@ class FirstStepCheck:
                 entry="first-step-differs",
             )
         rank_zero_info(describe_verdict(verdict, self._precision))
-        if reference is not None:
-            self._warn_of_mixing(reference, self._precision)
+        if reference is not None and reference.mixing is not None:
+            self._warn_of_mixing(reference.mixing)
 
     def _stages(self, parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         plan = self._owner.run.plan
@@ -253,17 +258,11 @@ class FirstStepCheck:
             return {}
         return {name: plan.stages_of(name) for name in parameters}
 
-    def _warn_of_mixing(self, reference: OneProcessResult, precision: str) -> None:
-        if reference.not_comparable:
-            rank_zero_info(f"the full batch was not run unsplit: {reference.not_comparable}")
-        if reference.mixes is None:
-            return
-        full, mean, counts = reference.mixes
-        if abs(full - mean) > _MIXES.get(precision, 5e-2) * max(abs(full), abs(mean)) + 1e-12:
-            module = self._owner.setting.module
-            text = describe_mixing_of_step(module, full, mean, counts)
-            code = unwrap(type(module).training_step).__code__  # the warning names the user's step
-            warnings.warn_explicit(text, UserWarning, Path(code.co_filename).name, code.co_firstlineno)
+    def _warn_of_mixing(self, mixing: Mixing) -> None:
+        module = self._owner.setting.module
+        text = describe_mixing_of_step(module, mixing, self._owner.setting.world.mesh.layout.data_parallel_size)
+        code = unwrap(type(module).training_step).__code__  # the warning names the user's step
+        warnings.warn_explicit(text, UserWarning, Path(code.co_filename).name, code.co_firstlineno)
 
 
 def describe_verdict(verdict: Verdict, precision: str) -> str:
@@ -279,24 +278,21 @@ def describe_verdict(verdict: Verdict, precision: str) -> str:
     )
 
 
-def describe_mixing_of_step(module: nn.Module, full: float, mean: float, counts: Sequence[int]) -> str:
-    """The warning about a full batch whose loss is not the mean over its microbatches.
+def describe_mixing_of_step(module: nn.Module, mixing: Mixing, replicas: int) -> str:
+    """The warning about a full batch that is not the mean over its microbatches.
 
     Args:
         module: The user's module.
-        full: The loss of the full batch.
-        mean: The mean of the losses of its microbatches.
-        counts: Number of microbatches of each replica.
+        mixing: Both numbers.
+        replicas: Number of replicas.
     """
-    over = f"its {sum(counts)} microbatches"
-    if len(counts) > 1 and len(set(counts)) == 1:
-        over = f"{len(counts)} replicas x {counts[0]} microbatches"
     layers = len(batch_norms_in_training(module))
     advice = " For a mean over the entries that a mask selects, pass microbatch_weight=function(microbatch) -> count"
     if layers:
         advice = f" It has {layers} BatchNorm layer{'s' * (layers != 1)}: fewer microbatches give them more samples"
-        advice += ", and Trainer(sync_batchnorm=True) adds those of the other replicas" * (len(counts) > 1)
+        advice += ", and Trainer(sync_batchnorm=True) adds those of the other replicas" * (replicas > 1)
     return (
-        f"the objective mixes samples: the loss of the full batch is {full:.6g}, the mean over {over} {mean:.6g}."
-        f" Training minimises the latter, as gradient accumulation does.{advice}"
+        f"the objective mixes samples: {mixing.what} of the full batch is {mixing.full:.6g}, the mean over its"
+        f" {mixing.count} microbatches {mixing.mean:.6g}. Training minimises the latter, as gradient accumulation"
+        f" does.{advice}"
     )

@@ -26,6 +26,19 @@ class DeferredGradients:
         for parameter, gradient in zip(self._parameters, self._before, strict=True):
             parameter.grad = gradient
 
+    def backward(self, loss: Tensor, weight: float) -> None:
+        """Add the gradients of a scalar loss, times its weight: what a backward adds by itself is weighted too."""
+        so_far = [p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        loss.backward()
+        for parameter, before in zip(self._parameters, so_far, strict=True):
+            if parameter.grad is None:
+                parameter.grad = before
+            else:
+                gradient = parameter.grad * weight
+                parameter.grad = gradient if before is None else before + gradient
+
     def loss(self, value: Tensor) -> Tensor:
         """Make a scalar loss, equal to the scalar ``value``, whose backward adds the new gradients to ``.grad``."""
         return _AddGradients.apply(value.detach().requires_grad_(), self)

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from lightning_hybrid.errors import BatchError
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Entry
 from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import detached
@@ -25,46 +26,44 @@ from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join
 from lightning_hybrid.step.batch.split_batch_into_microbatches import (
-    batch_size_of,
-    choose_count,
     join_batches,
     sizes_of,
-    split,
 )
 from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
 from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks
-from lightning_hybrid.verify.one_process.batch_norm_per_microbatch import batch_norm_per_microbatch, known_sizes
-from lightning_hybrid.verify.one_process.data_split_of_layout import DataSplit
+from lightning_hybrid.verify.one_process.batch_norm_per_microbatch import batch_norm_per_microbatch
 from lightning_hybrid.verify.one_process.defer_gradients_until_backward import DeferredGradients
+from lightning_hybrid.verify.one_process.logged_numbers import record_logged_numbers
 from lightning_hybrid.verify.one_process.merge_side_effects_of_microbatches import MicrobatchSideEffects
+from lightning_hybrid.verify.one_process.mixing import Mixing, mixing_of, rounding_of
+from lightning_hybrid.verify.one_process.pieces import EVALUATIONS, DataSplit, Piece, Pieces, joined, known_sizes
 from lightning_hybrid.verify.one_process.replica_loader import ReplicaLoader, split_loader
 from lightning_hybrid.verify.one_process.replica_modules_and_state_copying import ReplicaModules
+from lightning_hybrid.verify.one_process.undo_side_effects import without_side_effects
 from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord, local_copies, prediction_leaves
-
-EVALUATIONS = frozenset({"validation_step", "test_step", "predict_step"})
-
-
-@dataclass(frozen=True)
-class _Microbatch:
-    replica: int
-    number: int  # over all replicas, as the strategies key it
-    batch: Any
-    weight: float
-    share: int = 0
-    sizes: tuple[int, ...] = ()  # of microbatches that are joined to this one
-    numbers: tuple[int, ...] = ()  # of the same
 
 
 class OneProcessRun:
-    """The connection to a Trainer on one device that runs each step once per microbatch."""
+    """The connection to a Trainer on one device that runs each step once per microbatch.
+
+    Attributes:
+        devices: Number of processes.
+        moved_generators: Whether a step that was not keyed drew from a generator of the process.
+    """
 
     devices = 1
-    moved_generators = False  # whether a step that was not keyed drew from a generator of the process
 
     def __init__(
-        self, data_split: DataSplit, *, keyed: bool = False, reseed: int | None = None, unsplit: bool = False
+        self,
+        data_split: DataSplit,
+        *,
+        keyed: bool = False,
+        reseed: int | None = None,
+        full_training: bool = False,
+        full_evaluation: bool = False,
+        precision: str = "64-true",
     ) -> None:
         """Set up the run.
 
@@ -72,15 +71,22 @@ class OneProcessRun:
             data_split: How the data are split.
             keyed: Whether to draw random numbers as the strategies do: keyed by step, microbatch and module.
             reseed: Seed of the random numbers inside steps, if not that of the run.
-            unsplit: Whether to run the step once, on the replicas' batches concatenated.
+            full_training: Whether to train on each replica's batch unsplit.
+            full_evaluation: Whether to evaluate on each replica's batch unsplit.
+            precision: Lightning's name of the precision of the loss.
         """
-        self._data_split, self._keyed, self._reseed, self._unsplit = data_split, keyed, reseed, unsplit
-        self._usual_counts: dict[str, tuple[int, int]] = {}
+        self.moved_generators = False
+        self._data_split, self._keyed, self._reseed = data_split, keyed, reseed
+        self._pieces, self._precision = Pieces(data_split), precision
+        self._full_training, self._full_evaluation = full_training, full_evaluation
         self._latest_batches: tuple[Any, list[Any]] | None = None
         self._losses: dict[int, list[float]] = {}
         self._predicted: list[dict[int, list[Any]]] = [{} for _ in range(data_split.replicas)]
         self._evaluated = 0
+        self._randomness: Any = None
+        self._numbers: set[str] = set()
         self._batch = (0, 0, 0)
+        self._observed = RunRecord()  # until the run ends; then the recorder's, to which a resumed step may add
 
     # -- the protocol of `run_once` -----------------------------------------------------------------------------------
 
@@ -89,15 +95,21 @@ class OneProcessRun:
         strategy = importlib.import_module(f"{pl.__name__}.strategies").SingleDeviceStrategy(device="cpu")
         self._strategy: Any = strategy
         self._plain = {name: getattr(strategy, name) for name in ("training_step", *EVALUATIONS)}
-        strategy.training_step = self._training_step
+        strategy.training_step = partial(self._logging, self._training_step)
         for name in EVALUATIONS:
-            setattr(strategy, name, partial(self._evaluation_step, name))
+            setattr(strategy, name, partial(self._logging, partial(self._evaluation_step, name)))
         return strategy
+
+    def _logging(self, step: Callable[..., Any], *args: Any) -> Any:
+        with record_logged_numbers(self._module, self._numbers):
+            return step(*args)
 
     def connect(self, trainer: Any, module: Any) -> None:
         """Split the loaders over several replicas."""
         self._trainer, self._replicas = trainer, ReplicaModules(module, trainer)
-        self._randomness = KeyedRandomness(torch.default_generator.initial_seed() & 0x7FFFFFFF, torch.device("cpu"))
+        if self._randomness is None:  # a run that goes on from a checkpoint goes on with its seed
+            seed = torch.default_generator.initial_seed() & 0x7FFFFFFF
+            self._randomness = KeyedRandomness(seed, torch.device("cpu"))
         connector, replicas = trainer._data_connector, self._data_split.replicas
         if replicas > 1:
             connector._prepare_dataloader = lambda dataloader, shuffle, mode: split_loader(
@@ -106,7 +118,8 @@ class OneProcessRun:
 
     def finish(self, observed: RunRecord) -> None:
         """Add the losses, predictions and buffers of each replica."""
-        observed.batch = self._batch
+        observed.step_numbers = self._numbers
+        observed.batch, observed.mixing, self._observed = self._batch, self._observed.mixing, observed
         observed.replica_losses = list(self._losses.values())
         observed.replica_predictions = [prediction_leaves(list(loaders.values())) for loaders in self._predicted]
         if len(self._replicas.modules) > 1:
@@ -127,23 +140,27 @@ class OneProcessRun:
     def _training_step(self, batch: Any, *rest: Any) -> Any:
         module = self._module
         batches = self._batches(batch, self._trainer.fit_loop._combined_loader, None)
-        if self._unsplit or not module.automatic_optimization:
+        if not module.automatic_optimization:
             return self._plain["training_step"](join_batches(batches), *rest)
-        microbatches = self._split_batches("training_step", batches, [1 / len(batches)] * len(batches))
+        microbatches = self._split_batches("training_step", batches)
         samples = max(size or 0 for size in sizes_of([m.batch for m in microbatches]))
         self._batch = max(self._batch, (len(batches), len(microbatches) // len(batches), samples))
         if len(microbatches) == 1 and not self._keyed:
-            with self._random_state(0, microbatches[0]), batch_norm_per_microbatch(module, microbatches[0].sizes):
+            with self._random_state(0, microbatches[0]), batch_norm_per_microbatch(module, [microbatches[0].sizes]):
                 output = self._plain["training_step"](batch, *rest)
             loss = find_loss(output)
             self._record_losses([] if loss is None else [float(loss)])
             return output
+        full = math.nan
+        if self._observed.mixing is None:
+            found = [self._mixing_of(i, batch, microbatches, rest) for i, batch in enumerate(batches)]
+            self._observed.mixing, full = next((mixing for mixing, _ in found if mixing), None), found[0][1]
         gradients = DeferredGradients(module)
 
-        def backward(microbatch: _Microbatch, output: Any) -> Any:
+        def backward(microbatch: Piece, output: Any) -> Any:
             loss = find_loss(output)
             if loss is not None:
-                (loss * microbatch.weight).backward()
+                gradients.backward(loss, microbatch.weight)
             return torch.utils._pytree.tree_map(detached, output)
 
         with gradients:
@@ -151,16 +168,43 @@ class OneProcessRun:
         if any(find_loss(output) is None for output in outputs):
             return None
         weighted = [float(find_loss(output)) * m.weight for output, m in zip(outputs, microbatches, strict=True)]
-        self._record_losses(
-            [
-                sum(loss for loss, m in zip(weighted, microbatches, strict=True) if m.replica == replica)
-                / sum(m.weight for m in microbatches if m.replica == replica)
-                for replica in range(len(batches))
-            ]
-        )
+        losses = [
+            sum(loss for loss, m in zip(weighted, microbatches, strict=True) if m.replica == replica)
+            / sum(m.weight for m in microbatches if m.replica == replica)
+            for replica in range(len(batches))
+        ]
+        self._record_losses(losses)
+        if self._observed.mixing is None and abs(full - losses[0]) > rounding_of(self._precision) * abs(full):
+            # What one microbatch leaves on the module, such as a count, changes the next one.
+            self._observed.mixing = Mixing("loss", full, losses[0], sum(m.replica == 0 for m in microbatches), False)
         loss = gradients.loss(find_loss(outputs[0]).new_tensor(sum(weighted)))
         joined = _join(outputs, microbatches)
         return {**joined, "loss": loss} if isinstance(joined, Mapping) else loss
+
+    def _mixing_of(
+        self, replica: int, batch: Any, pieces: list[Piece], rest: tuple[Any, ...]
+    ) -> tuple[Mixing | None, float]:
+        """Whether the step of one replica is the mean of that of its microbatches, and its loss."""
+        own = [piece for piece in pieces if piece.replica == replica]
+        if len(own) == 1:
+            return None, math.nan
+        module = self._module
+        parameters = [(p, p.detach().clone()) for p in module.parameters() if not is_lazy(p)]
+
+        def step(piece: Piece, then: Callable[[Any], Any]) -> Any:
+            statistics, random_state = batch_norm_per_microbatch(module, [piece.sizes]), self._random_state
+            with without_side_effects(module), random_state(self._latest, piece), statistics, torch.enable_grad():
+                result = then(find_loss(self._plain["training_step"](piece.batch, *rest)))
+            for parameter, before in parameters:
+                parameter.data.copy_(before)  # a step may write, as a momentum teacher does
+            return result
+
+        sizes, numbers = known_sizes([piece.batch for piece in own]), tuple(piece.number for piece in own)
+        full_batch = Piece(replica, replica, batch, 1.0, sizes=sizes, numbers=numbers if sizes else ())
+        mixing, full = mixing_of(module, step, full_batch, own, self._precision)
+        if mixing is not None and self._randomness.has_undivided_draws:
+            mixing = replace(mixing, is_weighted=False)  # the full batch has the draws of one microbatch
+        return mixing, full
 
     def _record_losses(self, losses: list[float]) -> None:
         # Callbacks receive the loss of the last closure that an optimizer has called for this batch, divided by the
@@ -173,12 +217,7 @@ class OneProcessRun:
         loop = {"test_step": trainer.test_loop, "predict_step": trainer.predict_loop}.get(name, fitting)
         index = rest[1] if len(rest) > 1 else 0
         batches = self._batches(batch, loop._combined_loader, index)
-        sizes = sizes_of(batches)
-        counts = [size for size in sizes if size is not None]
-        if len(counts) < len(batches):
-            counts = [1] * len(batches)
-        shares = [size / sum(counts) for size in counts]
-        microbatches = self._split_batches(name, batches, shares)
+        microbatches = self._split_batches(name, batches)
         self._evaluated += 1
         if len(microbatches) == 1 and not self._keyed:
             with self._random_state(0, microbatches[0]):
@@ -197,10 +236,10 @@ class OneProcessRun:
         self,
         name: str,
         batches: list[Any],
-        microbatches: list[_Microbatch],
+        microbatches: list[Piece],
         rest: tuple[Any, ...],
         number: int,
-        after: Callable[[_Microbatch, Any], Any],
+        after: Callable[[Piece, Any], Any],
     ) -> list[Any]:
         """Run the user's step on each microbatch, and log its reduced values once."""
         logs = LogCapture(len(microbatches))
@@ -228,7 +267,7 @@ class OneProcessRun:
                 once = metrics.microbatch(position, is_full=len(of_replica) == 1)
                 logged = logs.microbatch(module, position, metrics.origin)
                 random_state, strategy_module = self._random_state(number, microbatch), self._as_strategy_module(module)
-                statistics = batch_norm_per_microbatch(module, microbatch.sizes)
+                statistics = batch_norm_per_microbatch(module, [microbatch.sizes])
                 with random_state, logged, strategy_module, once, statistics:
                     outputs.append(after(microbatch, self._plain[name](microbatch.batch, *rest)))
                 if effects is not None:
@@ -252,7 +291,7 @@ class OneProcessRun:
         self._log(entries, microbatches)
         return outputs
 
-    def _log(self, entries: list[Entry], microbatches: list[_Microbatch]) -> None:
+    def _log(self, entries: list[Entry], microbatches: list[Piece]) -> None:
         module = self._module
         sizes = sizes_of([m.batch for m in microbatches])
         replicas = sorted({m.replica for m in microbatches})
@@ -308,37 +347,10 @@ class OneProcessRun:
         batch = self._module._on_before_batch_transfer(batch, dataloader_idx=loader)
         return self._strategy.batch_to_device(batch, dataloader_idx=loader)
 
-    def _split_batches(self, name: str, batches: list[Any], shares: list[float]) -> list[_Microbatch]:
-        data_split, microbatches = self._data_split, []
-        for replica, (batch, share) in enumerate(zip(batches, shares, strict=True)):
-            if name in data_split.unsplit_steps or (data_split.joined and name != "training_step"):
-                microbatches.append(_Microbatch(replica, replica, batch, share))
-                continue
-            try:
-                count = choose_count(batch, data_split.num_microbatches, data_split.num_stages, data_split.splitter)
-            except BatchError:
-                count = 1  # the layout refuses this batch; or runs it unsplit, if it chose the number itself
-            size = batch_size_of(batch)
-            if name == "training_step" and data_split.is_unsplit(self._latest, size):
-                microbatches.append(_Microbatch(replica, replica, batch, share))
-                continue
-            ranks = data_split.shares if data_split.has_left_stages(self._latest) else 1
-            if size is not None and data_split.splitter is None:
-                usual = self._usual_counts.setdefault(name, (size, count))
-                if size >= usual[0]:
-                    self._usual_counts[name] = size, count
-                else:
-                    count = -(-size // -(-usual[0] // usual[1]))  # a short batch: microbatches of the usual size
-            if name == "training_step":
-                count = (count if size is None else min(count, size // ranks)) * ranks
-            pieces, weights = split(batch, count, data_split.splitter)
-            for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
-                of_share = index // (count // ranks) if name == "training_step" else 0
-                microbatches.append(_Microbatch(replica, replica * count + index, piece, weight * share, of_share))
-        if data_split.weight is not None and name == "training_step":
-            counts = [float(data_split.weight(m.batch)) for m in microbatches]
-            microbatches = [replace(p, weight=c / sum(counts)) for p, c in zip(microbatches, counts, strict=True)]
-        return _joined(microbatches, batches) if data_split.joined and name == "training_step" else microbatches
+    def _split_batches(self, name: str, batches: list[Any]) -> list[Piece]:
+        pieces = self._pieces.of(name, batches, self._latest)
+        is_whole = self._full_training if name == "training_step" else self._full_evaluation
+        return joined(pieces, batches) if is_whole else pieces
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
@@ -353,7 +365,7 @@ class OneProcessRun:
             strategy._lightning_module, strategy._model = before
 
     @contextlib.contextmanager
-    def _random_state(self, number: int, microbatch: _Microbatch) -> Iterator[None]:
+    def _random_state(self, number: int, microbatch: Piece) -> Iterator[None]:
         """Isolate the generators: outside of steps they continue as if nothing had been drawn inside."""
         with self._randomness.isolated():
             if not self._keyed:
@@ -372,23 +384,11 @@ class OneProcessRun:
                 yield
 
 
-def _joined(microbatches: list[_Microbatch], batches: list[Any]) -> list[_Microbatch]:
-    """The full batch of each replica, with the sizes of its microbatches."""
-    full = []
-    for replica, batch in enumerate(batches):
-        own = [m for m in microbatches if m.replica == replica]
-        sizes = known_sizes([m.batch for m in own])
-        numbers = tuple(m.number for m in own) if sizes else ()
-        weight = sum(m.weight for m in own)
-        full.append(_Microbatch(replica, replica, batch, weight, sizes=sizes, numbers=numbers))
-    return full
-
-
 def _over_replicas(how: str, values: list[float], shares: list[float]) -> float:
     if how in ("max", "min"):
         return max(values) if how == "max" else min(values)
     return sum(values) if how == "sum" else sum(v * share for v, share in zip(values, shares, strict=True))
 
 
-def _join(outputs: list[Any], microbatches: list[_Microbatch]) -> Any:
+def _join(outputs: list[Any], microbatches: list[Piece]) -> Any:
     return join(outputs, [m.weight for m in microbatches], sizes_of([m.batch for m in microbatches]))

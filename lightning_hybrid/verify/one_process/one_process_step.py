@@ -1,36 +1,32 @@
-"""One training step in one process: the user's method on a full copy of the parameters, one microbatch after another.
+"""One training step in one process: the user's method on a full copy of the parameters and the full batch of a replica.
 
-It uses no pipeline code. The side effects of the step (buffers, counters, metrics, lists) are undone.
+It uses no pipeline code. The side effects of the step (buffers, counters, metrics, lists) are undone. An objective that
+mixes samples runs one microbatch after another as well.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.equivalence.without_dropout_mode import WithoutDropoutMode
-from lightning_hybrid.errors import BatchError
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.replicate.forbid_communication import collectives_forbidden
-from lightning_hybrid.step.batch.split_batch_into_microbatches import join_batches, split
+from lightning_hybrid.step.batch.split_batch_into_microbatches import split
 from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
-from lightning_hybrid.verify.one_process.batch_norm_per_microbatch import batch_norm_per_microbatch, known_sizes
+from lightning_hybrid.verify.one_process.batch_norm_per_microbatch import batch_norm_per_microbatch, is_batch_norm
+from lightning_hybrid.verify.one_process.mixing import Mixing, mixing_of, rounding_of
+from lightning_hybrid.verify.one_process.pieces import Piece, known_sizes
 from lightning_hybrid.verify.one_process.undo_side_effects import without_side_effects
 from lightning_hybrid.verify.records.perturb_weights import perturbed
-
-# Seeds of the two runs that show whether a module draws random numbers; -1 and -2 have one hash.
-_SEEDS = (-3, -4)
-# If the loss of the full batch and the mean over its microbatches differ by more, the objective mixes samples.
-_MIXES = 1e-9
 
 
 @dataclass(frozen=True)
@@ -79,20 +75,17 @@ class OneProcessResult:
         noisy_losses: The same with perturbed weights.
         gradients: Full gradients averaged over the replicas, by FQN; on the CPU.
         noisy_gradients: The same with perturbed weights.
-        mixes: Loss of the first full batch, mean over its microbatches, and their number by replica, of a module that
-            draws with dropout off; None where the two cannot be compared.
-        not_comparable: The reason why they cannot be compared.
-        unsplit: The same with each replica's batch as one microbatch, if the full loss is or may be no mean over
-            microbatches; BatchNorm takes its statistics, and dropout its numbers, per microbatch there too.
+        mixing: How the first batch differs from the mean over its microbatches, if it does.
+        of_microbatches: The same with each microbatch on its own: for an objective that mixes samples, and in half
+            precision.
     """
 
     losses: list[list[float]] = field(default_factory=list)
     noisy_losses: list[list[float]] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     noisy_gradients: dict[str, Tensor] = field(default_factory=dict)
-    mixes: tuple[float, float, tuple[int, ...]] | None = None
-    not_comparable: str = ""
-    unsplit: OneProcessResult | None = None
+    mixing: Mixing | None = None
+    of_microbatches: OneProcessResult | None = None
 
 
 class OneProcessStep:
@@ -107,6 +100,8 @@ class OneProcessStep:
         splitter: Callable[[Any, int], Sequence[Any]] | None,
         weight: Callable[[Any], float] | None,
         perturbation: float,
+        precision: str,
+        runs_full_batch: bool = True,
     ) -> None:
         """Set up the step.
 
@@ -117,11 +112,13 @@ class OneProcessStep:
             splitter: The user's ``batch_splitter``.
             weight: The user's ``microbatch_weight``.
             perturbation: Relative perturbation of the weights for the noise floor.
+            precision: Lightning's name of the precision of the loss.
+            runs_full_batch: Whether each replica's full batch runs at once; else its microbatches, one after the other.
         """
         self.result = OneProcessResult()
         self._module, self._keyed, self._splitter, self._weight = module, keyed, splitter, weight
         self._randomness = keyed or KeyedRandomness(0, device)
-        self._perturbation = perturbation
+        self._perturbation, self._precision, self._full = perturbation, precision, runs_full_batch
 
     def run(self, call: StepCall, inputs: Sequence[ReplicaInput]) -> bool:
         """Run one batch of all replicas, and again with perturbed weights.
@@ -129,17 +126,30 @@ class OneProcessStep:
         Returns:
             False if the step gave no loss for some microbatch, and nothing was recorded.
         """
-        losses = self._run_microbatches(call, inputs, self.result.gradients)
+        result, pieces = self.result, [self._full_batch(each) for each in inputs] if self._full else inputs
+        try:
+            losses = self._run_microbatches(call, pieces, result.gradients)
+        except torch.OutOfMemoryError:
+            if not self._full or result.losses:
+                raise
+            self._full, pieces = False, inputs
+            losses = self._run_microbatches(call, pieces, result.gradients)
         if losses is None:
             return False
-        if not self.result.losses:
-            self._compare_with_full_batch(call, inputs, losses)
-        self._run_perturbed(call, inputs, losses, self.result)
-        if (unsplit := self.result.unsplit) is not None:
-            together = [replace(each, count=1, sizes=self._sizes_of_microbatches(each)) for each in inputs]
-            losses = self._run_microbatches(call, together, unsplit.gradients) or losses
-            self._run_perturbed(call, together, losses, unsplit)
+        if self._full and not result.losses and max(replica.count for replica in inputs) > 1:
+            result.mixing = mixing = self._mixing_of(call, inputs)
+            # In half precision each microbatch's gradient is rounded, which differs from one rounding of their sum.
+            if not mixing.is_weighted if mixing is not None else "16" in self._precision or self._precision == "mixed":
+                result.of_microbatches = OneProcessResult()
+        self._run_perturbed(call, pieces, losses, result)
+        if (split := result.of_microbatches) is not None:
+            losses = self._run_microbatches(call, inputs, split.gradients) or losses
+            self._run_perturbed(call, inputs, losses, split)
         return True
+
+    def _full_batch(self, replica: ReplicaInput) -> ReplicaInput:
+        """The full batch of a replica as one piece, whose rows draw what they draw in their microbatches."""
+        return replace(replica, count=1, sizes=self._sizes_of_microbatches(replica))
 
     def _sizes_of_microbatches(self, replica: ReplicaInput) -> tuple[int, ...]:
         return known_sizes(split(replica.batch, replica.count, self._splitter)[0]) if replica.count > 1 else ()
@@ -188,7 +198,7 @@ class OneProcessStep:
         self, call: StepCall, inputs: ReplicaInput, replica: int, microbatches: Sequence[Any], weights: Sequence[float]
     ) -> float | None:
         total = 0.0
-        statistics = batch_norm_per_microbatch(self._module, inputs.sizes)
+        statistics = batch_norm_per_microbatch(self._module, [inputs.sizes])
         with without_side_effects(self._module), self._randomness.isolated(), torch.enable_grad(), statistics:
             for index, (microbatch, weight) in enumerate(zip(microbatches, weights, strict=True)):
                 number = replica * (len(inputs.sizes) or inputs.count) + index
@@ -199,50 +209,58 @@ class OneProcessStep:
                         return None
                     total += float(loss.detach()) * weight
                     if loss.requires_grad:
-                        loss.backward(torch.full_like(loss, call.seed_factor * weight))
+                        self._backward(loss, call.seed_factor, weight)
         return total
 
-    def _compare_with_full_batch(self, call: StepCall, inputs: Sequence[ReplicaInput], losses: Sequence[float]) -> None:
-        """Record the loss of the replicas' batches concatenated, beside the mean over the microbatches."""
-        counts = [replica.count for replica in inputs]
-        if max(counts) == 1:  # replicas alone take the mean over their losses, as DDP does
-            return
-        try:
-            full_batch = join_batches([replica.batch for replica in inputs])
-            full, compared = self._loss_without_draws(call, full_batch), losses
-            if full is None:
-                self.result.unsplit = OneProcessResult()
-                with WithoutDropoutMode():
-                    full = self._loss_without_draws(call, full_batch)
-                    compared = losses if full is None else self._run_microbatches(call, inputs, {}) or losses
-        except BatchError as error:
-            self.result.not_comparable = str(error)
-            return
-        except Exception as error:  # a step may fail on so large a batch, which is no error here
-            self.result.not_comparable = f"it raised {type(error).__name__}: {error}"
-            return
-        if full is None:
-            self.result.not_comparable = "beside dropout, the module draws random numbers, which depend on how samples"
-            self.result.not_comparable += " are grouped"
-            return
-        mean = sum(compared) / len(compared)
-        self.result.mixes = full, mean, tuple(counts)
-        if not math.isclose(full, mean, rel_tol=_MIXES):
-            self.result.unsplit = OneProcessResult()
+    def _backward(self, loss: Tensor, seed_factor: float, weight: float) -> None:
+        """Add the gradients of a loss, times its weight: what a backward adds by itself is weighted too."""
+        so_far = [(p, p.grad) for p in self._module.parameters()]
+        for parameter, _ in so_far:
+            parameter.grad = None
+        loss.backward(torch.full_like(loss, seed_factor))
+        for parameter, before in so_far:
+            if parameter.grad is None:
+                parameter.grad = before
+            else:
+                gradient = parameter.grad * weight
+                parameter.grad = gradient if before is None else before + gradient
 
-    def _loss_without_draws(self, call: StepCall, full_batch: Any) -> float | None:
-        """Return the loss of a batch; None if the step draws random numbers."""
-        losses = []
-        for seed in _SEEDS:
-            with without_side_effects(self._module), self._randomness.isolated(), torch.no_grad():
-                with self._randomness.microbatch(seed, call.number):
-                    pass
-                before = GeneratorStates(self._randomness.device)
-                with call.context():
-                    losses.append(float(find_loss(call.step(full_batch, *call.rest)).detach()))
-                if not before.are_unchanged():
-                    return None
-        return losses[0] if losses[0] == losses[1] else None
+    def _mixing_of(self, call: StepCall, inputs: Sequence[ReplicaInput]) -> Mixing | None:
+        """Compare each replica's full batch with the mean over its microbatches."""
+        for replica, each in enumerate(inputs):
+            parts, weights = split(each.batch, each.count, self._splitter)
+            first = replica * each.count
+            sizes = self._sizes_of_microbatches(each)
+            full_batch = Piece(replica, first, each.batch, 1.0, sizes=sizes)
+            rows = zip(parts, weights, strict=True)
+            pieces = [Piece(replica, first + index, part, weight) for index, (part, weight) in enumerate(rows)]
+            mixing, full = mixing_of(self._module, partial(self._step, call, each), full_batch, pieces, self._precision)
+            if mixing is None and any(map(is_batch_norm, self._module.modules())):
+                unchanged = self._step(call, each, full_batch, lambda loss: float(loss.detach()), batch_norm=False)
+                mixing = Mixing("loss", unchanged, full, each.count, False)
+                mixing = None if abs(unchanged - full) <= rounding_of(self._precision) * abs(full) else mixing
+            if mixing is not None:
+                undivided = self._randomness.has_undivided_draws  # the full batch has the draws of one microbatch
+                return replace(mixing, is_weighted=mixing.is_weighted and not undivided)
+        return None
+
+    def _step(
+        self,
+        call: StepCall,
+        inputs: ReplicaInput,
+        piece: Piece,
+        then: Callable[[Any], Any],
+        *,
+        batch_norm: bool = True,
+    ) -> Any:
+        """Run the step on a piece, and return a function of its loss; its effects are undone."""
+        inputs = replace(inputs, sizes=piece.sizes)
+        statistics = batch_norm_per_microbatch(self._module, [piece.sizes] if batch_norm else [])
+        state = self._random_state(call.number, piece.number, inputs)
+        with without_side_effects(self._module), self._randomness.isolated(), torch.enable_grad(), statistics, state:
+            with call.context():
+                loss = find_loss(call.step(piece.batch, *call.rest))
+            return then(loss)
 
     @contextlib.contextmanager
     def _random_state(self, number: int, microbatch: int, inputs: ReplicaInput) -> Iterator[None]:

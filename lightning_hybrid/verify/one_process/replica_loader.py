@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
+from lightning_hybrid.step.batch.split_batch_into_microbatches import join_batches
 
 
 class ReplicaLoader:
@@ -58,6 +59,15 @@ class ReplicaLoader:
             yield first
 
 
+class JoinedLoader(ReplicaLoader):
+    """A loader that yields the batches of all replicas, joined to one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Draw one batch from each loader, and join them."""
+        for _ in super().__iter__():
+            yield join_batches([batch for batch in self.pending[-1] if batch is not None])
+
+
 class _AllSamplers:
     """Passes the epoch on to the samplers of all replicas."""
 
@@ -73,7 +83,9 @@ class _AllSamplers:
                     sampler.set_epoch(epoch)
 
 
-def split_loader(trainer: Any, loader: Any, replicas: int, *, shuffle: bool, mode: Any) -> ReplicaLoader:
+def split_loader(
+    trainer: Any, loader: Any, replicas: int, *, shuffle: bool, mode: Any, join: bool = False
+) -> ReplicaLoader:
     """Split a loader over replicas as ``replicas`` processes would.
 
     In training Lightning's samplers pad with repeated samples, so that all replicas have as many; in evaluation each
@@ -85,7 +97,9 @@ def split_loader(trainer: Any, loader: Any, replicas: int, *, shuffle: bool, mod
         replicas: Number of replicas.
         shuffle: Whether Lightning requests shuffling.
         mode: Lightning's running stage.
+        join: Whether the loader yields the batches of all replicas, joined to one.
     """
+    kind = JoinedLoader if join else ReplicaLoader
     connector = importlib.import_module(type(trainer._data_connector).__module__)
     is_split = (
         isinstance(loader, DataLoader)
@@ -94,7 +108,7 @@ def split_loader(trainer: Any, loader: Any, replicas: int, *, shuffle: bool, mod
         and trainer._accelerator_connector.use_distributed_sampler
     )
     if not is_split:
-        return ReplicaLoader([loader] * replicas)
+        return kind([loader] * replicas)
     loaders: list[Any] = []
     for rank in range(replicas):
         sampler = connector._get_distributed_sampler(
@@ -104,4 +118,4 @@ def split_loader(trainer: Any, loader: Any, replicas: int, *, shuffle: bool, mod
             sampler.total_size = len(sampler.dataset)
             sampler.num_samples = len(range(rank, sampler.total_size, replicas))
         loaders.append(connector._update_dataloader(loader, sampler, mode=mode))
-    return ReplicaLoader(loaders)
+    return kind(loaders)

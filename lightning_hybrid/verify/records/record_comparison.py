@@ -8,7 +8,7 @@ Differences of parameters are relative to their update: how far the reference mo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,6 +52,8 @@ class Key:
 
 
 AT_THE_END = 1 << 30
+_CHECKPOINT, RESUMED = "the checkpoint's", "the resumed update of"
+_AFTER_FIT = (_CHECKPOINT, RESUMED)
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,13 @@ class Difference:
             f"{when}: {what} is {self.value:.10g} on rank {self.rank} and {self.reference:.10g} in the reference;"
             f" relative difference {self.difference:.2g}{f', noise floor {self.floor:.2g}' if self.floor else ''}"
         )
+
+
+def is_step_number(key: Key, logged: Collection[str]) -> bool:
+    """Whether a value is a metric of the Trainer that a step has logged as a plain number, under one of these names."""
+    name = key.name.partition("/dataloader_idx_")[0]
+    ends = (name, *(name.removesuffix(end) for end in ("_step", "_epoch")))
+    return key.what.startswith("metric") and any(end in logged for end in ends)
 
 
 class Margin(NamedTuple):
@@ -164,7 +173,7 @@ def noise_by_parameter(reference: RunRecord, noisy: RunRecord) -> dict[str, floa
         )
         / update
         for name, value in reference.weights.items()
-        if value.numel() and (update := _largest_update(reference, name, value)) > 0
+        if value.numel() and (update := _largest_update(reference.start, name, value)) > 0
     }
 
 
@@ -179,7 +188,7 @@ def unmoved(observed: RunRecord) -> list[str]:
 
 def _is_sharded(key: Key) -> bool:
     """Whether each rank records only some of these values: those of its own parameters."""
-    return key.what in ("initial weights of", "gradient norm of", "update of")
+    return key.what in ("initial weights of", "gradient norm of", "update of", *_AFTER_FIT)
 
 
 def _values(observed: RunRecord, losses: Sequence[float | None] | None = None) -> dict[Key, Tensor]:
@@ -214,6 +223,10 @@ def _iterate_values(observed: RunRecord, losses: Sequence[float | None] | None) 
         yield Key(AT_THE_END, 3, "metric after test:", name), _number(metric)
     for name, predicted in observed.predictions.items():
         yield Key(AT_THE_END, 4, "prediction", name), predicted
+    for name, value in observed.checkpoint.items():
+        yield Key(AT_THE_END, 5, _CHECKPOINT, name), value
+    for name, weight in observed.resumed.items():
+        yield Key(AT_THE_END, 6, RESUMED, name), weight
 
 
 def _of_replica(reference: RunRecord, replica: int) -> dict[Key, Tensor]:
@@ -237,7 +250,7 @@ def _subtract_perturbation(values: dict[Key, Tensor], noisy: RunRecord) -> dict[
     In 32 bits the perturbation is larger than many updates: an update could be missing and still count as noise.
     """
     return {
-        key: _without_initial_noise(value, key.name, noisy) if key.what in ("update of", "weights") else value
+        key: _without_initial_noise(value, key.name, noisy) if _is_weight(key, noisy) else value
         for key, value in values.items()
     }
 
@@ -297,9 +310,16 @@ def _judge(
 
 def _scale(key: Key, expected: Tensor, reference: RunRecord) -> float:
     """The size that a difference is relative to."""
-    size = float(as_float64(expected).abs().nan_to_num(0.0, 0.0, 0.0).max())
-    if key.what in ("update of", "weights"):
-        return _largest_update(reference, key.name, expected)
+    size = _largest(expected)
+    if key.what == RESUMED:
+        return _largest_update(reference.weights, key.name, expected)
+    if _is_weight(key, reference):
+        return _largest_update(reference.start, key.name, expected)
+    if key.what == _CHECKPOINT:
+        # As below, for a moment of this gradient, or its square.
+        alike = key.name.partition(" of ")[0]
+        others = [_largest(value) for name, value in reference.checkpoint.items() if name.startswith(f"{alike} of ")]
+        return max(size, 1e-4 * max(others, default=0.0))
     if key.what == "gradient norm of":
         # A gradient that is zero except for rounding (a key's bias) has no significant digits to compare.
         return max(size, 1e-2 * max(reference.steps[key.step - 1].grad_norms.values(), default=0.0))
@@ -308,18 +328,27 @@ def _scale(key: Key, expected: Tensor, reference: RunRecord) -> float:
 
 def _last_digits(key: Key, weight: Tensor, reference: RunRecord) -> float:
     """The absolute error that rounding may cause in a weight in the steps so far."""
-    if key.what not in ("update of", "weights") or not (weight.is_floating_point() or weight.is_complex()):
+    if not _is_weight(key, reference) or not (weight.is_floating_point() or weight.is_complex()):
         return 0.0
-    size = float(as_float64(weight).abs().nan_to_num(0.0, 0.0, 0.0).max())
-    steps = min(key.step, len(reference.steps))
-    return _LAST_DIGITS * math.sqrt(steps) * torch.finfo(weight.dtype).eps * size
+    steps = min(key.step, len(reference.steps) + 1)
+    return _LAST_DIGITS * math.sqrt(steps) * torch.finfo(weight.dtype).eps * _largest(weight)
 
 
-def _largest_update(reference: RunRecord, name: str, weight: Tensor) -> float:
-    start = reference.start.get(name)
+def _is_weight(key: Key, reference: RunRecord) -> bool:
+    """Whether a value is that of a parameter, whose update counts."""
+    return key.what in ("update of", "weights", RESUMED) or (key.what == _CHECKPOINT and key.name in reference.weights)
+
+
+def _largest(value: Tensor) -> float:
+    """The largest finite element."""
+    return float(as_float64(value).abs().nan_to_num(0.0, 0.0, 0.0).max()) if value.numel() else 0.0
+
+
+def _largest_update(before: Mapping[str, Tensor], name: str, weight: Tensor) -> float:
+    start = before.get(name)
     if start is None or start.shape != weight.shape or not weight.numel():
         return 0.0
-    return float((as_float64(weight) - as_float64(start)).abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return _largest(as_float64(weight) - as_float64(start))
 
 
 def _number(value: float) -> Tensor:

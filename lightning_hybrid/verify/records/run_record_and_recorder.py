@@ -51,6 +51,7 @@ class Failure:
         lost: Whether it only reports that the connection to another rank was lost.
         unchanged: Whether no parameter of this rank had changed.
         traceback: As Python prints it; empty for a refusal.
+        resuming: Whether the run was over, and one that goes on from its checkpoint failed.
     """
 
     message: str
@@ -59,6 +60,7 @@ class Failure:
     lost: bool = False
     unchanged: bool = False
     traceback: str = ""
+    resuming: bool = False
 
 
 @dataclass
@@ -77,6 +79,8 @@ class RunRecord:
         coarse: Names of metrics that are kept in less than float64.
         weights: All parameters after the run.
         buffers: All buffers after the run.
+        checkpoint: Values of a checkpoint that was saved after the fit, by what they are; on the first rank.
+        resumed: All parameters after one step more from this checkpoint.
         trained: FQNs of the parameters that require gradients.
         unpartitioned_steps: Names of evaluation steps that each rank ran unpartitioned.
         unsplit_steps: Names of steps whose batches were one microbatch each.
@@ -86,6 +90,9 @@ class RunRecord:
             has changed.
         batch: Replicas, microbatches of each, and samples of a microbatch (0 if unknown) of the training batch with the
             most microbatches; in a reference.
+        step_numbers: Names under which steps log plain numbers, in a reference.
+        has_batch_norm: Whether the module has BatchNorm layers, in a reference.
+        mixing: The first step that is not the mean of that on its microbatches, in a reference that runs these.
         replica_losses: For each step the loss of each replica; in a reference of several.
         replica_buffers: The buffers of each replica; in a reference of several.
         replica_predictions: The predictions of each replica; in a reference.
@@ -103,6 +110,8 @@ class RunRecord:
     coarse: set[str] = field(default_factory=set)
     weights: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    checkpoint: dict[str, Tensor] = field(default_factory=dict)
+    resumed: dict[str, Tensor] = field(default_factory=dict)
     trained: list[str] = field(default_factory=list)
     unpartitioned_steps: frozenset[str] = frozenset()
     unsplit_steps: frozenset[str] = frozenset()
@@ -110,6 +119,9 @@ class RunRecord:
     in_shares: bool = False
     pipelined: tuple[int, int | None] = (0, None)
     batch: tuple[int, int, int] = (0, 0, 0)
+    step_numbers: set[str] = field(default_factory=set)
+    has_batch_norm: bool = False
+    mixing: Any = None
     replica_losses: list[list[float]] = field(default_factory=list)
     replica_buffers: list[dict[str, Tensor]] = field(default_factory=list)
     replica_predictions: list[dict[str, Tensor]] = field(default_factory=list)
