@@ -21,16 +21,17 @@ _COMPARED = ((2, "batch"), (3, "step"), (0, "number of logged values"), (1, "set
 
 
 class StepBroken(Exception):
-    """A pipeline has aborted a training step and undone it: the step does not do what it was recorded to do.
+    """A pipeline has aborted a step and undone it: the step does not do what it was recorded to do.
 
     Attributes:
         reason: The error of this rank; None if another rank aborted.
+        traces: Those that the step did not follow; empty where only other replicas have aborted it.
         arguments: Arguments of the step.
     """
 
-    def __init__(self, reason: Exception | None) -> None:
+    def __init__(self, reason: Exception | None, traces: Sequence[object] = ()) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.traces = reason, traces
         self.arguments: Sequence[object] = ()
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.collectives.exchange_and_compare_step_numbers import StepBroken
+from lightning_hybrid.errors import StepError
 from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import LossWeighting
 from lightning_hybrid.pipeline.loss_weights.microbatch_weights_of_means import (
     ComparedLoss,
@@ -34,6 +35,7 @@ from lightning_hybrid.pipeline.side_effects.run_unmergeable_steps_on_full_batch 
 from lightning_hybrid.pipeline.side_effects.side_effect_run import SideEffectRun
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import broadcast_buffers, repeated_buffers
 from lightning_hybrid.pipeline.stages.record_and_partition_step import record_once
+from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, ChosenTraces, TraceCache
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, StepResult, TrainContext
@@ -224,7 +226,41 @@ class StepRunner(MicrobatchRunner):
             # Such means have no common weights; evaluation needs no backward, so its batches are unsplit from now on.
             self._unsplit.names.add(name)
             return self.run(name, step, args, step_number=step_number, context=context, share_output=share_output)
-        return self._run_in_stages(call, chosen, weights, train, share_output=share_output)
+        try:
+            return self._run_in_stages(call, chosen, weights, train, share_output=share_output)
+        except StepBroken as broken:
+            if train is not None:
+                raise
+            failure = broken
+        return self._evaluate_again(call, batch, failure, share_output=share_output)
+
+    def _evaluate_again(self, call: Call, batch: Any, broken: StepBroken, *, share_output: bool) -> StepResult:
+        """Run a step of evaluation that has left its trace, by another one if there is one, or else unpartitioned."""
+        reasons = self._reasons(broken)
+        self._traces.select_by_dry_runs(call.name)
+        call = dataclasses.replace(call, first=self._replica * self.count(call.name, batch))
+        try:
+            chosen = self._select_traces(call, batch, share_output=share_output)
+        except Exception as reason:
+            self.unpartitioned.add_step(call.name, reason)
+            return self._run_unpartitioned(call, batch)
+        if chosen.variants != broken.traces:
+            call = dataclasses.replace(call, first=self._replica * len(chosen.microbatches))
+            try:
+                return self._run_in_stages(
+                    call, chosen, self._weights(call, chosen, None), None, share_output=share_output
+                )
+            except StepBroken as again:
+                reasons = self._reasons(again)
+        self.unpartitioned.add_step(call.name, reasons, is_on_all_ranks=True)
+        return self._run_unpartitioned(call, batch)
+
+    def _reasons(self, broken: StepBroken) -> Exception:
+        """The error by which the first rank of this pipeline that has one left the trace; collective over it."""
+        rows: list[Any] = [None] * self._group.size()
+        text = None if broken.reason is None else f"{type(broken.reason).__name__}: {broken.reason}"
+        torch.distributed.all_gather_object(rows, text, group=self._group)
+        return StepError(next(filter(None, rows), "it has changed on another rank"), entry="on-rank")
 
     def _run_in_stages(
         self,
@@ -254,8 +290,15 @@ class StepRunner(MicrobatchRunner):
             rank_of=self.plan.rank_of,
         )
         snapshot = None
-        if train is not None and self._agree_on_broken_step is not None:
-            snapshot = StepSnapshot(self._root, frozenset[str]().union(*(variant.written for variant in variants)))
+        if train is None or self._agree_on_broken_step is not None:
+            written = frozenset[str]().union(*(variant.written for variant in variants))
+            snapshot = StepSnapshot(
+                self._root,
+                written,
+                batch=chosen.batch,
+                microbatches=chosen.microbatches,
+                is_batch_written=self._traces.writes_batch(call.name),
+            )
         job = Job(
             program=self._programs.of(variants, train=train is not None),
             variants=variants,
@@ -265,7 +308,7 @@ class StepRunner(MicrobatchRunner):
             repeated_buffers=repeated_buffers(self.plan),
             shares=shares,
             metrics=self._metrics.calls if count > 1 else None,
-            may_break=snapshot is not None and not self._traces.writes_batch(call.name),
+            may_break=snapshot is not None,
             **self._callbacks(train, exchange, weights, chosen),
         )
         appended = AppendedEntries(self._root) if count > 1 else None
@@ -273,7 +316,7 @@ class StepRunner(MicrobatchRunner):
         grad = torch.set_grad_enabled(train is not None or torch.is_grad_enabled())
         with self._randomness.isolated(), grad, self._metrics.step():
             outcome = self._executor.run(job)
-            self._synchronize(exchange, outcome, snapshot)
+        self._synchronize(exchange, outcome, snapshot, variants, train=train is not None)
         for variant in dict.fromkeys(variants):
             self._metrics.record_feeding_ranks(variant.assignment.sinks, self.plan.rank_of)
         result = self._result(
@@ -338,17 +381,30 @@ class StepRunner(MicrobatchRunner):
         batch = copied_batch(chosen.batch) if self._traces.writes_batch(call.name) else chosen.batch
         return SideEffectRun(self._root, self.plan.names(), call, batch, chosen.variants[0], self._randomness)
 
-    def _synchronize(self, exchange: StepResultExchange, outcome: Outcome, snapshot: StepSnapshot | None) -> None:
+    def _synchronize(
+        self,
+        exchange: StepResultExchange,
+        outcome: Outcome,
+        snapshot: StepSnapshot | None,
+        variants: Sequence[TraceVariant],
+        *,
+        train: bool,
+    ) -> None:
         """Wait for the numbers of the other ranks; if the step broke on one, roll it back on all."""
-        is_broken = outcome.broken is not None
+        is_broken = is_broken_here = outcome.broken is not None
         try:
             exchange.wait(outcome.runs, is_broken=is_broken)
         except StepBroken:
-            is_broken = True
-        if snapshot is None or self._agree_on_broken_step is None or not self._agree_on_broken_step(is_broken):
+            is_broken = is_broken_here = True
+        if train and self._agree_on_broken_step is not None:  # replicas evaluate by themselves
+            is_broken = self._agree_on_broken_step(is_broken)
+        if snapshot is None or not is_broken:
             return
-        snapshot.restore("does something else than what was recorded")
-        raise StepBroken(outcome.broken)
+        try:
+            snapshot.restore("does something else than what was recorded")
+        except StepError as error:
+            raise error from outcome.broken
+        raise StepBroken(outcome.broken, variants if is_broken_here else ())
 
     def _run_unpartitioned(self, call: Call, batch: Any) -> StepResult:
         call = dataclasses.replace(call, first=self._replica)  # one batch, one draw
@@ -357,6 +413,14 @@ class StepRunner(MicrobatchRunner):
         with self._metrics.step():
             output, logged = self.unpartitioned.run(call, batch)
         return StepResult(output, None, logged)
+
+    def select_by_dry_runs(self, name: str) -> None:
+        """Select each trace of a step by a dry run from now on."""
+        self._traces.select_by_dry_runs(name)
+
+    def follows_again(self, broken: StepBroken) -> bool:
+        """Whether the next training batch would take the very traces that it did not follow."""
+        return self._chosen is not None and self._chosen.variants == broken.traces
 
     def select_next_traces(
         self,

@@ -82,9 +82,12 @@ class UnpartitionedSteps:
         self.has_recorded, self._fails_alone = has_recorded, fails_alone
         self._agreement = HookAgreement(replica, randomness.device, meet)
 
-    def add_step(self, name: str, reason: Exception) -> None:
-        """Let every rank run a step unpartitioned from now on; raise the reason where other ranks have recorded it."""
-        if self._fails_alone():
+    def add_step(self, name: str, reason: Exception, *, is_on_all_ranks: bool = False) -> None:
+        """Let every rank run a step unpartitioned from now on; raise the reason where other ranks have recorded it.
+
+        ``is_on_all_ranks`` tells that they are known to come here too.
+        """
+        if not is_on_all_ranks and self._fails_alone():
             raise reason
         self.names.add(name)
         self._warn(name, reason)

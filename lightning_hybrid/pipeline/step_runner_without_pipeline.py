@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +42,7 @@ from lightning_hybrid.step.batch.split_batch_into_microbatches import (
     BatchSplitter,
     batch_size_of,
     check_count,
+    copied_batch,
     halves,
     split,
     why_unsplit,
@@ -179,7 +179,8 @@ class PlainRunner(MicrobatchRunner):
 
     def _on_first_microbatch(self, name: str, step: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any]:
         batch, *rest = args
-        return partial(step, split(batch, self.count(name, batch), self.splitter)[0][0], *rest)
+        first = split(batch, self.count(name, batch), self.splitter)[0][0]
+        return lambda: step(copied_batch(first), *rest)  # a step may write into its batch
 
     def _record_with_guesses(
         self, name: str, step: Callable[[], Any], context: Callable[[], AbstractContextManager[Any]]

@@ -122,6 +122,11 @@ class GradientReducer:
         self._has_unbucketed = False
 
     @property
+    def names(self) -> list[str]:
+        """FQNs of the parameters whose gradients are averaged, in the order that all ranks must share."""
+        return self._names
+
+    @property
     def messages(self) -> list[Tensor]:
         """The flat tensors that are sent, one for each bucket; they are kept from the first batch on."""
         return [bucket.flat for bucket in self._buckets]

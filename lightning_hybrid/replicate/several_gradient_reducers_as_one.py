@@ -17,6 +17,11 @@ class JointReducer:
         self._reducers = list(reducers)
 
     @property
+    def names(self) -> list[str]:
+        """FQNs of the parameters whose gradients are averaged, in the order that all ranks must share."""
+        return [name for reducer in self._reducers for name in reducer.names]
+
+    @property
     def observer(self) -> GradientObserver | None:
         """The observer of gradients before and after they are averaged."""
         return self._reducers[0].observer

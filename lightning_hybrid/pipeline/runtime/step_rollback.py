@@ -17,23 +17,43 @@ from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves imp
     can_restore,
     reachable_leaves,
 )
+from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 _MAX_COPIED = 2**24  # before every step
+_MAX_COPIED_OF_BATCH = 2**20
 
 
 class StepSnapshot:
     """The state of all modules and metrics of one module before a step."""
 
-    def __init__(self, root: nn.Module, written: Collection[str] = (), *, copied: float = _MAX_COPIED) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        written: Collection[str] = (),
+        *,
+        copied: float = _MAX_COPIED,
+        batch: Any = None,
+        microbatches: Any = (),
+        is_batch_written: bool = False,
+    ) -> None:
         """Copy the state.
 
         Args:
             root: The user's module.
             written: FQNs of parameters that the step itself writes.
             copied: Number of elements up to which attribute tensors are copied; larger ones must not be written.
+            batch: Of the step.
+            microbatches: That share the memory of the batch.
+            is_batch_written: Whether the step is known to write into its batch; otherwise large tensors are not copied.
         """
+        given = [tensor for tensor in tensors_inside(batch) if can_restore(tensor)]
+        small = [t for t in given if is_batch_written or t.numel() <= _MAX_COPIED_OF_BATCH]
+        self._batch = [(tensor.detach(), detached_copy(tensor)) for tensor in small]
+        # Microbatches have version counters of their own.
+        parts = tensors_inside((batch, microbatches)) if len(self._batch) < len(given) else ()
+        self._unwritten = [(tensor, tensor._version) for tensor in parts]
         named = root.named_parameters() if written else ()
         self._written = [(p, detached_copy(p)) for name, p in named if name in written and not is_absent(p)]
         self._metrics = [module for module in root.modules() if isinstance(module, Metric)]
@@ -64,14 +84,20 @@ class StepSnapshot:
                     " buffer",
                     entry="rollback",
                 )
+        if any(tensor._version != version for tensor, version in self._unwritten):
+            raise StepError(
+                f"training_step {why}, and cannot be run again: it has written into its batch for the first time;"
+                " write into a copy",
+                entry="rollback",
+            )
         self._modules.restore()
         for content in self._tensors:
             content.restore()
         for array, content in self._arrays:
             array[...] = content
         with torch.no_grad():
-            for parameter, values in self._written:
-                parameter.copy_(values)
+            for written, values in (*self._written, *self._batch):
+                written.copy_(values)
         for metric, states, (count, computed) in zip(self._metrics, self._states, self._counts, strict=True):
             for name, state in states.items():
                 setattr(metric, name, _copied(state))  # it may be restored again

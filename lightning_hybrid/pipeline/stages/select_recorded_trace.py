@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.errors import WITHOUT_STAGES, StepError
+from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepError
 from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.record_and_partition_step import record_variant
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
@@ -137,6 +137,11 @@ class TraceCache:
         self._randomness = randomness
         self._cache: BoundedLRUDict[Hashable, _Traces] = BoundedLRUDict(_MAX_SIGNATURES)
         self._writes_batch: set[str] = set()
+        self._is_unpredicted: set[str] = set()  # steps that have left a trace which was selected without a dry run
+
+    def select_by_dry_runs(self, name: str) -> None:
+        """Select each trace of a step by a dry run from now on: it depends on something that no guard has seen."""
+        self._is_unpredicted.add(name)
 
     def choose(self, call: Call, microbatches: Sequence[Any]) -> list[TraceVariant]:
         """Select the trace of each microbatch; new ones are recorded.
@@ -149,7 +154,7 @@ class TraceCache:
             StepError: The step cannot be recorded.
             PartitionError: It cannot be partitioned, or not as the first step was.
         """
-        keys = [(signature_of(call.name, microbatch), call.modes) for microbatch in microbatches]
+        keys = [_key(call, microbatch) for microbatch in microbatches]
         cached: dict[Hashable, _Traces] = {}
         for index, key in enumerate(keys):
             if key not in cached:
@@ -172,7 +177,7 @@ class TraceCache:
 
     def is_known(self, call: Call, microbatches: Sequence[Any]) -> bool:
         """Whether these microbatches have cached traces that need no dry run."""
-        keys = dict.fromkeys((signature_of(call.name, microbatch), call.modes) for microbatch in microbatches)
+        keys = dict.fromkeys(_key(call, microbatch) for microbatch in microbatches)
         return all(key in self._cache and self._is_unchanged(self._cache[key]) for key in keys)
 
     def writes_batch(self, name: str) -> bool:
@@ -191,6 +196,8 @@ class TraceCache:
         return lambda: call.on(copies.pop())
 
     def _is_unchanged(self, traces: _Traces) -> bool:
+        if traces.latest.recording.graph.step in self._is_unpredicted:
+            return False
         return not traces.latest.recording.unguarded_state and plain_state(traces.around) == traces.state
 
     def _record(self, call: Call, microbatch: Any, index: int) -> TraceVariant:
@@ -235,11 +242,15 @@ class TraceCache:
                     variant = self._find_trace(call, microbatch, index, traces, units, names, before)
                 except UnknownTrace:
                     before.restore()
-                    traces.pending.append(self._record(call, microbatch, index))
+                    variant = self._record(call, microbatch, index)
+                    traces.pending.append(variant)
                     units, names = self._plan.units, self._plan.names()
                     try:
                         variant = self._find_trace(call, microbatch, index, traces, units, names, before)
                     except UnknownTrace as reason:
+                        if reason.__cause__ is not None:  # a recording knows more than a dry run
+                            chosen.append(variant)
+                            continue
                         raise StepError(
                             f"{call.name} behaves differently each time it runs on the same batch, so that no"
                             f" recording predicts its operations: {reason}; make it the same each time, or"
@@ -274,24 +285,34 @@ class TraceCache:
             traces.tree = TraceTree(units, [module for unit in units.values() for module in unit.modules()])
             traces.pending = traces.pending[-1:]
         tree, randomness = traces.tree, self._randomness
+        instrumented_as = traces.pending[-1] if traces.pending else traces.latest  # has the units of the tree
         while traces.pending:
             trace = traces.pending.pop()
             if trace.recording.units.keys() == units.keys():
                 tree.add(self._root, trace.recording, trace)
         traces.pending = []
-        replays = traces.latest.replays.values()
+        replays = instrumented_as.replays.values()
         with (
             self.copy_for_dry_run(call, microbatch) as batch,
             call.dry_run(self._root, replays, randomness, index) as current,
         ):
             try:
                 return tree.dry_run(self._root, lambda: call.on(batch), names, current, randomness, before)
+            except (StepError, ControlFlowError) as error:
+                raise UnknownTrace(str(error)) from error
             except Exception:  # an error of the step is raised where it runs
                 return traces.latest
 
 
+def _key(call: Call, microbatch: Any) -> Hashable:
+    """The key of the cached traces of a call: what they depend on, and is compared before each batch."""
+    # The number of the loader; that of the batch comes first, and is another one each time.
+    loader = tuple(argument for argument in call.rest[1:] if type(argument) is int)
+    return signature_of(call.name, microbatch), call.modes, loader
+
+
 def signature_of(name: str, microbatch: Any) -> Hashable:
-    """The cache key beside ``StagePlan.modes``: the step, and types and shapes of its inputs."""
+    """The part of the cache key that depends on the step, and on types and shapes of its inputs."""
     leaves, _ = flatten(microbatch)
     shapes = tuple(
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)

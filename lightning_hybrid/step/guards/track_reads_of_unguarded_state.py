@@ -35,11 +35,13 @@ class UnguardedReads:
         self.first = self.first or description
 
     def track_arguments(self, batch: Any, rest: Sequence[Any]) -> list[Any]:
-        """Record non-tensors in the batch as read; return the other arguments, with integers as ``TrackedInt``."""
+        """Record non-tensors in the batch as read; return the other arguments, the number of the batch tracked."""
         for leaf in flatten(batch)[0]:
             if not isinstance(leaf, Tensor | bool | None):
                 self.add(f"a {type(leaf).__name__} in the batch")
-        return [TrackedInt(argument, self) if type(argument) is int else argument for argument in rest]
+        # C code that takes it as an index (a list, `operator.index`) reads it unseen: such a step may leave its trace.
+        number = [TrackedInt(each, self) if type(each) is int else each for each in rest[:1]]
+        return [*number, *rest[1:]]
 
     @contextlib.contextmanager
     def watching(self, root: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -108,6 +110,7 @@ def _tracked(name: str) -> Callable[..., Any]:
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "and", "or", "xor", "lshift", "rshift")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-_UNARY = ("hash", "bool", "index", "int", "float", "neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil")
-for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_COMPARISONS, *_UNARY):
+_UNARY = ("hash", "bool", "index", "int", "float", "str", "neg", "pos", "abs", "invert")
+_ROUNDING = ("round", "trunc", "floor", "ceil")
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_COMPARISONS, *_UNARY, *_ROUNDING):
     setattr(TrackedInt, f"__{_name}__", _tracked(f"__{_name}__"))

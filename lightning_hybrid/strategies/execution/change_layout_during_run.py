@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -52,6 +51,7 @@ class LayoutChooser:
         # the first recording, and so does what the first batch sets.
         self._num_tries = 2 if owner.setting.is_fitting and owner.setting.needs_runner else 0
         self._in_optimizer_step = False
+        self._broken_batch: int | None = None  # number of the last batch in which the step left its trace
 
     @property
     def may_retry(self) -> bool:
@@ -105,30 +105,30 @@ class LayoutChooser:
             zero3_fallback.announce()
 
     def training_step(self, args: Sequence[Any], step: Callable[[Sequence[Any]], Any]) -> Any:
-        """Run a training step; where it breaks, change the layout and run it again."""
-        try:
-            return step(args)
-        except StepBroken as broken:
-            if self._in_optimizer_step:  # of which no line must go on
-                raise
-            reason, arguments = broken.reason, broken.arguments
-        self._leave_pipeline(reason, arguments)
-        return step(args)
+        """Run a training step; where it breaks, run it again by another trace or in another layout."""
+        while True:
+            try:
+                return step(args)
+            except StepBroken as broken:
+                if self._in_optimizer_step:  # of which no line must go on
+                    raise
+                failure = broken
+            self._go_on_after(failure)
 
     def optimizer_step(self, step: Callable[[], Any]) -> Any:
         """Run the optimizer's step, with the training step inside; where that breaks, repeat both."""
         module = self._setting.module
-        before, self._in_optimizer_step = self._in_optimizer_step, True
         hook = module._current_fx_name
-        try:
-            return step()
-        except StepBroken as broken:
-            reason, arguments = broken.reason, broken.arguments
-        finally:
-            self._in_optimizer_step = before
-        module._current_fx_name = hook
-        self._leave_pipeline(reason, arguments)
-        return step()
+        while True:
+            before, self._in_optimizer_step = self._in_optimizer_step, True
+            try:
+                return step()
+            except StepBroken as broken:
+                failure = broken
+            finally:
+                self._in_optimizer_step = before
+            module._current_fx_name = hook
+            self._go_on_after(failure)
 
     def run_step(
         self, name: str, args: Sequence[Any], train: TrainContext | None, *, manual_optimization: bool = False
@@ -165,6 +165,24 @@ class LayoutChooser:
             fit.guard(decide)
 
     # -- pipelined ----------------------------------------------------------------------------------------------------
+
+    def _go_on_after(self, broken: StepBroken) -> None:
+        """Let a step that has left its trace run again: by another trace if a dry run finds one, else on shards."""
+        is_first, self._broken_batch = self._broken_batch != self._batches, self._batches
+        if not (is_first and self._takes_other_traces(broken)):
+            self._leave_pipeline(broken.reason, broken.arguments)
+
+    def _takes_other_traces(self, broken: StepBroken) -> bool:
+        """Select other traces for the batch; returns whether all ranks have found some."""
+        runner, world, error = self._run.runner, self._setting.world, None
+        assert isinstance(runner, StepRunner)
+        runner.select_by_dry_runs("training_step")
+        try:
+            self._choose_trace(broken.arguments)
+        except Exception as raised:
+            error = raised
+        with world.as_launcher():
+            return not world.decide(error is not None or runner.follows_again(broken), all_ranks=False)
 
     def _leave_pipeline(self, reason: Exception | None, arguments: Sequence[Any]) -> None:
         if self._has_list_optimizers:
@@ -222,11 +240,20 @@ class LayoutChooser:
                 around=self._gathered_for_new_traces,
             )
 
-    def _gathered_for_new_traces(self, is_recorded: bool) -> AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def _gathered_for_new_traces(self, is_recorded: bool) -> Iterator[None]:
         """Gather parameters for a dry run; all ranks join if the batch of any replica is new."""
         if self._run.zero is None or not self._setting.world.any_replica(not is_recorded):
-            return contextlib.nullcontext()
-        return self._run.gathered()
+            yield
+            return
+        failure: Exception | None = None
+        with self._run.gathered():  # whose end is collective, also where no trace is found
+            try:
+                yield
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            raise failure
 
     # -- in shards, until the step is complete ------------------------------------------------------------------------
 

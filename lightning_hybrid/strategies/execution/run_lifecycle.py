@@ -22,6 +22,7 @@ from lightning_hybrid.strategies.description.print_run_start_lines import announ
 from lightning_hybrid.strategies.execution.apply_rebalanced_cuts import with_cuts_of_checkpoint
 from lightning_hybrid.strategies.execution.change_layout_during_run import LayoutChooser
 from lightning_hybrid.strategies.execution.first_step_check import FirstStepCheck
+from lightning_hybrid.strategies.execution.layout_agreement import check_layout
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
 from lightning_hybrid.strategies.logs.delay_logger_calls import drop_logger_calls
 from lightning_hybrid.strategies.logs.log_reduction import silence_sync_dist_advice
@@ -264,6 +265,8 @@ class RunLifecycle:
         may_retry, _ = self._lay_out(may_retry=may_retry, arguments=arguments, refusal=refusal)
         self.state.optimizers.pickle_shards()  # copies are made to see what optimizers do
         self.connect_optimizers(built_with)
+        with setting.world.as_launcher():
+            check_layout(self.run, self.optimization)
         self.state.optimizers.pickle_in_full(optimizers)
         self.state.optimizers.load(optimizers, states)
         gradients.give(setting.module, self.run.plan, self.run.parts)

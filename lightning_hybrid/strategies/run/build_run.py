@@ -371,11 +371,8 @@ def _agree_on_broken_steps(run: Run) -> None:
     setting, runner, plan = run.setting, run.runner, run.plan
     if not isinstance(runner, StepRunner) or not setting.is_fitting or plan is None:
         return
-    graph = None if plan.first is None else plan.first.assignment.graph
-    # What experts exchange in the middle of a step cannot be brought to its end without it.
+    # What experts exchange in the middle of a step cannot be brought to its end without it, and a parameter that was
+    # stepped in the backward has no old value.
     is_alone = run.experts is None and not setting.options.verify_first_step
-    may_break = (
-        graph is not None and is_alone and (graph.assumed_finite or any(value.dynamic for value in graph.values))
-    )
-    if setting.world.decide(bool(may_break), all_ranks=False):
+    if is_alone and not setting.options.optimizer_in_backward:
         runner.roll_back_broken_steps(setting.world.any_replica)
