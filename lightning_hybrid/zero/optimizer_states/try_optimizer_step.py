@@ -264,7 +264,7 @@ def can_step_shards(optimizer: Optimizer) -> bool:
     States of the larger one are quantized by the optimizers that do so, in blocks that the shards do not respect. A
     class that is not known may choose its step by a parameter's shape, and is tried on those of its own.
     """
-    shapes = {_SMALL, _IN_BLOCKS}
+    shapes: set[tuple[int, ...]] = {_SMALL, _IN_BLOCKS}
     if getattr(type(optimizer), INDEPENDENT, False):
         full = (full_shape(p) for group in optimizer.param_groups for p in group["params"])
         shapes |= {tuple(min(size, _LONGEST) for size in shape) for shape in full if math.prod(shape) > 1}
