@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.collectives.objects import gather_on_first
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
+from lightning_hybrid.patching import temporary_hook
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_ranks
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
@@ -56,6 +57,27 @@ def gather_module_state(
         return {}
     full = _gather_on_first(plan, local_values)
     return {key: full[key] for key in state} if plan.rank == 0 else {}
+
+
+def state_as_overridden(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict that the module's own ``state_dict`` makes where torch's returns ``state``.
+
+    It may leave out, rename and add entries. What it computes from entries it computes from those of ``state``.
+    """
+    if type(root).state_dict is nn.Module.state_dict and "state_dict" not in vars(root):
+        return state
+
+    def put(module: nn.Module, local: dict[str, Any], prefix: str, metadata: Any) -> None:
+        local.clear()
+        local.update({prefix + key: value for key, value in state.items()})
+
+    handle = root.register_state_dict_post_hook(temporary_hook(root, put))
+    root._state_dict_hooks.move_to_end(handle.id, last=False)  # before hooks of the user
+    try:
+        returned: dict[str, Any] = root.state_dict()
+        return returned
+    finally:
+        handle.remove()
 
 
 def _gather_on_first(plan: StagePlan, local_values: Mapping[str, Any]) -> dict[str, Any]:

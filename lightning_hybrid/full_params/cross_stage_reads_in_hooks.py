@@ -36,7 +36,7 @@ from lightning_hybrid.full_params.broadcast_values_between_stages import RemoteV
 from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement, Meet
 from lightning_hybrid.full_params.record_ranks_with_tensor_content import Ranks, ValueLocations, covers
 from lightning_hybrid.randomness.random_number_ops import draws
-from lightning_hybrid.step.module_state.pickle_sharded_parameters import reduce_for_pickle
+from lightning_hybrid.step.module_state.pickle_sharded_parameters import pickles_by, reduce_for_pickle
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, map_leaves, rebuild_call
 from lightning_hybrid.step.standins.absent_arrays_and_lists import interceptable_tolist
 from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, fill, is_absent, make_absent, user_attributes
@@ -120,7 +120,7 @@ class CrossStageReads(TorchFunctionMode):
         self._hook, self._is_complete, self._elements = name, is_complete, 0
         try:
             checked = self._agreement.checked_hook(name, is_on_all_ranks=is_on_all_ranks)
-            with checked, self, interceptable_tolist():
+            with checked, self, interceptable_tolist(), pickles_by(self._pickled):
                 yield
         finally:
             self._hook = None

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 Ranks = tuple[int, ...] | None  # None: all
-
-_RECORD = "_hybrid_ranks"  # attribute of a tensor and of its storage: (token of the run, ranks, origins)
 
 
 def covers(ranks: Ranks, wanted: Ranks) -> bool:
@@ -21,14 +20,14 @@ def covers(ranks: Ranks, wanted: Ranks) -> bool:
 class ValueLocations:
     """Records the ranks of the tensors of one run; the record is the same on every rank of the pipeline.
 
-    Records are attributes of tensors, and of storages made in a hook: ``copy.deepcopy`` and ``nn.Parameter(x)`` make
-    tensors that no operation returns.
+    Records are of tensors, and of storages made in a hook: ``nn.Parameter(x)`` makes one that no operation returns.
+    They are beside the tensors, whose attributes would be pickled with them.
     """
 
     def __init__(self, num_ranks: int) -> None:
         """Take the number of ranks of the pipeline."""
         self._num_ranks = num_ranks
-        self._token = object()
+        self._records = WeakIdKeyDictionary()  # of tensors and storages: (ranks, origins)
         self._placed: dict[int, tuple[Tensor, Ranks, frozenset[str]]] = {}
 
     def set_parameter_ranks(self, parameter: Tensor, ranks: Sequence[int], fqn: str) -> None:
@@ -53,11 +52,11 @@ class ValueLocations:
         """
         # The origins are parameters, not operations: ranks may compute a result in other ways, in lists or one by one.
         origins = frozenset().union(*(self.origins_of(other) for other in inputs))
-        record = self._token, self._limited(ranks), origins
-        setattr(tensor, _RECORD, record)
+        record = self._limited(ranks), origins
+        self._records[tensor] = record
         storage = _storage(tensor)
         if storage is not None and not only_tensor and not any(_storage(other) is storage for other in inputs):
-            setattr(storage, _RECORD, record)
+            self._records[storage] = record
 
     def is_recorded(self, tensor: Tensor) -> bool:
         """Whether ranks are recorded of ``tensor``, of any shape."""
@@ -76,11 +75,9 @@ class ValueLocations:
     def _record_of(self, tensor: Tensor) -> tuple[Ranks, frozenset[str]] | None:
         if id(tensor) in self._placed:
             return self._placed[id(tensor)][1:]
-        for owner in (tensor, _storage(tensor)):
-            record = getattr(owner, _RECORD, None)
-            if record is not None and record[0] is self._token:
-                return record[1:]
-        return None
+        storage = _storage(tensor)
+        found = self._records.get(tensor)
+        return self._records.get(storage) if found is None and storage is not None else found
 
     def _limited(self, ranks: Sequence[int]) -> Ranks:
         return None if len(set(ranks)) == self._num_ranks else tuple(sorted(set(ranks)))

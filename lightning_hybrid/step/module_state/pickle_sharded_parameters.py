@@ -6,7 +6,9 @@ active, a shard or an absent tensor would be copied as the parameter.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -84,6 +86,30 @@ def reduce_for_pickle(tensor: Tensor, content: Tensor) -> Any:
             full = full.requires_grad_(tensor.requires_grad)
         full.__dict__.update(user_attributes(tensor))
         return full.__reduce_ex__(2)
+
+
+@contextlib.contextmanager
+def pickles_by(reduce: Callable[[Tensor], Any]) -> Iterator[None]:
+    """Inside, plain tensors are reduced for pickles by a function of a mode, while modes are on.
+
+    torch (2.13) calls no mode for a tensor without Python attributes.
+    """
+
+    def reduce_plain(tensor: Tensor) -> Any:
+        if not torch._C._is_torch_function_mode_enabled():
+            return tensor.__reduce_ex__(2)
+        with torch._C.DisableTorchFunction():
+            return reduce(tensor)
+
+    before = copyreg.dispatch_table.get(Tensor)
+    copyreg.pickle(Tensor, reduce_plain)
+    try:
+        yield
+    finally:
+        if before is None:
+            del copyreg.dispatch_table[Tensor]
+        else:
+            copyreg.dispatch_table[Tensor] = before
 
 
 def _pickle_absent(tensor: FakeTensor) -> Any:
