@@ -94,6 +94,12 @@ def _no_checkpoint(path: Path) -> CheckpointError:
         return IncompleteCheckpoint(
             f"{path} has no {MANIFEST}: its save did not end{_alternatives(path)}", entry="save-not-ended"
         )
+    if {META, OPTIMIZERS, ".metadata"} <= names:
+        return IncompleteCheckpoint(
+            f"{path} has no {MANIFEST}, which names the files of a checkpoint of lightning_hybrid and their digests;"
+            f" the other files are there: it was lost, or a removal did not end{_alternatives(path)}",
+            entry="files-missing",
+        )
     kind = "of a file or folder of something else"
     if ".metadata" in names:
         kind = "of torch.distributed.checkpoint, written by something else"
@@ -161,6 +167,20 @@ def digest(path: Path) -> str:
         while piece := file.read(1 << 20):
             computed.update(piece)
     return computed.hexdigest()
+
+
+def check_digest(path: Path, name: str, entry: Mapping[str, Any]) -> None:
+    """Check that a file of a checkpoint has the content that was written.
+
+    Raises:
+        CheckpointError: It has another.
+    """
+    if digest(path / name) != entry["sha256"]:
+        raise CheckpointError(
+            f"{path / name} has other content than when it was written (its SHA-256 is not that of {MANIFEST}); load"
+            " another checkpoint. A strategy with check_digests=False loads it all the same",
+            entry="digest",
+        )
 
 
 def finish(path: Path, manifest: Mapping[str, Any]) -> None:

@@ -59,6 +59,7 @@ def to_file(source: Path, target: Path, *, weights_only: bool = True, tell: Tell
             torch.save(filled, file)
             file.flush()
             os.fsync(file.fileno())
+        saved.wait_for_digests()
         os.replace(complete, target)
 
 
@@ -87,6 +88,18 @@ def to_folder(source: Path, target: Path, *, weights_only: bool = True, tell: Te
     Raises:
         CheckpointError: It is no checkpoint, or cannot be written.
     """
+    state, about = read_file(source, weights_only=weights_only)
+    save = prepare(state, target, None, about)
+    save.tell = tell
+    write(save, None)
+
+
+def read_file(source: Path, *, weights_only: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a file contains, memory-mapped, with the states of optimizers by name; and the entries of a manifest.
+
+    Raises:
+        CheckpointError: It is no checkpoint.
+    """
     try:
         checkpoint = torch.load(source, map_location="cpu", mmap=True, weights_only=weights_only)
     except (pickle.UnpicklingError, RuntimeError) as error:
@@ -101,11 +114,9 @@ def to_folder(source: Path, target: Path, *, weights_only: bool = True, tell: Te
     if OPTIMIZERS in state:
         state[OPTIMIZERS] = [named_state(subclasses_as_dicts(one)) for one in state[OPTIMIZERS]]
     about = {
-        "layout": {},
+        "layout": state.get("hybrid3d", {}).get("layout", {}),
         "versions": {"torch": torch.__version__, "lightning": state.get("pytorch-lightning_version")},
         "step": state.get("global_step"),
         "epoch": state.get("epoch"),
     }
-    save = prepare(state, target, None, about)
-    save.tell = tell
-    write(save, None)
+    return state, about

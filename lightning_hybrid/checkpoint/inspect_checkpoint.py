@@ -1,11 +1,14 @@
-"""A table of what a distributed checkpoint contains, for `lightning-hybrid checkpoint inspect`."""
+"""A table of what a checkpoint contains, a folder or one file, for `lightning-hybrid checkpoint inspect`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from lightning_hybrid.checkpoint.convert_between_folder_and_file import read_file
+from lightning_hybrid.checkpoint.flat_state import take_tensors
 from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
 
 _OPTIONS = {
@@ -16,24 +19,32 @@ _OPTIONS = {
 }
 
 
-def summary(saved: SavedFolder) -> dict[str, Any]:
-    """Return what a checkpoint contains as plain values: layout, step and versions, and each tensor by its key."""
-    manifest = saved.manifest
+def summary(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
+    """Return what a folder or file contains as plain values: layout, step and versions, and each tensor by its key."""
+    if path.is_file():
+        state, about = read_file(path, weights_only=weights_only)
+        found = take_tensors(state, is_first=True)[1]
+        sizes = {key: (tensor.shape, tensor.dtype, 1) for key, tensor in found.items()}
+        about = {**about, "files": {path.name: {"bytes": path.stat().st_size}}}
+        about["versions"].pop("torch")  # that of this process
+    else:
+        saved = SavedFolder(path, weights_only=weights_only, digests=False)  # no tensor is read
+        sizes = {key: (t.size, t.properties.dtype, len(t.chunks)) for key, t in saved.tensors.items()}
+        about = saved.manifest
     tensors = {
         key: {
-            "shape": list(tensor.size),
-            "dtype": str(tensor.properties.dtype).removeprefix("torch."),
-            "bytes": math.prod(tensor.size) * tensor.properties.dtype.itemsize,
-            "boxes": len(tensor.chunks),
+            "shape": list(shape),
+            "dtype": str(dtype).removeprefix("torch."),
+            "bytes": math.prod(shape) * dtype.itemsize,
+            "boxes": boxes,
         }
-        for key, tensor in sorted(saved.tensors.items())
+        for key, (shape, dtype, boxes) in sorted(sizes.items())
     }
-    return {name: manifest[name] for name in ("step", "epoch", "layout", "versions", "files")} | {"tensors": tensors}
+    return {name: about[name] for name in ("step", "epoch", "layout", "versions", "files")} | {"tensors": tensors}
 
 
-def table(saved: SavedFolder) -> str:
-    """Format a table: layout, step and versions, and a line for each tensor."""
-    content = summary(saved)
+def table(content: Mapping[str, Any]) -> str:
+    """Format what `summary` returns: layout, step and versions, and a line for each tensor."""
     versions = {name: version for name, version in content["versions"].items() if version}
     tensors, files = content["tensors"], content["files"]
     rows = [

@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -59,18 +60,43 @@ class ReadRequest:
 class SavedFolder:
     """A complete distributed checkpoint, open for reading."""
 
-    def __init__(self, path: Path, *, weights_only: bool | None = None) -> None:
-        """Open a folder; ``weights_only`` refuses all but tensors and plain Python values, unless it is False.
+    def __init__(
+        self, path: Path, *, weights_only: bool | None = None, digests: bool = True, share: tuple[int, int] = (0, 1)
+    ) -> None:
+        """Open a folder.
+
+        Args:
+            path: The folder.
+            weights_only: Refuses all but tensors and plain Python values, unless it is False.
+            digests: Whether to compare files with the digests of the manifest, beside reading tensors.
+            share: This rank and the number of ranks, of which each compares some of the files with tensors.
 
         Raises:
-            CheckpointError: It is no checkpoint, or files are missing.
+            CheckpointError: It is no checkpoint, or files are missing or were changed.
         """
         self.path = path
         self.manifest = folder.check_complete(path)
         self._weights_only = weights_only is not False
+        files = self.manifest["files"] if digests else {}
+        tensors = sorted(name for name in files if name.endswith(".distcp"))
+        for name in files.keys() - set(tensors):
+            folder.check_digest(path, name, files[name])
+        rank, count = share
+        pool = ThreadPoolExecutor(max_workers=1)
+        self._checked = [pool.submit(folder.check_digest, path, n, files[n]) for n in tensors[rank::count]]
+        pool.shutdown(wait=False)
         self._reader = _Reader(path)
         self.metadata: Metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+
+    def wait_for_digests(self) -> None:
+        """Wait until the files with tensors are compared with their digests.
+
+        Raises:
+            CheckpointError: One was changed.
+        """
+        for checked in self._checked:
+            checked.result()
 
     @property
     def tensors(self) -> Mapping[str, TensorStorageMetadata]:
@@ -156,6 +182,7 @@ class SavedFolder:
             checkpoint = map_leaves(
                 lambda leaf: leaf.to(map_location) if isinstance(leaf, Tensor) else leaf, checkpoint
             )
+        self.wait_for_digests()
         if optimizers is not None:
             checkpoint[OPTIMIZERS] = [SavedOptimizer(self, state) for state in optimizers]
         return checkpoint

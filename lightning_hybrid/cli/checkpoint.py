@@ -25,14 +25,14 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "checkpoint",
         help="convert, inspect or verify a distributed checkpoint",
-        description="Works on the folders that save_distributed_checkpoint=True writes; the model is not needed.",
+        description="Works on files, and on folders (save_distributed_checkpoint=True); the model is not needed.",
         epilog=_EXAMPLE.format("verify", "", ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(dest="action", required=True)
     convert = _add(actions, "convert", "a folder to one ordinary .ckpt, or a .ckpt to a folder", _convert, " one.ckpt")
     convert.add_argument("target", type=Path)
-    inspect = _add(actions, "inspect", "layout, step, versions, and every tensor", _inspect)
+    inspect = _add(actions, "inspect", "layout, step, versions, and every tensor, of a folder or file", _inspect)
     verify = _add(actions, "verify", "read every byte; exit status 1 if something is not as it was written", _verify)
     for action in (convert, inspect, verify):
         action.add_argument("--json", action="store_true", help="print JSON")
@@ -95,14 +95,12 @@ def _check_is_folder(parsed: argparse.Namespace) -> None:
 
 def _inspect(parsed: argparse.Namespace) -> int:
     from lightning_hybrid.checkpoint.inspect_checkpoint import summary, table
-    from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
 
-    _check_is_folder(parsed)
-    saved = SavedFolder(parsed.source, weights_only=not parsed.trust)
+    content = summary(parsed.source, weights_only=not parsed.trust)
     if parsed.json:
-        print_json(summary(saved))
+        print_json(content)
     else:
-        print(table(saved))
+        print(table(content))
     return OK
 
 

@@ -107,6 +107,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         save_distributed_checkpoint: Checkpoints are folders in which every rank writes its own bytes; one ordinary
             file, written by the first rank, if False. Either is loaded under any layout.
         async_checkpoint: Training goes on while a distributed checkpoint is written.
+        check_digests: Loading a distributed checkpoint compares each file with the digest of its manifest.
         verify_first_step: Runs the first optimizer step in one process too, on the first rank, and stops before any
             parameter changes if a loss or gradient differs.
         strict_layout: A step that cannot be run in stages is an error; otherwise the ranks of a pipeline then hold
@@ -165,6 +166,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         example_batch: Any = None,
         save_distributed_checkpoint: bool = False,
         async_checkpoint: bool = False,
+        check_digests: bool = True,
         verify_first_step: bool = False,
         strict_layout: bool = False,
         objective: Objective | None = None,

@@ -84,9 +84,22 @@ def test_file_and_folder_convert_into_each_other(saved, tmp_path, capsys):
     assert command_line(["checkpoint", "inspect", str(tmp_path / "missing.ckpt")]) == 2
     assert command_line(["checkpoint", "convert", str(saved), str(back)]) == 2
     capsys.readouterr()
-    for action in ("inspect", "verify"):
-        assert command_line(["checkpoint", action, str(back)]) == 2
-        assert f"back.ckpt is one file; {action} reads folders; convert it first" in capsys.readouterr().err
+    assert command_line(["checkpoint", "verify", str(back)]) == 2
+    assert "back.ckpt is one file; verify reads folders; convert it first" in capsys.readouterr().err
+    assert command_line(["checkpoint", "inspect", "--json", str(back)]) == 0
+    of_file = json.loads(capsys.readouterr().out)
+    assert of_file["tensors"] == content["tensors"] and of_file["step"] == 3
+
+
+def test_layout_stays_in_file_and_folder(tmp_path, capsys):
+    file, folder, back = (tmp_path / name for name in ("one.ckpt", "folder.ckpt", "back.ckpt"))
+    torch.save({"state_dict": {"w": torch.ones(2)}, "hybrid3d": {"layout": {"pp": 2, "tp": 2}}}, file)
+    assert command_line(["checkpoint", "convert", str(file), str(folder)]) == 0
+    assert command_line(["checkpoint", "convert", str(folder), str(back)]) == 0
+    for path in (file, folder, back):
+        capsys.readouterr()
+        assert command_line(["checkpoint", "inspect", str(path)]) == 0
+        assert "saved under pipeline_parallel_size=2, tensor_parallel_size=2" in capsys.readouterr().out
 
 
 def test_large_tensors_convert_on_disk(tmp_path):
@@ -232,7 +245,10 @@ def flip(path):
     [
         (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda path: (path / "meta.pt").write_bytes(b""), "meta.pt has 0 bytes instead of"),
-        (lambda path: (path / "manifest.json").unlink(), "has no manifest.json but .metadata"),
+        (
+            lambda path: (path / "manifest.json").unlink(),
+            "has no manifest.json, which names the files of a checkpoint of lightning_hybrid",
+        ),
         (lambda path: (path / "manifest.json").write_text("{"), "is not valid JSON"),
         (lambda path: [entry.unlink() for entry in path.iterdir()], "is empty: a save to it began"),
     ],
@@ -244,6 +260,25 @@ def test_incomplete_folders_are_refused(saved, harm, message, capsys):
     assert command_line(["checkpoint", "verify", str(saved)]) == 1
     assert command_line(["checkpoint", "inspect", str(saved)]) == 1
     assert "saved.ckpt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "meta.pt", "optimizers.pt", ".metadata"])
+def test_changed_files_are_not_loaded(saved, tmp_path, capsys, name):
+    SavedFolder(saved).checkpoint()
+    flip(saved / name)
+    with pytest.raises(CheckpointError, match=f"{name} has other content than when it was written"):
+        SavedFolder(saved).checkpoint()
+    assert command_line(["checkpoint", "convert", str(saved), str(tmp_path / "new.ckpt")]) == 1
+    assert f"{name} has other content" in capsys.readouterr().err and not (tmp_path / "new.ckpt").exists()
+    if name.endswith(".distcp"):
+        SavedFolder(saved, digests=False).checkpoint()
+
+
+def test_ranks_share_the_comparison(saved):
+    flip(saved / "__0_0.distcp")
+    SavedFolder(saved, share=(1, 2)).checkpoint()
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp has other content"):
+        SavedFolder(saved, share=(0, 2)).checkpoint()
 
 
 def test_verify_reads_every_byte(saved, capsys):
@@ -297,7 +332,7 @@ def test_index_enum_spellings_are_read():
 def test_loading_runs_no_code_from_the_folder(saved, capsys):
     (saved / ".metadata").write_bytes(pickle.dumps(Runs()).ljust((saved / ".metadata").stat().st_size, b"."))
     with pytest.raises(CheckpointError, match=r"names builtins\.print"):
-        SavedFolder(saved)
+        SavedFolder(saved, digests=False)
     state = {**checkpoint(1), "hyper_parameters": {"object": Path("x")}}
     writing.write(prepare(state, saved, None, {"layout": {}, "versions": {}, "step": 1, "epoch": 0}), None)
     with pytest.raises(CheckpointError, match=r"objects of pathlib.*pass weights_only=False"):

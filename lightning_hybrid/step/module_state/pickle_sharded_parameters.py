@@ -90,7 +90,7 @@ def reduce_for_pickle(tensor: Tensor, content: Tensor) -> Any:
 
 @contextlib.contextmanager
 def pickles_by(reduce: Callable[[Tensor], Any]) -> Iterator[None]:
-    """Inside, plain tensors are reduced for pickles by a function of a mode, while modes are on.
+    """Inside, plain tensors of any shape are reduced for pickles by a function of a mode, while modes are on.
 
     torch (2.13) calls no mode for a tensor without Python attributes.
     """

@@ -72,6 +72,7 @@ class Options:
     chunked_loss: bool | int = False
     save_distributed_checkpoint: bool = False
     async_checkpoint: bool = False
+    check_digests: bool = True
     verify_first_step: bool = False
     strict_layout: bool = False
     process_group_backend: str | None = None

@@ -246,7 +246,9 @@ class CheckpointFiles:
         """
         self.wait()
         if folder.is_folder(path):
-            saved = SavedFolder(Path(path), weights_only=weights_only)
+            share = self._world.mesh.rank, self._world.layout.world_size
+            digests = self._options.check_digests
+            saved = SavedFolder(Path(path), weights_only=weights_only, digests=digests, share=share)
             checkpoint = saved.checkpoint(unread=self._unread_parameters())
             self._generator_states = saved.generators()
         else:
