@@ -72,7 +72,8 @@ def state_as_overridden(root: nn.Module, state: dict[str, Any]) -> dict[str, Any
         local.update({prefix + key: value for key, value in state.items()})
 
     handle = root.register_state_dict_post_hook(temporary_hook(root, put))
-    root._state_dict_hooks.move_to_end(handle.id, last=False)  # before hooks of the user
+    hooks: Any = root._state_dict_hooks  # an OrderedDict
+    hooks.move_to_end(handle.id, last=False)  # before hooks of the user
     try:
         returned: dict[str, Any] = root.state_dict()
         return returned

@@ -289,16 +289,7 @@ class StepRunner(MicrobatchRunner):
             by_samples=(self.weighting.keys, chosen.weights),
             rank_of=self.plan.rank_of,
         )
-        snapshot = None
-        if train is None or self._agree_on_broken_step is not None:
-            written = frozenset[str]().union(*(variant.written for variant in variants))
-            snapshot = StepSnapshot(
-                self._root,
-                written,
-                batch=chosen.batch,
-                microbatches=chosen.microbatches,
-                is_batch_written=self._traces.writes_batch(call.name),
-            )
+        snapshot = self._snapshot(call, chosen) if train is None or self._agree_on_broken_step is not None else None
         job = Job(
             program=self._programs.of(variants, train=train is not None),
             variants=variants,
@@ -325,6 +316,15 @@ class StepRunner(MicrobatchRunner):
         broadcast_buffers(self.plan, variants)
         self.unpartitioned.has_stale_copies = True
         return result
+
+    def _snapshot(self, call: Call, chosen: ChosenTraces) -> StepSnapshot:
+        return StepSnapshot(
+            self._root,
+            frozenset[str]().union(*(variant.written for variant in chosen.variants)),
+            batch=chosen.batch,
+            microbatches=chosen.microbatches,
+            is_batch_written=self._traces.writes_batch(call.name),
+        )
 
     def _weights(self, call: Call, chosen: ChosenTraces, train: TrainContext | None) -> tuple[list[float], MeanWeights]:
         """The weight of each microbatch, and those of its recorded means that differ from it."""
