@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ class MicrobatchResults:
             has run other lines of code than before; else 0.
         calls: The lines of code that it has run.
         checksum: Checksum of the full batch.
+        reductions: What logged keys of the batch are of those of the microbatches, where that is known.
         metric_calls: Calls of metrics, which these make with the full batch in the end.
     """
 
@@ -44,6 +46,7 @@ class MicrobatchResults:
     news: int = 0
     calls: frozenset[int] = frozenset()
     checksum: int = 0
+    reductions: Mapping[Key, str] = field(default_factory=dict)
     metric_calls: MetricCalls = field(default_factory=dict)
 
     def joined_output(self, step: str) -> Any:
@@ -68,6 +71,7 @@ class MicrobatchResults:
     def logs(self) -> list[tuple[Entry, float]]:
         """Each entry with its value for the full batch, of the microbatches that have logged it."""
         return [
-            (entry, entry.combine(self.weights if key in self.by_samples else self.loss_weights))
+            (entry, entry.combine(self.weights if key in self.by_samples else self.loss_weights, self.sizes, over))
             for key, entry in keyed(self.entries)
+            for over in (self.reductions.get(key, ""),)
         ]

@@ -127,6 +127,7 @@ class BatchSharing:
             weights=[weight for row in rows for weight in row.weights],
             loss_weights=[weight for row in rows for weight in row.loss_weights],
             by_samples=local.by_samples,
+            reductions=local.reductions,
             entries=_joined_entries(rows, self.rank),
             losses=[loss for row in rows for loss in row.losses],
             sizes=[size for row in rows for size in row.sizes],

@@ -299,7 +299,7 @@ class PlainRunner(MicrobatchRunner):
         self, results: MicrobatchResults, share: BatchShare, changes: ModuleChanges | None, calls: set[int]
     ) -> MicrobatchResults:
         """Gather the results of all shares of a batch, and learn what the step has changed on the modules."""
-        results.metric_calls = self._metrics.calls.calls
+        results.metric_calls, results.reductions = self._metrics.calls.calls, dict(self._weighting.now.reductions)
         if changes is not None:
             results.calls = frozenset(calls)
             results.news = CHANGES_MODULES if changes.something() else RUNS_OTHER_LINES if calls - self._calls else 0

@@ -44,6 +44,7 @@ class LossWeighting(NamedTuple):
         scales_gradients: Whether parts weigh where their gradients reach a parameter (``ParameterGradients``), as
             measured; None where both ways to weigh give the gradients of the batch, or were not compared.
         norms: The norm of the gradients of the batch, and of those of its parts, if no weights give the former.
+        reductions: What logged keys of the batch are of those of its parts: their "mean", "sum", "max" or "min".
     """
 
     counts: tuple[Count, ...] = ()
@@ -52,6 +53,7 @@ class LossWeighting(NamedTuple):
     loss: Mean | None = None
     scales_gradients: bool | None = None
     norms: tuple[float, float] | None = None
+    reductions: tuple[tuple[Key, str], ...] = ()
 
     @property
     def mixes(self) -> bool:
@@ -153,17 +155,19 @@ def measure_weighting(
     dtype = found[0].dtype
     sample_weights = [weights for _, weights in partitions]
     mean = _mean([one.loss for one in found], sample_weights)
+    keys = frozenset[Key].intersection(*(frozenset(one.logs) for one in found))
+    logged = {key: _mean([one.logs[key] for one in found], sample_weights) for key in sorted(keys)}
+    reductions = tuple((key, how) for key, each in logged.items() if (how := _reduction(each, sample_weights, dtype)))
     counts, differing = find_counts(mean, batch, partitions, dtype), _differing(mean, sample_weights, dtype)
     if not counts:
-        return LossWeighting(differing=differing, loss=mean)
+        return LossWeighting(differing=differing, loss=mean, reductions=reductions)
     count_weights = [counts[0].weights(parts) or weights for parts, weights in partitions]
 
     def is_by_samples(key: Key) -> bool:
-        logged = _mean([one.logs[key] for one in found], sample_weights)
-        return not error_bound(logged, sample_weights, dtype) and bool(error_bound(logged, count_weights, dtype))
+        by_samples, by_counts = (error_bound(logged[key], each, dtype) for each in (sample_weights, count_weights))
+        return not by_samples and bool(by_counts)
 
-    keys = frozenset[Key].intersection(*(frozenset(one.logs) for one in found))
-    return LossWeighting(counts, frozenset(key for key in keys if is_by_samples(key)), differing, mean)
+    return LossWeighting(counts, frozenset(filter(is_by_samples, keys)), differing, mean, reductions=reductions)
 
 
 def _losses_of(
@@ -209,8 +213,18 @@ def _losses_of(
 
 
 def _numbers(logs: LogCapture) -> dict[Key, float]:
-    means = ((key, entry) for key, entry in keyed(logs.entries()) if entry.how == "mean")
-    return {key: entry.values[0] for key, entry in means if math.isfinite(entry.values[0])}
+    return {key: entry.values[0] for key, entry in keyed(logs.entries()) if math.isfinite(entry.values[0])}
+
+
+def _reduction(logged: Mean, weights: list[list[float]], dtype: torch.dtype) -> str:
+    """What a logged number of the batch is of those of its parts: "mean", "sum", "max" or "min"; "" for anything."""
+    if not error_bound(logged, weights, dtype):
+        return "mean"
+    hows: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}
+    bound = _ROUNDING.get(dtype, _ROUNDING_OF_HALF) * (abs(logged.full) or 1.0)
+    return next(
+        (how for how, of in hows.items() if all(abs(of(parts) - logged.full) <= bound for parts in logged.parts)), ""
+    )
 
 
 def _mean(numbers: list[float], weights: list[list[float]]) -> Mean:

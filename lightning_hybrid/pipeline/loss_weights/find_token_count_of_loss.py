@@ -66,6 +66,7 @@ class LossWeightFinder:
             self.now = found._replace(counts=tuple(c for c in found.counts if c in self.now.counts) or found.counts)
         else:
             self.now = self.now._replace(counts=self.now.counts[:1])
+        self.now = self.now._replace(reductions=found.reductions or self.now.reductions)
 
     def _can_be_split(self, batch: Any, count: int) -> bool:
         size = batch_size_of(batch)

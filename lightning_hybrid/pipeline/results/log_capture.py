@@ -23,6 +23,8 @@ class _Call(NamedTuple):
         what: The logged object, if it is not a number.
         node_value: Index of the logged value in the step graph.
         origin: The call of a metric that has returned it, if one has.
+        is_python: Whether it was a Python number.
+        is_integer: Whether it was an integer tensor.
     """
 
     name: str
@@ -33,6 +35,8 @@ class _Call(NamedTuple):
     node_value: int | None
     guess: float
     origin: Any
+    is_python: bool
+    is_integer: bool
 
 
 class LogCapture:
@@ -68,6 +72,7 @@ class LogCapture:
                 entry.kwargs, entry.sizes[index] = call.kwargs, call.kwargs.get("batch_size")
                 entry.values[index], entry.guesses[index] = call.value, call.guess
                 entry.value, entry.origin = call.node_value, call.origin
+                entry.is_python, entry.is_integer = call.is_python, call.is_integer
         return list(entries.values())
 
 
@@ -108,7 +113,19 @@ class _CaptureContext(AbstractContextManager[None]):
             exact, guess = math.nan if number is None else number, math.nan
             if not isinstance(value, Tensor | Metric) and self._has_guessed():
                 exact, guess = guess, exact
-            self._calls.append(_Call(name, what, exact, kwargs, _dtype(value), index, guess, self._origin(value)))
+            self._calls.append(
+                _Call(name, what, exact, kwargs, _dtype(value), index, guess, self._origin(value), *_kind(value))
+            )
+
+
+def _kind(value: Any) -> tuple[bool, bool]:
+    """Whether a logged value is a Python number, and whether it is an integer tensor."""
+    is_tensor = isinstance(value, Tensor)
+    return not is_tensor and not isinstance(value, Metric), is_tensor and not _is_real(value.dtype)
+
+
+def _is_real(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _dtype(value: Any) -> torch.dtype:

@@ -40,6 +40,8 @@ class Entry:
         values: By microbatch; NaN where the value is on another rank.
         sizes: The ``batch_size`` argument, by microbatch.
         origin: The call of a metric that has returned the logged value, if one has.
+        is_python: Whether a Python number was logged.
+        is_integer: Whether an integer tensor was logged: a count.
         dtype: The dtype of the logged tensor, at least torch's default; numbers have the default, as in Lightning.
     """
 
@@ -53,6 +55,8 @@ class Entry:
     other: Any = NUMBER
     value: int | None = None
     origin: Any = None
+    is_python: bool = False
+    is_integer: bool = False
 
     @property
     def is_number(self) -> bool:
@@ -66,21 +70,40 @@ class Entry:
         name = how if isinstance(how, str) else getattr(how, "__name__", "")
         return "mean" if name == "avg" else name
 
-    def combine(self, weights: Sequence[float]) -> float:
-        """Reduce the values of the microbatches that have logged it by ``reduce_fx``.
+    def combine(self, weights: Sequence[float], counts: Sequence[int | None], over: str = "") -> float:
+        """The value of the batch, from those of the microbatches; ``reduce_fx`` then reduces over batches and replicas.
 
         Args:
             weights: Weights of all microbatches; the values of those that have not logged it are NaN.
+            counts: Their numbers of samples.
+            over: How the value depends on the samples, where it is known: "sum", "max", "min", "mean".
         """
         logged = [index for index, value in enumerate(self.values) if not math.isnan(value)] or range(len(self.values))
         values = [self.values[index] for index in logged]
-        if self.how == "mean":
-            total = 1.0 if len(logged) == len(weights) else sum(weights[index] for index in logged) or 1.0
-            return sum(value * (weights[index] / total) for value, index in zip(values, logged, strict=True))
-        plain: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
-        if self.how in plain:
-            return float(plain[self.how](values))
-        return float(self.kwargs["reduce_fx"](torch.tensor(values, dtype=torch.float64)))
+        is_of_metric = self.metric is not None or self.origin is not None  # then each is that of the batch already
+        if (
+            not is_of_metric
+            and over != "mean"
+            and (how := over or self._known_reduction([counts[index] for index in logged], values))
+        ):
+            plain: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
+            return float(plain[how](values))
+        total = 1.0 if len(logged) == len(weights) else sum(weights[index] for index in logged) or 1.0
+        return sum(value * (weights[index] / total) for value, index in zip(values, logged, strict=True))
+
+    def _known_reduction(self, counts: Sequence[int | None], values: Sequence[float]) -> str:
+        """How a number that no analysis has explained depends on the samples; "" for a mean."""
+        if self.is_integer:
+            return "sum"
+        # What no analysis has explained is taken for what its reduction makes: `x.max().item()` with "max".
+        by_name = self.how if self.value is None and self.how in ("sum", "max", "min") else ""
+        if not self.is_python:
+            return by_name
+        pairs = [(value, count or 0) for value, count in zip(values, counts, strict=True)]
+        is_count = all(value == count or (count > 1 and value % count == 0) for value, count in pairs)
+        if self.how == "sum" and values[0] and is_count:  # samples or tokens; a logged epoch is none
+            return "sum"
+        return "max" if len(set(values)) == 1 else by_name
 
     def with_values(self, values: list[float], sizes: list[int | None]) -> Entry:
         """A copy of the entry with the values and sizes of other microbatches."""

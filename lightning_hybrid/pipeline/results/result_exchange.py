@@ -23,6 +23,7 @@ from lightning_hybrid.pipeline.results.log_entry import Entry, Key, keyed
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.step.batch_means.batch_scalars_from_microbatch_scalars import BatchScalars
 from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
+from lightning_hybrid.step.batch_means.recognise_sums_over_samples import reduction_of
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
 
@@ -135,6 +136,12 @@ class StepResultExchange:
             number = batch.value(entry.value)
         return math.nan if number is None else float(number)
 
+    def _over(self, entry: Entry) -> str:
+        """How a logged value depends on the samples: "sum", "max" or "min" of them; "" if not in one of these ways."""
+        if entry.value is None or None in self._sizes:
+            return ""
+        return reduction_of(entry.value, self._variants[0].assignment.graph, self._sizes[0] or 0)
+
     def wait(self, runs: Mapping[int, StageRun], *, is_broken: bool) -> None:
         """Wait for the numbers of all ranks; arguments as for ``begin``.
 
@@ -166,7 +173,7 @@ class StepResultExchange:
                 values = [guess if math.isnan(value) else value for value, guess in zip(values, guesses, strict=True)]
             if math.isnan(of_batch):
                 combined = entry.with_values(values, entry.sizes)
-                of_batch = combined.combine(weights if key in keys else self._weights)
+                of_batch = combined.combine(weights if key in keys else self._weights, self._sizes, self._over(entry))
             logged.append(of_batch)
         content: list[dict[int, Tensor]] = [{} for _ in self._variants]
         for (index, value), number in zip(self._scalars, numbers, strict=False):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from numpy import ndarray
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lightning_hybrid.errors import StepError
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import (
@@ -66,6 +66,9 @@ class StepSnapshot:
         self._large = [(path, leaf, leaf._version) for path, leaf in tensors if leaf.numel() > copied]
         self._arrays = [(leaf, leaf.copy()) for _, leaf in leaves if isinstance(leaf, ndarray)]
         self._counts = [(metric._update_count, metric._computed) for metric in self._metrics]
+        # Attributes in which wrappers and collections keep values beside the states.
+        owners = [module for module in root.modules() if module in inside or isinstance(module, MetricCollection)]
+        self._attributes = [(module, _plain_attributes(module)) for module in owners]
 
     def restore(self, why: str = "is rolled back") -> None:
         """Restore the state.
@@ -98,10 +101,18 @@ class StepSnapshot:
         with torch.no_grad():
             for written, values in (*self._written, *self._batch):
                 written.copy_(values)
+        for module, attributes in self._attributes:
+            vars(module).update(attributes)
         for metric, states, (count, computed) in zip(self._metrics, self._states, self._counts, strict=True):
             for name, state in states.items():
                 setattr(metric, name, _copied(state))  # it may be restored again
             metric._update_count, metric._computed, metric._forward_cache = count, computed, None
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Numbers, tensors and plain containers of a metric that it binds anew, but for its states."""
+    own = {name: value for name, value in vars(module).items() if name not in getattr(module, "_defaults", ())}
+    return {name: value for name, value in own.items() if type(value) in (Tensor, bool, int, float)}
 
 
 def _copied(state: Any) -> Any:

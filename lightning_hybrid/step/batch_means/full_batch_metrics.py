@@ -97,7 +97,10 @@ class FullBatchMetrics:
                 return None
             copy = self._copies[fqn] if fqn in step.copies else self._filled_copy(fqn, calls[:-1])
             step.copies.add(fqn)
-            result = getattr(copy, method)(*args, **kwargs)
+            try:
+                result = getattr(copy, method)(*args, **kwargs)
+            except Exception:  # some need several samples
+                result = getattr(copy, method)(*map_leaves(_doubled, args), **map_leaves(_doubled, kwargs))
             for position, leaf in enumerate(flatten(result)[0]):
                 if isinstance(leaf, Tensor):
                     step.returned[id(leaf)] = leaf, (fqn, len(calls) - 1, position)
@@ -232,6 +235,10 @@ def _detached(leaf: Any) -> Any:
     if (mark := getattr(leaf, MARK, None)) is not None:
         setattr(detached, MARK, mark)
     return detached
+
+
+def _doubled(leaf: Any) -> Any:
+    return torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.dim() else leaf
 
 
 def _on(device: Any, leaf: Any) -> Any:

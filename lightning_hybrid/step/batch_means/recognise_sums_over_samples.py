@@ -24,6 +24,30 @@ REARRANGED = frozenset(
 )
 
 
+_EXTREMES = {"max": "max", "amax": "max", "min": "min", "amin": "min"}
+
+
+def reduction_of(value: int, graph: StepGraph, size: int) -> str:
+    """How a scalar reduces over the samples of a microbatch: "sum", "max", "min"; "" if not by one such operation.
+
+    Args:
+        value: Index of the scalar.
+        graph: Of the step on a microbatch.
+        size: Number of samples of that.
+    """
+    makers = {output: node for node in reversed(graph.nodes) for output in node.outputs}
+    node = makers.get(value)
+    while node is not None and node.name in IDENTITIES and len(node.inputs) == 1:
+        node = makers.get(node.inputs[0])
+    if node is None or node.unit is not None or len(node.inputs) != 1:
+        return ""
+    shape = graph.values[node.inputs[0]].shape
+    made = makers.get(node.inputs[0])
+    if not size or not shape or shape[0] % size or (made is not None and made.name in ("stack", "cat")):
+        return ""
+    return "sum" if node.name in SUMS else _EXTREMES.get(node.name, "")
+
+
 def matching_values(local: StepGraph, full: StepGraph) -> dict[int, int]:
     """Map the values of a step on the full batch to those of the step on a microbatch.
 

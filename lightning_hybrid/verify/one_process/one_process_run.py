@@ -300,7 +300,10 @@ class OneProcessRun:
             each = [
                 entry.with_values(
                     [entry.values[i] for i, m in enumerate(microbatches) if m.replica == replica], []
-                ).combine([m.weight / share for m in microbatches if m.replica == replica])
+                ).combine(
+                    [m.weight / share for m in microbatches if m.replica == replica],
+                    [size for size, m in zip(sizes, microbatches, strict=True) if m.replica == replica],
+                )
                 for replica, share in zip(replicas, shares, strict=True)
             ]
             logged = [(value, share) for value, share in zip(each, shares, strict=True) if value == value]

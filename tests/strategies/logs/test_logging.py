@@ -53,14 +53,15 @@ def run_logs(size, pp, batch_size, options, **trainer_options):
 
 
 @LAYOUTS
-def test_epoch_values_match_one_process_that_accumulates(worlds, size, pp):
-    # Microbatches of one sample: the mean over them is the mean over samples, for nonlinear values too.
+def test_epoch_values_match_replicas_without_stages(worlds, size, pp):
     replicas = size // pp
-    [expected] = worlds.run(1, run_logs, 1, 1, 1, {}, accumulate_grad_batches=6)
+    expected = worlds.run(replicas, run_logs, replicas, 1, 6 // replicas, {})[0]
     results = worlds.run(size, run_logs, size, pp, 6 // replicas, {"num_microbatches": 6 // replicas})
     for result in results:
-        for actual, one_process in zip(result, expected, strict=True):
-            assert_same(actual, one_process, rtol=1e-6)  # numbers read with .item() are logged in float32
+        for actual, plain in zip(result, expected, strict=True):
+            # Nonlinear functions in Python are means over microbatches.
+            linear = [{name: value for name, value in each.items() if "_exp" not in name} for each in (actual, plain)]
+            assert_same(*linear, rtol=1e-6)  # numbers read with .item() are logged in float32
 
 
 class LogsSteps(Tiny):

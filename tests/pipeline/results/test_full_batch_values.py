@@ -1,0 +1,164 @@
+"""Metrics see full batches, whatever they decide by the content of an update; logged values are those of batches."""
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.nn import functional as F
+from torchmetrics.classification import (
+    BinaryAUROC,
+    BinaryAveragePrecision,
+    BinaryCalibrationError,
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassCalibrationError,
+)
+from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultioutputWrapper
+
+from harness.trainer_runs import ignore_warnings, trainer_of
+from models.tiny import FEATURES, Tiny, loader
+
+CLASSES = 3
+
+
+def metrics():
+    one, two = BinaryAUROC(thresholds=6), BinaryAveragePrecision(thresholds=6)
+    return nn.ModuleDict(
+        {
+            "auroc": BinaryAUROC(),
+            "calibration": BinaryCalibrationError(n_bins=4),
+            "classes": MulticlassAUROC(CLASSES),
+            "class_calibration": MulticlassCalibrationError(CLASSES, n_bins=4),
+            "top": MulticlassAccuracy(CLASSES, top_k=2),
+            "grouped": torchmetrics.MetricCollection({"one": one, "two": two}),
+            "extremes": MinMaxMetric(BinaryAUROC()),
+            "by_class": ClasswiseWrapper(MulticlassAUROC(CLASSES, average=None)),
+            "outputs": MultioutputWrapper(torchmetrics.R2Score(), CLASSES),
+            "ranks": torchmetrics.SpearmanCorrCoef(),
+            "sum": torchmetrics.SumMetric(),
+            "mean": torchmetrics.MeanMetric(),
+            "largest": torchmetrics.MaxMetric(),
+            "samples": torchmetrics.SumMetric(),
+            "running": torchmetrics.RunningMean(3),
+        }
+    )
+
+
+class Measures(Tiny):
+    """Its logits are probabilities in half of each batch."""
+
+    calls = "update"
+
+    def __init__(self):
+        super().__init__()
+        self.layers[-1] = nn.Linear(FEATURES, CLASSES).double()
+        self.of_train, self.of_val, self.seen = metrics(), metrics(), []
+
+    def step(self, batch, metrics):
+        out = self(batch["x"]) + 0.3
+        out = torch.where(batch["index"][:, None] % 8 < 4, out.sigmoid(), out * 3)
+        loss, y = F.mse_loss(out, batch["y"].expand_as(out)), batch["y"][:, 0]
+        binary, classes = (out[:, 0], (y > 0.3).long()), (out, batch["index"] % CLASSES)
+        own = {"outputs": (out, batch["y"] + torch.arange(CLASSES)), "ranks": (out[:, 0], y)}
+        own |= {"samples": (len(y),), **dict.fromkeys(("sum", "mean", "largest", "running"), (loss.detach(),))}
+        own |= dict.fromkeys(("classes", "class_calibration", "top", "by_class"), classes)
+        for name, metric in metrics.items():
+            value = getattr(metric, "update" if name == "outputs" else self.calls)(*own.get(name, binary))
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                self.log(name, value, on_step=self.training, on_epoch=not self.training)
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        return self.step(batch, self.of_train)
+
+    def validation_step(self, batch, batch_idx):
+        self.step(batch, self.of_val)
+
+    def on_train_batch_end(self, *_):
+        self.seen += [float(value) for name, value in sorted(self.trainer.callback_metrics.items())]
+
+    def compute(self, metrics):
+        for metric in metrics.values():
+            value = metric.compute()
+            values = value.values() if isinstance(value, dict) else [value]
+            self.seen += [float(one.double().sum()) for one in values]
+            metric.reset()
+
+    def on_validation_epoch_end(self):
+        self.compute(self.of_val)
+
+    def on_train_epoch_end(self):
+        self.compute(self.of_train)
+
+
+class CallsForward(Measures):
+    calls = "forward"
+
+
+class InShares(CallsForward):
+    """Branches on a value: ranks run shares of batches."""
+
+    def forward(self, x):
+        hidden = self.layers[:-1](x)
+        return self.layers[-1](hidden) if hidden.abs().mean().item() < 10 else self.layers[-1](2 * hidden)
+
+
+class Logs(Tiny):
+    """Logs the loss, a count and a maximum with each reduction."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def step(self, batch, where):
+        out = self(batch["x"])
+        loss = F.mse_loss(out, batch["y"])
+        values = {"loss": loss, "count": (out > 0.05).sum(), "largest": out.detach().max(), "constant": 3.5}
+        for name, value in values.items():
+            for reduce in ("mean", "max", "min", "sum", torch.max):
+                key = f"{where} {name} {reduce}"
+                self.log(key, value, reduce_fx=reduce, on_step=True, on_epoch=True, sync_dist=True)
+        self.log(f"{where} samples", float(len(out)), reduce_fx="sum", on_step=False, on_epoch=True)
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        return self.step(batch, "train")
+
+    def validation_step(self, batch, batch_idx):
+        self.step(batch, "val")
+
+    def on_train_epoch_end(self):
+        logged = self.trainer.callback_metrics
+        self.seen = [float(value) for name, value in sorted(logged.items()) if name.startswith("val")]
+
+    def on_fit_end(self):
+        self.seen += [float(value) for name, value in sorted(self.trainer.callback_metrics.items())]
+
+
+def run(module, size, pp, batch_size, options):
+    ignore_warnings()
+    torch.manual_seed(3)
+    model = module()
+    trainer = trainer_of(size, pp, strategy_options=options, num_sanity_val_steps=0)
+    trainer.fit(model, loader(batch_size, 32), loader(batch_size, 32))
+    return model.seen
+
+
+HALVES = {"num_microbatches": 2}
+LAYOUTS = {"microbatches": (1, 1, HALVES), "pp2": (2, 2, HALVES), "dp2 x pp2": (4, 2, HALVES)}
+LAYOUTS["pp2, 4 microbatches"] = (2, 2, {"num_microbatches": 4})
+CASES = [(CallsForward, "microbatches"), (CallsForward, "pp2"), (InShares, "pp2"), (Logs, "microbatches")]
+CASES += [(Measures, "pp2"), (Logs, "dp2 x pp2")]
+SLOW = [(Measures, "dp2 x pp2"), (Logs, "pp2"), (Logs, "pp2, 4 microbatches"), (CallsForward, "pp2, 4 microbatches")]
+SLOW += [(CallsForward, "dp2 x pp2"), (InShares, "dp2 x pp2"), (Measures, "microbatches"), (InShares, "microbatches")]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [*(pytest.param(*case) for case in CASES), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
+def test_values_are_those_of_full_batches(worlds, module, name):
+    size, pp, options = LAYOUTS[name]
+    expected = worlds.run_once(size // pp, run, module, size // pp, 1, 8 * pp // size, {})
+    for seen in worlds.run(size, run, module, size, pp, 8 * pp // size, options):
+        assert seen == pytest.approx(expected[0], rel=1e-6, abs=1e-9) and len(seen) > 20
