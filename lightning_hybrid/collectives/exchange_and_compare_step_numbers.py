@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import batches_differ
-from lightning_hybrid.errors import RanksDisagree
+from lightning_hybrid.errors import RanksDisagree, StepError
 from lightning_hybrid.shared_memory.async_all_gather_of_numbers import start_all_gather
 
 _HEADER = 4
@@ -33,6 +33,13 @@ class StepBroken(Exception):
         super().__init__(reason)
         self.reason, self.traces = reason, traces
         self.arguments: Sequence[object] = ()
+
+    def agreed(self, group: dist.ProcessGroup) -> Exception:
+        """Return the error of the first rank of a group that has one; collective over it."""
+        rows: list[str | None] = [None] * group.size()
+        text = None if self.reason is None else f"{type(self.reason).__name__}: {self.reason}"
+        dist.all_gather_object(rows, text, group=group)
+        return StepError(next(filter(None, rows), "it has changed on another rank"), entry="on-rank")
 
 
 class NumberExchange:

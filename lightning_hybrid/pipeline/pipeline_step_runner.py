@@ -231,12 +231,11 @@ class StepRunner(MicrobatchRunner):
         except StepBroken as broken:
             if train is not None:
                 raise
-            failure = broken
-        return self._evaluate_again(call, batch, failure, share_output=share_output)
+            return self._evaluate_again(call, batch, broken, share_output=share_output)
 
     def _evaluate_again(self, call: Call, batch: Any, broken: StepBroken, *, share_output: bool) -> StepResult:
         """Run a step of evaluation that has left its trace, by another one if there is one, or else unpartitioned."""
-        reasons = self._reasons(broken)
+        reasons = broken.agreed(self._group)
         self._traces.select_by_dry_runs(call.name)
         call = dataclasses.replace(call, first=self._replica * self.count(call.name, batch))
         try:
@@ -246,21 +245,13 @@ class StepRunner(MicrobatchRunner):
             return self._run_unpartitioned(call, batch)
         if chosen.variants != broken.traces:
             call = dataclasses.replace(call, first=self._replica * len(chosen.microbatches))
+            weights = self._weights(call, chosen, None)
             try:
-                return self._run_in_stages(
-                    call, chosen, self._weights(call, chosen, None), None, share_output=share_output
-                )
+                return self._run_in_stages(call, chosen, weights, None, share_output=share_output)
             except StepBroken as again:
-                reasons = self._reasons(again)
+                reasons = again.agreed(self._group)
         self.unpartitioned.add_step(call.name, reasons, is_on_all_ranks=True)
         return self._run_unpartitioned(call, batch)
-
-    def _reasons(self, broken: StepBroken) -> Exception:
-        """The error by which the first rank of this pipeline that has one left the trace; collective over it."""
-        rows: list[Any] = [None] * self._group.size()
-        text = None if broken.reason is None else f"{type(broken.reason).__name__}: {broken.reason}"
-        torch.distributed.all_gather_object(rows, text, group=self._group)
-        return StepError(next(filter(None, rows), "it has changed on another rank"), entry="on-rank")
 
     def _run_in_stages(
         self,
@@ -318,13 +309,9 @@ class StepRunner(MicrobatchRunner):
         return result
 
     def _snapshot(self, call: Call, chosen: ChosenTraces) -> StepSnapshot:
-        return StepSnapshot(
-            self._root,
-            frozenset[str]().union(*(variant.written for variant in chosen.variants)),
-            batch=chosen.batch,
-            microbatches=chosen.microbatches,
-            is_batch_written=self._traces.writes_batch(call.name),
-        )
+        written = frozenset[str]().union(*(variant.written for variant in chosen.variants))
+        batches = chosen.batch, chosen.microbatches
+        return StepSnapshot(self._root, written, batches=batches, writes_batch=self._traces.writes_batch(call.name))
 
     def _weights(self, call: Call, chosen: ChosenTraces, train: TrainContext | None) -> tuple[list[float], MeanWeights]:
         """The weight of each microbatch, and those of its recorded means that differ from it."""
@@ -361,18 +348,14 @@ class StepRunner(MicrobatchRunner):
         if self._transport.channel == "tags":  # otherwise a collective must not stand between transfers
             options["after_forwards"] = lambda runs, is_broken: exchange.begin(runs, is_broken=is_broken)
         if train is not None:
-            scales = self._scales_gradients(chosen)
+            scales = self.weighting.scales_gradients  # the same on all stages
+            scales = any(each.recording.has_functions for each in chosen.variants) if scales is None else scales
             pairs = [split_weight(*each, scales=scales) for each in zip(weights, chosen.weights, strict=True)]
             options |= {"seeds": [train.seed_factor * seed for seed, _ in pairs], "factors": [by for _, by in pairs]}
             options["reduce"] = train.reduce
             options |= {"before_backward": train.before_backward, "after_backward": train.after_backward}
             options["recorder"] = train.recorder
         return options
-
-    def _scales_gradients(self, chosen: ChosenTraces) -> bool:
-        """Whether microbatches weigh where their gradients reach a parameter, the same on all stages."""
-        applies = any(variant.recording.has_functions for variant in chosen.variants)
-        return applies if self.weighting.scales_gradients is None else self.weighting.scales_gradients
 
     def _side_effects(self, call: Call, chosen: ChosenTraces) -> SideEffectRun | None:
         """The re-run of a step that keeps numbers of the model; made before the step may write into its batch."""

@@ -220,7 +220,7 @@ def _reduction(logged: Mean, weights: list[list[float]], dtype: torch.dtype) -> 
     """What a logged number of the batch is of those of its parts: "mean", "sum", "max" or "min"; "" for anything."""
     if not error_bound(logged, weights, dtype):
         return "mean"
-    hows: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}
+    hows: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
     bound = _ROUNDING.get(dtype, _ROUNDING_OF_HALF) * (abs(logged.full) or 1.0)
     return next(
         (how for how, of in hows.items() if all(abs(of(parts) - logged.full) <= bound for parts in logged.parts)), ""

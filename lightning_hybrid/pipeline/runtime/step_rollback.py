@@ -34,9 +34,8 @@ class StepSnapshot:
         written: Collection[str] = (),
         *,
         copied: float = _MAX_COPIED,
-        batch: Any = None,
-        microbatches: Any = (),
-        is_batch_written: bool = False,
+        batches: Any = (None, ()),
+        writes_batch: bool = False,
     ) -> None:
         """Copy the state.
 
@@ -44,15 +43,14 @@ class StepSnapshot:
             root: The user's module.
             written: FQNs of parameters that the step itself writes.
             copied: Number of elements up to which attribute tensors are copied; larger ones must not be written.
-            batch: Of the step.
-            microbatches: That share the memory of the batch.
-            is_batch_written: Whether the step is known to write into its batch; otherwise large tensors are not copied.
+            batches: The batch of the step, and its microbatches, which share its memory.
+            writes_batch: Whether the step is known to write into its batch; otherwise large tensors are not copied.
         """
-        given = [tensor for tensor in tensors_inside(batch) if can_restore(tensor)]
-        small = [t for t in given if is_batch_written or t.numel() <= _MAX_COPIED_OF_BATCH]
+        given = [tensor for tensor in tensors_inside(batches[0]) if can_restore(tensor)]
+        small = [t for t in given if writes_batch or t.numel() <= _MAX_COPIED_OF_BATCH]
         self._batch = [(tensor.detach(), detached_copy(tensor)) for tensor in small]
         # Microbatches have version counters of their own.
-        parts = tensors_inside((batch, microbatches)) if len(self._batch) < len(given) else ()
+        parts = tensors_inside(batches) if len(self._batch) < len(given) else ()
         self._unwritten = [(tensor, tensor._version) for tensor in parts]
         named = root.named_parameters() if written else ()
         self._written = [(p, detached_copy(p)) for name, p in named if name in written and not is_absent(p)]

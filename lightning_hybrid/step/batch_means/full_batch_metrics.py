@@ -121,7 +121,7 @@ class FullBatchMetrics:
                     setattr(copied, name, [*state] if isinstance(state, list) else state.detach().clone())
                 copied._update_count, copied._computed = original._update_count, None  # type: ignore[assignment]
             if isinstance(copied, MetricCollection):  # each by itself
-                copied._groups = {i: [name] for i, name in enumerate(copied.keys(keep_base=True))}
+                copied._groups = {i: [str(name)] for i, name in enumerate(copied.keys(keep_base=True))}
                 copied._groups_checked = True
         for method, args, kwargs in calls:
             getattr(copy, method)(*args, **kwargs)
@@ -182,11 +182,18 @@ class FullBatchMetrics:
         step.results[fqn] = results
         return results
 
-    def finish_all(self, *how: Any, calls: MetricCalls | None = None) -> None:
-        """Call all metrics of the present step for the full batch; arguments as for ``finish``."""
+    def finish_all(
+        self,
+        weights: Sequence[float],
+        sizes: Sequence[int | None],
+        scalar: Callable[[list[Any]], Tensor | None] = lambda column: None,
+        *,
+        calls: MetricCalls | None = None,
+    ) -> None:
+        """Call all metrics of the present step for the full batch; arguments as for ``finish``, tensors of any shape."""
         for fqn in self._sinks:
             if any(fqn in found for found in (self.calls if calls is None else calls).values()):
-                self.finish(fqn, *how, calls=calls)
+                self.finish(fqn, weights, sizes, scalar, calls)
 
     def result(self, origin: tuple[str, int, int]) -> Any:
         """The leaf of a result for the full batch, of a call that ``origin`` has named; None if it is not known."""
