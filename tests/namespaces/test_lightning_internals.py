@@ -18,6 +18,7 @@ OF_OTHERS = {
     "_forward_pre_hooks",
     "_is_full_backward_hook",
     "_modules",
+    "_state_dict_hooks",
     "_version",
 }
 OF_OTHERS |= {"_computed", "_forward_cache", "_device", "_ddp_params_and_buffers_to_ignore", "_timeout"}

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.strategies.start.iterator_pushback import PushedBackItems, is_one_shot, push_back
 from lightning_hybrid.strategies.user_code.gather_parameters_for_dataloaders import ReadRecorder
@@ -26,12 +27,14 @@ def example_of_fit(trainer: Any, given: Any = None) -> Any:
     return take_example(trainer, trainer.fit_loop, "max_size_cycle") if given is None else given
 
 
-def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "sequential"]) -> Any:
+def take_example(
+    trainer: Any, loop: Any, mode: Literal["max_size_cycle", "sequential"], before: list[ModuleSnapshot] | None = None
+) -> Any:
     """Return the first batch of a loop's loaders, on the strategy's device, after the user's transfer hooks.
 
     The loader hook is called now instead of when the loop starts; the loop gets the same loaders. The batch comes from
     an iterator of its own, without workers, and all generators are restored. ``mode`` is how the loop combines several
-    loaders.
+    loaders; ``before`` gets the state of the module before the hooks.
     """
     # Set up already where `configure_optimizers` has counted batches.
     loaders = loop._combined_loader if loop is trainer.fit_loop else None
@@ -62,6 +65,8 @@ def take_example(trainer: Any, loop: Any, mode: Literal["max_size_cycle", "seque
             batch = torch.utils._pytree.tree_unflatten(batches, combined._spec)
         module = trainer.lightning_module
         batch = trainer.precision_plugin.convert_input(batch)
+        if before is not None:
+            before.append(ModuleSnapshot(module))
         batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
     finally:

@@ -65,10 +65,9 @@ def record_first_step(
     name, mode = _STEPS[TrainerFn(trainer.state.fn)]
     if not is_overridden(name, module):
         return None
-    # Transfer hooks of the user run for the example, and again in the run.
-    before = ModuleSnapshot(module) if arguments is None else None
+    before: list[ModuleSnapshot] = []  # transfer hooks of the user run for the example, and again in the run
     if arguments is None:
-        batch = example if example is not None else take_example(trainer, trainer._active_loop, mode)
+        batch = example if example is not None else take_example(trainer, trainer._active_loop, mode, before)
         arguments = step_arguments(module, name, batch)
         optimizers_exist = False
     else:
@@ -84,8 +83,8 @@ def record_first_step(
         )
     record = partial(runner.record, name, getattr(module, name), arguments, context(name))
     is_recorded = _record(trainer, module, runner, name, record, optimizers_exist=optimizers_exist)
-    if before is not None:
-        before.restore()
+    for state in before:
+        state.restore()
     if not is_recorded:
         return None
     _warn_of_compiled(module, runner)

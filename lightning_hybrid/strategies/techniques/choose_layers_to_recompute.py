@@ -63,7 +63,7 @@ def budgeted_layers(
         return (BudgetedLayers if communicates else BudgetedOperationsOrLayers)(device, nbytes, name)
     if communicates:
         raise RecomputeError(
-            f"{name} is a budget, by which each rank chooses the compiled layers that it recomputes in"
+            f"recompute={recompute!r} is a budget, by which each rank chooses the compiled layers that it recomputes in"
             f" full, and with {communicates} a layer that is recomputed communicates with other ranks; leave compile"
             " out, or set recompute to 'full' or n for every n-th layer",
             entry="recompute-budget-compiled",

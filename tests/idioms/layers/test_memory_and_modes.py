@@ -10,11 +10,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from harness.layouts import each_under
-from harness.trainer_runs import assert_same, ignore_warnings, trainer_of, weights_of
 from harness.verification import BOTH, LAYOUTS, STAGES, check
 from models.autograd_functions import ManualCheckpoint
 from models.regression import FEATURES, Regression
-from models.tiny import Tiny, loader
 
 # --- activation checkpointing ----------------------------------------------------------------------------------------
 
@@ -265,18 +263,3 @@ class SavesOnDisk(Regression):
 def test_modes_inside_a_step(worlds, module, layout):
     report = check(worlds, module, layout)
     assert report.outcome == "same", str(report)
-
-
-def fit_compiled_module(pp):
-    ignore_warnings()
-    model = Tiny()
-    try:
-        trainer_of(2, pp).fit(torch.compile(model, backend="eager"), loader(4))
-    except RuntimeError as error:
-        assert_same(weights_of(model), weights_of(Tiny()))
-        return str(error)
-
-
-@pytest.mark.parametrize("pp", [1, 2], ids=["dp2", "pp2"])
-def test_lightning_refuses_a_compiled_lightning_module(worlds, pp):
-    assert all("avoid passing in compiled model" in message for message in worlds.run(2, fit_compiled_module, pp))

@@ -9,8 +9,6 @@ from torch import nn
 import lightning_hybrid
 from harness.trainer_runs import trainer_of, weights_of
 from harness.verification import call_quietly
-from harness.worlds.worlds_plugin import RankError
-from lightning_hybrid.step.standins.absent_tensors import is_absent
 from models.tiny import FEATURES, Tiny, loader
 
 
@@ -153,31 +151,6 @@ def test_refused_before_any_parameter_changes(worlds, case):
         assert all(word in message for word in words), f"{name}: {message}"
         assert name not in ("AssertionError", "KeyError", "AttributeError", "RankError")
         assert not changed
-
-
-def run_changes():
-    SEEN.clear()
-    model = ChangesLater()
-    steps = []
-    model.on_train_batch_end = lambda *_: steps.append(weights_here(model))
-    try:
-        trainer_of(2, 2, strategy_options={"num_microbatches": 1}).fit(model, loader(4))
-    finally:
-        now = weights_here(model)
-        assert len(steps) == 1 and all(torch.equal(now[name], value) for name, value in steps[0].items())
-
-
-def weights_here(model):
-    return {name: value.detach().clone() for name, value in model.named_parameters() if not is_absent(value)}
-
-
-def test_undetected_control_flow_stops_before_its_step(worlds):
-    # The other rank waits for the one that raised; a real launch ends it (test_launchers.py), here the world does.
-    with pytest.raises(RankError) as caught:
-        worlds.run(2, run_changes)
-    message = str(caught.value)
-    assert "StepChanged" in message and "continues with" in message and "AssertionError" not in message, message
-    assert "on pipeline rank" in message and "of training_step" in message, message
 
 
 class ChangesBefore(ChangesLater):
