@@ -397,7 +397,7 @@ class ZeroSharding:
     def _gather_in_backward(self, fqn: str, first_node: int, output: Any) -> Any:
         """Let a backward that reaches an output of a layer gather the layer; its nodes begin with this number."""
         layer = self._modules[fqn]
-        reads_none = type(layer) is nn.Embedding and not layer._backward_hooks
+        reads_none = type(layer) is nn.Embedding and not (layer._backward_hooks or self._are_hooked(fqn))
         with torch._C.DisableTorchFunction():
             for tensor in tensors_inside(output):
                 if id(tensor) in self._group_of:  # other code reads it
@@ -409,6 +409,15 @@ class ZeroSharding:
                     for key in of_user:
                         hooks[key] = hooks.pop(key)
         return output
+
+    def _are_hooked(self, fqn: str) -> bool:
+        """Whether hooks of the user, which may read parameters, get the gradients of this layer's."""
+        with torch._C.DisableTorchFunction():
+            for parameter in itertools.chain(*(group.parameters.values() for group in self._layers[fqn])):
+                after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+                if parameter._backward_hooks or not all(isinstance(h, GradientHook) for h in after.values()):
+                    return True
+        return False
 
     def saved_views(self, fqns: Collection[str]) -> SavedViews:
         """What layers save for a backward, where their parameters are freed between forward and backward."""

@@ -8,16 +8,15 @@ the gradient of the unweighted loss, and what arrives at a parameter is weighted
     weight * (d loss / d x) -> ...            function adds c         -> ... -> p.grad    c in full from each microbatch
              (d loss / d x) -> ...            function adds c         -> ... -> * weight -> p.grad
 
-A hook that the user has registered on a parameter sees its gradient once per step, as without microbatches: that of
-all microbatches, in the backward of the last one.
+A hook that the user has registered on a parameter, also after the accumulation, sees its gradient once per step, as
+without microbatches: that of all microbatches, in the backward of the last one.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
+from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
@@ -44,11 +44,15 @@ def split_weight(of_loss: float, of_gradients: float, *, scales: bool | None) ->
 @contextlib.contextmanager
 def without_hooks(root: nn.Module) -> Iterator[None]:
     """Take hooks of the user off the parameters inside."""
-    hooked = _taken_off(root)
+    with torch._C.DisableTorchFunction():
+        taken = [(hooks, key, hooks[key]) for p in _present(root) for hooks in _hooks(p) for key in _of_user(hooks)]
+    for hooks, key, _ in taken:
+        hooks[key] = _nothing
     try:
         yield
     finally:
-        _put_back(hooked)
+        for hooks, key, hook in taken:
+            hooks[key] = hook
 
 
 @dataclass
@@ -57,24 +61,26 @@ class _Hooked:
 
     Attributes:
         parameter: The parameter.
-        hooks: Its hooks, taken off during the step.
         sum: The gradient of the microbatches so far; None if there is none.
         stage: The stage whose backward has added to it last.
+        handle: Of the hook that adds, before all others.
     """
 
     parameter: nn.Parameter
-    hooks: OrderedDict[int, Callable[[Tensor], Any]]
     sum: Tensor | None = None
     stage: int = 0
+    handle: torch.utils.hooks.RemovableHandle = field(init=False)
 
-    def complete(self) -> Tensor:
-        """The sum, as the hooks return it."""
-        total, self.sum = self.sum, None
-        assert total is not None
-        for hook in self.hooks.values():
-            changed = hook(total)
-            total = total if changed is None else changed
-        return total
+
+@dataclass
+class _OfStep:
+    """A hook of a step; ``of_user`` is the user's, whose place it has."""
+
+    call: Callable[[Tensor], Any]
+    of_user: Callable[[Tensor], Any] | None = None
+
+    def __call__(self, tensor: Tensor) -> Any:
+        return self.call(tensor)
 
 
 class ParameterGradients:
@@ -87,11 +93,9 @@ class ParameterGradients:
     def __init__(self, root: nn.Module, has_parts: bool) -> None:
         """Take over from the hooks of the user on parameters, if this rank runs all of several parts of a batch."""
         self.root, self._factor, self._stage, self._is_last = root, 1.0, 0, True
-        self._scaling: list[torch.utils.hooks.RemovableHandle] = []
-        self._hooked = _taken_off(root) if has_parts else []
-        with torch._C.DisableTorchFunction():
-            for hooked in self._hooked:
-                hooked.parameter.register_hook(partial(self._collected, hooked))
+        self._has_parts, self._parameters = has_parts, _present(root)
+        self._scaling: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        self._hooked: dict[int, _Hooked] = {}
 
     @contextlib.contextmanager
     def by(self, factor: float, stage: int = 0, *, is_last: bool) -> Iterator[None]:
@@ -102,12 +106,13 @@ class ParameterGradients:
             stage: Its stage.
             is_last: Whether it is the last one of this stage.
         """
-        if factor != 1.0 and not self._scaling:
-            collected = {id(hooked.parameter) for hooked in self._hooked}
-            with torch._C.DisableTorchFunction():
-                for _, parameter in parameters_of(modules_in(self.root)):
-                    if parameter.requires_grad and not is_absent(parameter) and id(parameter) not in collected:
-                        self._scaling.append(parameter.register_hook(self._scaled))
+        with torch._C.DisableTorchFunction():
+            for parameter in self._parameters:
+                self._take_over(parameter)
+            if factor != 1.0 and not self._scaling:
+                for parameter in self._parameters:
+                    if parameter.requires_grad and id(parameter) not in self._hooked:
+                        self._scaling[id(parameter)] = parameter.register_hook(_OfStep(self._scaled))
         self._factor, self._stage, self._is_last = factor, stage, is_last
         try:
             yield
@@ -116,6 +121,28 @@ class ParameterGradients:
         if is_last:
             self._complete(stage)
 
+    def _take_over(self, parameter: nn.Parameter) -> None:
+        """Let hooks of the user run in the last backward only, those after the accumulation before all of ours."""
+        _, after = _hooks(parameter)
+        for key in [key for key, hook in after.items() if isinstance(hook, GradientHook)] if _of_user(after) else []:
+            after[key] = after.pop(key)  # it may take the gradient away
+        if not self._has_parts:
+            return
+        new = [(hooks, key) for hooks in _hooks(parameter) for key in _of_user(hooks)]
+        for hooks, key in new:
+            hooks[key] = _OfStep(partial(self._in_last_backward, hooks[key]), hooks[key])
+        if new and id(parameter) not in self._hooked:
+            if id(parameter) in self._scaling:
+                self._scaling.pop(id(parameter)).remove()
+            self._hooked[id(parameter)] = hooked = _Hooked(parameter)
+            hooked.handle = parameter.register_hook(_OfStep(partial(self._collected, hooked)))
+            hooks = _hooks(parameter)[0]
+            for key in list(hooks)[:-1]:  # the others get what it returns
+                hooks[key] = hooks.pop(key)
+
+    def _in_last_backward(self, hook: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        return hook(tensor) if self._is_last else None
+
     def _scaled(self, gradient: Tensor) -> Tensor:
         if not self._factor:  # such a microbatch may have no loss: 0 / 0
             return torch.zeros_like(gradient)
@@ -123,39 +150,53 @@ class ParameterGradients:
 
     def _collected(self, hooked: _Hooked, gradient: Tensor) -> Tensor:
         scaled = self._scaled(gradient)
-        hooked.sum = scaled if hooked.sum is None else hooked.sum + scaled
-        hooked.stage = self._stage
-        return hooked.complete() if self._is_last else torch.zeros_like(gradient)
+        total = scaled if hooked.sum is None else hooked.sum + scaled
+        hooked.sum, hooked.stage = None if self._is_last else total, self._stage
+        return total if self._is_last else torch.zeros_like(gradient)
 
     @torch.no_grad()
     def _complete(self, stage: int) -> None:
         """Complete the gradients of parameters that the last microbatch has not used."""
-        for hooked in self._hooked:
+        for hooked in self._hooked.values():
             if hooked.sum is not None and hooked.stage == stage:
-                total, parameter = hooked.complete(), hooked.parameter
+                total, hooked.sum, parameter = hooked.sum, None, hooked.parameter
+                before, after = ([hook.of_user for hook in _of_step(hooks)] for hooks in _hooks(parameter))
+                for hook in filter(None, before):
+                    changed = hook(total)
+                    total = total if changed is None else changed
                 parameter.grad = total if parameter.grad is None else parameter.grad + total
+                for hook in filter(None, after):
+                    hook(parameter)
 
     def close(self) -> None:
         """Give the hooks back to the parameters, at the end of a step."""
-        for handle in self._scaling:
+        for handle in [*self._scaling.values(), *(hooked.handle for hooked in self._hooked.values())]:
             handle.remove()
-        _put_back(self._hooked)
-        self._scaling, self._hooked = [], []
+        for hooked in self._hooked.values():
+            with torch._C.DisableTorchFunction():
+                for hooks in _hooks(hooked.parameter):
+                    hooks.update({key: hook.of_user for key, hook in hooks.items() if isinstance(hook, _OfStep)})
+        self._scaling, self._hooked = {}, {}
 
 
-def _taken_off(root: nn.Module) -> list[_Hooked]:
-    found = []
+def _present(root: nn.Module) -> list[nn.Parameter]:
     with torch._C.DisableTorchFunction():
-        for _, parameter in parameters_of(modules_in(root)):
-            if parameter._backward_hooks and not is_absent(parameter):
-                found.append(_Hooked(parameter, OrderedDict(parameter._backward_hooks)))
-                parameter._backward_hooks.clear()
-    return found
+        return [parameter for _, parameter in parameters_of(modules_in(root)) if not is_absent(parameter)]
 
 
-def _put_back(hooked: list[_Hooked]) -> None:
+def _hooks(parameter: nn.Parameter) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks on the gradient of a parameter, and those after its accumulation, which torch calls in this order."""
     with torch._C.DisableTorchFunction():
-        for each in hooked:
-            hooks: Any = each.parameter._backward_hooks
-            hooks.clear()
-            hooks.update(each.hooks)
+        return parameter._backward_hooks or {}, getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
+def _of_user(hooks: dict[int, Any]) -> list[int]:
+    return [key for key, hook in hooks.items() if not isinstance(hook, GradientHook | _OfStep)]
+
+
+def _of_step(hooks: dict[int, Any]) -> list[_OfStep]:
+    return [hook for hook in hooks.values() if isinstance(hook, _OfStep)]
+
+
+def _nothing(_: Tensor) -> None:
+    """A hook that changes nothing."""

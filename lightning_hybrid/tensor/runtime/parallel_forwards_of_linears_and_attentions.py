@@ -145,7 +145,7 @@ class ParallelLinears:
                 sequence.is_local = False
         assert isinstance(placement, Shard)
         column = (placement, linear.feature_dim) if linear.fqn in self._plan.offsets else None
-        return mark(out, over.size, column)
+        return mark(out, over.size, column, linear=linear.fqn)
 
     def _row(self, linear: LinearLike, run: Run, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         sequence = self.sequence

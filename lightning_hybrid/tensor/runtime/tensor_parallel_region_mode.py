@@ -9,7 +9,8 @@ the user's code and rewrites operations whose code assumes full sizes:
 - sizes and offsets computed from full sizes (`view(B, T, n_head, C // n_head)`) are divided.
 
 While learning it decides by the shapes, which are chosen so that only features can be divided, and records a rule for
-each call of the user's code. Afterwards it follows the rules, whatever the shapes.
+each call of the user's code. Afterwards it follows the rules, whatever the shapes. Calls on outputs of different
+linears are different ones, also on one line: queries, keys and values may have different numbers of heads.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import One
 from lightning_hybrid.tensor.plan.unit_plan import Rule, Site
 from lightning_hybrid.tensor.runtime.convert_slices_to_local import local_index, local_offset, local_sections
 from lightning_hybrid.tensor.runtime.find_sequence_length_in_view_sizes import find_positions
-from lightning_hybrid.tensor.shard_state.mark_sharded_values import mark, mark_all, sharded_over, tensors_in
+from lightning_hybrid.tensor.shard_state.mark_sharded_values import linear_of, mark, mark_all, sharded_over, tensors_in
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -241,13 +242,13 @@ class RegionMode(TorchFunctionMode):
         if name in _VIEWS and len(args) > 1:
             sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
             if all(type(size) is int for size in sizes):
-                sizes = self._with_all_positions(name, tuple(tensor.shape), tuple(sizes))
-                return (tensor, self._view(name, tuple(tensor.shape), sizes)), kwargs
+                sizes = self._with_all_positions(name, tensor, tuple(sizes))
+                return (tensor, self._view(name, tensor, tuple(tensor.shape), sizes)), kwargs
         if name == "unflatten" and len(args) == 3 and all(type(size) is int for size in args[2]):
-            return (tensor, args[1], self._view(name, (tensor.shape[args[1]],), tuple(args[2]))), kwargs
+            return (tensor, args[1], self._view(name, tensor, (tensor.shape[args[1]],), tuple(args[2]))), kwargs
         if name == "expand" and len(args) > 1:
             sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
-            sizes = self._with_all_positions(name, tuple(tensor.shape), tuple(sizes))
+            sizes = self._with_all_positions(name, tensor, tuple(sizes))
             return (tensor, self._expand(tensor, list(sizes))), kwargs
         if name == "group_norm":
             self._must_divide(name, args[1])
@@ -257,12 +258,12 @@ class RegionMode(TorchFunctionMode):
             return self._with_local_groups(name, args, kwargs)
         return self._with_local_offsets(name, args, kwargs)
 
-    def _with_all_positions(self, name: str, old: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    def _with_all_positions(self, name: str, tensor: Tensor, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Replaces a size that code computed from the local positions by the number of positions of the value."""
         if self._positions is None:
             return sizes
-        lengths, local = self._positions
-        key = self._site(name, "positions", str(len(sizes)))
+        old, (lengths, local) = tuple(tensor.shape), self._positions
+        key = self._site(name, "positions", str(len(sizes)), linear_of(tensor))
         if self._learning:
             found = find_positions(old, sizes, lengths, local, same_dims=name == "expand")
             self._add_rule(key, None if found is None else ("positions", *found))
@@ -272,8 +273,8 @@ class RegionMode(TorchFunctionMode):
         index, dim = int(str(rule[1])), int(str(rule[2]))
         return (*sizes[:index], old[dim], *sizes[index + 1 :])
 
-    def _view(self, name: str, old: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-        key = self._site(name, "view", str(len(sizes)))
+    def _view(self, name: str, tensor: Tensor, old: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+        key = self._site(name, "view", str(len(sizes)), linear_of(tensor))
         numel, wanted = prod(old), prod(size for size in sizes if size != -1)
         fits = numel % wanted == 0 if -1 in sizes else numel == wanted
         if not self._learning:

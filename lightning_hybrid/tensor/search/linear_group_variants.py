@@ -6,8 +6,9 @@ integer attributes of the modules are divided, and in whether the code indexes t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -148,7 +149,10 @@ def _local_numbers(
 def _attributes(
     unit: nn.Module, columns: tuple[str, ...], rows: tuple[str, ...], numbers: tuple[dict[int, int], dict[int, int]]
 ) -> Iterator[tuple[Attributes, str]]:
-    """Attributes to divide: none; those named after heads; those whose value is a number of heads; widths too."""
+    """Attributes to divide: none; those named after heads; those whose value is a number of heads; widths too.
+
+    Where several have that value, one of them may be the width of a head, so each is also left as it is.
+    """
     heads, widths = numbers
     owners = dict.fromkeys(fqn.rpartition(".")[0] for fqn in (*columns, *rows) if fqn)
     modules = {fqn: unit.get_submodule(fqn) for fqn in owners}
@@ -173,8 +177,17 @@ def _attributes(
         )
     if counted := chosen(False, heads):
         yield counted, "heads divided by value"
+        for fqn, found in counted.items():
+            for name in [name for name in found if _is_repeated(vars(modules[fqn]), name, found)]:
+                kept = {key: value for key, value in found.items() if key != name}
+                yield {**counted, fqn: kept}, f"heads divided by value, {name} is none"
     if wide := chosen(False, {**widths, **heads}):
         yield wide, "heads and widths divided by value"
+
+
+def _is_repeated(members: Mapping[str, Any], name: str, names: Collection[str]) -> bool:
+    """Whether another attribute among these has the same value."""
+    return any(members[other] == members[name] for other in names if other != name)
 
 
 def local_pieces(lengths: tuple[int, ...], heads: tuple[int | None, ...], size: int) -> tuple[Piece, ...] | None:

@@ -10,18 +10,27 @@ from torch import Tensor
 from lightning_hybrid.parts.parameter_shard_placement import Shard
 
 
-def mark(tensor: Tensor, size: int, column: tuple[Shard, int] | None = None) -> Tensor:
+def mark(tensor: Tensor, size: int, column: tuple[Shard, int] | None = None, *, linear: str = "") -> Tensor:
     """Marks a value as sharded over ``size`` ranks.
 
     Args:
         tensor: The local value, of any shape.
         size: Number of ranks.
         column: Placement and dim, if code uses full offsets.
+        linear: FQN of the linear whose output it is.
     """
     tensor._sharded_over = size  # type: ignore[attr-defined]
     if column is not None:
         tensor._column = column  # type: ignore[attr-defined]
+    if linear:
+        tensor._linear = linear  # type: ignore[attr-defined]
     return tensor
+
+
+def linear_of(tensor: Tensor) -> str:
+    """The FQN of the linear whose output a sharded value is; "" for other values."""
+    fqn: str = getattr(tensor, "_linear", "")
+    return fqn
 
 
 def sharded_over(value: Any) -> int:

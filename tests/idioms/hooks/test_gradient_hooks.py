@@ -1,14 +1,17 @@
-"""Gradient hooks on parameters, registered once tensor ranks hold shards of them: they get full gradients."""
+"""Gradient hooks on parameters: they get full gradients, once per step, and may read full parameters."""
 
 import pytest
 import torch
 from torch import nn
 
-from harness.verification import TENSOR, check
+from harness.verification import REPLICAS, STAGES, TENSOR, check
 from lightning_hybrid.verify import Layout
 from models.regression import FEATURES, Regression
 
 TP2 = Layout("tp2", devices=2, strategy={"tensor_parallel_size": 2})
+LAYERWISE = {"zero_stage": 3, "reshard_after_forward": True}
+BY_LAYER = Layout("ZeRO-3 by layer", devices=2, strategy=LAYERWISE)
+BY_LAYER_PP2 = Layout("pp2 x ZeRO-3 by layer", devices=4, strategy={"pipeline_parallel_size": 2, **LAYERWISE})
 ZERO = Layout("dp2 x tp2, ZeRO-3", devices=4, strategy={"tensor_parallel_size": 2, "zero_stage": 3})
 
 
@@ -72,11 +75,65 @@ class Scaled(Hooked):
         self.handles.clear()
 
 
+class Decayed(Hooked):
+    """Hooks of either kind that read their parameters, some of which no backward reads; registered in a step or before.
+
+    What is registered in the step comes after the package's own hooks.
+    """
+
+    in_step = False
+
+    def __init__(self):
+        super().__init__()
+        self.offsets = nn.ModuleList(nn.Embedding(4, FEATURES) for _ in range(2))
+
+    def forward(self, x):
+        index = (4 * x[:, 0].sigmoid()).long()
+        for offset in self.offsets:
+            x = x + offset(index)
+        return super().forward(x)
+
+    def register(self):
+        def after(parameter):
+            parameter.grad.add_(parameter.detach(), alpha=0.1)
+
+        for parameter in [*self.offsets[0].parameters(), self.layers[0].up.weight]:
+            parameter.register_post_accumulate_grad_hook(after)
+        for parameter in [*self.offsets[1].parameters(), self.layers[1].up.weight]:
+            parameter.register_hook(lambda gradient, parameter=parameter: gradient + 0.1 * parameter.detach())
+
+    def on_fit_start(self):
+        if not self.in_step:
+            self.register()
+
+    def training_step(self, batch, batch_idx):
+        if self.in_step:
+            self.in_step = False
+            self.register()
+        return super().training_step(batch, batch_idx)
+
+
+class DecayedInStep(Decayed):
+    in_step = True
+
+
+PARTS = [  # in two microbatches
+    (Decayed, BY_LAYER),
+    (Accumulated, STAGES),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((Accumulated, REPLICAS), (Decayed, BY_LAYER_PP2))),
+]
 CASES = [
+    (DecayedInStep, BY_LAYER),
     *((module, TP2) for module in (Hooked, Accumulated, Scaled)),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
-        for case in ((Hooked, TENSOR), (Accumulated, TENSOR), (Hooked, ZERO), (InPlace, ZERO))
+        for case in (
+            (Hooked, TENSOR),
+            (Accumulated, TENSOR),
+            (Hooked, ZERO),
+            (InPlace, ZERO),
+            (Decayed, BY_LAYER),
+        )
     ),
 ]
 
@@ -84,4 +141,10 @@ CASES = [
 @pytest.mark.parametrize(("module", "layout"), CASES)
 def test_matches_one_process(worlds, module, layout):
     report = check(worlds, module, layout, num_microbatches=1)
+    assert report.outcome == "same", str(report)
+
+
+@pytest.mark.parametrize(("module", "layout"), PARTS)
+def test_see_the_gradient_of_all_microbatches(worlds, module, layout):
+    report = check(worlds, module, layout, num_microbatches=2)
     assert report.outcome == "same", str(report)

@@ -253,6 +253,35 @@ def test_wrong_guess_of_summed_values_is_corrected(options):
     assert "norm.weight" in summed and "table" not in summed
 
 
+class KeyHeads(nn.Module):
+    """Grouped queries whose head width equals a number of heads; projections are viewed on one line."""
+
+    def __init__(self, heads, key_heads, reads_attributes):
+        super().__init__()
+        self.n, self.kv, self.width = heads, key_heads, heads
+        self.sizes = (heads, key_heads, heads)
+        self.reads_attributes, features = reads_attributes, heads * heads
+        self.q, self.o = nn.Linear(features, features), nn.Linear(features, features)
+        self.k, self.v = nn.Linear(features, key_heads * heads), nn.Linear(features, key_heads * heads)
+
+    def forward(self, x):
+        (b, t, c), (n, kv, w) = x.shape, (self.n, self.kv, self.width) if self.reads_attributes else self.sizes
+        q, k, v = self.q(x).view(b, t, n, w), self.k(x).view(b, t, kv, w), self.v(x).view(b, t, kv, w)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+        times = n // kv if self.reads_attributes else q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+        return x + self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, c))
+
+
+@pytest.mark.parametrize("reads_attributes", [True, False])
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 2), (8, 2)])
+def test_head_width_that_equals_the_number_of_heads(heads, key_heads, reads_attributes):
+    unit = KeyHeads(heads, key_heads, reads_attributes)
+    plan = plan_unit(unit, (tokens(2, 16, heads**2),), {}, 2, context=2)
+    assert shown(plan) == ["q, k, v -> o"] and plan.positions is not None, plan.full_sequence_reason
+    assert list(plan.positions.features) == ["q", "k", "v", "o"], plan.lines()  # exchanged for heads
+
+
 class WithConvolutions(nn.Module):
     """An MLP of convolutions: its features are not in the last dim and cannot be exchanged, nor need they be."""
 
