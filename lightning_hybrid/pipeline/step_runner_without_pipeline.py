@@ -399,6 +399,7 @@ class PlainRunner(MicrobatchRunner):
         with self._metrics.step(), self._layers(), torch.compiler.set_stance("force_eager"):
             how = self.splitter, self._randomness, around, self.is_fatal
             found = measure_weighting(self._root, once, batch, count, *how)
+            self.settle()  # what follows is collective, and other ranks may still gather layers
             one, parts, samples, losses = found.first_with_weights(halves(batch, count, self.splitter))
             compared = compare_gradients(
                 *(self._root, once, one, parts, samples, losses, self._randomness, around, self.guards.off),

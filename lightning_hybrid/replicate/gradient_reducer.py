@@ -221,9 +221,8 @@ class GradientReducer:
     # --- sending -----------------------------------------------------------------------------------------------------
 
     def _hook(self, index: int) -> None:
-        self._hooks[index] = self._parameters[index].register_post_accumulate_grad_hook(
-            GradientHook(partial(self._on_gradient, index), lambda: not self._armed)
-        )
+        hook = GradientHook(partial(self._on_gradient, index), lambda: not self._armed)
+        self._hooks[index] = hook.register(self._parameters[index])
 
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
         if not self._armed:

@@ -260,7 +260,7 @@ class ZeroSharding:
                 parameter = group.parameters[name]
                 if id(parameter) not in self._hooks:
                     hook = GradientHook(self._on_gradient, lambda: self._reductions.is_idle)
-                    self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)
+                    self._hooks[id(parameter)] = hook.register(parameter)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ class BackwardCode(ReplacedAll):
 
     Attributes:
         has_functions: Whether an autograd function of user code was applied.
-        has_hooks: Whether a hook on the gradient of a tensor was registered.
+        has_hooks: Whether user code has registered a hook on the gradient of a tensor.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,8 @@ class BackwardCode(ReplacedAll):
             return original.apply(*args, **kwargs)
 
         def register(tensor: Tensor, hook: Any) -> Any:
-            self.has_hooks = True
+            # Not those by which ZeRO gathers a layer: one of this package returns the gradient that it receives.
+            self.has_hooks |= not str(getattr(hook, "__module__", "")).startswith("lightning_hybrid.")
             return register_hook(tensor, hook)
 
         register.__name__ = "register_hook"  # by which modes know it

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 
 class GradientHook:
@@ -17,6 +19,11 @@ class GradientHook:
     def __call__(self, parameter: Tensor) -> None:
         """Handle a new gradient of the parameter."""
         self._call(parameter)
+
+    def register(self, parameter: Tensor) -> RemovableHandle:
+        """Register the hook on a parameter: it gets the gradient of the shard, where hooks of users get a full one."""
+        with torch._C.DisableTorchFunction():
+            return parameter.register_post_accumulate_grad_hook(self)
 
     @property
     def is_idle(self) -> bool:

@@ -105,7 +105,7 @@ class StepsInBackward:
                     self._missing[number] += 1
                     if id(p) not in self._hooks:  # a frozen parameter accepts no hook
                         hook = GradientHook(self._on_gradient, lambda: not self._is_last)
-                        self._hooks[id(p)] = p.register_post_accumulate_grad_hook(hook)
+                        self._hooks[id(p)] = hook.register(p)
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if not self._is_last:
