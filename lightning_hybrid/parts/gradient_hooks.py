@@ -1,5 +1,7 @@
 """Gradient hooks that the user registers on a parameter which tensor ranks shard: they get the full gradient.
 
+Those of the strategy itself get what this rank holds.
+
 All tensor ranks run the same backward in the same order, so each calls the hook with the same tensor, and keeps its
 shard of what the hook leaves.
 """
@@ -18,6 +20,15 @@ from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 
 AFTER_ACCUMULATION = "register_post_accumulate_grad_hook"
 REGISTRATIONS = frozenset({"register_hook", AFTER_ACCUMULATION})
+
+
+def hook_accumulated(parameter: Tensor, hook: Callable[[Tensor], None]) -> torch.utils.hooks.RemovableHandle:
+    """Registers a hook of the strategy, which gets the parameter, of any shape, as this rank holds it: nothing is sent.
+
+    It is registered while a step runs, say, in modes that take the hooks registered in them for the user's.
+    """
+    with torch._C.DisableTorchFunction():
+        return parameter.register_post_accumulate_grad_hook(hook)
 
 
 def on_full_gradient(registration: str, axis: AxisSharding, placement: Shard, hook: Any) -> Callable[[Any], Any]:

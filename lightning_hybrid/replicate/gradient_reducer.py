@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_hybrid.gradient_compression.compressed_average import CompressedAverage
+from lightning_hybrid.parts.gradient_hooks import hook_accumulated
 from lightning_hybrid.replicate.average_sparse_gradients import average_sparse
 from lightning_hybrid.replicate.gradient_bucket import GradientBucket
 from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
@@ -221,8 +222,8 @@ class GradientReducer:
     # --- sending -----------------------------------------------------------------------------------------------------
 
     def _hook(self, index: int) -> None:
-        self._hooks[index] = self._parameters[index].register_post_accumulate_grad_hook(
-            GradientHook(partial(self._on_gradient, index), lambda: not self._armed)
+        self._hooks[index] = hook_accumulated(
+            self._parameters[index], GradientHook(partial(self._on_gradient, index), lambda: not self._armed)
         )
 
     def _on_gradient(self, index: int, parameter: Tensor) -> None:

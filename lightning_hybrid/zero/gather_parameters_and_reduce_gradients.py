@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import GatherCallbacks, ReadGuards
+from lightning_hybrid.parts.gradient_hooks import hook_accumulated
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
 from lightning_hybrid.step.objects.pytree import tensors_inside
@@ -260,7 +261,7 @@ class ZeroSharding:
                 parameter = group.parameters[name]
                 if id(parameter) not in self._hooks:
                     hook = GradientHook(self._on_gradient, lambda: self._reductions.is_idle)
-                    self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(hook)
+                    self._hooks[id(parameter)] = hook_accumulated(parameter, hook)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 

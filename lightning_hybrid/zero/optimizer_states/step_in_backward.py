@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.errors import BackwardStepError
 from lightning_hybrid.parts.gather_on_read import below_read_guards
+from lightning_hybrid.parts.gradient_hooks import hook_accumulated
 from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.optimizer_states.step_parameter_subset import only_parameters, without_step_hooks
@@ -105,7 +106,7 @@ class StepsInBackward:
                     self._missing[number] += 1
                     if id(p) not in self._hooks:  # a frozen parameter accepts no hook
                         hook = GradientHook(self._on_gradient, lambda: not self._is_last)
-                        self._hooks[id(p)] = p.register_post_accumulate_grad_hook(hook)
+                        self._hooks[id(p)] = hook_accumulated(p, hook)
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if not self._is_last:
