@@ -88,7 +88,8 @@ class Faulty(Normalised):
 
 
 def test_a_metric_of_other_samples_still_differs(worlds):
-    assert check(worlds, Faulty, STAGES, make_data=labelled_data, num_microbatches=4).outcome == "different"
+    report = check(worlds, Faulty, STAGES, make_data=labelled_data, num_microbatches=4)
+    assert report.outcome == "different", str(report)
 
 
 class DroppingMaskedMean(Classifier):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.errors import StepError
-from lightning_hybrid.step.objects.pytree import children_of
+from lightning_hybrid.step.objects.pytree import children_of, flatten
 from lightning_hybrid.step.standins.absent_numbers import source_values
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
@@ -62,9 +62,10 @@ def join_arguments(
     if len(arguments) == 1:
         return arguments[0]
     total = sum(weights) or 1.0
-    return _ArgumentMerger(tuple(weight / total for weight in weights), tuple(counts), "", scalar=scalar).of(
-        list(arguments)
-    )
+    columns = zip(*(flatten(each)[0] for each in arguments), strict=False)
+    rows = frozenset(_rows(column) for column in columns if all(map(_is_labels, column)))
+    shares = tuple(weight / total for weight in weights)
+    return _ArgumentMerger(shares, tuple(counts), "", scalar=scalar, rows=rows).of(list(arguments))
 
 
 def weighted_mean(outputs: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -216,9 +217,15 @@ class _Merger:
 
 @dataclass(frozen=True)
 class _ArgumentMerger(_Merger):
-    """Merges the arguments of a metric."""
+    """Merges the arguments of a metric.
+
+    Attributes:
+        scalar: As for ``join_arguments``.
+        rows: Numbers of rows, in each microbatch, of arguments that can only be rows: labels have no mean.
+    """
 
     scalar: Callable[[list[Any]], Tensor | None] = lambda column: None
+    rows: frozenset[tuple[int, ...]] = frozenset()
 
     def _plain(self, outputs: list[Any]) -> Any:
         last = outputs[-1]
@@ -236,12 +243,20 @@ class _ArgumentMerger(_Merger):
             return super()._tensors(outputs) if found is None else found
         if all(output.data_ptr() == first.data_ptr() and output.shape == first.shape for output in outputs):
             return first  # a tensor of the module
-        sizes = [output.shape[0] if output.dim() else 0 for output in outputs]
+        sizes = _rows(outputs)
         per_sample = {size / count if count else 1 for size, count in zip(sizes, self.counts, strict=True)}
         is_whole = len(per_sample) == 1 and next(iter(per_sample)) in range(1, max(sizes) + 1)
-        if is_whole and len({output.shape[1:] for output in outputs}) == 1:
+        if (is_whole or sizes in self.rows) and len({output.shape[1:] for output in outputs}) == 1:
             return torch.cat(outputs)
         return super()._tensors(outputs)
+
+
+def _rows(outputs: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(output.shape[0] if output.dim() else 0 for output in outputs)
+
+
+def _is_labels(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and not (leaf.is_floating_point() or leaf.is_complex())
 
 
 def has_rows(entry: Any, count: int) -> bool:

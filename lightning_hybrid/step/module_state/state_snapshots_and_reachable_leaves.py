@@ -7,6 +7,7 @@ outputs, a lazily built mask). Torch's generators are handled by ``randomness``.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Collection, Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType
 from typing import Any, NamedTuple
@@ -45,9 +46,13 @@ class AttributePath(NamedTuple):
 
 
 class ArgumentSnapshot:
-    """A snapshot of a unit's argument objects before it runs, such as the keys and values in a cache."""
+    """A snapshot of a unit's argument objects before it runs, such as the keys and values in a cache.
 
-    def __init__(self, arguments: Iterable[Any]) -> None:
+    Containers inside of them that have more than ``longest`` entries are left out.
+    """
+
+    def __init__(self, arguments: Iterable[Any], *, longest: float = math.inf) -> None:
+        self._longest = longest
         self._contents: list[tuple[Any, Any]] = []
         self._of_modules: set[int] = set()
         self._empty: list[Any] = []  # every module has a dozen of torch's hook dicts
@@ -59,7 +64,7 @@ class ArgumentSnapshot:
                 self._record(inner, seen, 0)
 
     def _record(self, container: Any, seen: set[int], depth: int, *, top: bool = False) -> None:
-        if id(container) in seen or depth > _MAX_DEPTH:
+        if id(container) in seen or depth > _MAX_DEPTH or len(container) > self._longest:
             return
         seen.add(id(container))
         self._contents.append((container, container.copy()))

@@ -14,12 +14,14 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
-from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
+from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ArgumentSnapshot, ModuleSnapshot
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.strategies.start.iterator_pushback import PushedBackItems, is_one_shot, push_back
 from lightning_hybrid.strategies.user_code.gather_parameters_for_dataloaders import ReadRecorder
+from lightning_hybrid.strategies.world.correct_user_samplers import samplers_of
 
 _NOTHING = object()
+_LONGEST = 1_000  # entries of a container in a dataset: longer ones are its samples, and not what it counts
 
 
 def example_of_fit(trainer: Any, given: Any = None) -> Any:
@@ -89,12 +91,14 @@ def _first_batch(loader: Any, device: torch.device, reads: ReadRecorder) -> tupl
     if not isinstance(loader, DataLoader):
         return _take_items(loader, 1, device, reads, lambda taken: taken[0])
     inner = _loaders_inside(loader)
-    owners = [owner for one in inner for owner in (one, one.sampler, getattr(one.batch_sampler, "sampler", None))]
+    samplers = [sampler for one in inner for sampler in samplers_of(one)]
+    owners = [*inner, *samplers]
     drawing = [getattr(owner, "generator", None) for owner in owners]
     generators = {id(generator): generator for generator in drawing if isinstance(generator, torch.Generator)}
     drawn = [(generator, generator.get_state()) for generator in generators.values()]
     # Not the loader: one that has a state begins to read when it is asked for it.
-    states = _states_of([*owners[1:], loader.batch_sampler, loader.dataset])
+    states = _states_of([*owners[1:], loader.dataset])
+    kept = ArgumentSnapshot(samplers)
     try:
         if type(loader).__iter__ is not DataLoader.__iter__ and not _is_stateful(loader):
             with _without_workers(inner):
@@ -104,6 +108,7 @@ def _first_batch(loader: Any, device: torch.device, reads: ReadRecorder) -> tupl
     finally:
         for generator, state in drawn:
             generator.set_state(state)
+        kept.restore()
         _restore(states)
 
 
@@ -115,6 +120,7 @@ def _take_items(
     An owner that runs the model for its items (an environment played by a policy) has advanced with them, too.
     """
     states, before = _states_of([owner]), GeneratorStates(device)
+    kept = ArgumentSnapshot([owner], longest=_LONGEST)
     rest = iter(owner)
     try:
         taken = list(itertools.islice(rest, count))
@@ -122,6 +128,8 @@ def _take_items(
         _restore(states)
     if not states and (reads.is_read or is_one_shot(owner)):
         owner = push_back(owner, PushedBackItems(taken, rest, before, GeneratorStates(device)))
+    else:
+        kept.restore()
     return (use(taken) if taken else _NOTHING), owner
 
 
@@ -167,6 +175,15 @@ def _samples(loader: DataLoader[Any], device: torch.device, reads: ReadRecorder)
         )  # as an iterator of the loader does first
         count = loader.batch_size or 1
         return _take_items(dataset, count, device, reads, lambda taken: _as_samples(taken, loader))[0]
+    kept = ArgumentSnapshot([dataset], longest=_LONGEST)
+    try:
+        return _rows(loader)
+    finally:
+        kept.restore()
+
+
+def _rows(loader: DataLoader[Any]) -> Any:
+    dataset: Any = loader.dataset
     indices: Any = next(iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler), _NOTHING)
     if loader.batch_sampler is None or indices is _NOTHING:
         return _NOTHING if indices is _NOTHING else dataset[indices]

@@ -20,7 +20,9 @@ def split_sampler_over_replicas(loader: object, *, replicas: int, replica: int, 
     """
     if replicas == world_size:
         return
-    for sampler in _distributed_samplers(loader):
+    for sampler in samplers_of(loader):
+        if not isinstance(sampler, DistributedSampler):
+            continue
         before = sampler.num_replicas, sampler.rank
         if sampler.num_replicas not in (world_size, replicas) or before == (replicas, replica):
             continue
@@ -41,19 +43,17 @@ def split_sampler_over_replicas(loader: object, *, replicas: int, replica: int, 
         )
 
 
-def _distributed_samplers(loader: object) -> list[DistributedSampler[Any]]:
+def samplers_of(loader: object) -> list[Any]:
+    """The samplers of a loader, and those that they draw from."""
     if not isinstance(loader, DataLoader):
         return []
-    samplers: dict[int, DistributedSampler[Any]] = {}
-    visited: set[int] = set()
+    samplers: dict[int, Any] = {}
     waiting: list[Any] = [loader.sampler, loader.batch_sampler]
     while waiting:
         sampler = waiting.pop()
-        if sampler is None or id(sampler) in visited:
+        if sampler is None or id(sampler) in samplers:
             continue
-        visited.add(id(sampler))
-        if isinstance(sampler, DistributedSampler):
-            samplers[id(sampler)] = sampler
+        samplers[id(sampler)] = sampler
         # Batch samplers and wrappers keep the sampler that they draw from under these names.
         waiting += [getattr(sampler, name, None) for name in ("sampler", "batch_sampler")]
     return list(samplers.values())

@@ -42,6 +42,7 @@ from lightning_hybrid.strategies.world.correct_user_samplers import split_sample
 from lightning_hybrid.strategies.world.rank_failures import check_connections
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
 from lightning_hybrid.strategies.world.return_results_of_forked_ranks import ForkedRanksLauncher
+from lightning_hybrid.strategies.world.sampler_epochs import set_next_epoch
 
 
 class RankedStrategy(ParallelStrategy):
@@ -336,6 +337,9 @@ class RankedStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Give all ranks of a replica one order of samples: split users' samplers, seed workers by replica."""
         self.split_over_replicas(dataloader)
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None and trainer.training:
+            set_next_epoch(trainer, dataloader)
         if self._world is not None:
             self._world.wrap_loader(dataloader)
         if (

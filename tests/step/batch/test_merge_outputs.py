@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_hybrid.errors import StepError
-from lightning_hybrid.step.batch.merge_outputs import join
+from lightning_hybrid.step.batch.merge_outputs import join, join_arguments
 
 ROWS = torch.arange(16.0).reshape(8, 2)
 NAMES = [f"s{i}" for i in range(8)]
@@ -33,6 +33,12 @@ def same(actual, expected):
     torch.testing.assert_close(actual, expected) if not isinstance(actual, str | type(None)) else None
     assert isinstance(actual, torch.Tensor | float | numpy.ndarray) or actual == expected, (actual, expected)
     return True
+
+
+def test_rows_of_a_metric_are_as_many_as_its_labels():
+    calls = [((ROWS[i : i + 3][:2], torch.tensor([0, 1])), {}) for i in (0, 3)]
+    (rows, labels), _ = join_arguments(calls, [0.5, 0.5], [3, 3])
+    assert same(rows, ROWS[[0, 1, 3, 4]]) and same(labels, torch.tensor([0, 1, 0, 1]))
 
 
 PER_SAMPLE = {
