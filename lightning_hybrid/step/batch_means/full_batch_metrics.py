@@ -190,7 +190,7 @@ class FullBatchMetrics:
         *,
         calls: MetricCalls | None = None,
     ) -> None:
-        """Call all metrics of the present step for the full batch; arguments as for ``finish``, tensors of any shape."""
+        """Call all metrics of the present step for the full batch; arguments as for ``finish``, of any shape."""
         for fqn in self._sinks:
             if any(fqn in found for found in (self.calls if calls is None else calls).values()):
                 self.finish(fqn, weights, sizes, scalar, calls)
