@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -103,7 +104,9 @@ class StepResultExchange:
         self._metrics.finish_all(*batch.how)
         # Microbatches with different traces have their numbers on different ranks: combined once all are received.
         numbers = [
-            number for entry in self._entries for number in (self._full_batch_number(entry, batch), *entry.values)
+            number
+            for key, entry in keyed(self._entries)
+            for number in (self._full_batch_number(key, entry, batch), *entry.values)
         ]
         for index, value in self._scalars:
             made = runs[index].made.get(value)
@@ -123,7 +126,7 @@ class StepResultExchange:
             device=self._device,
         )
 
-    def _full_batch_number(self, entry: Entry, batch: BatchScalars) -> float:
+    def _full_batch_number(self, key: Key, entry: Entry, batch: BatchScalars) -> float:
         """The number logged for the full batch, where it is not the combination of the microbatches'; NaN otherwise."""
         number: Any = None
         if len(self._variants) == 1:
@@ -132,9 +135,18 @@ class StepResultExchange:
             number = self._metrics.values()(entry.metric, None)
         elif any(map(math.isnan, entry.values)):
             return math.nan
-        elif entry.value is not None and not batch.is_mean(entry.value):
-            number = batch.value(entry.value)
+        elif entry.value is not None:
+            number = None if batch.is_mean(entry.value) else batch.value(entry.value)
+        elif entry.is_python and len(set(entry.values)) > 1:  # `loss.item()` is what `loss` is
+            tensors = [replace(entry, value=index, is_python=False) for index in batch.equal_to(entry.values)]
+            exact = [(self._full_batch_number(key, tensor, batch), self._combined(key, tensor)) for tensor in tensors]
+            found = {mean if math.isnan(number) else number for number, mean in exact}
+            number = found.pop() if len(found) == 1 else None
         return math.nan if number is None else float(number)
+
+    def _combined(self, key: Key, entry: Entry) -> float:
+        keys, weights = self._by_samples
+        return entry.combine(weights if key in keys else self._weights, self._sizes, self._over(entry))
 
     def _over(self, entry: Entry) -> str:
         """How a logged value depends on the samples: "sum", "max" or "min" of them; "" if not in one of these ways."""
@@ -165,15 +177,13 @@ class StepResultExchange:
         """
         numbers, logged = iter(self._numbers), []
         guessed = iter(self._numbers[-sum(len(entry.values) for entry in self._entries) :])
-        keys, weights = self._by_samples
         for key, entry in keyed(self._entries):
             of_batch, *values = [next(numbers) for _ in (None, *entry.values)]
             if self._has_guesses:
                 guesses = [next(guessed) for _ in values]
                 values = [guess if math.isnan(value) else value for value, guess in zip(values, guesses, strict=True)]
             if math.isnan(of_batch):
-                combined = entry.with_values(values, entry.sizes)
-                of_batch = combined.combine(weights if key in keys else self._weights, self._sizes, self._over(entry))
+                of_batch = self._combined(key, entry.with_values(values, entry.sizes))
             logged.append(of_batch)
         content: list[dict[int, Tensor]] = [{} for _ in self._variants]
         for (index, value), number in zip(self._scalars, numbers, strict=False):

@@ -143,6 +143,16 @@ class BatchScalars:
         """Whether the scalar is the weighted mean of those of the microbatches."""
         return self._value_and_kind(index)[1]
 
+    def equal_to(self, numbers: Sequence[float]) -> list[int]:
+        """Indices of the scalars that have these numbers in the microbatches."""
+        first, *others = (results.values for results in self._microbatches)
+        known = [index for index in first if all(index in values for values in others)]
+        return [index for index in known if self._numbers(index) == [*numbers]]
+
+    def _numbers(self, index: int) -> list[float]:
+        values = [results.values[index] for results in self._microbatches]
+        return [] if any(is_absent(value) or value.numel() != 1 for value in values) else [*map(float, values)]
+
     def _value_and_kind(self, index: int) -> tuple[Tensor | None, bool]:
         if index not in self._cache:
             self._cache[index] = None, True

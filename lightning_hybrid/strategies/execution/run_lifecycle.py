@@ -242,8 +242,7 @@ class RunLifecycle:
         """Build the run again between two steps, as `RunOwner.change_layout`."""
         setting, run = self.setting, self.run
         optimizers: list[Optimizer] = setting.trainer.optimizers
-        assert run.plan is not None and run.metrics is not None
-        run.metrics.broadcast_all_states()
+        assert run.plan is not None
         differ = replicas_step_by_themselves(setting.trainer)
         copies = self.state.optimizers.ranks_of_copies if differ else [range(setting.layout.world_size)]
         states = full_states(optimizers, partial(self.state.optimizers.full_state, of_each_copy=differ), copies)
@@ -330,6 +329,8 @@ class RunLifecycle:
     def end(self) -> None:
         """Leave a full module on every rank, and restore the user's objects."""
         self.make_full()
+        if not self.state.has_failed:
+            self.setting.world.count_replicas_once(self.setting.trainer)
         drop_logger_calls(self.setting.module)
         self.setting.averages.leave()
         self._close_run()

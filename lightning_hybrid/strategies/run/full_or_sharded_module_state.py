@@ -104,12 +104,13 @@ class FullOrShardedState:
             self._loads_shards = self._module.register_load_state_dict_pre_hook(hook)
 
     def make_full(self, *, for_run: bool = True) -> None:
-        """Gather the full module on every rank; collective.
+        """Gather the full module, and the states of its metrics, on every rank; collective.
 
         Where the run has ended (``for_run`` is False) and some device has no room for it, it is gathered in host
         memory; it stays in shards, with a warning, if that is short as well.
         """
         run = self._run
+        self.share_metrics()
         if self.is_full or run is None or run.plan is None or self._failed or self._is_too_large:
             return
         self._world.passes()
@@ -167,6 +168,11 @@ class FullOrShardedState:
         if self._guard is not None:
             self._guard.remove()
             self._guard = _guarded(self._module, refusal)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the run has failed, so that no further collectives are joined."""
+        return self._failed
 
     @property
     def can_be_moved(self) -> bool:
@@ -228,7 +234,11 @@ class FullOrShardedState:
 
         The first rank then pickles metrics by itself, such as those in hyperparameters, and waits for no other.
         """
-        if self._run is not None and self._run.metrics is not None and not self._world.is_disconnected:
+        if (
+            self._run is not None
+            and self._run.metrics is not None
+            and not (self._failed or self._world.is_disconnected)
+        ):
             self._run.metrics.broadcast_all_states()
 
     def averaged_state(self, copy: nn.Module) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from lightning_hybrid.experts.moe.moe_layer import name_layers
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import replace
-from lightning_hybrid.pipeline.results.metric_gathers import gather_over_replicas
+from lightning_hybrid.pipeline.results.metric_gathers import count_replicas_once, gather_over_replicas
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import EpochMetrics
 from lightning_hybrid.strategies.world.evaluate_each_sample_once import evaluate_each_sample_once
@@ -84,6 +84,13 @@ class RankWorld:
             self.until_end.callback(EpochMetrics().enter(trainer))
             how = self.mesh.group("data"), self.rendezvous, self.as_launcher
             self.until_end.callback(gather_over_replicas(trainer.lightning_module, *how))
+
+    def count_replicas_once(self, trainer: pl.Trainer) -> None:
+        """Let metrics that a run has updated count each replica once after it, too; collective."""
+        replicas = self.mesh.group("data")
+        if replicas.size() < self.layout.world_size and not (self.is_disconnected or self.any_failed()):
+            with self.as_launcher():
+                count_replicas_once([trainer.lightning_module, *trainer.callbacks], replicas)
 
     def close(self) -> None:
         """Restore the trainer's loops, and show its hooks the launcher's world."""

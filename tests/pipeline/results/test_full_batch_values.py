@@ -104,17 +104,22 @@ class InShares(CallsForward):
 
 
 class Logs(Tiny):
-    """Logs the loss, a count and a maximum with each reduction."""
+    """Logs the loss, a count and a maximum with each reduction, as tensors and as Python numbers."""
 
     def __init__(self):
         super().__init__()
         self.seen = []
 
+    def values(self, loss, out):
+        largest = out.detach().max()
+        yield from {"loss": loss, "count": (out > 0.05).sum(), "largest": largest, "constant": 3.5}.items()
+        ones = torch.ones_like(out[:, 0], dtype=torch.int64).sum()
+        yield from {"item": loss.item(), "largest item": float(largest), "ones": ones}.items()
+
     def step(self, batch, where):
         out = self(batch["x"])
         loss = F.mse_loss(out, batch["y"])
-        values = {"loss": loss, "count": (out > 0.05).sum(), "largest": out.detach().max(), "constant": 3.5}
-        for name, value in values.items():
+        for name, value in self.values(loss, out):
             for reduce in ("mean", "max", "min", "sum", torch.max):
                 key = f"{where} {name} {reduce}"
                 self.log(key, value, reduce_fx=reduce, on_step=True, on_epoch=True, sync_dist=True)
@@ -135,6 +140,13 @@ class Logs(Tiny):
         self.seen += [float(value) for name, value in sorted(self.trainer.callback_metrics.items())]
 
 
+class LogsFunctions(Logs):
+    """Logs a function of the loss, which stages compute again from that of the batch."""
+
+    def values(self, loss, out):
+        yield from {"tensor": loss.exp(), "item": loss.exp().item(), "ratio": float(loss / (1 + loss))}.items()
+
+
 def run(module, size, pp, batch_size, options):
     ignore_warnings()
     torch.manual_seed(3)
@@ -148,7 +160,7 @@ HALVES = {"num_microbatches": 2}
 LAYOUTS = {"microbatches": (1, 1, HALVES), "pp2": (2, 2, HALVES), "dp2 x pp2": (4, 2, HALVES)}
 LAYOUTS["pp2, 4 microbatches"] = (2, 2, {"num_microbatches": 4})
 CASES = [(CallsForward, "microbatches"), (CallsForward, "pp2"), (InShares, "pp2"), (Logs, "microbatches")]
-CASES += [(Measures, "pp2"), (Logs, "dp2 x pp2")]
+CASES += [(Measures, "pp2"), (Logs, "dp2 x pp2"), (LogsFunctions, "pp2")]
 SLOW = [(Measures, "dp2 x pp2"), (Logs, "pp2"), (Logs, "pp2, 4 microbatches"), (CallsForward, "pp2, 4 microbatches")]
 SLOW += [(CallsForward, "dp2 x pp2"), (InShares, "dp2 x pp2"), (Measures, "microbatches"), (InShares, "microbatches")]
 

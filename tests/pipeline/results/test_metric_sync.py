@@ -1,8 +1,11 @@
 """torchmetrics objects: updated where their inputs are, synced over replicas, the same value on every rank."""
 
+import pickle
+
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch import Callback
 
 from harness.layouts import under_sizes
 from harness.trainer_runs import assert_same, ignore_warnings, trainer_of
@@ -151,3 +154,95 @@ def test_validate_counts_every_sample_once(worlds, size, pp):
     [expected] = worlds.run(1, run_validated, 1, 1)
     for result in worlds.run(size, run_validated, size, pp):
         assert_same(result, expected, rtol=1e-6)
+
+
+class Total(torchmetrics.Metric):
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), "sum")
+
+    def update(self, values):
+        self.total += values.sum()
+
+    def compute(self):
+        return self.total
+
+
+class KeptInHyperparameters(Tiny):
+    """A metric that is saved with the hyperparameters, is never logged, and is read after the run."""
+
+    def __init__(self, metric):
+        super().__init__()
+        self.save_hyperparameters()
+        self.metric = metric
+
+    def training_step(self, batch, batch_idx):
+        out = self(batch["x"])
+        self.metric.update((out - batch["y"]).abs())
+        return torch.nn.functional.mse_loss(out, batch["y"])
+
+
+class SavesAtEnds(Callback):
+    """Saves in some hooks at the end of a run, and keeps a metric that each rank updates by itself."""
+
+    def __init__(self, hooks, folder):
+        self.hooks, self.folder, self.samples, self.files = hooks, folder, torchmetrics.SumMetric(), []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.samples.update(len(batch["x"]))
+
+    def save(self, trainer, hook):
+        if hook in self.hooks:
+            self.files.append(f"{self.folder}/{hook}.ckpt")
+            trainer.save_checkpoint(self.files[-1])
+
+    def on_train_epoch_end(self, trainer, module):
+        self.save(trainer, "epoch")
+
+    def on_train_end(self, trainer, module):
+        self.save(trainer, "end")
+
+    def on_fit_end(self, trainer, module):
+        self.save(trainer, "fit")
+        self.at_end = float(module.metric.compute())
+
+
+def run_kept(size, pp, options, hooks, folder):
+    ignore_warnings()
+    metric, saves = Total(), SavesAtEnds(hooks, folder)
+    replicas = 1 if options.get("tensor_parallel_size") else size // pp
+    trainer = trainer_of(size, pp, strategy_options=options, callbacks=[saves])
+    trainer.fit(KeptInHyperparameters(metric), loader(8 // replicas, replicas=1 if replicas == 1 else None))
+    local = float(metric.total)
+    saves.save(trainer, "after")
+    files = [torch.load(file, weights_only=False)["hyper_parameters"]["metric"] for file in saves.files]
+    assert pickle.loads(pickle.dumps(metric)).dist_sync_fn is None
+    metric._computed = None
+    values = [saves.at_end, float(metric.clone().compute()), float(metric.compute())]
+    samples = float(saves.samples.compute())
+    saves.samples.reset()
+    saves.samples.update(1.0)  # of no replica: each rank's own
+    return [float(file.total) for file in files], local, values, [samples, float(saves.samples.compute())]
+
+
+KEPT = {
+    "pp2": (2, 2, {"num_microbatches": 2}, [[0, 1]]),
+    "dp2xpp2": (4, 2, {"num_microbatches": 2}, [[0, 2], [1, 3]]),
+    "zero3": (2, 1, {"zero_stage": 3}, [[0], [1]]),
+    "tp2": (2, 1, {"tensor_parallel_size": 2}, [[0, 1]]),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("zero3", "tp2"))) for n in KEPT])
+@pytest.mark.parametrize("hooks", [("epoch", "end", "fit", "after"), ("fit", "after")], ids=["", "late"])
+def test_after_a_run_and_in_files_ranks_hold_their_replicas_state_which_counts_once(worlds, hooks, name, tmp_path):
+    size, pp, options, replicas = KEPT[name]
+    (tmp_path / "one").mkdir()
+    [(_, total, [value, *_], [samples, _])] = worlds.run(1, run_kept, 1, 1, {}, (), str(tmp_path / "one"))
+    results = worlds.run(size, run_kept, size, pp, options, hooks, str(tmp_path), timeout=60)
+    states = [results[ranks[0]][1] for ranks in replicas]
+    assert sum(states) == pytest.approx(total, rel=1e-10) and total == value
+    assert all(results[rank][1] == state for ranks, state in zip(replicas, states, strict=True) for rank in ranks)
+    for saved, _, values, counts in results:
+        assert saved == [states[0]] * len(hooks)
+        assert values == pytest.approx([value] * 3, rel=1e-10) and counts == [samples, size]
