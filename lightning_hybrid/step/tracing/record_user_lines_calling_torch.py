@@ -67,7 +67,9 @@ def user_call_sites(calls: Iterable[TorchCall]) -> dict[int, str]:
         if any(code.co_filename.startswith(EXPERT_RANKS) for code, _ in inner):  # around experts, whose own code counts
             continue
         if users:
-            called = getattr(function, "__name__", "") if frames[0] == users[0] else ""  # by the user, not by torch
+            # By the user, not by torch; function modes of this package may lie between.
+            is_direct = all(code.co_filename.startswith(PACKAGE) for code, _ in inner)
+            called = getattr(function, "__name__", "") if is_direct else ""
             where = [(Path(code.co_filename).name, code.co_name, line) for code, line in users]
             found[zlib.crc32(repr((called, where)).encode())] = f"{users[0][0].co_filename}:{users[0][1]}"
     return found

@@ -28,6 +28,7 @@ from lightning_hybrid.tensor.requests.user_plan import Request, requests_of_user
 from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 from lightning_hybrid.tensor.search.model_search import plan_units
 from lightning_hybrid.tensor.search.plan_cache import PlanCache
+from lightning_hybrid.tensor.search.prove_branch import lines_of_branch
 from lightning_hybrid.tensor.search.unit_search import NOT_SEARCHED, plan_unit
 
 
@@ -109,7 +110,7 @@ class TensorPlanner:
         self.planned_calls, self._calls = self._calls, UnitCalls()
         self._check(box[0], with_experts)
         groups = self._mesh.group("tp"), self._mesh.group("cp")
-        return ShardedModel(self._module, box[0], *groups, self._mesh.places("cp"))
+        return ShardedModel(self._module, box[0], *groups, self._mesh.places("cp"), lines_of_branch)
 
     def _check(self, plans: Mapping[str, UnitPlan], with_experts: bool) -> None:
         if self._size > 1 and not with_experts:

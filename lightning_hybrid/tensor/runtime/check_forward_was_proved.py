@@ -2,7 +2,8 @@
 
 A plan holds for the code that ran in trials. So before the first forward with other plain arguments, shapes, attributes
 or modules than before, the unit is run on trial, without side effects: the lines of code that call torch must be among
-those of the trials, and its results those of the full unit. Units that read values of tensors are not sharded
+those of the trials, and its results those of the full unit. Where it runs other lines, its plan is proved again with
+the arguments of that call; if that fails, the unit runs full. Units that read values of tensors are not sharded
 at all. A branch on anything else, such as a global variable, is not detected.
 """
 
@@ -56,7 +57,9 @@ _COMPARED = frozenset({bool, int, str})  # numbers with a fraction may be times
 _MOST_KEYS = 512
 _MOST_COMPARED = 64  # keys of one unit whose results are compared; an attribute may differ in each batch
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
+_LOOSEST = 5e-2  # in narrower dtypes
 Forward = Callable[..., Any]
+Prove = Callable[[frozenset[int], tuple[Any, ...], dict[str, Any]], frozenset[int]]
 
 
 def value_read_in(calls: Iterable[TorchCall]) -> str:
@@ -101,6 +104,7 @@ class ProvedCalls:
 
     Attributes:
         isolated: A context around trials that keeps their random draws from advancing the run's random state.
+        prove: Proves the plan for a call of other lines, as for the constructor.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class ProvedCalls:
         note: Callable[[TorchCallSites | None], None],
         agree: Callable[[bool], bool],
         meet: Callable[[Exception | None], None] = lambda error: None,
+        prove: Prove = lambda lines, args, kwargs: frozenset(),
     ) -> None:
         """Begins without results.
 
@@ -121,8 +126,11 @@ class ProvedCalls:
             agree: Whether any rank that holds a shard of the unit votes so; collective over these ranks.
             meet: Called before each ``agree`` with an error of this rank, if there was one: raises it where the other
                 ranks do not come, since they wait for this one in a collective of the forward.
+            prove: Proves the unit's plan with the arguments of a call that has run other lines than ``calls``; returns
+                the lines that called torch in that proof, none if it fails. Not collective.
         """
         self._unit, self._calls, self._set_path, self._agree, self._meet = unit, calls, note, agree, meet
+        self.prove = prove
         self._checked: BoundedLRUDict[Hashable, str] = BoundedLRUDict(_MOST_KEYS)
         self._num_compared = 0
         self.isolated: Callable[[], AbstractContextManager[Any]] = partial(torch.random.fork_rng, devices=())
@@ -170,18 +178,27 @@ class ProvedCalls:
             errors.append(error)
         finally:
             self._set_path(None)
-        new = (line for call, line in user_call_sites(path.calls).items() if call not in self._calls)
-        where = next(new, "") or value_read_in(path.calls) or failure
+        where = value_read_in(path.calls) or failure
         self._meet_with(errors)
         if self._agree(bool(where)):
             return where or "a line that only another rank has reached"
         assert found is not None
+        where = self._unproved_line(path, args, kwargs)
+        if self._agree(bool(where)):  # no rank runs code of the user before this vote
+            return where or "a line that only another rank has reached"
         if self._num_compared >= _MOST_COMPARED:
             return ""
         self._num_compared += 1
         where = self._difference(found, sharded, full, args, kwargs, errors)
         self._meet_with(errors)
         return where or "its results" if self._agree(bool(where)) else ""
+
+    def _unproved_line(self, path: TorchCallSites, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The first line that has called torch for which the plan is not proved; "" if there is none."""
+        lines = user_call_sites(path.calls)
+        if lines.keys() - self._calls:
+            self._calls |= self.prove(frozenset(lines) - self._calls, args, kwargs)
+        return next((line for call, line in lines.items() if call not in self._calls), "")
 
     def _meet_with(self, errors: list[Exception]) -> None:
         """Go on with the other ranks; ``errors`` of this rank are dropped, whose frames refer to tensors."""
@@ -299,4 +316,6 @@ def _differ(found: Any, wanted: Any) -> str:
     elif type(wanted) in PLAIN and found != wanted:
         return f"{wanted!r}, not {found!r}"
     dtype = wanted.dtype if isinstance(wanted, Tensor) else torch.float64
-    return difference_of(found, wanted, _TOLERANCES.get(dtype, 5e-2)) or ""
+    # Under autocast a result in float32 is one of products in a narrower dtype.
+    autocast = torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
+    return difference_of(found, wanted, _LOOSEST if autocast else _TOLERANCES.get(dtype, _LOOSEST)) or ""

@@ -21,11 +21,13 @@ from lightning_hybrid.parts.gather_on_read import ReadGuards
 from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.patching import replaced_forwards
+from lightning_hybrid.step.recording.record_equal_layers_once import UnitKinds
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, is_absent
 from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize_call
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import GroupRanks, paired
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
+from lightning_hybrid.tensor.runtime.branches import Branches
 from lightning_hybrid.tensor.runtime.compilable_sharded_linears import CompiledRegionInputs, compiled_forwards
 from lightning_hybrid.tensor.runtime.sharded_buffers import ShardedBuffers
 from lightning_hybrid.tensor.runtime.sharded_unit import ShardedUnit
@@ -49,6 +51,7 @@ class ShardedModel:
         group: dist.ProcessGroup,
         context: dist.ProcessGroup,
         context_places: Mapping[str, int] | None = None,
+        lines_of_branch: Callable[..., frozenset[int]] = lambda unit, args, kwargs, plan: frozenset(),
     ) -> None:
         """Reads placements from the plans, before parameters are sharded.
 
@@ -58,6 +61,8 @@ class ShardedModel:
             group: The tensor ranks.
             context: The context ranks.
             context_places: The coordinates of this rank among them, by the axes that they consist of.
+            lines_of_branch: Proves a plan of a unit with the arguments of one call; returns the lines that have called
+                torch in that proof, none if it fails.
         """
         self.plans = dict(plans)
         self._root = root
@@ -66,7 +71,9 @@ class ShardedModel:
         self._buffers: dict[str, ShardedBuffers] = {}
         self._reads: FullParameterReads | None = None
         self._warn: Callable[[str], None] = warnings.warn
-        self._warned: set[str] = set()  # FQNs of units that have done what their plans were not proved for
+        self._lines_of_branch = lines_of_branch
+        # What the last calls did that their units' plans were not proved for, by FQN; "" once the user is warned.
+        self._unproved: dict[str, str] = {}
         self._compiled: dict[ShardedUnit, Any] = {}  # the compiled forwards of units
         self._expert_parameters: frozenset[str] = frozenset()  # that are sharded over context ranks
         self._expert_users: dict[str, ShardedUnit] = {}  # units that use them, on sequence shards if there are any
@@ -105,6 +112,7 @@ class ShardedModel:
         if both.size not in (ranks.size, context.size):
             around_local = around(both.size + context.rank)
         keeps_sharded = not compiled_modules(self._root)  # a compiler does not support the lazy full tensors
+        kinds, branches = UnitKinds(), Branches(self._lines_of_branch)
         for fqn, proved in self.plans.items():
             unit = self._root.get_submodule(fqn)
             plan = self._with_experts(fqn, unit, proved)
@@ -121,8 +129,9 @@ class ShardedModel:
                     around_local_draw=around_local,
                 )
                 self._runners[fqn].fqn, self._runners[fqn].keeps_sharded = fqn, keeps_sharded
-                if isolated is not None and (calls := self._runners[fqn].proved) is not None:
-                    calls.isolated = isolated
+                if (calls := self._runners[fqn].proved) is not None:
+                    calls.isolated = isolated or calls.isolated
+                    calls.prove = partial(branches.lines, kinds.kind_of(fqn, unit), unit, plan)
                 if proved.positions is not None and plan.positions is not None:
                     summed = {f"{fqn}.{name}" for name in proved.positions.summed_over_context}
                     self._expert_users.update(dict.fromkeys(summed & self._expert_parameters, self._runners[fqn]))
@@ -229,6 +238,7 @@ class ShardedModel:
         forwards = replaced_forwards(units, run, reason="runs sharded units")
         with contextlib.nullcontext() if reads is None else reads.on(), forwards:
             yield
+        self._warn_of_unproved()
 
     def _sharded_or_full(
         self, fqn: str, sharded: Callable[..., Any], full: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -238,14 +248,23 @@ class ShardedModel:
         where = "" if proved is None else proved.first_deviation(sharded, full, args, kwargs)
         if not where:
             return sharded(*args, **kwargs)
-        if fqn not in self._warned:
-            self._warned.add(fqn)
-            self._warn(
-                f"{fqn} executes code that the proof of its tensor plan did not cover ({where}); in such batches it"
-                " runs with full weights on every tensor rank"
-            )
+        self._unproved.setdefault(fqn, where)
         args, kwargs = materialize_call(args, kwargs)
         return full(*args, **kwargs)
+
+    def _warn_of_unproved(self) -> None:
+        """Warns once of each unit that ran full in the step, in one warning for the units that do so for one reason."""
+        reasons: dict[str, list[str]] = {}
+        for fqn, where in self._unproved.items():
+            if where:
+                reasons.setdefault(where, []).append(fqn)
+        self._unproved = dict.fromkeys(self._unproved, "")
+        for where, fqns in reasons.items():
+            which = fqns[0] if len(fqns) == 1 else f"{fqns[0]} .. {fqns[-1]} ({len(fqns)})"
+            self._warn(
+                f"{which}: some batches run unsharded, with full weights on every tensor rank. They run code for which"
+                f" the check of the sharded layer against the full one has failed ({where}); other batches run sharded"
+            )
 
     def forget(self) -> None:
         """Drops the units: parameters are full again."""

@@ -71,7 +71,7 @@ class PlanCache:
                 raise ValueError("a plan for another unit")
             # A plan that shards nothing is right, and may be for a unit that cannot be tried.
             shards_something = read.num_sharded or read.positions is not None
-            plan = _proved(unit, args, kwargs, read) if shards_something else read
+            plan = prove_again(unit, args, kwargs, read) if shards_something else read
             if plan is not None:
                 self.num_read += 1
                 return plan
@@ -123,7 +123,7 @@ class PlanCache:
         return plans if isinstance(plans, dict) else {}
 
 
-def _proved(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: UnitPlan) -> UnitPlan | None:
+def prove_again(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: UnitPlan) -> UnitPlan | None:
     """Proves a plan on a narrow copy of the unit if there is one, else on the unit, as `prove_cached`."""
     kept = {unit.get_parameter(name).shape[dim] for name, dim in plan.vocabulary.items()}
     narrow = narrow_layer(unit, args, kwargs, plan.size * plan.context, kept)
