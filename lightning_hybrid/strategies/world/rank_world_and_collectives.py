@@ -85,7 +85,7 @@ class RankWorld:
             how = self.mesh.group("data"), self.rendezvous, self.as_launcher
             self.until_end.callback(gather_over_replicas(trainer.lightning_module, *how))
 
-    def count_replicas_once(self, trainer: pl.Trainer) -> None:
+    def count_replicas_once(self, trainer: Any) -> None:
         """Let metrics that a run has updated count each replica once after it, too; collective."""
         replicas = self.mesh.group("data")
         if replicas.size() < self.layout.world_size and not (self.is_disconnected or self.any_failed()):
