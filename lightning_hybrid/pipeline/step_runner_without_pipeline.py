@@ -289,6 +289,7 @@ class PlainRunner(MicrobatchRunner):
             return None
 
         def learn(has_code: bool) -> bool:
+            self.settle()  # other ranks may still gather layers of their forwards
             self._has_backward_code = self._sharing.any_rank(has_code)
             self._is_stopped = self._has_backward_code and share.is_complete and train.weigh is None
             return self._is_stopped
