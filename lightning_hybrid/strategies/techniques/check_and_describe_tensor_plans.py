@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.step.objects.repeated_layers import lines_of_layers
 from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, UnitPlan
+from lightning_hybrid.tensor.search.search_sharding_of_unit_sequence import NO_SEQUENCE, NOTHING_SHARDED
 
 
 def check_sequence_sharding(plans: Mapping[str, UnitPlan], size: int, context: int) -> None:
@@ -28,6 +29,20 @@ def check_sequence_sharding(plans: Mapping[str, UnitPlan], size: int, context: i
         f" would compute the same ({reasons or 'no layer takes a sequence'}); set context_parallel_size=1{divisor}",
         entry="no-context-shards",
     )
+
+
+def warn_of_full_sequences(plans: Mapping[str, UnitPlan], size: int) -> None:
+    """Warn of layers of which sequence parallelism over ``size`` tensor ranks shards no positions, with the reasons."""
+    by_reason: dict[str, list[str]] = {}
+    for fqn, plan in plans.items():
+        if plan.positions is None and plan.full_sequence_reason not in ("", NO_SEQUENCE, NOTHING_SHARDED):
+            by_reason.setdefault(plan.full_sequence_reason, []).append(fqn)
+    if by_reason:
+        listed = "; ".join(f"{_first_and(names)}: {reason}" for reason, names in by_reason.items())
+        rank_zero_warn(
+            f"sequence_parallel=True is inactive in some layers, where each of the {size} tensor ranks keeps the"
+            f" activations of all positions ({listed}); set a tensor_parallel_size that divides the numbers of heads"
+        )
 
 
 def check_is_sharded(plans: Mapping[str, UnitPlan], size: int) -> None:

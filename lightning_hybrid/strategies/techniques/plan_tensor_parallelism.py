@@ -18,6 +18,7 @@ from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import (
     check_is_sharded,
     check_sequence_sharding,
+    warn_of_full_sequences,
 )
 from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import UnitCalls, record_calls
 from lightning_hybrid.tensor.discovery.vocabulary_uses import VocabularyUses, WeightUse
@@ -109,6 +110,8 @@ class TensorPlanner:
             raise RuntimeError(f"no plan for {sizes} was found: {box[0]}")
         self.planned_calls, self._calls = self._calls, UnitCalls()
         self._check(box[0], with_experts)
+        if self._sequence_parallel:
+            warn_of_full_sequences(box[0], self._size)
         groups = self._mesh.group("tp"), self._mesh.group("cp")
         return ShardedModel(self._module, box[0], *groups, self._mesh.places("cp"), lines_of_branch)
 

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from lightning_hybrid.equivalence.difference_from_full_unit import are_equal_within, difference_of, difference_of_sum
 from lightning_hybrid.parts.parameter_shard_placement import Replicated
-from lightning_hybrid.tensor.plan.unit_plan import RING, Axis, Group, PositionsPlan, SequenceAxes, UnitPlan
+from lightning_hybrid.tensor.plan.unit_plan import (
+    NOT_A_MULTIPLE,
+    RING,
+    Axis,
+    Group,
+    PositionsPlan,
+    SequenceAxes,
+    UnitPlan,
+)
 from lightning_hybrid.tensor.trial.run_unit_trials import Outcome, local_and_expected, run_unsharded
 from lightning_hybrid.tensor.trial.sharded_unit_proof import LOOSE_TOLERANCE, TOLERANCE, Proof
 
@@ -24,6 +32,7 @@ from lightning_hybrid.tensor.trial.sharded_unit_proof import LOOSE_TOLERANCE, TO
 _MAX_TRIALS = 16
 
 NO_SEQUENCE = "no argument of the unit has the shape of its result"
+NOTHING_SHARDED = "nothing was sharded"
 
 
 def plan_sequence(
@@ -61,7 +70,19 @@ def plan_sequence(
         if isinstance(sharded, UnitPlan):
             return sharded
         reason = reason or sharded
-    return replace(plan, full_sequence_reason=reason)
+    return replace(plan, full_sequence_reason=_in_words(plan, by, reason))
+
+
+def _in_words(plan: UnitPlan, by: SequenceAxes, failure: str) -> str:
+    """Why no trial was right: attention outside of regions has to see all positions."""
+    heads: dict[int, list[str]] = {}
+    for fqn, (count, what) in plan.uneven.items():
+        if what == "heads":
+            heads.setdefault(count, []).append(fqn or "it")
+    if by == "context" or not heads:
+        return failure
+    each = [f"{n} heads of {', '.join(names)} are {NOT_A_MULTIPLE} {plan.size} ranks" for n, names in heads.items()]
+    return f"{'; '.join(each)}, so each rank runs this attention, which needs all positions"
 
 
 def find_sequence(proof: Proof) -> tuple[int, int] | None:
@@ -140,7 +161,7 @@ def _sharded(plan: UnitPlan, positions: PositionsPlan, proof: Proof, *, guess: b
             return outcomes
         sharding = None if proof.ranks.first_unit is None else proof.ranks.first_unit.last_sequence
         if sharding is None:
-            return "nothing was sharded"
+            return NOTHING_SHARDED
         for fqn, places in sharding.inputs.items():
             inputs[fqn] = tuple(sorted({*inputs.get(fqn, ()), *places}))
         outputs = sharding.outputs

@@ -28,7 +28,7 @@ def mark(tensor: Tensor, size: int, column: tuple[Shard, int] | None = None, *, 
 
 
 def linear_of(tensor: Tensor) -> str:
-    """The FQN of the linear whose output, of any shape, a sharded value is; "" for other values."""
+    """The FQN of the linear whose output a sharded value, of any shape, is; "" for other values."""
     fqn: str = getattr(tensor, "_linear", "")
     return fqn
 

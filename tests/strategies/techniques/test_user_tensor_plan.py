@@ -7,9 +7,12 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 
-from harness.fits import Run, assert_parity, fit, reference_of, refusal
+from harness.fits import Run, assert_parity, fit, reference_of, refusal, trainer_of
+from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.strategies.description import print_run_start_lines as announcing
 from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import (
     describe_tensor_plans,
@@ -17,6 +20,7 @@ from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans impo
 )
 from lightning_hybrid.strategies.techniques.plan_tensor_parallelism import plan_folder
 from lightning_hybrid.tensor.search.plan_cache import FILE_NAME
+from models.regression import FEATURES, Regression, regression_data
 
 
 def planned(**plan):
@@ -123,3 +127,40 @@ def fit_on_two_nodes():
 
 def test_number_of_nodes(worlds):
     assert worlds.run(2, fit_on_two_nodes) == [1, 0]
+
+
+class ThreeHeads(Regression):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(SelfAttention(FEATURES, heads=3) for _ in range(2))
+
+    def forward(self, x):
+        return super().forward(torch.stack([x, x.cos(), x.sin(), x.square()], 1)).mean(1)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 8), nn.Linear(8, width)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(self.up(x).relu())
+
+
+def warnings_of_fit(_):
+    strategy = Hybrid3DStrategy(tensor_parallel_size=2, sequence_parallel=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_of(2, strategy, [], limit_train_batches=1).fit(
+            ThreeHeads().double(), regression_data()["train_dataloaders"]
+        )
+    return [str(warning.message) for warning in caught if "sequence_parallel" in str(warning.message)]
+
+
+def test_warns_of_layers_with_full_sequences(worlds):
+    [[text], []] = worlds.run(2, warnings_of_fit, None)
+    assert "sequence_parallel=True is inactive in some layers" in text
+    assert "(layers.0 and 1 more: 3 heads of qkv are not a multiple of 2 ranks, so each rank" in text
