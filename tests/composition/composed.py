@@ -45,12 +45,13 @@ class StackedWeights(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.count = 4
         self.up = nn.Parameter(torch.randn(4, WIDTH, 2 * WIDTH) * 0.2)
         self.down = nn.Parameter(torch.randn(4, 2 * WIDTH, WIDTH) * 0.2)
 
     def forward(self, rows: Tensor, chosen: Tensor, gate: Tensor) -> Tensor:
         out = torch.zeros_like(rows)
-        for number in range(4):
+        for number in range(self.count):
             taken, place = torch.where(chosen == number)
             hidden = torch.tanh(rows[taken] @ self.up[number]) @ self.down[number]
             out = out.index_add(0, taken, hidden * gate[taken, place, None])

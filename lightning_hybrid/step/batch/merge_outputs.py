@@ -43,18 +43,18 @@ def join(outputs: Sequence[Any], weights: Sequence[float], counts: Sequence[int 
 
 
 def join_arguments(
-    arguments: Sequence[Any],
+    arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
     weights: Sequence[float],
     counts: Sequence[int | None],
     scalar: Callable[[list[Any]], Tensor | None] = lambda column: None,
-) -> Any:
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Join the arguments of calls of a metric, one for each microbatch, to those of one call for the full batch.
 
     Rows are joined also where there are several per sample (tokens). Integers, and floats without a fraction, that are
     multiples of the number of samples are sums over samples, and so are other integers that differ.
 
     Args:
-        arguments: Of each microbatch.
+        arguments: The positional arguments of each microbatch, and those by name.
         weights: Of the microbatches in means.
         counts: Number of samples of each microbatch, if known.
         scalar: Returns a scalar of the full batch from those of the microbatches, where it is no mean of these.
@@ -65,7 +65,10 @@ def join_arguments(
     columns = zip(*(flatten(each)[0] for each in arguments), strict=False)
     rows = frozenset(_rows(column) for column in columns if all(map(_is_labels, column)))
     shares = tuple(weight / total for weight in weights)
-    return _ArgumentMerger(shares, tuple(counts), "", scalar=scalar, rows=rows).of(list(arguments))
+    merger = _ArgumentMerger(shares, tuple(counts), "", scalar=scalar, rows=rows)
+    # Each by itself: as many arguments as there are samples in a microbatch are no entries of samples.
+    args = [merger.of(list(column)) for column in zip(*(args for args, _ in arguments), strict=False)]
+    return tuple(args), merger.of([kwargs for _, kwargs in arguments])
 
 
 def weighted_mean(outputs: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

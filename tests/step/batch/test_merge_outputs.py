@@ -35,6 +35,14 @@ def same(actual, expected):
     return True
 
 
+@pytest.mark.parametrize("samples", [1, 2])
+def test_arguments_of_a_metric_are_not_its_samples(samples):
+    """As many as there are samples in a microbatch."""
+    values = [torch.tensor(1.0), torch.tensor(3.0)]
+    calls = [((value,) * samples, {}) for value in values]
+    assert join_arguments(calls, [0.5, 0.5], [samples] * 2) == ((torch.tensor(2.0),) * samples, {})
+
+
 def test_rows_of_a_metric_are_as_many_as_its_labels():
     calls = [((ROWS[i : i + 3][:2], torch.tensor([0, 1])), {}) for i in (0, 3)]
     (rows, labels), _ = join_arguments(calls, [0.5, 0.5], [3, 3])
