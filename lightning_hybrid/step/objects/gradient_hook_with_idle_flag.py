@@ -21,7 +21,7 @@ class GradientHook:
         self._call(parameter)
 
     def register(self, parameter: Tensor) -> RemovableHandle:
-        """Register the hook on a parameter of any shape; it gets a shard's gradient where users' hooks get a full one."""
+        """Register the hook on a parameter of any shape; gets a shard's gradient where users' hooks get a full one."""
         with torch._C.DisableTorchFunction():
             return parameter.register_post_accumulate_grad_hook(self)
 
