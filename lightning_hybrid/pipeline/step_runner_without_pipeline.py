@@ -368,7 +368,12 @@ class PlainRunner(MicrobatchRunner):
                 self._leaves_changes = None if self.needs_weighting_check else True
             return
 
-        found = agree_on_weighting(self._sharing.everyone, self._measured(step, batch, rest, count, context))
+        self.is_comparing = True
+        try:
+            measured = self._measured(step, batch, rest, count, context)
+        finally:
+            self.is_comparing = False
+        found = agree_on_weighting(self._sharing.everyone, measured)
         if changes is not None:
             self._leaves_changes = found.mixes
         self._weighting.learn(found, batch, count)

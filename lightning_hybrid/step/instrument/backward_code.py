@@ -6,6 +6,7 @@ loss adds it in full, however small the incoming gradient is.
 
 from __future__ import annotations
 
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class BackwardCode(ReplacedAll):
 
     Attributes:
         has_functions: Whether an autograd function of user code was applied.
-        has_hooks: Whether a hook on the gradient of a tensor was registered.
+        has_hooks: Whether user code has registered a hook on the gradient of a tensor.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ class BackwardCode(ReplacedAll):
             return original.apply(*args, **kwargs)
 
         def register(tensor: Tensor, hook: Any) -> Any:
-            self.has_hooks = True
+            self.has_hooks |= is_user_function(hook if isinstance(hook, FunctionType | MethodType) else type(hook))
             return register_hook(tensor, hook)
 
         register.__name__ = "register_hook"  # by which modes know it
