@@ -77,6 +77,7 @@ class MicrobatchRunner(ABC):
         around_step: Entered around each run of the user's step.
         gathers_outputs: Whether layers may return sharded outputs, which are gathered at the end of a step.
         is_fatal: Whether an error in a comparison of microbatches is raised; they weigh by samples otherwise.
+        is_comparing: Whether a batch is compared with its microbatches now: nothing may be rounded at random.
         settle: Called after a forward, before this rank waits for others: it may have called other layers.
     """
 
@@ -96,7 +97,7 @@ class MicrobatchRunner(ABC):
         self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.settle: Callable[[], None] = lambda: None
         self.is_fatal: Callable[[Exception], bool] | None = None
-        self.gathers_outputs = False
+        self.gathers_outputs = self.is_comparing = False
         self._num_microbatches = num_microbatches
         self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
 

@@ -334,6 +334,7 @@ class PlainRunner(MicrobatchRunner):
         *,
         compares: bool,
         is_written: bool,
+        has_room: bool = True,
     ) -> None:
         """Compare a training batch with its shares, to find their weights in its loss.
 
@@ -346,6 +347,7 @@ class PlainRunner(MicrobatchRunner):
             context: As for ``run``.
             compares: Whether to test the loss; otherwise it is assumed to be a mean over shares.
             is_written: Whether the step has written parameters.
+            has_room: Whether gradients are compared; otherwise there is no memory for those of two microbatches.
         """
         self.needs_weighting_check, changes = False, self._first_changes
         batch, *rest = args
@@ -369,7 +371,12 @@ class PlainRunner(MicrobatchRunner):
                 self._leaves_changes = None if self.needs_weighting_check else True
             return
 
-        found = agree_on_weighting(self._sharing.everyone, self._measured(step, batch, rest, count, context))
+        self.is_comparing = True
+        try:
+            measured = self._measured(step, batch, rest, count, context, has_room=has_room)
+        finally:
+            self.is_comparing = False
+        found = agree_on_weighting(self._sharing.everyone, measured)
         if changes is not None:
             self._leaves_changes = found.mixes
         self._weighting.learn(found, batch, count)
@@ -385,6 +392,8 @@ class PlainRunner(MicrobatchRunner):
         rest: Sequence[Any],
         count: int,
         context: Callable[[], AbstractContextManager[Any]],
+        *,
+        has_room: bool,
     ) -> LossWeighting:
         """Measure how the parts of a batch weigh in its loss and gradients; arguments as for ``decide``."""
 
@@ -401,6 +410,8 @@ class PlainRunner(MicrobatchRunner):
             how = self.splitter, self._randomness, around, self.is_fatal
             found = measure_weighting(self._root, once, batch, count, *how)
             self.settle()  # what follows is collective, and other ranks may still gather layers
+            if not has_room:
+                return found
             one, parts, samples, losses = found.first_with_weights(halves(batch, count, self.splitter))
             compared = compare_gradients(
                 *(self._root, once, one, parts, samples, losses, self._randomness, around, self.guards.off),

@@ -37,12 +37,14 @@ class KeyedRandomness:
         opaque_modules: FQNs of modules that are seeded on entry and not at each of their draws, since their
             operations cannot be intercepted.
         has_undivided_draws: Whether a draw of a full batch had no rows that belong to microbatches.
+        num_runs: Forwards of microbatches so far; one that runs again counts again.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         """Take ``seed`` (the same on every rank), ``device`` (of the step, besides the CPU)."""
         self.seed = seed
         self.watched = self.has_undivided_draws = False
+        self.num_runs = 0
         self.opaque_modules: Collection[str] = ()
         self.device = device
         self._base: int | None = None
@@ -253,6 +255,7 @@ class _Microbatch(AbstractContextManager[None]):
         randomness = self._randomness
         self._saved = randomness._base, randomness._module, randomness._drawn
         randomness._base, randomness._module, randomness._drawn = self._base, [0], Counter()
+        randomness.num_runs += 1
         random.seed(self._base)
         numpy.random.seed(self._base & 0xFFFFFFFF)
         randomness.reseed()

@@ -11,11 +11,12 @@ values received from other stages stay, since something else keeps them alive. R
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,7 +118,7 @@ class LayerActivations:
         *,
         compression: Compression | None,
         moving: Moving | None,
-        microbatch_key: Callable[[], int],
+        microbatch_key: Callable[[], tuple[int, int]],
     ) -> None:
         """Set up for layers.
 
@@ -126,21 +127,28 @@ class LayerActivations:
             device: Of the layers.
             compression: How tensors are encoded, if they are.
             moving: Where they are moved to, if they are.
-            microbatch_key: Returns a key of the microbatch that runs, which does not depend on the layout.
+            microbatch_key: Returns a key of the microbatch that runs, which does not depend on the layout, and the
+                number of the run: a microbatch that runs again is rounded as before.
         """
         self._layers, self._compression, self._moving = layers, compression, moving
-        self._microbatch_key, self._calls_of, self._calls = microbatch_key, -1, Counter[str]()
+        self._microbatch_key, self._calls_of, self._calls = microbatch_key, (-1, -1), Counter[str]()
         self._exponentials = ExponentialWatch() if compression is not None and compression.bits < 8 else None
-        self._generator = torch.Generator(device)
+        self._generator, self._is_exact = torch.Generator(device), False
         self._stored: weakref.WeakValueDictionary[Any, StoredStorage | KeptStorage] = weakref.WeakValueDictionary()
         self._latest: weakref.ref[StoredStorage] | None = None
         self._run: _LayerRun | None = None
         self._pack_hook, self._unpack_hook = self._pack, _unpack  # the same objects always: compiled code guards them
         self.bytes, self.error = SavedBytes(), GradientError(layers)
 
-    def running(self) -> AbstractContextManager[None]:
-        """Stores the saved tensors of layers that run inside the context."""
-        return replaced_forwards(self._layers, self._storing, reason="stores saved tensors of layers")
+    @contextlib.contextmanager
+    def running(self, *, is_exact: bool = False) -> Iterator[None]:
+        """Stores the saved tensors of layers that run inside the context; ``is_exact`` if none is to be rounded."""
+        before, self._is_exact = self._is_exact, is_exact
+        try:
+            with replaced_forwards(self._layers, self._storing, reason="stores saved tensors of layers"):
+                yield
+        finally:
+            self._is_exact = before
 
     def _storing(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         layer = self._layers[fqn]
@@ -151,7 +159,7 @@ class LayerActivations:
                 return forward(*args, **kwargs)
             outer, before = _top_hooks(False), self._run
             this = _LayerRun(fqn, self._outside_storages(layer, args, kwargs), outer, key=self._key(fqn))
-            if self._compression is not None and self.error.begins(fqn):
+            if self._compression is not None and not self._is_exact and self.error.begins(fqn):
                 this.measured = []
             self._run = this
             try:
@@ -178,7 +186,7 @@ class LayerActivations:
         if microbatch != self._calls_of:
             self._calls_of, self._calls = microbatch, Counter()
         self._calls[fqn] += 1
-        return hash((microbatch, zlib.crc32(fqn.encode()), self._calls[fqn]))
+        return hash((microbatch[0], zlib.crc32(fqn.encode()), self._calls[fqn]))
 
     def _keyed_generator(self) -> torch.Generator:
         assert self._run is not None
@@ -242,7 +250,7 @@ class LayerActivations:
 
     def _encoded(self, flat: Tensor, role: Role, in_graph: bool, run: _LayerRun) -> Encoded | None:
         compression = self._compression
-        if compression is None or flat.nbytes < compression.min_bytes:
+        if compression is None or self._is_exact or flat.nbytes < compression.min_bytes:
             return None
         bits = None if compression.excludes(run.fqn) else compression.bits
         if bits is not None and self._exponentials is not None and self._exponentials.is_inside:

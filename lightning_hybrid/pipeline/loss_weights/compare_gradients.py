@@ -208,6 +208,15 @@ def trained_without_draws(
                 parameter.grad = gradient
 
 
+def describe_uncompared() -> str:
+    """The warning where there is no memory to compare gradients."""
+    return (
+        "the backward of training_step runs an autograd function or a hook of yours, and there is no memory to compare"
+        " the gradients of two samples with those of each: they are trained as if it were linear, or added a gradient"
+        " of its own (docs/semantics/losses.md)"
+    )
+
+
 def describe_difference(norms: tuple[float, float]) -> str:
     """The warning about gradients that no weights of microbatches give; ``norms`` as in ``GradientMatch``."""
     return (

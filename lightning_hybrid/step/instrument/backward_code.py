@@ -6,6 +6,7 @@ loss adds it in full, however small the incoming gradient is.
 
 from __future__ import annotations
 
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -54,8 +55,7 @@ class BackwardCode(ReplacedAll):
             return original.apply(*args, **kwargs)
 
         def register(tensor: Tensor, hook: Any) -> Any:
-            # Not those by which ZeRO gathers a layer: one of this package returns the gradient that it receives.
-            self.has_hooks |= not str(getattr(hook, "__module__", "")).startswith("lightning_hybrid.")
+            self.has_hooks |= is_user_function(hook if isinstance(hook, FunctionType | MethodType) else type(hook))
             return register_hook(tensor, hook)
 
         register.__name__ = "register_hook"  # by which modes know it

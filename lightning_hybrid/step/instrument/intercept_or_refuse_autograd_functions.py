@@ -137,6 +137,6 @@ def user_functions() -> list[type[Function]]:
     return [each for each in _subclasses() if is_user_function(each)]
 
 
-def is_user_function(function: type) -> bool:
-    """Whether an autograd function is defined neither by torch nor by this package."""
+def is_user_function(function: Any) -> bool:
+    """Whether an autograd function, or a hook, is defined neither by torch nor by this package."""
     return not function.__module__.startswith(("torch.", "lightning_hybrid."))

@@ -13,13 +13,16 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.collectives.exchange_and_compare_step_numbers import StepBroken
-from lightning_hybrid.errors import BatchError, StepError
+from lightning_hybrid.errors import BatchError, RankOutOfMemory, StepError
+from lightning_hybrid.pipeline.loss_weights.compare_gradients import describe_uncompared
 from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.pipeline.step_runner_interface_and_results import StepResult, TrainContext
 from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
@@ -154,15 +157,23 @@ class LayoutChooser:
     def _decide(self, runner: PlainRunner, args: Sequence[Any], *, is_written: bool) -> None:
         setting, run, fit = self._setting, self._run, self._execution.fit
 
-        def decide() -> None:
+        def decide(*, has_room: bool = True) -> None:
             with setting.contexts.training_step_hook(), run.gathered():
                 context, compares = run.context("training_step"), setting.checks_objective
-                runner.decide(setting.module.training_step, args, context, compares=compares, is_written=is_written)
+                how = {"compares": compares, "is_written": is_written, "has_room": has_room}
+                runner.decide(setting.module.training_step, args, context, **how)
 
         if fit is None:
             decide()
-        else:
+            return
+        try:
             fit.guard(decide)
+        except RankOutOfMemory:
+            if runner.can_share_batches or fit.can_double(runner, args[0]):
+                raise
+            self._execution.abandon()
+            fit.guard(partial(decide, has_room=False))  # a microbatch of one sample may fit where two samples do not
+            rank_zero_warn(describe_uncompared())
 
     # -- pipelined ----------------------------------------------------------------------------------------------------
 

@@ -98,6 +98,15 @@ class FittingMicrobatches:
         """Wait in a guarded step for all ranks, before effects that cannot be undone."""
         self._guard.meet()
 
+    def can_double(self, runner: MicrobatchRunner, batch: Any) -> bool:
+        """Return whether a microbatch has several samples on any rank; collective, on the host."""
+        return self._largest_microbatch(runner, batch) > 1
+
+    def _largest_microbatch(self, runner: MicrobatchRunner, batch: Any) -> int:
+        """Samples of the largest microbatch on any rank; 1 where its batch has no known size."""
+        count, size = runner.count("training_step", batch), batch_size_of(batch)
+        return int(self._guard.largest(1 if size is None else ceil(size / count)))
+
     def double(self, runner: MicrobatchRunner, batch: Any, error: RankOutOfMemory) -> None:
         """Double the number of microbatches after a step that did not fit; collective, on the host.
 
@@ -118,14 +127,13 @@ class FittingMicrobatches:
                 " out: replicas with zero_stage=3 split it",
                 entry="rank-out-of-memory",
             )
-        count, size = runner.count("training_step", batch), batch_size_of(batch)
-        largest = int(guard.largest(1 if size is None else ceil(size / count)))
-        now = int(guard.largest(count))
+        now, largest = int(guard.largest(runner.count("training_step", batch))), self._largest_microbatch(runner, batch)
         if largest > 1:
             runner.use_microbatches(2 * now)
             self._largest = 0.0  # halves may not fit either
         if int(guard.largest(runner.count("training_step", batch))) <= now:
-            why = "a microbatch is one sample" if largest == 1 and size is not None else "the batch cannot be split"
+            is_split = largest == 1 and batch_size_of(batch) is not None
+            why = "a microbatch is one sample" if is_split else "the batch cannot be split"
             raise RankOutOfMemory(
                 f"{reason}; {why}, with {now} microbatches: use less memory"
                 ' (docs/howto/out_of_memory.md): recompute="full", zero_stage=3, offload="cpu"',

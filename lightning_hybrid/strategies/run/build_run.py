@@ -325,7 +325,8 @@ def _connect_layers(run: Run, partition: ModulePartition, owner: RunOwner) -> No
     reads: Callable[[], Any] = nullcontext if run.shards is None else run.shards.outside_reads
     runner.shard_units(lambda: running_layers(run, owner), reads)
     if run.activations is not None:  # inside ZeRO and recomputation, which take their tensors first
-        runner.wrap_layers(run.activations.running)
+        running = run.activations.running
+        runner.wrap_layers(lambda: running(is_exact=runner.is_comparing))
     if zero is not None:
         runner.wrap_layers(zero.running, zero.settle)
     if run.recomputation is not None:

@@ -35,7 +35,7 @@ def store_activations(
     *,
     num_microbatches: int,
     is_compiled: bool,
-    microbatch_key: Callable[[], int],
+    microbatch_key: Callable[[], tuple[int, int]],
     until_end: contextlib.ExitStack,
 ) -> LayerActivations:
     """Return what stores the tensors that the layers of this rank save.
@@ -47,7 +47,7 @@ def store_activations(
         plan: The pipeline stages, if there are any.
         num_microbatches: Of a batch.
         is_compiled: Whether layers are compiled.
-        microbatch_key: Returns a key of the microbatch that runs.
+        microbatch_key: Returns a key of the microbatch that runs, and the number of its run.
         until_end: Closed when the layers run no more.
 
     Raises:
@@ -75,10 +75,15 @@ def store_activations(
     return LayerActivations(layers, device, compression=compression, moving=moving, microbatch_key=microbatch_key)
 
 
-def microbatch_key(trainer: Any, seed: int, replica: int, randomness: KeyedRandomness) -> int:
-    """Return a key of the running microbatch; where random numbers are not keyed, of the batch of this replica."""
+def microbatch_key(trainer: Any, seed: int, replica: int, randomness: KeyedRandomness) -> tuple[int, int]:
+    """Return a key of the running microbatch, and the number of its run; the same if it runs again, but for the number.
+
+    Where random numbers are not keyed, it is that of the batch of this replica.
+    """
     keyed = randomness.microbatch_key
-    return keyed if keyed is not None else hash((seed, trainer.fit_loop.epoch_loop.total_batch_idx, replica))
+    if keyed is None:
+        keyed = hash((seed, trainer.fit_loop.epoch_loop.total_batch_idx, replica))
+    return keyed, randomness.num_runs
 
 
 def _layers_of_stages(plan: StagePlan) -> tuple[dict[str, nn.Module], dict[str, int]]:
