@@ -177,14 +177,6 @@ def working_bytes(assignment: Assignment, policies: Mapping[str, Policy]) -> lis
     return most
 
 
-def input_bytes(assignment: Assignment) -> int:
-    """Return the bytes of what a microbatch brings: values that no operation of the step makes."""
-    graph = assignment.graph
-    made = {index for node in graph.nodes for index in node.outputs}
-    read = {index for node in graph.nodes for index in node.inputs}
-    return sum(graph.values[index].nbytes for index in read - made)
-
-
 def _saved_share(node: Node, policies: Mapping[str, Policy]) -> float:
     """The share of its inner bytes that a node saves, by the policies of the layers in it."""
     if node.unit is None:

@@ -20,6 +20,7 @@ from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import Act
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, batch_size_of, choose_count
+from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.step.tracing.refuse_backward_functorch_missing_loss import no_loss_error
 
@@ -77,6 +78,7 @@ class MicrobatchRunner(ABC):
         around_step: Entered around each run of the user's step.
         gathers_outputs: Whether layers may return sharded outputs, which are gathered at the end of a step.
         is_fatal: Whether an error in a comparison of microbatches is raised; they weigh by samples otherwise.
+        batch_bytes: Bytes of the tensors in the first batch, by name of a step.
         is_comparing: Whether a batch is compared with its microbatches now: nothing may be rounded at random.
         settle: Called after a forward, before this rank waits for others: it may have called other layers.
     """
@@ -98,6 +100,7 @@ class MicrobatchRunner(ABC):
         self.settle: Callable[[], None] = lambda: None
         self.is_fatal: Callable[[Exception], bool] | None = None
         self.gathers_outputs = self.is_comparing = False
+        self.batch_bytes: dict[str, int] = {}
         self._num_microbatches = num_microbatches
         self._full: dict[str, tuple[int, int]] = {}  # samples of the largest batch so far, and its microbatches
 
@@ -195,6 +198,8 @@ class MicrobatchRunner(ABC):
         size = batch_size_of(batch)
         if size is None or self.splitter is not None:
             return count
+        if name not in self._full:
+            self.batch_bytes[name] = sum(tensor.nbytes for tensor in tensors_inside(batch))
         usual = self._full.setdefault(name, (size, count))
         if size >= usual[0]:
             self._full[name] = size, count

@@ -16,7 +16,6 @@ from lightning_hybrid.memory.estimate_rank_memory import (
     RankMemory,
     activation_bytes,
     estimate_rank_memory,
-    input_bytes,
     working_bytes,
 )
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
@@ -78,11 +77,13 @@ def memory_of_stages(run: Run, optimizers: Sequence[Optimizer], num_microbatches
 
 
 def _of_optimizer_and_hooks(members: Sequence[ParameterOnRank], run: Run) -> int:
-    """Bytes of a new gradient beside the sum, of an optimizer's step, of messages, and of gradients that hooks read."""
+    """Bytes of a new gradient beside the sum, of an optimizer's step, of messages, and of gradients that are copied."""
     if not run.is_pipelined:  # without a recorded step no bound is given
         return 0
     trained = [each for each in members if each.is_trained]
     held = sum(each.shard_bytes for each in trained) if old_gradients_are_read(run.setting.trainer) else 0
+    if run.setting.trainer.accumulate_grad_batches > 1:  # copies of those of earlier batches, for a rollback
+        held = sum(each.nbytes for each in trained)
     if run.setting.layout.data_parallel_size > 1 and not zero_gathers_per_layer(run):
         held += sum(each.nbytes for each in trained)  # messages of gradients
     return held + 3 * max((each.nbytes for each in trained), default=0)
@@ -192,10 +193,11 @@ def _activations(run: Run, num_microbatches: int, num_stages: int) -> Sequence[i
 
 
 def _working(run: Run, num_microbatches: int, num_stages: int) -> Sequence[int]:
-    """Bytes of the layer that runs, of each stage, and of the batch; 0 where no step is recorded."""
+    """Bytes of the layer that runs, of each stage, of the batch and of its copy; 0 where no step is recorded."""
     plan: Any = run.plan
     if not run.is_pipelined or plan is None or plan.first is None:
         return [0] * num_stages
     policies = {} if run.recomputation is None else run.recomputation.policies
-    batch = num_microbatches * input_bytes(plan.first.assignment)
+    # With its copy in the snapshot before a step.
+    batch = 0 if run.runner is None else 2 * run.runner.batch_bytes.get("training_step", 0)
     return [each + batch for each in working_bytes(plan.first.assignment, policies)]

@@ -63,14 +63,17 @@ def measure(kind, size, options):
     """The measured and the predicted peak of each rank."""
     torch.manual_seed(0)
     monitor = MemoryMonitor(step=3)
+    options = dict(options)
+    accumulated = options.pop("accumulated", 1)
     strategy = Hybrid3DStrategy(pipeline_parallel_size=2, num_microbatches=4, **options)
     data = TensorDataset(torch.randn(96, *kind.shape), torch.randint(0, 10, (96,)))
-    trainer_of(size, strategy, [monitor]).fit(kind(), DataLoader(data, 16))
+    trainer_of(size, strategy, [monitor], accumulate_grad_batches=accumulated).fit(kind(), DataLoader(data, 16))
     return [(rank["peak"], rank["predicted_total"]) for rank in monitor.measured]
 
 
 OPTIONS = {
     "pp2": (2, {}),
+    "pp2, accumulated": (2, {"accumulated": 2}),
     "pp2, recomputed": (2, {"recompute": "full"}),
     "pp2 x dp2": (4, {}),
     "pp2 x zero1": (4, {"zero_stage": 1}),
