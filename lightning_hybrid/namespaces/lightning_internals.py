@@ -43,7 +43,9 @@ PYTORCH: dict[str, tuple[str, ...]] = {
         *("_call_callback_hooks", "_call_configure_model", "_call_lightning_datamodule_hook"),
         *("_call_lightning_module_hook", "_call_strategy_hook"),
     ),
-    "trainer.connectors.checkpoint_connector:_CheckpointConnector": ("_get_lightning_module_state_dict",),
+    "trainer.connectors.checkpoint_connector:_CheckpointConnector": (
+        *("_get_lightning_module_state_dict", "_loaded_checkpoint"),
+    ),
     "trainer.connectors.data_connector": ("_InfiniteBarrier", "_get_distributed_sampler", "_request_dataloader"),
     "trainer.connectors.data_connector:_DataConnector": ("_prepare_dataloader", "_resolve_sampler"),
     "trainer.connectors.logger_connector.result": ("_Metadata", "_ResultMetric", "_Sync"),
@@ -61,6 +63,7 @@ PYTORCH: dict[str, tuple[str, ...]] = {
 # The same below `lightning.fabric` or `lightning_fabric`.
 FABRIC: dict[str, tuple[str, ...]] = {
     "utilities.cloud_io": ("_is_local_file_protocol",),
+    "utilities.data": ("_set_sampler_epoch",),
     "utilities.device_dtype_mixin": ("_update_properties",),
     "utilities.distributed": (
         *("_destroy_dist_connection", "_distributed_is_initialized", "_get_default_process_group_backend_for_device"),
