@@ -9,6 +9,7 @@ from harness.fits import FitRecorder
 from harness.one_process_pipeline import assert_same_gradients
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import ExpertLoadMonitor, MoEUpcycle
+from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 from models.cases import Samples, make
 
 MLPS = {"GPT2": "model.transformer.h.*.mlp", "Llama": "model.model.layers.*.mlp", "Layers": "layers.*"}
@@ -84,7 +85,9 @@ def sums(numbers, count, over):
 )
 def test_upcycled_fit_matches_one_process(worlds, case, pp, dp, options):
     [expected] = worlds.run(1, fit, case, dp, 1, None)
-    strategy = {"pipeline_parallel_size": pp, "num_microbatches": COUNT, **options}
+    # The balance loss is that of a microbatch.
+    counts = {"num_microbatches": COUNT, "microbatch_weight": batch_size_of}
+    strategy = {"pipeline_parallel_size": pp, **counts, **options}
     size = pp * dp * options.get("tensor_parallel_size", 1)
     ranks = worlds.run(size, fit, case, dp, size, strategy)
     assert max(expected.extra["balance"]) > 0.1

@@ -50,7 +50,9 @@ class NBeats(LightningModule):
         super().__init__()
         loss = SymmetricError() if loss is None else loss
         if logging_metrics is None:
-            logging_metrics = nn.ModuleList([torchmetrics.MeanAbsoluteError(), torchmetrics.MeanSquaredError()])
+            # In the module's dtype: sums in float32 differ by the grouping of updates.
+            metrics = torchmetrics.MeanAbsoluteError(), torchmetrics.MeanSquaredError()
+            logging_metrics = nn.ModuleList([metric.set_dtype(torch.float64) for metric in metrics])
         self.save_hyperparameters()
         self.loss = loss
         self.logging_metrics = logging_metrics

@@ -227,7 +227,7 @@ def test_steps_that_change(worlds, module):
     assert report.outcome == "same", str(report)
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_microbatches_log_on_different_stages(worlds, count):
     report = check(worlds, ExitsEarly, STAGES, num_microbatches=count)
     assert report.outcome == "same", str(report)
