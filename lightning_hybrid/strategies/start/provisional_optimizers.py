@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
-from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.start.example_batch import provide_loaders_once
 from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import replace_step
 
@@ -39,11 +38,6 @@ class _NotBuilt(list[Any]):
 
 def record_with_optimizers(trainer: pl.Trainer, module: pl.LightningModule, record: Callable[[], None]) -> None:
     """Record a training step, with optimizers if it reads some."""
-    with _trained_as_before(module):
-        _record_with_optimizers(trainer, module, record)
-
-
-def _record_with_optimizers(trainer: pl.Trainer, module: pl.LightningModule, record: Callable[[], None]) -> None:
     strategy: Any = trainer.strategy
     if strategy._optimizers:
         with _not_stepping(strategy.optimizers), _changes_undone(strategy.optimizers, strategy.lr_scheduler_configs):
@@ -119,21 +113,8 @@ def _is_rereadable(loader: Any) -> bool:
 def _restored_afterwards(module: pl.LightningModule, device: Any) -> Iterator[None]:
     """Undo the attributes, frozen parameters and draws of the `configure_optimizers` that runs inside."""
     state, generators = ModuleSnapshot(module), GeneratorStates(device)
-    with _trained_as_before(module):
-        try:
-            yield
-        finally:
-            state.restore()
-            generators.restore()
-
-
-@contextlib.contextmanager
-def _trained_as_before(module: pl.LightningModule) -> Iterator[None]:
-    """Undo what is frozen inside: a step that ends early does not put back what `toggle_optimizer` has frozen."""
-    trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     try:
         yield
     finally:
-        for parameter, wants_gradient in trained:
-            if not is_absent(parameter):
-                parameter.requires_grad_(wants_gradient)
+        state.restore()
+        generators.restore()
