@@ -37,7 +37,7 @@ def test_offload_gives_the_same_bits(tmp_path, to, bits):
     layers = dict(module.named_children())
     place = HostMemory(device) if to == "host" else ActivationFile(tmp_path, HostMemory(device))
     compression = None if bits is None else Compression(bits, 4096)
-    options = {"compression": compression, "microbatch_key": lambda: 1}
+    options = {"compression": compression, "microbatch_key": lambda: (1, 1)}
     stays = LayerActivations(layers, device, moving=None, **options)
     moves = LayerActivations(layers, device, moving=Moving(place, 65536, dict.fromkeys(layers, 1.0)), **options)
     for _ in range(3):

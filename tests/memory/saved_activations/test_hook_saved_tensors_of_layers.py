@@ -25,7 +25,7 @@ def file(tmp_path):
     file.close()
 
 
-def activations_of(layers, *, file=None, bits=None, share=1.0, min_bytes=0, key=lambda: 1):
+def activations_of(layers, *, file=None, bits=None, share=1.0, min_bytes=0, key=lambda: (1, 1)):
     compression = None if bits is None else Compression(bits, min_bytes)
     moving = None if file is None else Moving(file, min_bytes, dict.fromkeys(layers, share))
     return LayerActivations(layers, CPU, compression=compression, moving=moving, microbatch_key=key)
