@@ -263,10 +263,10 @@ def test_bytes_saved_by_a_recorded_step(module_class):
     assert estimated_of_step(module, batch) == pytest.approx(measured, rel=0.02)
 
 
-def lines_of_fit(devices, options, **trainer_options):
+def lines_of_fit(devices, options, *, module=Dense, **trainer_options):
     torch.manual_seed(0)
     with lines_of_lightning() as lines:
-        trainer_of(devices, Hybrid3DStrategy(**options), [], max_steps=2, **trainer_options).fit(Dense())
+        trainer_of(devices, Hybrid3DStrategy(**options), [], max_steps=2, **trainer_options).fit(module())
     return [line for line in lines if line.startswith("activations of")]
 
 
@@ -290,6 +290,21 @@ def test_first_step_measures_activations_without_stages(worlds, devices, options
     # Lightning divides the loss by the number of accumulated batches.
     assert float(measured) == pytest.approx(DENSE[samples], abs=0.02) and end == "measured before its backward"
     assert not any(others)
+
+
+class DenseByHand(Dense):
+    """Calls its backward itself, also while its step is recorded, where nothing is saved."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx=0):
+        self.manual_backward(super().training_step(batch))
+
+
+def test_the_recorded_step_is_not_measured(worlds):
+    first, _ = worlds.run(2, lines_of_fit, 2, {"tensor_parallel_size": 2}, module=DenseByHand)
+    [line] = first
+    assert "KB" in line and "measured before its backward" in line
 
 
 class Gathers(torch.Tensor):

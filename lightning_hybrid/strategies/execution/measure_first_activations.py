@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.standins.tensors_saved_for_backward import bytes_saved_behind
 from lightning_hybrid.strategies.description.describe_batch_and_environment import format_bytes
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
@@ -31,7 +32,7 @@ class FirstActivations:
 
     def measure(self, loss: Tensor) -> None:
         """Read the graph behind a scalar loss, before its backward; autograd keeps what it kept."""
-        if not self._is_pending:
+        if not self._is_pending or is_absent(loss):  # while a step is recorded that calls its backwards itself
             return
         self._is_pending, batch, self._batch = False, self._batch, []
         # Only this rank measures: operations of sharded tensors would gather them, which is collective.
