@@ -202,6 +202,13 @@ def _installed(replacement: Replacement) -> Callable[[], None]:
     return replacement.put_back
 
 
+def wraps(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """As `functools.wraps`, with the marks of a function that was replaced: schedulers mark an optimizer's step."""
+    while isinstance(original, Replacement):
+        original = original.func
+    return functools.wraps(original)
+
+
 def around(owner: Any, name: str, function: Callable[..., Any], *, reason: str) -> Callable[[], None]:
     """Replace one function by one that calls it, as `replace` does.
 

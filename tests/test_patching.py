@@ -8,6 +8,7 @@ import pickle
 from types import ModuleType
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_hybrid.patching import (
@@ -18,6 +19,7 @@ from lightning_hybrid.patching import (
     replace,
     replaced,
     replaced_forwards,
+    wraps,
 )
 
 REASON = "tests"
@@ -193,3 +195,12 @@ def test_registry_describes_each_patch():
     for each in undo:
         each()
     assert not active_patches()
+
+
+def test_functions_around_a_replaced_step_keep_what_schedulers_set_on_it():
+    """Without the mark a scheduler that is stepped in a hook warns of an overridden step."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with replaced(optimizer, "step", wraps(optimizer.step)(lambda: None), reason="one"):
+        around = wraps(optimizer.step)(lambda: None)
+        assert vars(around)["_wrapped_by_lr_sched"]

@@ -108,6 +108,31 @@ def first_counts_double(microbatch):
 first_counts_double.calls = 0
 
 
+class Noisy(Dropping):
+    def forward(self, x):
+        return super().forward(x + 0.1 * torch.randn_like(x))
+
+
+class ManualNoise(Noisy):
+    """Draws in a step that calls its backward itself: what one process draws, since its batches are not split."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.log("loss", loss)
+
+
+def test_manual_steps_draw_as_one_process_does(worlds):
+    report = check(worlds, ManualNoise, LAYOUTS[0])
+    assert report.outcome == "same", str(report)
+
+
 def test_refusal_is_its_own_outcome(worlds):
     strict = Layout("strict", devices=2, strategy={**LAYOUTS[0].strategy, "strict_layout": True})
     report = check(worlds, Manual, strict)
@@ -119,11 +144,6 @@ def test_batches_of_an_objective_that_mixes_samples_are_not_split(worlds):
     report = check(worlds, Contrasts, LAYOUTS[0])
     assert report.outcome == "same", str(report)
     assert not any("mixes samples" in note for note in report.notes)
-
-
-class Noisy(Dropping):
-    def forward(self, x):
-        return super().forward(x + 0.1 * torch.randn_like(x))
 
 
 @pytest.mark.parametrize("module", [Dropping, Noisy, DroppingNormalised])

@@ -50,8 +50,9 @@ def join_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Join the arguments of calls of a metric, one for each microbatch, to those of one call for the full batch.
 
-    Rows are joined also where there are several per sample (tokens). Integers, and floats without a fraction, that are
-    multiples of the number of samples are sums over samples, and so are other integers that differ.
+    Rows are joined also where there are several per sample (tokens), or where a mask selects them. Integers, and floats
+    without a fraction, that are multiples of the number of samples are sums over samples, and so are other integers
+    that differ.
 
     Args:
         arguments: The positional arguments of each microbatch, and those by name.
@@ -249,9 +250,13 @@ class _ArgumentMerger(_Merger):
         sizes = _rows(outputs)
         per_sample = {size / count if count else 1 for size, count in zip(sizes, self.counts, strict=True)}
         is_whole = len(per_sample) == 1 and next(iter(per_sample)) in range(1, max(sizes) + 1)
-        if (is_whole or sizes in self.rows) and len({output.shape[1:] for output in outputs}) == 1:
+        if any(map(is_absent, outputs)) or len({output.shape[1:] for output in outputs}) > 1:
+            return super()._tensors(outputs)
+        if is_whole or sizes in self.rows:
             return torch.cat(outputs)
-        return super()._tensors(outputs)
+        if self._dim_of_samples(outputs) or all(torch.equal(output, first) for output in outputs):
+            return super()._tensors(outputs)
+        return torch.cat(outputs)  # rows that a mask has selected, where by chance each microbatch has as many
 
 
 def _rows(outputs: Sequence[Tensor]) -> tuple[int, ...]:

@@ -123,7 +123,7 @@ def describe_memory(ranks: Sequence[RankMemory], *, is_upper_bound: bool) -> str
     held, activations = most.sizes_in(None), {}
     if most.activations is not None:
         activations = {"activations in flight": most.activations}
-        activations |= {"in the running layer and the batch": most.working} if most.working else {}
+        activations |= {"working memory": most.working} if most.working else {}
     if most.gathered:
         within = _sum_of_terms({"gathered by ZeRO": most.gathered, **activations})
         line = f"{limit}{format_bytes(most.between_steps)} between steps{f' ({_sum_of_terms(held)})' if held else ''}"

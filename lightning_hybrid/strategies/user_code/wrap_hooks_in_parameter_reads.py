@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.loops.optimization.automatic import Closure
 from torch import nn
 
-from lightning_hybrid.patching import replaced
+from lightning_hybrid.patching import replaced, wraps
 from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import LIBRARY_PREFIXES
 from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
 from lightning_hybrid.strategies.user_code.gather_checkpoint_hook_tensors import CheckpointHooks
@@ -113,7 +113,7 @@ class _HookWatch:
                     is_watched = True
 
                 def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
-                    @functools.wraps(function)
+                    @wraps(function)
                     def call(*args: Any, **kwargs: Any) -> Any:
                         nonlocal is_watched
                         if not is_watched:  # inside another one

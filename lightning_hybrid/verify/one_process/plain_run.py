@@ -94,7 +94,10 @@ class PlainRun:
             number = -1 - self._evaluated
         if name == "predict_step" and self._data_split.replicas > 1:
             return self._predict(plain, batch, rest, number, pieces)
-        with self._as_in_microbatches(number, pieces), record_logged_numbers(self._module, self._numbers):
+        # Where the module calls its backwards itself, each batch is one microbatch, and draws what one process draws.
+        is_split = self._module.automatic_optimization or not is_training
+        as_in_layout = self._as_in_microbatches(number, pieces) if is_split else contextlib.nullcontext()
+        with as_in_layout, record_logged_numbers(self._module, self._numbers):
             return plain(batch, *rest)
 
     def _predict(self, plain: Any, batch: Any, rest: Sequence[Any], number: int, pieces: Sequence[Piece]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_hybrid.patching import Replacement, replace
+from lightning_hybrid.patching import replace, wraps
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # attributes of an optimizer
 
@@ -26,11 +25,8 @@ def replace_step(optimizer: Optimizer, step: Callable[..., Any], *, reason: str)
 
     The new step has the attributes that learning rate schedulers have set on the old one.
     """
-    old: Any = optimizer.step
-    while isinstance(old, Replacement):
-        old = old.func
 
-    @functools.wraps(old)
+    @wraps(optimizer.step)
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._opt_called = True  # as the scheduler's own wrapper notes, which is replaced
         return step(self, *args, **kwargs)

@@ -49,6 +49,13 @@ def test_rows_of_a_metric_are_as_many_as_its_labels():
     assert same(rows, ROWS[[0, 1, 3, 4]]) and same(labels, torch.tensor([0, 1, 0, 1]))
 
 
+def test_rows_of_a_metric_that_a_mask_selects_are_joined():
+    """Also where each microbatch has as many; what is equal in all of them, such as weights of classes, is not."""
+    calls = [((ROWS[i : i + 3][:2], torch.ones(2)), {}) for i in (0, 3)]
+    (rows, weights), _ = join_arguments(calls, [0.5, 0.5], [3, 3])
+    assert same(rows, ROWS[[0, 1, 3, 4]]) and same(weights, torch.ones(2))
+
+
 PER_SAMPLE = {
     "rows": lambda x, names: x,
     "names beside rows": lambda x, names: {"names": names, "o": x},

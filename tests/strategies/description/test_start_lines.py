@@ -75,7 +75,7 @@ def test_table_is_printed_once_and_shows_placement(worlds):
     assert "4 ranks on 1 node, precision 32-true, backend gloo, lightning-hybrid " in environment
     assert memory == (
         "estimated memory per rank: up to 2.5 KB = 360 B parameters + 360 B gradients + 0 B optimizer states"
-        " + 208 B activations in flight + 1.58 KB in the running layer and the batch"
+        " + 208 B activations in flight + 1.58 KB working memory"
     )
     assert [title.strip() for title in titles.split("  ") if title.strip()] == [
         "stage",
