@@ -20,6 +20,7 @@ from typing import Literal
 
 from lightning_hybrid.errors import LayoutError
 
+Objective = Literal["throughput", "fewest_devices", "largest_batch"]  # of the search for a layout
 # Outermost first: tensor ranks are neighbours (they talk most, so they share a node), pipeline ranks are far apart.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 

@@ -121,6 +121,11 @@ class PipelineTimeline(Callback):
         return {**self.__dict__, **fresh}
 
     @property
+    def rebalanced_cuts(self) -> RebalancedCuts | None:
+        """The cuts that the strategy asks for between epochs; None where stages stay."""
+        return self.cuts if self.rebalance else None
+
+    @property
     def state_key(self) -> str:
         """One state in checkpoints for the callback that rebalances; others have none."""
         return f"PipelineTimeline(rebalance={self.rebalance}){'' if self.rebalance else id(self)}"

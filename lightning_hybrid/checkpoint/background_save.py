@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch.distributed import ProcessGroup
 
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
-from lightning_hybrid.checkpoint.write_checkpoint_folder import Save, write
 from lightning_hybrid.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from lightning_hybrid.checkpoint.write_checkpoint_folder import Save
 
 
 class BackgroundSave:
@@ -42,6 +44,8 @@ class BackgroundSave:
         self._thread.start()
 
     def _run(self, save: Save, group: ProcessGroup | None) -> None:
+        from lightning_hybrid.checkpoint.write_checkpoint_folder import write
+
         try:
             write(save, group, self._after_written)
         except BaseException as error:

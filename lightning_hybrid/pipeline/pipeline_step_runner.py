@@ -46,7 +46,7 @@ from lightning_hybrid.step.batch.split_batch_into_microbatches import (
     copied_batch,
     sizes_of,
     split,
-    split_unevenly,
+    without_last_sample,
 )
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.recording.values_kept_on_modules import refuse_absent_numbers
@@ -171,16 +171,17 @@ class StepRunner(MicrobatchRunner):
     def compare_recorded_means(
         self, step: Callable[..., Any], args: Sequence[Any], context: Callable[[], AbstractContextManager[Any]]
     ) -> list[ComparedLoss]:
-        """Compare the loss of a batch with that of its parts, of even and uneven sizes, weighted by recorded means.
+        """Compare the loss of a batch with that of its halves, of even and uneven sizes, weighted by recorded means.
 
         Arguments as for ``record``; this rank has all layers.
         """
         batch, *rest = args
         call = Call("training_step", step, rest, context, train=True, modes=self.plan.modes())
         found = []
-        for parts, weights in (split(batch, 2, self.splitter), split_unevenly(batch)):
+        for some in (batch, without_last_sample(batch)):  # halves of both have the size of a recorded microbatch
             with contextlib.suppress(Exception):  # the step needs more samples, or more memory than there is
-                compared = self._loss_shares.compare(call, self._traces.choose(call, parts), batch, parts, weights)
+                parts, weights = split(some, 2, self.splitter)
+                compared = self._loss_shares.compare(call, self._traces.choose(call, parts), some, parts, weights)
                 found += [] if compared is None else [compared]
         return found
 

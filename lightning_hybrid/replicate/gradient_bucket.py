@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.gradient_compression.compressed_average import PendingAverage
+if TYPE_CHECKING:
+    from lightning_hybrid.gradient_compression.compressed_average import PendingAverage
 
 
 class GradientBucket:

@@ -20,17 +20,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_hybrid.gradient_compression.compressed_average import CompressedAverage
 from lightning_hybrid.replicate.average_sparse_gradients import average_sparse
 from lightning_hybrid.replicate.gradient_bucket import GradientBucket
 from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
+
+if TYPE_CHECKING:
+    from lightning_hybrid.gradient_compression.compressed_average import CompressedAverage
 
 
 class GradientObserver(Protocol):

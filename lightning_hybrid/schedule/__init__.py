@@ -15,6 +15,9 @@ cuts).
 The room is plain Python: it imports neither torch nor Lightning. Ranks are pipeline coordinates, not global ranks.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lightning_hybrid.errors import ScheduleError
 from lightning_hybrid.schedule.deadlock_check import check_program
 from lightning_hybrid.schedule.generators import (
@@ -26,11 +29,6 @@ from lightning_hybrid.schedule.generators import (
     stages_of_each_rank,
 )
 from lightning_hybrid.schedule.linked_stages_and_messages import Message, Portals, chain
-from lightning_hybrid.schedule.measured.lost_time_by_cause import TimeByCause
-from lightning_hybrid.schedule.measured.measured_costs_file import MeasuredCosts, load_measured_costs
-from lightning_hybrid.schedule.measured.stage_seconds import StageSeconds, UnitSeconds
-from lightning_hybrid.schedule.memory_picture import MemorySample, memory_to_svg
-from lightning_hybrid.schedule.picture import to_svg, to_text
 from lightning_hybrid.schedule.program import Channel, Compute, Instruction, Program, Receive, Send, lower, peer_of
 from lightning_hybrid.schedule.schedule_and_actions import (
     Action,
@@ -41,7 +39,14 @@ from lightning_hybrid.schedule.schedule_and_actions import (
     stages_of_rank,
 )
 from lightning_hybrid.schedule.simulator import Span, Timeline, simulate
-from lightning_hybrid.schedule.trace_events import to_trace
+
+if TYPE_CHECKING:
+    from lightning_hybrid.schedule.measured.lost_time_by_cause import TimeByCause
+    from lightning_hybrid.schedule.measured.measured_costs_file import MeasuredCosts, load_measured_costs
+    from lightning_hybrid.schedule.measured.stage_seconds import StageSeconds, UnitSeconds
+    from lightning_hybrid.schedule.memory_picture import MemorySample, memory_to_svg
+    from lightning_hybrid.schedule.picture import to_svg, to_text
+    from lightning_hybrid.schedule.trace_events import to_trace
 
 __all__ = [
     "SCHEDULE_NAMES",
@@ -83,3 +88,22 @@ __all__ = [
     "to_text",
     "to_trace",
 ]
+
+_LATE = {  # what no run needs, by the module that has it
+    "TimeByCause": "measured.lost_time_by_cause",
+    "MeasuredCosts": "measured.measured_costs_file",
+    "load_measured_costs": "measured.measured_costs_file",
+    "StageSeconds": "measured.stage_seconds",
+    "UnitSeconds": "measured.stage_seconds",
+    "MemorySample": "memory_picture",
+    "memory_to_svg": "memory_picture",
+    "to_svg": "picture",
+    "to_text": "picture",
+    "to_trace": "trace_events",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATE[name]}"), name)

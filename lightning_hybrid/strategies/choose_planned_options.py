@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hybrid.callbacks.lost_time.write_measurements import path_of_measured_costs
 from lightning_hybrid.memory.budget.byte_sizes import parse_budget
+from lightning_hybrid.memory.free_memory import free_on_host
 from lightning_hybrid.planner.costs.costs_from_step_graph import PROOF, costs_from_parameters
 from lightning_hybrid.planner.costs.expert_sets import EXPERT_PROOF
 from lightning_hybrid.planner.hardware.hardware import Hardware, load_hardware, preset_names
@@ -35,7 +36,6 @@ from lightning_hybrid.strategies.options.plan_auto_sizes import frozen_names, pa
 from lightning_hybrid.strategies.plan_copies_on_two_ranks import tensors_of_datasets
 from lightning_hybrid.strategies.record_planner_costs import RecordedCosts, first_line, record_costs, with_limits_of
 from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import why_no_stages
-from lightning_hybrid.verify.check_available_memory import free_on_host
 
 _PLANS = 3  # printed
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
+from lightning_hybrid.layout import Objective
 from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
-from lightning_hybrid.planner.search.plans_and_rejections import Objective
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.schedule import Action, Kind, Span
 from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter

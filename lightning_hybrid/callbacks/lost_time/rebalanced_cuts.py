@@ -26,6 +26,11 @@ class RebalancedCuts:
         """The cuts that the next epoch begins with; None if the stages stay."""
         return self._proposed.get("pipeline_cuts")
 
+    @staticmethod
+    def can_change_in_run(trainer: Any) -> bool:
+        """Whether the stages can change at an epoch: not where replicas send gradients with error feedback."""
+        return not any(isinstance(callback, GradientCompression) for callback in trainer.callbacks)
+
     def propose(self, strategy: Any, steps: MeasuredSteps, step: int) -> None:
         """Decide by the measured steps of the first rank whether the stages change; collective.
 
@@ -52,7 +57,7 @@ class RebalancedCuts:
             "parameters": _digest(plan.root),
         }
         if self.pending != before:
-            at_epoch = "at the next epoch, and " if can_change_in_run(strategy.lightning_module.trainer) else ""
+            at_epoch = "at the next epoch, and " if self.can_change_in_run(strategy.lightning_module.trainer) else ""
             rank_zero_info(
                 f"step {step}: {description}; the stages change {at_epoch}in a run that resumes from a later checkpoint"
             )
@@ -93,11 +98,6 @@ class RebalancedCuts:
         if chosen != own["replaces"]:
             rank_zero_info(f"pipeline_cuts={chosen}, chosen by measured steps of the run that is resumed")
         return list(chosen)
-
-
-def can_change_in_run(trainer: Any) -> bool:
-    """Whether the stages can change at an epoch: not where replicas send gradients with error feedback."""
-    return not any(isinstance(callback, GradientCompression) for callback in trainer.callbacks)
 
 
 def _as_list(cuts: Sequence[str] | None) -> list[str] | None:

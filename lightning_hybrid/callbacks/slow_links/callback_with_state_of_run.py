@@ -45,6 +45,10 @@ class SlowLinkCallback(Callback):
     def description(self) -> str:
         """The line of the start table."""
 
+    def is_local(self, global_step: int) -> bool:
+        """Whether replicas step by themselves at a step of the run."""
+        return False
+
     def connect(self, state: ConnectedState) -> None:
         """Save this state in checkpoints from now on; the strategy calls it."""
         self._state = state

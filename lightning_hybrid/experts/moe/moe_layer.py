@@ -143,6 +143,11 @@ class MoE(nn.Module):
     def name(self, name: str) -> None:
         self.router.name = name
 
+    def name_in_errors(self, fqn: str) -> None:
+        """Names this layer by its FQN in error messages, unless the user has named it."""
+        if self.name == type(self).__name__:
+            self.name = fqn
+
     def forward(self, x: Tensor) -> tuple[Tensor, Report]:
         """Routes tokens and combines the results of their experts.
 
@@ -184,13 +189,6 @@ class MoE(nn.Module):
         return dispatch_with_capacity(
             routing.experts, routing.weights, counts, slots, drop_by=self.drop_by, pad=self.overflow == "pad"
         )
-
-
-def name_layers(root: nn.Module) -> None:
-    """Names the MoE layers of a module by their FQN for error messages, unless the user has named them."""
-    for fqn, module in root.named_modules():
-        if isinstance(module, MoE) and module.name == type(module).__name__:
-            module.name = fqn
 
 
 class SharedExpert(nn.Module):

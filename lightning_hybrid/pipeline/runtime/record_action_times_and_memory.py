@@ -11,11 +11,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_hybrid.schedule import Action, MemorySample, Span
+from lightning_hybrid.schedule import Action, Span
+
+if TYPE_CHECKING:
+    from lightning_hybrid.schedule import MemorySample
 
 Mark = Any  # seconds of `time.perf_counter`, or a CUDA event
 
@@ -94,6 +97,8 @@ class ActionRecorder:
 
     def memory(self, rank: int) -> list[MemorySample]:
         """The memory in use between the actions; empty if it was not sampled."""
+        from lightning_hybrid.schedule import MemorySample
+
         seconds = self._seconds()
         return [MemorySample(rank, seconds(mark), size) for mark, size in self._memory]
 

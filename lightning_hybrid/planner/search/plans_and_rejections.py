@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Literal
 
+from lightning_hybrid.layout import Objective
 from lightning_hybrid.planner.plan_layout import PlanLayout, RecomputeKind
 from lightning_hybrid.planner.predictions import PredictedMemory, PredictedTime
 from lightning_hybrid.planner.search.layout_options import simplicity
 
-Objective = Literal["throughput", "fewest_devices", "largest_batch"]
 OBJECTIVES: tuple[Objective, ...] = ("throughput", "fewest_devices", "largest_batch")
 TIE = 0.03  # relative difference of step times that measurements do not resolve
 # Relative error bars of a prediction: the mean errors that the models are required to reach.

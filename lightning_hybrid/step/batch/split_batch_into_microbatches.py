@@ -117,6 +117,15 @@ def split_unevenly(batch: Any) -> tuple[list[Any], list[float]]:
     return _split_value(batch, size, [few, size - few]), [few / size, 1 - few / size]
 
 
+def without_last_sample(batch: Any) -> Any:
+    """Return a batch without its last sample, or as it is where two samples would not be left.
+
+    Of this batch and the given one, one has halves of coprime sizes, as ``split_unevenly`` makes them.
+    """
+    size = batch_size_of(batch)
+    return batch if size is None or size < 3 else _split_value(batch, size, [size - 1, 1])[0]
+
+
 def split(batch: Any, count: int, splitter: BatchSplitter | None = None) -> tuple[list[Any], list[float]]:
     """Split ``batch`` into ``count`` microbatches as evenly as possible.
 

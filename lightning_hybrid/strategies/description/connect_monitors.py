@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_hybrid.callbacks.monitors.memory_monitor import MemoryMonitor
-from lightning_hybrid.callbacks.monitors.throughput_monitor import ThroughputMonitor
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.strategies.description.memory_of_stages import memory_of_ranks, memory_of_stages
-from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+
+if TYPE_CHECKING:
+    from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
 
 
 def connect_monitors(run: Run, partition: ModulePartition | None) -> None:
@@ -23,10 +23,10 @@ def connect_monitors(run: Run, partition: ModulePartition | None) -> None:
     """
     trainer: Any = run.setting.trainer
     for callback in trainer.callbacks if run.setting.is_fitting else ():
-        if isinstance(callback, ThroughputMonitor):
+        if hasattr(callback, "connect_flops"):
             with only_informs("the FLOPs of a step"):
                 callback.connect_flops(*_flops_per_sample(run, partition))
-        if isinstance(callback, MemoryMonitor):
+        if hasattr(callback, "connect_prediction"):
             with only_informs("the estimated memory of a rank"):
                 graph = _graph_of(run, partition)
                 saved = {} if graph is None else _saved_bytes(graph)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -14,8 +14,10 @@ from lightning_hybrid.strategies.description.describe_batch_and_environment impo
     describe_offload_on_cpu,
 )
 from lightning_hybrid.strategies.description.run_start_table import StartTable, describe_run
-from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
+
+if TYPE_CHECKING:
+    from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
 
 FILE_NAME = "hybrid3d_layout.txt"
 

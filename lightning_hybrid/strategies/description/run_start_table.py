@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
@@ -11,7 +12,6 @@ from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import StepGraph
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.estimate_rank_memory import KINDS, RankMemory
-from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.objects.repeated_layers import shortened
 from lightning_hybrid.strategies.description.describe_batch_and_environment import (
@@ -26,18 +26,15 @@ from lightning_hybrid.strategies.description.memory_of_stages import (
     memory_of_stages,
     zero_gathers_per_layer,
 )
-from lightning_hybrid.strategies.description.recomputation_under_budget import (
-    ExpectedRecomputation,
-    expected_recomputation,
-)
-from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.slow_links.connect_slow_links import describe_slow_links
-from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import describe_tensor_plans
-from lightning_hybrid.strategies.techniques.choose_layers_to_recompute import describe_policies
 from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import has_adascale
 from lightning_hybrid.strategies.techniques.step_shards_in_manual_optimization import describe_manual_zero
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import describe_zero
+
+if TYPE_CHECKING:
+    from lightning_hybrid.strategies.description.recomputation_under_budget import ExpectedRecomputation
+    from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
 
 MAX_DETAILS = 16  # lines; more of them are written to a file
 _COUNTS = {  # by which a microbatch is weighted, and the kinds of averages that divide by them
@@ -111,6 +108,8 @@ def describe_run(run: Run, partition: ModulePartition | None, optimizers: Sequen
     if run.zero3_fallback is not None:
         head.insert(1, run.zero3_fallback.line)
     if partition is not None and run.shards is not None and partition.tensor_planner is not None:
+        from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import describe_tensor_plans
+
         details += describe_tensor_plans(run.shards.plans, partition.tensor_planner.summary).splitlines()
     if partition is not None and partition.expert_planner is not None and partition.expert_planner.summary:
         rest.append(partition.expert_planner.summary)
@@ -124,6 +123,8 @@ def _expected_memory(
     memory = memory_of_stages(run, optimizers, count)
     if run.recomputation is None or run.recomputation.budget is None:
         return memory, None
+    from lightning_hybrid.strategies.description.recomputation_under_budget import expected_recomputation
+
     full = memory_of_stages(dataclasses.replace(run, recomputation=None), optimizers, count)
     expected = expected_recomputation(run.recomputation.budget, memory, full, rank_of)
     return (memory, None) if expected is None else (expected.memory, expected)
@@ -155,6 +156,8 @@ def describe_techniques(run: Run, recomputed: str = "") -> list[str]:
             f"loss: in chunks of positions, where it reads the logits of {' or '.join(run.chunked_loss.heads)}"
         )
     if run.recomputation is not None:
+        from lightning_hybrid.strategies.techniques.choose_layers_to_recompute import describe_policies
+
         lines.append(describe_policies(run.recomputation.policies, setting.recompute, recomputed))
     if run.setting.saved_activations:
         lines.append(str(run.setting.saved_activations))
@@ -200,8 +203,8 @@ def _shared_and_means(run: Run, assignment: Assignment) -> list[str]:
     options = run.setting.options
     shared = [f"{name} on stages {list(stages)}" for name, stages in assignment.shared.items()]
     lines = [f"shared parameters: {', '.join(shared[:4])}{' ...' if len(shared) > 4 else ''}"] if shared else []
-    if options.microbatch_weight is None and options.microbatches != 1 and isinstance(run.runner, StepRunner):
-        lines += _means(assignment.graph, run.runner.recorded_means, is_uneven=run.runner.has_weighted_means)
+    if options.microbatch_weight is None and options.microbatches != 1 and (runner := run.staged_runner) is not None:
+        lines += _means(assignment.graph, runner.recorded_means, is_uneven=runner.has_weighted_means)
     return lines
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_hybrid.callbacks.lost_time.rebalanced_cuts import RebalancedCuts, can_change_in_run
-from lightning_hybrid.callbacks.pipeline_timeline import PipelineTimeline
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
+
+if TYPE_CHECKING:
+    from lightning_hybrid.callbacks.lost_time.rebalanced_cuts import RebalancedCuts
 
 
 def with_cuts_of_checkpoint(trainer: pl.Trainer, options: Options, layout: ParallelLayout) -> Options:
@@ -36,9 +37,10 @@ def with_cuts_of_checkpoint(trainer: pl.Trainer, options: Options, layout: Paral
 
 def pending_cuts(trainer: pl.Trainer) -> Sequence[str] | None:
     """Return the cuts with which the next epoch begins; None if its stages stay, or at another batch of an epoch."""
-    if trainer.fit_loop.epoch_loop.batch_idx or not can_change_in_run(trainer):
+    if trainer.fit_loop.epoch_loop.batch_idx:
         return None
-    return next((chosen.pending for chosen in _chosen(trainer) if chosen.pending is not None), None)
+    chosen = (cuts for cuts in _chosen(trainer) if cuts.can_change_in_run(trainer))
+    return next((cuts.pending for cuts in chosen if cuts.pending is not None), None)
 
 
 def apply_pending_cuts(setting: Setting) -> Setting:
@@ -51,5 +53,5 @@ def apply_pending_cuts(setting: Setting) -> Setting:
 
 def _chosen(trainer: Any) -> Iterator[RebalancedCuts]:
     for callback in trainer.callbacks:
-        if isinstance(callback, PipelineTimeline) and callback.rebalance:
-            yield callback.cuts
+        if (cuts := getattr(callback, "rebalanced_cuts", None)) is not None:
+            yield cuts

@@ -14,7 +14,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -22,10 +22,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.collectives.exchange_and_compare_step_numbers import StepBroken
 from lightning_hybrid.errors import BatchError, RankOutOfMemory, StepError
-from lightning_hybrid.pipeline.loss_weights.compare_gradients import describe_uncompared
-from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
-from lightning_hybrid.pipeline.step_runner_interface_and_results import StepResult, TrainContext
-from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.strategies.execution.apply_rebalanced_cuts import apply_pending_cuts, pending_cuts
@@ -33,10 +29,12 @@ from lightning_hybrid.strategies.execution.step_execution import StepExecution
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
-from lightning_hybrid.strategies.start.runner_factory import make_runner
-from lightning_hybrid.strategies.user_code.custom_optimizers_read_full_parameters import keeps_lists_per_parameter
 from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import output_is_read
 from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import step_arguments
+
+if TYPE_CHECKING:
+    from lightning_hybrid.pipeline.step_runner_interface_and_results import StepResult, TrainContext
+    from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
 
 
 class LayoutChooser:
@@ -87,8 +85,8 @@ class LayoutChooser:
             return
         # The first batch of an epoch, and the batches 1, 2, 4, ... of the run.
         is_inspected = not self._setting.trainer.fit_loop.epoch_loop.batch_idx or self._batches.bit_count() == 1
-        if isinstance(runner, PlainRunner) and is_inspected:
-            runner.recheck_weighting()
+        if (plain := self._run.plain_runner) is not None and is_inspected:
+            plain.recheck_weighting()
         if self._run.is_pipelined:
             arguments = step_arguments(module, "training_step", batch, batch_idx)
             if pending_cuts(self._setting.trainer) is None or self._has_list_optimizers:
@@ -137,8 +135,8 @@ class LayoutChooser:
         self, name: str, args: Sequence[Any], train: TrainContext | None, *, manual_optimization: bool = False
     ) -> StepResult:
         """Run a step; compare full batches with shares of them in the first training batch that may be shared."""
-        run, runner = self._execution.run_step, self._run.runner
-        if train is None or not isinstance(runner, PlainRunner):
+        run, runner = self._execution.run_step, self._run.plain_runner
+        if train is None or runner is None:
             return run(name, args, train, manual_optimization=manual_optimization)
         if self._setting.checks_objective:
             runner.request_weighting_check(args[0])
@@ -163,6 +161,8 @@ class LayoutChooser:
                 how = {"compares": compares, "is_written": is_written, "has_room": has_room}
                 runner.decide(setting.module.training_step, args, context, **how)
 
+        from lightning_hybrid.pipeline.loss_weights.compare_gradients import describe_uncompared
+
         if fit is None:
             decide()
             return
@@ -185,8 +185,8 @@ class LayoutChooser:
 
     def _takes_other_traces(self, broken: StepBroken) -> bool:
         """Select other traces for the batch; returns whether all ranks have found some."""
-        runner, world, error = self._run.runner, self._setting.world, None
-        assert isinstance(runner, StepRunner)
+        runner, world, error = self._run.staged_runner, self._setting.world, None
+        assert runner is not None
         runner.select_by_dry_runs("training_step")
         try:
             self._choose_trace(broken.arguments)
@@ -209,6 +209,10 @@ class LayoutChooser:
 
     @property
     def _has_list_optimizers(self) -> bool:
+        from lightning_hybrid.strategies.user_code.custom_optimizers_read_full_parameters import (
+            keeps_lists_per_parameter,
+        )
+
         return any(map(keeps_lists_per_parameter, self._setting.trainer.optimizers))
 
     def _keep_pipelined(self, arguments: Sequence[Any]) -> None:
@@ -239,8 +243,8 @@ class LayoutChooser:
             self._change_layout(arguments, "")
 
     def _choose_trace(self, arguments: Sequence[Any]) -> None:
-        setting, runner = self._setting, self._run.runner
-        assert isinstance(runner, StepRunner)
+        setting, runner = self._setting, self._run.staged_runner
+        assert runner is not None
         with setting.contexts.training_step_hook():
             runner.select_next_traces(
                 setting.module.training_step,
@@ -269,9 +273,9 @@ class LayoutChooser:
     # -- in shards, until the step is complete ------------------------------------------------------------------------
 
     def _try_to_partition(self, arguments: Sequence[Any]) -> None:
-        zero3_fallback, world, runner, left = self._run.zero3_fallback, self._setting.world, self._run.runner, None
+        zero3_fallback, world, left = self._run.zero3_fallback, self._setting.world, None
         assert zero3_fallback is not None
-        if isinstance(runner, PlainRunner) and runner.stores_rows_of_samples:
+        if (runner := self._run.plain_runner) is not None and runner.stores_rows_of_samples:
             left = StepError(
                 "training_step leaves tensors on its module that may have a row for each sample", entry="rows-on-module"
             )
@@ -286,6 +290,9 @@ class LayoutChooser:
         """Return why the step cannot be recorded and partitioned as it is now; discards the recording."""
         setting, metrics = self._setting, self._run.metrics
         module, world = setting.module, setting.world
+        from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
+        from lightning_hybrid.strategies.start.runner_factory import make_runner
+
         assert metrics is not None
         randomness = KeyedRandomness(setting.seed, setting.device)
         _, runner = make_runner(module, world.mesh, world, setting.options, randomness, metrics)

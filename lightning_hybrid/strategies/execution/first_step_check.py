@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import unwrap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,22 +22,13 @@ from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
-from lightning_hybrid.strategies.logs.announce_long_phases import phase
-from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import batch_norms_in_training
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.optimizer_states import is_in_first_copy
-from lightning_hybrid.verify.check_available_memory import memory_shortage
-from lightning_hybrid.verify.first_step_comparison import Verdict, compare_first_step, precision_of
-from lightning_hybrid.verify.one_process.gather_stage_parameters import full_parameters_on_first_rank
-from lightning_hybrid.verify.one_process.mixing import Mixing
-from lightning_hybrid.verify.one_process.one_process_step import (
-    OneProcessResult,
-    OneProcessStep,
-    ReplicaInput,
-    StepCall,
-    no_communication,
-)
-from lightning_hybrid.verify.records.perturb_weights import perturbation_of_weights
+
+if TYPE_CHECKING:
+    from lightning_hybrid.verify.first_step_comparison import Verdict
+    from lightning_hybrid.verify.one_process.mixing import Mixing
+    from lightning_hybrid.verify.one_process.one_process_step import OneProcessResult, OneProcessStep, ReplicaInput
 
 
 def print_once(rank: int) -> None:
@@ -96,6 +87,8 @@ class FirstStepCheck:
         """
         if self._losses is None:
             return step(args)
+        from lightning_hybrid.strategies.logs.announce_long_phases import phase
+
         with phase("verify_first_step=True: running the step in one process"):
             verified = self._run_reference([*args])
         output = step(args)
@@ -119,6 +112,8 @@ class FirstStepCheck:
 
     def _run_reference(self, arguments: list[Any]) -> bool:
         """Run the batches of all replicas on the first rank; return whether there is a loss; collective."""
+        from lightning_hybrid.verify.one_process.gather_stage_parameters import full_parameters_on_first_rank
+
         batch, *rest = arguments
         self._check_memory(batch)
         replica_inputs = self._gather(batch)
@@ -146,6 +141,8 @@ class FirstStepCheck:
         return bool(gave_loss)
 
     def _check_memory(self, batch: Any) -> None:
+        from lightning_hybrid.memory.free_memory import memory_shortage
+
         setting, plan = self._owner.setting, self._owner.run.plan
         # The values of one microbatch, without those inside of units; those of all where a full batch fits.
         graph = plan.first.assignment.graph if plan is not None and plan.first is not None else None
@@ -164,6 +161,8 @@ class FirstStepCheck:
             )
 
     def _gather(self, batch: Any) -> list[ReplicaInput]:
+        from lightning_hybrid.verify.one_process.one_process_step import ReplicaInput
+
         runner, mesh, device = self._owner.run.runner, self._owner.setting.world.mesh, self._owner.setting.device
         count = 1 if runner is None else runner.count("training_step", batch)
         local = ReplicaInput(batch, count, GeneratorStates(device))
@@ -179,6 +178,9 @@ class FirstStepCheck:
         ]
 
     def _run_one_process(self, replica_inputs: list[ReplicaInput], rest: list[Any]) -> bool:
+        from lightning_hybrid.verify.one_process.one_process_step import OneProcessStep, StepCall, no_communication
+        from lightning_hybrid.verify.records.perturb_weights import perturbation_of_weights
+
         setting, run = self._owner.setting, self._owner.run
         trainer, module = setting.trainer, setting.module
         if self._reference is None:
@@ -206,12 +208,16 @@ class FirstStepCheck:
 
     @property
     def _precision(self) -> str:
+        from lightning_hybrid.verify.first_step_comparison import precision_of
+
         setting = self._owner.setting
         return precision_of(setting.mesh_precision.precision, list(setting.module.parameters()))
 
     # -- the comparison -----------------------------------------------------------------------------------------------
 
     def _compare(self) -> None:
+        from lightning_hybrid.verify.first_step_comparison import compare_first_step
+
         setting, world, losses = self._owner.setting, self._owner.setting.world, self._losses
         assert losses is not None
         reference: OneProcessResult | None = None if self._reference is None else self._reference.result
@@ -286,6 +292,8 @@ def describe_mixing_of_step(module: nn.Module, mixing: Mixing, replicas: int) ->
         mixing: Both numbers.
         replicas: Number of replicas.
     """
+    from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import batch_norms_in_training
+
     layers = len(batch_norms_in_training(module))
     advice = " For a mean over the entries that a mask selects, pass microbatch_weight=function(microbatch) -> count"
     if layers:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -22,20 +22,15 @@ from lightning_hybrid.strategies.description.print_run_start_lines import announ
 from lightning_hybrid.strategies.execution.apply_rebalanced_cuts import with_cuts_of_checkpoint
 from lightning_hybrid.strategies.execution.change_layout_during_run import LayoutChooser
 from lightning_hybrid.strategies.execution.first_step_check import FirstStepCheck
-from lightning_hybrid.strategies.execution.layout_agreement import check_layout
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
 from lightning_hybrid.strategies.logs.delay_logger_calls import drop_logger_calls
 from lightning_hybrid.strategies.logs.log_reduction import silence_sync_dist_advice
 from lightning_hybrid.strategies.logs.throughput_per_device import count_devices_in_throughput
-from lightning_hybrid.strategies.out_of_memory.agree_before_collectives import MemoryGuard
-from lightning_hybrid.strategies.out_of_memory.double_microbatches_until_they_fit import FittingMicrobatches
-from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import check_microbatch_option
 from lightning_hybrid.strategies.out_of_memory.search_batch_size_over_ranks import guard_trials, searches_batch_size
 from lightning_hybrid.strategies.run.build_run import build_run
 from lightning_hybrid.strategies.run.checkpoint_files import CheckpointFiles
 from lightning_hybrid.strategies.run.connect_reducers_and_optimizers import connect_optimizers
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
-from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
 from lightning_hybrid.strategies.run.precision_loggers_and_world_around_steps import StepContexts
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting, shards_module
@@ -47,16 +42,16 @@ from lightning_hybrid.strategies.slow_links.connect_slow_links import (
 from lightning_hybrid.strategies.start.build_optimizers import build_optimizers
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
 from lightning_hybrid.strategies.start.initial_sync import synchronize_start
-from lightning_hybrid.strategies.start.model_graph_logging import log_full_graph
 from lightning_hybrid.strategies.start.warn_of_large_single_file import warn_of_large_single_file
-from lightning_hybrid.strategies.state.carry_states_across_layout_changes import FullGradients, full_states
 from lightning_hybrid.strategies.state.refuse_partial_state_dict import check_is_full
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
 from lightning_hybrid.strategies.techniques.check_sync_batchnorm_argument import synced_norms
 from lightning_hybrid.strategies.techniques.step_shards_in_manual_optimization import can_shard_manual_steps
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import check_zero_replicas
-from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import check_scripted
 from lightning_hybrid.strategies.world.strategy_base_with_ranks import RankedStrategy
+
+if TYPE_CHECKING:
+    from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
 
 
 class RunLifecycle:
@@ -95,6 +90,8 @@ class RunLifecycle:
         if (float8 := getattr(precision, "float8", None)) is not None:
             float8.check_layout(world.layout)
         if recompute is not None:
+            from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import check_scripted
+
             check_scripted(module)
         norms = None
         if is_fitting:
@@ -140,6 +137,8 @@ class RunLifecycle:
         """
         setting, world = self.setting, self.setting.world
         if setting.needs_runner:  # before the module is sharded
+            from lightning_hybrid.strategies.start.model_graph_logging import log_full_graph
+
             world.until_end.callback(log_full_graph(setting.trainer, setting.module, is_empty=empty is not None))
         sizes = world.layout.world_size, world.layout.data_parallel_size
         world.until_end.callback(count_devices_in_throughput(setting.trainer, *sizes))
@@ -193,6 +192,10 @@ class RunLifecycle:
         fits = setting.is_fitting and setting.options.microbatch is not None
         if not fits and not (searches_batch_size(setting.trainer) and world.layout.world_size > 1):
             return
+        from lightning_hybrid.strategies.out_of_memory.agree_before_collectives import MemoryGuard
+        from lightning_hybrid.strategies.out_of_memory.double_microbatches_until_they_fit import FittingMicrobatches
+        from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import check_microbatch_option
+
         guard = MemoryGuard(world.mesh, world.timeout, world.any_failed)
         if fits:
             check_microbatch_option(setting)
@@ -240,6 +243,9 @@ class RunLifecycle:
 
     def change_layout(self, arguments: Sequence[Any], refusal: str, *, may_retry: bool) -> bool:
         """Build the run again between two steps, as `RunOwner.change_layout`."""
+        from lightning_hybrid.strategies.execution.layout_agreement import check_layout
+        from lightning_hybrid.strategies.state.carry_states_across_layout_changes import FullGradients, full_states
+
         setting, run = self.setting, self.run
         optimizers: list[Optimizer] = setting.trainer.optimizers
         assert run.plan is not None

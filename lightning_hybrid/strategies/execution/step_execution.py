@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,7 +16,6 @@ from lightning_hybrid.errors import RankOutOfMemory
 from lightning_hybrid.pipeline.results.gradient_handoff import GradientHandoff
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
-from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.schedule import Action, Kind
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
 from lightning_hybrid.step.standins.absent_tensors import is_absent
@@ -24,15 +23,17 @@ from lightning_hybrid.strategies.execution.measure_first_activations import Firs
 from lightning_hybrid.strategies.logs.delay_logger_calls import drop_logger_calls, flush_logger_calls
 from lightning_hybrid.strategies.logs.log_reduction import begin_logs, log_for_all, log_for_replica
 from lightning_hybrid.strategies.options.weigh_microbatches_by_count import weigh_by_count
-from lightning_hybrid.strategies.out_of_memory.double_microbatches_until_they_fit import FittingMicrobatches
 from lightning_hybrid.strategies.run.build_run import RunOwner, running_layers
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
-from lightning_hybrid.strategies.slow_links.connect_gradient_compression import keep_feedback
 from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import old_gradients_are_read, output_is_read
 from lightning_hybrid.strategies.user_code.step_arguments_and_current_hook import current_hook
 
-RunStep = Callable[..., StepResult]
+if TYPE_CHECKING:
+    from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, StepResult, TrainContext
+    from lightning_hybrid.strategies.out_of_memory.double_microbatches_until_they_fit import FittingMicrobatches
+
+    RunStep = Callable[..., StepResult]
 
 
 class StepExecution:
@@ -89,6 +90,9 @@ class StepExecution:
         return nullcontext() if norms is None else norms.running()
 
     def _scheduled_step(self, args: Sequence[Any], runner: MicrobatchRunner, run_step: RunStep) -> Any:
+        from lightning_hybrid.pipeline.step_runner_interface_and_results import TrainContext
+        from lightning_hybrid.strategies.slow_links.connect_gradient_compression import keep_feedback
+
         setting, trainer = self._setting, self._setting.trainer
         accumulated = trainer.accumulate_grad_batches
         seed_factor = setting.mesh_precision.loss_scale / accumulated

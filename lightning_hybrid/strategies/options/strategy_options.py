@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,12 @@ import torch.distributed as dist
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.memory.budget.byte_sizes import SPELLINGS, parse_budget
 from lightning_hybrid.memory.recompute_policies import Recompute, check_recompute
-from lightning_hybrid.planner.search.plans_and_rejections import Objective
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule, stages_of_each_rank
 from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter
 from lightning_hybrid.strategies.options.weigh_microbatches_by_count import MicrobatchWeight
-from lightning_hybrid.tensor.requests.user_plan import check_styles
+
+if TYPE_CHECKING:
+    from lightning_hybrid.layout import Objective
 
 _SIZES = (
     "data_parallel_size",
@@ -142,6 +143,8 @@ class Options:
         if self.microbatch_weight is not None and not callable(self.microbatch_weight):
             raise TypeError(f"microbatch_weight={self.microbatch_weight!r}; use function(microbatch) -> count")
         if self.tensor_parallel_plan is not None:
+            from lightning_hybrid.tensor.requests.user_plan import check_styles
+
             check_styles(self.tensor_parallel_plan)
         compile_options(self.compile)
         if not isinstance(self.optimizer_in_backward, bool):

@@ -11,15 +11,17 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.tuner import batch_size_scaling
 
 from lightning_hybrid.errors import RankOutOfMemory
 from lightning_hybrid.patching import around, replace
-from lightning_hybrid.strategies.out_of_memory.agree_before_collectives import MemoryGuard
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
+
+if TYPE_CHECKING:
+    from lightning_hybrid.strategies.out_of_memory.agree_before_collectives import MemoryGuard
 
 
 def searches_batch_size(trainer: Any) -> bool:

@@ -9,45 +9,29 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
-from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
-from lightning_hybrid.full_params.skip_absent_parameters_in_conversions import skip_absent_parameters
-from lightning_hybrid.memory.chunked_loss.find_output_heads import find_output_heads
-from lightning_hybrid.memory.chunked_loss.output_heads import ChunkedLoss
-from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
-from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_owners, drop_remote_parameters
-from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.strategies.options.strategy_options import compile_options
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
-from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
 from lightning_hybrid.strategies.run.profile_batches_for_budget import profile_for_budget
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
-from lightning_hybrid.strategies.run.store_saved_activations import microbatch_key, store_activations
-from lightning_hybrid.strategies.techniques.choose_layers_to_recompute import (
-    budgeted_layers,
-    gather_in_recomputation,
-    recompute_plain_layers,
-)
-from lightning_hybrid.strategies.techniques.compile_layers_with_torch import CompiledUnits, share_compile_processes
 from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import has_adascale
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import shard_over_replicas
-from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads, summarize_full_parameters
-from lightning_hybrid.strategies.user_code.gather_parameters_for_dataloaders import wrap_loaders
-from lightning_hybrid.strategies.user_code.wrap_hooks_in_parameter_reads import wrap_user_hooks
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import FullAtTrainEnd, around_validation
-from lightning_hybrid.tensor.shard_state.tensor_parallel_random_draws import KeyedDraws
-from lightning_hybrid.zero.gather_layer_for_other_code import gathered_for_other_code
-from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
+
+if TYPE_CHECKING:
+    from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
+    from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+    from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
+    from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
+    from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 
 
 class RunOwner(Protocol):
@@ -103,6 +87,8 @@ def build_run(
     partition: ModulePartition | None = None
     with _closed_on_error(run):
         if setting.needs_runner:
+            from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
+
             partition = ModulePartition(run, randomness, may_retry=may_retry)
             run = _drop_other_stages(partition.decide(arguments, refusal), owner)
         else:
@@ -129,6 +115,11 @@ def recompute_without_runner(run: Run) -> Run:
     setting = run.setting
     if setting.recompute is None:
         return run
+    from lightning_hybrid.strategies.techniques.choose_layers_to_recompute import (
+        budgeted_layers,
+        recompute_plain_layers,
+    )
+
     is_compiled = setting.options.compile is not None
     syncs_norms = setting.norms is not None
     budget = budgeted_layers(setting.recompute, setting.world, setting.options, syncs_norms=syncs_norms)
@@ -141,6 +132,8 @@ def _store_activations(run: Run, partition: ModulePartition | None, randomness: 
     setting = run.setting
     if not setting.saved_activations or not setting.is_fitting:
         return run
+    from lightning_hybrid.strategies.run.store_saved_activations import microbatch_key, store_activations
+
     batch = None if partition is None else partition.batch
     activations = store_activations(
         setting.saved_activations,
@@ -171,6 +164,8 @@ def _drop_other_stages(run: Run, owner: RunOwner) -> Run:
     assert plan is not None
     if not (plan.is_partitioned and setting.shards_module):
         return run
+    from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import drop_remote_parameters
+
     drop_remote_parameters(plan)
     owner.state.shard(run.parts)
     global_reads, hook_reads = _connect_hooks(run, owner, plan)
@@ -181,6 +176,14 @@ def _drop_other_stages(run: Run, owner: RunOwner) -> Run:
 
 def _connect_hooks(run: Run, owner: RunOwner, plan: StagePlan) -> tuple[CrossStageReads | None, HookReads]:
     """Let hooks of the user read gradients and parameters of all stages."""
+    from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
+    from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
+    from lightning_hybrid.full_params.skip_absent_parameters_in_conversions import skip_absent_parameters
+    from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_owners
+    from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads, summarize_full_parameters
+    from lightning_hybrid.strategies.user_code.gather_parameters_for_dataloaders import wrap_loaders
+    from lightning_hybrid.strategies.user_code.wrap_hooks_in_parameter_reads import wrap_user_hooks
+
     setting, undo = run.setting, run.until_end
     trainer, module = setting.trainer, setting.module
     parameters = dict(module.named_parameters())
@@ -248,6 +251,8 @@ def _shard_over_replicas(run: Run, partition: ModulePartition | None) -> Run:
         undo.callback(around_validation(setting.trainer, begin, run.experts.end_evaluation))
     if not run.zero_shardings or partition is None:
         return run
+    from lightning_hybrid.strategies.techniques.choose_layers_to_recompute import gather_in_recomputation
+
     assert run.plan is not None
     zero: ZeroSharding = shard_over_replicas(
         setting.module,
@@ -274,6 +279,8 @@ def _shard_over_replicas(run: Run, partition: ModulePartition | None) -> Run:
 def _connect_shards(run: Run, randomness: KeyedRandomness) -> None:
     """Connect sharded layers to random numbers, and code outside of them to gathered parameters."""
     if run.shards is not None:
+        from lightning_hybrid.tensor.shard_state.tensor_parallel_random_draws import KeyedDraws
+
         assert run.runner is not None
         run.shards.be_ready(partial(KeyedDraws, device=run.setting.device), rank_zero_warn, randomness.uncounted)
         run.shards.gather_on_read(run.runner.guards)
@@ -289,6 +296,9 @@ def compile_layers(run: Run, randomness: KeyedRandomness) -> Run:
     options = compile_options(setting.options.compile)
     if options is None:
         return run
+    from lightning_hybrid.step.recording.choose_units import choose_units
+    from lightning_hybrid.strategies.techniques.compile_layers_with_torch import CompiledUnits, share_compile_processes
+
     module, has_runner = setting.module, run.runner is not None
     synced = setting.norms is not None
     compiled = CompiledUnits(module, options, setting.device, in_microbatches=has_runner, synced_norms=synced)
@@ -341,6 +351,10 @@ def _chunk_losses(run: Run, partition: ModulePartition | None) -> Run:
     option = setting.options.chunked_loss
     if option is False or (partition is not None and not partition.has_step):
         return run
+    from lightning_hybrid.memory.chunked_loss.find_output_heads import find_output_heads
+    from lightning_hybrid.memory.chunked_loss.output_heads import ChunkedLoss
+    from lightning_hybrid.zero.gather_layer_for_other_code import gathered_for_other_code
+
     sharded = {name for axis in (() if run.shards is None else run.shards.shardings) for name in axis.placements}
     is_compiled, counted = setting.options.compile is not None, option is not True
     heads = find_output_heads(setting.module, sharded=sharded, is_compiled=is_compiled, any_size=counted)
@@ -369,8 +383,8 @@ def _chunk_losses(run: Run, partition: ModulePartition | None) -> Run:
 
 def _agree_on_broken_steps(run: Run) -> None:
     """Let replicas agree on steps that may take another trace while they run."""
-    setting, runner, plan = run.setting, run.runner, run.plan
-    if not isinstance(runner, StepRunner) or not setting.is_fitting or plan is None:
+    setting, runner = run.setting, run.staged_runner
+    if runner is None or not setting.is_fitting or run.plan is None:
         return
     # What experts exchange in the middle of a step cannot be brought to its end without it, and a parameter that was
     # stepped in the backward has no old value.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -22,10 +22,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint.background_save import BackgroundSave
 from lightning_hybrid.checkpoint.full_module_and_optimizer_state import state_as_overridden
-from lightning_hybrid.checkpoint.inspect_checkpoint import describe_layout
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import OwnedShards, unsharded
-from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
-from lightning_hybrid.checkpoint.write_checkpoint_folder import HostBuffers, prepare, write
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import AXES
 from lightning_hybrid.randomness.generator_snapshot import plain_generator_states, restore_plain_states
@@ -34,6 +31,9 @@ from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrS
 from lightning_hybrid.strategies.run.run_setting_dataclass import needs_runner
 from lightning_hybrid.strategies.world.rank_failures import warn_of_missing_checkpoint
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
+
+if TYPE_CHECKING:
+    from lightning_hybrid.checkpoint.write_checkpoint_folder import HostBuffers
 
 # Lightning's name for what it saves before it asks SLURM for the job's return: it must be there by then.
 _BEFORE_REQUEUE = "hpc_ckpt"
@@ -50,7 +50,7 @@ class CheckpointFiles:
         self._options = options
         self.seed: int | None = None
         self._background = BackgroundSave()
-        self._buffers = HostBuffers()
+        self._buffers: HostBuffers | None = None  # of the run, once it saves beside training
         self._writers: tuple[Any, ProcessGroup | None] | None = None
         self._generator_states: list[dict[str, Any]] = []  # by replica, what a resumed run's generators had drawn
 
@@ -161,6 +161,8 @@ class CheckpointFiles:
                 " save to a folder that all ranks share and copy it",
                 entry="save-local",
             )
+        from lightning_hybrid.checkpoint.write_checkpoint_folder import HostBuffers, prepare, write
+
         world = self._world
         with world.as_launcher(), torch._C.DisableTorchFunction():
             path = Path(os.path.abspath(world.broadcast(os.fspath(filepath))))
@@ -168,6 +170,8 @@ class CheckpointFiles:
             waited_for = path.name.startswith(_BEFORE_REQUEUE) or self._is_first_named_last(path)
             is_running = self._module.trainer.state.status == TrainerStatus.RUNNING
             beside = self._options.async_checkpoint and is_running and not world.broadcast(waited_for)
+            if beside and self._buffers is None:
+                self._buffers = HostBuffers()
             buffers = self._buffers if beside else None
             drawn = plain_generator_states(world.device)
             mesh, description = self._state.mesh, self._metadata(state)
@@ -233,7 +237,7 @@ class CheckpointFiles:
 
     def close(self) -> None:
         """Wait for the checkpoint being written at the end of a run."""
-        self._buffers = HostBuffers()
+        self._buffers = None
         self.wait()
 
     # -- loading ------------------------------------------------------------------------------------------------------
@@ -246,6 +250,8 @@ class CheckpointFiles:
         """
         self.wait()
         if folder.is_folder(path):
+            from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
+
             share = self._world.mesh.rank, self._world.layout.world_size
             digests = self._options.check_digests
             saved = SavedFolder(Path(path), weights_only=weights_only, digests=digests, share=share)
@@ -263,6 +269,8 @@ class CheckpointFiles:
         if not saved or self._module.trainer.state.fn != TrainerFn.FITTING:
             return
         own = self._axis_sizes()
+        from lightning_hybrid.checkpoint.inspect_checkpoint import describe_layout
+
         before, now = (describe_layout({axis: sizes.get(axis, 1) for axis in (*AXES, "ep")}) for sizes in (saved, own))
         if before != now:
             counts = len(self._generator_states), self._world.layout.data_parallel_size

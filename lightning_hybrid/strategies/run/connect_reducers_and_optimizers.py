@@ -6,23 +6,17 @@ import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
-from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.precision.message_dtypes import message_dtypes
-from lightning_hybrid.precision.stochastic_rounding import ParameterNames
 from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
 from lightning_hybrid.strategies.optimizer_steps.connect_full_parameter_steps import (
     connect_full_parameter_steps,
-)
-from lightning_hybrid.strategies.optimizer_steps.full_parameters_in_manual_optimization import (
-    read_full_parameters_in_manual_steps,
-    sum_norms_in_manual_steps,
 )
 from lightning_hybrid.strategies.optimizer_steps.limits_of_float32_steps import (
     check_random_rounding,
@@ -39,25 +33,21 @@ from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import (
     connect_adascale,
     has_adascale,
 )
-from lightning_hybrid.strategies.techniques.offload_optimizer_states import offload_states, parameters_by_layer
 from lightning_hybrid.strategies.techniques.step_shards_in_manual_optimization import (
     shard_optimizer_states,
     step_manual_shards,
 )
 from lightning_hybrid.strategies.techniques.use_fused_adam_on_cpu import fuse_steps
-from lightning_hybrid.strategies.user_code.custom_optimizers_read_full_parameters import (
-    search_by_mean_loss,
-    step_local_shards,
-    watch_step,
-)
 from lightning_hybrid.strategies.user_code.hooks_of_optimizer_steps import (
     read_in_later_hooks,
     step_hooks,
     without_later_hooks,
 )
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import around_validation
-from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
-from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
+
+if TYPE_CHECKING:
+    from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+    from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
 
 
 def connect_optimizers(
@@ -144,6 +134,8 @@ def _connect_precision(run: Run, counted: set[int], parts: LocalShards | None) -
 
 def _step_in_float32(run: Run, optimizers: Sequence[Optimizer]) -> None:
     """Let optimizers step float32 copies of bfloat16 parameters, below all that shards or offloads their steps."""
+    from lightning_hybrid.precision.stochastic_rounding import ParameterNames
+
     setting, precision = run.setting, run.setting.precision
     if not isinstance(precision, HybridPrecision) or not precision.steps_in_float32:
         return
@@ -164,6 +156,10 @@ def _step_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimi
     """Let optimizers that need all elements of a parameter have them; return those."""
     module, is_full = run.setting.module, lambda: owner.state.is_full
     if run.setting.is_manual and run.zero is not None:
+        from lightning_hybrid.strategies.optimizer_steps.full_parameters_in_manual_optimization import (
+            sum_norms_in_manual_steps,
+        )
+
         sum_norms_in_manual_steps(optimizers, module, _shardings_in_step(run), run.mesh, is_full, run.until_end)
         return []
     if run.setting.is_manual and run.guards is None:
@@ -180,6 +176,8 @@ def _watch_steps(run: Run, owner: RunOwner, optimizers: Sequence[Optimizer]) -> 
     mesh = setting.world.mesh
     for optimizer in optimizers if mesh.size("data") > 1 else ():
         if isinstance(optimizer, LBFGS):
+            from lightning_hybrid.strategies.user_code.custom_optimizers_read_full_parameters import search_by_mean_loss
+
             undo.callback(search_by_mean_loss(optimizer, partial(mesh.all_reduce, axis="data", op="mean")))
     return watched
 
@@ -188,6 +186,11 @@ def _read_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimi
     """Let optimizers that need full parameters read those; return them."""
     setting, undo = run.setting, run.until_end
     if setting.is_manual:
+        from lightning_hybrid.full_params.check_ranks_read_same_values import HookAgreement
+        from lightning_hybrid.strategies.optimizer_steps.full_parameters_in_manual_optimization import (
+            read_full_parameters_in_manual_steps,
+        )
+
         return read_full_parameters_in_manual_steps(
             optimizers,
             setting.module,
@@ -204,6 +207,8 @@ def _read_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimi
         )
     watched = {} if run.hook_reads is None else run.hook_reads.of_optimizers(optimizers)
     for optimizer, reads in watched.items():
+        from lightning_hybrid.strategies.user_code.custom_optimizers_read_full_parameters import watch_step
+
         undo.callback(watch_step(optimizer, reads, lambda: not owner.state.is_full))
     return list(watched)
 
@@ -217,6 +222,9 @@ def _offload(run: Run, optimizers: Sequence[Optimizer], watched: Sequence[Optimi
     setting = run.setting
     if not setting.options.offloaded:
         return []
+    from lightning_hybrid.strategies.techniques.offload_optimizer_states import offload_states, parameters_by_layer
+    from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
+
     layers = parameters_by_layer(setting.module, run.plan)
     shared = run.mesh.group("dp_shard") if setting.shards_manual_steps else None
     offload, device = setting.options.offloaded, setting.device
@@ -235,6 +243,8 @@ def _shard_manual_steps(run: Run, optimizers: Sequence[Optimizer]) -> list[Optim
     setting, undo = run.setting, run.until_end
     full = [] if run.zero is None else step_manual_shards(optimizers, setting.module, run.zero_shardings, undo)
     if run.guards is not None:
+        from lightning_hybrid.strategies.user_code.custom_optimizers_read_full_parameters import step_local_shards
+
         for optimizer in optimizers:  # outermost: no other replacement of a step is guarded
             undo.callback(step_local_shards(optimizer, run.guards))
     return full

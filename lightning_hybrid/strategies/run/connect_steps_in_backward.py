@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
 from torch.optim import Optimizer
@@ -14,12 +14,12 @@ from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
 from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import has_adascale
-from lightning_hybrid.strategies.techniques.offload_optimizer_states import parameters_by_layer
 from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import LIBRARY_PREFIXES
-from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
-from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
-from lightning_hybrid.zero.optimizer_states.step_in_backward import InPlaceSubsetStep, StepsInBackward
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import skips_missing_gradients, steps_independently
+
+if TYPE_CHECKING:
+    from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
+    from lightning_hybrid.zero.optimizer_states.step_in_backward import StepsInBackward
 
 # Hooks that run when some parameters are stepped already, and gradients are freed, and may read or change both.
 _HOOKS = (
@@ -56,6 +56,10 @@ def connect_steps_in_backward(
     setting = run.setting
     if not setting.options.optimizer_in_backward:
         return None
+    from lightning_hybrid.strategies.techniques.offload_optimizer_states import parameters_by_layer
+    from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
+    from lightning_hybrid.zero.optimizer_states.step_in_backward import InPlaceSubsetStep, StepsInBackward
+
     check_setting(setting)
     if any(reducer.observer is not None for reducer in reducers.values()) or has_adascale(setting.trainer):
         raise _refusal("a callback observes the averages of gradients", "remove the callback")

@@ -23,6 +23,7 @@ from lightning_hybrid.checkpoint.full_module_and_optimizer_state import (
 )
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import LocalState
 from lightning_hybrid.errors import CheckpointError
+from lightning_hybrid.memory.free_memory import free_bytes, free_on_host
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.patching import temporary_hook
@@ -36,9 +37,7 @@ from lightning_hybrid.strategies.state.refuse_partial_state_dict import (
     missing_parameters,
     refuse_partial_state,
 )
-from lightning_hybrid.strategies.user_code.gather_checkpoint_hook_tensors import attribute_tensors
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
-from lightning_hybrid.verify.check_available_memory import free_bytes, free_on_host
 
 
 class Place(Enum):
@@ -122,6 +121,8 @@ class FullOrShardedState:
             return
         device = torch.device("cpu") if place is Place.HOST else None
         if run.global_reads is not None:
+            from lightning_hybrid.strategies.user_code.gather_checkpoint_hook_tensors import attribute_tensors
+
             reads = run.global_reads
             kept = attribute_tensors([self._module, *self._module.trainer.callbacks])  # type: ignore[attr-defined]
             reads.complete([tensor for tensor in kept if id(tensor) not in reads.parameters])

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.full_module_and_optimizer_state import gather_optimizer_state, local_optimizer_state
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import LocalState
-from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedOptimizer
 from lightning_hybrid.checkpoint.state_shapes import check_state_shapes
 from lightning_hybrid.collectives.objects import broadcast_object
 from lightning_hybrid.errors import CheckpointError
@@ -110,6 +109,8 @@ class OptimizerStates:
         Raises:
             CheckpointError: States have other shapes than those of these optimizers.
         """
+        from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedOptimizer
+
         made, run = self._optimization, self._run
         for optimizer, state in zip(optimizers, states, strict=False):  # before one of them sends anything
             self._check_shapes(optimizer, state)
@@ -134,6 +135,8 @@ class OptimizerStates:
             offloaded.adopt()
 
     def _check_shapes(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedOptimizer
+
         run, local = self._run, self.local_states
         is_sharded = run is not None and (run.parts is not None or run.is_pipelined)
         is_sharded |= bool(self._optimization.sharded_steps)

@@ -6,11 +6,10 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.errors import BatchError, LayoutError, UnfitError
 from lightning_hybrid.graph.step_graph import StepGraph
-from lightning_hybrid.memory.recompute_layers import Recomputation
 from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
@@ -25,19 +24,15 @@ from lightning_hybrid.strategies.start.first_recording import record_first_step
 from lightning_hybrid.strategies.start.runner_factory import make_runner
 from lightning_hybrid.strategies.start.warn_of_mixed_samples import warn_of_mixed_samples
 from lightning_hybrid.strategies.state.fall_back_to_zero3_shards import Zero3Fallback
-from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import warn_across_nodes
-from lightning_hybrid.strategies.techniques.choose_layers_to_recompute import (
-    budgeted_layers,
-    recompute_layers,
-    recompute_plain_layers,
-)
-from lightning_hybrid.strategies.techniques.expert_parallel import ExpertPlanner
-from lightning_hybrid.strategies.techniques.plan_tensor_parallelism import TensorPlanner, plan_folder
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import LayerReads, zero_shardings
 from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import why_no_stages
-from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
-from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
-from lightning_hybrid.tensor.search.unit_search import plan_unit
+
+if TYPE_CHECKING:
+    from lightning_hybrid.memory.recompute_layers import Recomputation
+    from lightning_hybrid.strategies.techniques.expert_parallel import ExpertPlanner
+    from lightning_hybrid.strategies.techniques.plan_tensor_parallelism import TensorPlanner
+    from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
+    from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +69,7 @@ class ModulePartition:
         randomness: KeyedRandomness,
         *,
         may_retry: bool,
-        find_tensor_plan: Callable[..., UnitPlan] = plan_unit,
+        find_tensor_plan: Callable[..., UnitPlan] | None = None,
     ) -> None:
         self.run, self.may_retry = run, may_retry
         self._find_tensor_plan = find_tensor_plan
@@ -217,6 +212,9 @@ class ModulePartition:
         self._set(metrics=metrics, plan=plan, runner=runner)
         self.tensor_planner = self.expert_planner = None
         if mesh.size("tp") * mesh.size("cp") > 1:
+            from lightning_hybrid.strategies.techniques.check_and_describe_tensor_plans import warn_across_nodes
+            from lightning_hybrid.strategies.techniques.plan_tensor_parallelism import TensorPlanner, plan_folder
+
             warn_across_nodes(setting.layout.tensor_parallel_size, world.num_processes, world.num_nodes)
             self.tensor_planner = TensorPlanner(
                 module,
@@ -230,10 +228,13 @@ class ModulePartition:
         if options.zero_stage and self.run.is_pipelined:
             runner.unit_observers.append(self.layer_reads.watching)
         # Tensor ranks may hold shards instead.
-        has_ranks = setting.layout.expert_parallel_size > 1 or mesh.size("tp") > 1
-        if has_ranks and ExpertPlanner.is_needed(module, setting.layout) and setting.is_fitting:
-            self.expert_planner = ExpertPlanner(module, world.mesh, options, self._randomness, runner.guards)
-            runner.unit_observers.append(self.expert_planner.watching)
+        may_be_stacked = mesh.size("tp") > 1 and any(parameter.dim() > 2 for parameter in module.parameters())
+        if setting.is_fitting and (setting.layout.expert_parallel_size > 1 or may_be_stacked):
+            from lightning_hybrid.strategies.techniques.expert_parallel import ExpertPlanner
+
+            if ExpertPlanner.is_needed(module, setting.layout):
+                self.expert_planner = ExpertPlanner(module, world.mesh, options, self._randomness, runner.guards)
+                runner.unit_observers.append(self.expert_planner.watching)
         if runner.unit_observers:
             runner.unit_observers.append(self._keep_graph)
 
@@ -270,6 +271,12 @@ class ModulePartition:
         )
 
     def _recomputation(self, recompute: Recompute, plan: StagePlan) -> Recomputation:
+        from lightning_hybrid.strategies.techniques.choose_layers_to_recompute import (
+            budgeted_layers,
+            recompute_layers,
+            recompute_plain_layers,
+        )
+
         setting = self._setting
         module, is_compiled = setting.module, setting.options.compile is not None
         syncs_norms = setting.norms is not None

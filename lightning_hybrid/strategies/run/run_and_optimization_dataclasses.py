@@ -5,35 +5,37 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts
-from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
-from lightning_hybrid.memory.chunked_loss.output_heads import ChunkedLoss
-from lightning_hybrid.memory.recompute_layers import Recomputation
-from lightning_hybrid.memory.saved_activations.hook_saved_tensors_of_layers import LayerActivations
-from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.parts.gather_on_read import ReadGuards
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
-from lightning_hybrid.pipeline.results.metric_sync import MetricSync
-from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
-from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner
-from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
-from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
-from lightning_hybrid.strategies.optimizer_steps.refuse_unconnected_steps import ConnectedOptimizers
-from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
-from lightning_hybrid.strategies.state.fall_back_to_zero3_shards import Zero3Fallback
-from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
-from lightning_hybrid.strategies.techniques.compile_layers_with_torch import CompiledUnits
-from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
-from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
-from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
-from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
-from lightning_hybrid.zero.optimizer_states.sharded_manual_optimizer_step import ShardedStep
-from lightning_hybrid.zero.optimizer_states.step_in_backward import StepsInBackward
+if TYPE_CHECKING:
+    from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts
+    from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageReads
+    from lightning_hybrid.memory.chunked_loss.output_heads import ChunkedLoss
+    from lightning_hybrid.memory.recompute_layers import Recomputation
+    from lightning_hybrid.memory.saved_activations.hook_saved_tensors_of_layers import LayerActivations
+    from lightning_hybrid.mesh import Mesh
+    from lightning_hybrid.parts.gather_on_read import ReadGuards
+    from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
+    from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
+    from lightning_hybrid.pipeline.results.metric_sync import MetricSync
+    from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+    from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
+    from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner
+    from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
+    from lightning_hybrid.replicate.buffer_broadcast import ReplicaBufferBroadcast
+    from lightning_hybrid.strategies.optimizer_steps.refuse_unconnected_steps import ConnectedOptimizers
+    from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
+    from lightning_hybrid.strategies.state.fall_back_to_zero3_shards import Zero3Fallback
+    from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
+    from lightning_hybrid.strategies.techniques.compile_layers_with_torch import CompiledUnits
+    from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
+    from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
+    from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
+    from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
+    from lightning_hybrid.zero.optimizer_states.sharded_manual_optimizer_step import ShardedStep
+    from lightning_hybrid.zero.optimizer_states.step_in_backward import StepsInBackward
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,20 @@ class Run:
     @property
     def plain_runner(self) -> PlainRunner | None:
         """The runner of steps without stages; None where they are replayed from a recording."""
+        if self.runner is None:
+            return None
+        from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
+
         return self.runner if isinstance(self.runner, PlainRunner) else None
+
+    @property
+    def staged_runner(self) -> StepRunner | None:
+        """The runner that replays steps from a recording; None where there is none."""
+        if self.runner is None:
+            return None
+        from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
+
+        return self.runner if isinstance(self.runner, StepRunner) else None
 
     @property
     def guards(self) -> ReadGuards | None:
@@ -118,7 +133,7 @@ class Run:
     @property
     def unpartitioned_steps(self) -> frozenset[str]:
         """Names of evaluation steps that every rank has run unpartitioned so far."""
-        if isinstance(self.runner, PlainRunner):
+        if self.plain_runner is not None:
             return frozenset({"validation_step", "test_step", "predict_step"})
         return frozenset() if self.runner is None else frozenset(self.runner.unpartitioned.names)
 
@@ -130,7 +145,7 @@ class Run:
     @property
     def shares_batches(self) -> bool:
         """Whether these ranks run training steps on shares of a batch; on the full batch otherwise."""
-        return isinstance(self.runner, PlainRunner) and self.runner.runs_shares
+        return self.plain_runner is not None and self.plain_runner.runs_shares
 
     @property
     def unsplit_step_names(self) -> frozenset[str]:

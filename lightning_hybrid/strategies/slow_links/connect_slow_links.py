@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch.optim import Optimizer
 
 from lightning_hybrid.callbacks.adascale import GradientNoise
 from lightning_hybrid.callbacks.slow_links.callback_with_state_of_run import SlowLinkCallback
-from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
-from lightning_hybrid.callbacks.slow_links.local_sgd import LocalSGD
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.namespaces.converted_objects import convert
 from lightning_hybrid.namespaces.lightning_namespaces import namespace_of
 from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
-from lightning_hybrid.strategies.slow_links.connect_gradient_compression import connect_gradient_compression
-from lightning_hybrid.strategies.slow_links.local_rounds import LocalRounds
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import (
     INDEPENDENT,
     can_step_shards,
     combines_parameters,
 )
+
+if TYPE_CHECKING:
+    from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
+    from lightning_hybrid.callbacks.slow_links.local_sgd import LocalSGD
 
 
 def connect_slow_links(run: Run, optimization: Optimization) -> None:
@@ -43,6 +43,13 @@ def connect_slow_links(run: Run, optimization: Optimization) -> None:
             " GradientCompression sends them in every step",
             entry="slow-links",
         )
+    if not found:
+        return
+    from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
+    from lightning_hybrid.callbacks.slow_links.local_sgd import LocalSGD
+    from lightning_hybrid.strategies.slow_links.connect_gradient_compression import connect_gradient_compression
+    from lightning_hybrid.strategies.slow_links.local_rounds import LocalRounds
+
     for callback in found:
         if isinstance(callback, GradientCompression):
             check_gradient_compression(callback, run)
@@ -183,8 +190,8 @@ def carry_slow_links(run: Run, gather: Callable[[Optimizer], dict[str, Any]]) ->
 
 def replicas_step_by_themselves(trainer: Any) -> bool:
     """Whether the next step of each replica is its own, so that parameters and states of optimizers differ."""
-    local = (callback for callback in trainer.callbacks if isinstance(callback, LocalSGD))
-    return any(callback.is_local(trainer.global_step) for callback in local)
+    found = (callback for callback in trainer.callbacks if isinstance(callback, SlowLinkCallback))
+    return any(callback.is_local(trainer.global_step) for callback in found)
 
 
 def describe_slow_links(trainer: Any) -> list[str]:

@@ -7,8 +7,7 @@ from typing import Any
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
-from lightning_hybrid.callbacks.slow_links.local_sgd import LocalSGD
+from lightning_hybrid.callbacks.slow_links.callback_with_state_of_run import SlowLinkCallback
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.shared_memory.point_to_point_transfers import transfers_of
 
@@ -59,7 +58,7 @@ def why_ranks_cannot_stop_together(trainer: Any, mesh: Mesh) -> str:
             " middle of a step, which cannot be undone if one of them runs out of memory"
         )
     for callback in trainer.callbacks:
-        if isinstance(callback, GradientCompression | LocalSGD):
+        if isinstance(callback, SlowLinkCallback):
             name = type(callback).__name__
             return f"{name} keeps what a step that is undone has left of its messages; remove {name}"
     if layout.pipeline_parallel_size > 1 and transfers_of(mesh.group("pp")) is None:

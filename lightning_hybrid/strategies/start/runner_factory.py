@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_hybrid.errors import StepError
+from lightning_hybrid.memory.free_memory import free_bytes
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
@@ -25,7 +26,6 @@ from lightning_hybrid.pipeline.step_runner_without_pipeline import PlainRunner
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
-from lightning_hybrid.verify.check_available_memory import free_bytes
 
 # Share of the memory free at the start of a step that gathered parameters may take.
 _FREE_MEMORY_SHARE = 0.25

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -24,8 +24,10 @@ from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers impo
     drop_absent_in_copy,
     unshard_parameters,
 )
-from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.standins.absent_tensors import is_absent
+
+if TYPE_CHECKING:
+    from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 
 _REASON = "weight averaging of a sharded module"
 # Where the callbacks go through the parameters of both.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
 from lightning_hybrid.replicate.gradient_reducer import GradientReducer
 from lightning_hybrid.replicate.several_gradient_reducers_as_one import JointReducer
+
+if TYPE_CHECKING:
+    from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 
 Reducers = dict[int | None, GradientReducer | JointReducer]
 

@@ -14,6 +14,7 @@ from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers
 from lightning_hybrid.memory.budget.byte_sizes import parse_budget
 from lightning_hybrid.memory.budget.compiled_layers import BudgetedCompiledLayers
 from lightning_hybrid.memory.budget.operations_or_layers import BudgetedOperationsOrLayers
+from lightning_hybrid.memory.free_memory import free_bytes
 from lightning_hybrid.memory.recompute_layers import Recomputation
 from lightning_hybrid.memory.recompute_policies import Policy, Recompute, is_selective, layer_policies
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
@@ -21,7 +22,6 @@ from lightning_hybrid.step.objects.repeated_layers import find_layers, shortened
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
-from lightning_hybrid.verify.check_available_memory import free_bytes
 from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 
 

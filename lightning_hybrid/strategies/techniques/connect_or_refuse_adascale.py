@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.callbacks.adascale import GradientNoise
 from lightning_hybrid.layout import ParallelLayout
@@ -11,7 +11,9 @@ from lightning_hybrid.namespaces.converted_objects import convert
 from lightning_hybrid.namespaces.lightning_namespaces import namespace_of
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
-from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
+
+if TYPE_CHECKING:
+    from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 
 
 def connect_adascale(

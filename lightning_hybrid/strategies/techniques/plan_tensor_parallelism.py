@@ -52,7 +52,7 @@ class TensorPlanner:
         sequence_parallel: bool,
         plan: Mapping[str, str] | None = None,
         folder: str | None = None,
-        find: Callable[..., UnitPlan] = plan_unit,
+        find: Callable[..., UnitPlan] | None = None,
     ) -> None:
         self._module, self._mesh = module, mesh
         self._size, self._context = mesh.size("tp"), mesh.size("cp")
@@ -61,7 +61,7 @@ class TensorPlanner:
         self._model_requests: dict[str, Request] = {}
         if self._size > 1:  # plans say how weights are cut
             self._user_requests, self._model_requests = requests_of_user(module, plan or {}), requests_of_model(module)
-        self._folder, self._find = folder, find
+        self._folder, self._find = folder, find or plan_unit
         self.summary = ""
         self._calls = self.planned_calls = UnitCalls()
         self._units: dict[str, nn.Module] = {}

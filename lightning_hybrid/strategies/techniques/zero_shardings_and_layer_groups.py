@@ -5,29 +5,31 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from lightning_hybrid.errors import LayoutError
-from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts
+from lightning_hybrid.memory.free_memory import free_bytes
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import ReadGuards, can_guard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.parts.shard_boxes import shard_of
-from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
-from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import stage_of_gradient
-from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import record_calls
-from lightning_hybrid.verify.check_available_memory import free_bytes
 from lightning_hybrid.zero.devices_storing_local_shards import StorageDevices
-from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import Stage, ZeroSharding
-from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
 from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks, bytes_of_shards, shard_placement
 from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
+
+if TYPE_CHECKING:
+    from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts
+    from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
+    from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
+    from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import Stage, ZeroSharding
+    from lightning_hybrid.zero.memory_mapped_states import Region
 
 # Share of the memory free at the start of a run that full layers and their gradients may take.
 _FREE_MEMORY_SHARE = 0.25
@@ -79,6 +81,8 @@ class LayerReads:
     @contextlib.contextmanager
     def watching(self, variant: TraceVariant) -> Iterator[None]:
         """Observe the layers while the step is recorded inside."""
+        from lightning_hybrid.tensor.discovery.unit_calls_and_outside_reads import record_calls
+
         units = variant.recording.units
         with record_calls(find_layers(units), units) as calls:
             yield
@@ -109,6 +113,8 @@ def shard_over_replicas(
     (collective); ``guards``: of a run whose steps were not recorded, None where a recording shows what they read;
     ``dtypes``: of messages, as fields of `ShardRanks`.
     """
+    from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
+
     ranks = ShardRanks(mesh.group("dp_shard"), mesh.group("dp_replicate"), mesh.size("data"), **dtypes)
     expert_ranks = ranks
     if experts is not None:
@@ -134,10 +140,9 @@ def shard_over_replicas(
             sparse=sparse,
         )
         groups.setdefault(of, []).append(group)
-    full_bytes = sum(_full_bytes(parameter) for group in members.values() for parameter in group.values())
-    per_layer = gathers_per_layer(reshard_after_forward, full_bytes, device)
-    if reshard_after_forward == "auto":
-        per_layer = agree(per_layer)
+    every = [parameter for group in members.values() for parameter in group.values()]
+    per_layer = gathers_per_layer(reshard_after_forward, sum(map(_full_bytes, every)), device)
+    per_layer = agree(per_layer) if reshard_after_forward == "auto" else per_layer
     zero = ZeroSharding(module, groups, ranks, device, per_layer=per_layer)
     if zero.per_layer and experts is None and ranks.shard.size() > 1:
         zero.gather_in_rounds(mesh)
@@ -188,6 +193,8 @@ def _regions_for(where: str | None, sizes: Sequence[int]) -> Iterator[Region]:
     """Yield a region of a file for each group of parameters, if they are offloaded to one."""
     if where is None or where == "cpu":
         return
+    from lightning_hybrid.zero.memory_mapped_states import StateFile
+
     file = StateFile(where.removeprefix("disk:"), sizes, content="the parameters")
     yield from file.regions()
 

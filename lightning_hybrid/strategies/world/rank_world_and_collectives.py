@@ -16,7 +16,6 @@ from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.distributed import default_pg_timeout
 
-from lightning_hybrid.experts.moe.moe_layer import name_layers
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.patching import replace
@@ -69,7 +68,9 @@ class RankWorld:
     def connect(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Make user code in hooks of a trainer see its own world, and split its evaluation over replicas."""
         module._device_mesh = published(self.mesh.published(), self.as_launcher)
-        name_layers(module)
+        for fqn, layer in module.named_modules():
+            if (name_in_errors := getattr(layer, "name_in_errors", None)) is not None:  # an MoE layer
+                name_in_errors(fqn)
         self._user_world = ReplicaWorld(self.mesh)
         self._until_failure.callback(self._user_world.wrap_hooks(trainer))
         self.until_end.callback(evaluate_each_sample_once(trainer, self.mesh, self.any_failed))

@@ -6,7 +6,7 @@ import atexit
 import os
 import warnings
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.memory.saved_activations.requested_techniques import ActivationRequests, Compression, Offload
 from lightning_hybrid.mesh import Mesh
-from lightning_hybrid.planner.search.plans_and_rejections import Plan
 from lightning_hybrid.precision.check_device_capability import check_device_precision
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.strategies.options.let_lightning_search_batch_sizes import is_check_of_batch_size_search
@@ -43,6 +42,9 @@ from lightning_hybrid.strategies.world.rank_failures import check_connections
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
 from lightning_hybrid.strategies.world.return_results_of_forked_ranks import ForkedRanksLauncher
 from lightning_hybrid.strategies.world.sampler_epochs import set_next_epoch
+
+if TYPE_CHECKING:
+    from lightning_hybrid.planner.search.plans_and_rejections import Plan
 
 
 class RankedStrategy(ParallelStrategy):

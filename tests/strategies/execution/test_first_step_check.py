@@ -13,9 +13,9 @@ from torch import nn
 
 from harness.trainer_runs import trainer_of, weights_of
 from lightning_hybrid.errors import FirstStepError
+from lightning_hybrid.memory import free_memory as memory
 from lightning_hybrid.pipeline.stages.tied_parameter_gradients import TiedParameters
 from lightning_hybrid.strategies.execution.first_step_check import describe_verdict, print_once
-from lightning_hybrid.verify import check_available_memory as memory
 from lightning_hybrid.verify.first_step_comparison import Verdict
 from models.tiny import FEATURES, Tiny, loader
 

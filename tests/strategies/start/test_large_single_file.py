@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from harness.trainer_runs import ignore_warnings, trainer_of
+from lightning_hybrid.memory.free_memory import host_memory
 from lightning_hybrid.strategies.start import warn_of_large_single_file as warning
-from lightning_hybrid.verify.check_available_memory import host_memory
 from models.tiny import Tiny, loader
 
 PARAMETERS = 8 * (4 * 20 + 5)  # bytes of float64
