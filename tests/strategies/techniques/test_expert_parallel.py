@@ -44,6 +44,22 @@ class OnlyExperts(Experts):
         self.head = torch.nn.Identity()
 
 
+class ClipsItself(Balanced):
+    """By the norm of the gradients, in a step that calls its optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer, loss = self.optimizers(), self.loss(batch)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": loss}
+
+
 CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 
 RUNS = {
@@ -55,6 +71,10 @@ RUNS = {
     "DeepSeek": shared(DeepseekV3, slow=True),
     "gpt-oss": shared(GptOss),
     "our layer": shared(Balanced),
+    "clipped in the step": shared(ClipsItself, microbatches=1),
+    "clipped in the step, two copies": shared(ClipsItself, microbatches=1, dp=4, slow=True),
+    "clipped in the step, zero3": shared(ClipsItself, microbatches=1, dp=4, strategy={"zero_stage": 3}, slow=True),
+    "clipped in the step, context ranks": shared(ClipsItself, microbatches=1, cp=2, ep=4, slow=True),
     "two copies": shared(dp=4, trainer=CLIPPED, slow=True),
     "over stages": shared(pp=2, validate=True),
     "a list over tensor ranks, validated": shared(Looped, tp=2, validate=True),
