@@ -20,6 +20,7 @@ from lightning_hybrid.full_params.cross_stage_reads_in_hooks import CrossStageRe
 from lightning_hybrid.full_params.skip_absent_parameters_in_conversions import skip_absent_parameters
 from lightning_hybrid.memory.chunked_loss.find_output_heads import find_output_heads
 from lightning_hybrid.memory.chunked_loss.output_heads import ChunkedLoss
+from lightning_hybrid.parts.gradient_hooks import on_full_gradient
 from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_owners, drop_remote_parameters
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
@@ -281,6 +282,11 @@ def _connect_shards(run: Run, randomness: KeyedRandomness) -> None:
             runner.gather_outputs(any(plan.vocabulary or plan.positions for plan in run.shards.plans.values()))
     if run.experts is not None:
         run.experts.be_ready()
+    if run.parts is not None and run.runner is not None:
+        parts, names = run.parts, {id(parameter): name for name, parameter in run.setting.module.named_parameters()}
+        run.runner.guards.gradient_hook = lambda parameter, registration, hook: on_full_gradient(
+            registration, parts, names[id(parameter)], hook
+        )
 
 
 def compile_layers(run: Run, randomness: KeyedRandomness) -> Run:

@@ -65,6 +65,33 @@ class ClipsItself(Balanced):
         assert float(torch.stack(norms).norm()) < 0.05
 
 
+class Masks:
+    """Hooks of either kind with a mask of each parameter's shape."""
+
+    def on_fit_start(self):
+        for number, parameter in enumerate(self.parameters()):
+            mask = torch.arange(parameter.numel(), dtype=parameter.dtype).view(parameter.shape).cos()
+
+            def masked(gradient, mask=mask):
+                return gradient * mask
+
+            def mask_in_place(of, mask=mask):
+                of.grad.mul_(mask)
+
+            if number % 2:
+                parameter.register_hook(masked)
+            else:
+                parameter.register_post_accumulate_grad_hook(mask_in_place)
+
+
+class MasksStacked(Masks, GptOss):
+    pass
+
+
+class MasksListed(Masks, FewTokens):
+    pass
+
+
 CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 
 RUNS = {
@@ -80,6 +107,12 @@ RUNS = {
     "clipped in the step, two copies": shared(ClipsItself, microbatches=1, dp=4, slow=True),
     "clipped in the step, zero3": shared(ClipsItself, microbatches=1, dp=4, strategy={"zero_stage": 3}, slow=True),
     "clipped in the step, context ranks": shared(ClipsItself, microbatches=1, cp=2, ep=4, slow=True),
+    "masks on gradients": shared(MasksStacked),
+    "masks on gradients, a list": shared(MasksListed, batch_size=1, microbatches=1, num_batches=3),
+    "masks on gradients, tensor ranks": shared(MasksStacked, tp=2, slow=True),
+    "masks on gradients, a list, tensor ranks": shared(MasksListed, tp=2, slow=True),
+    "masks on gradients, zero3": shared(MasksStacked, dp=4, strategy={"zero_stage": 3}, slow=True),
+    "masks on gradients, stages": shared(MasksStacked, pp=2, slow=True),
     "two copies": shared(dp=4, trainer=CLIPPED, slow=True),
     "over stages": shared(pp=2, validate=True),
     "a list over tensor ranks, validated": shared(Looped, tp=2, validate=True),
