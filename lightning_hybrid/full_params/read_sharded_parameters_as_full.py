@@ -129,7 +129,7 @@ class ShardedParameterReads(TorchFunctionMode):
             return args[0]  # a write through `.data` would not increase the version
         elif name in IDENTITY:
             if name in REGISTRATIONS and self._is_sharded(args[0]):
-                args = args[0], self._on_full_gradient(name, *args)
+                args = args[0], on_full_gradient(name, self._shards, self._sharded[id(args[0])], args[1])
             return func(*args, **kwargs)
         leaves, plain = flatten_call(args, kwargs)
         positions = [position for position, leaf in enumerate(leaves) if self._is_sharded(leaf)]
@@ -155,11 +155,6 @@ class ShardedParameterReads(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             shape = self._shards.full_shape(self._sharded[id(local)], local)
             return torch.empty(shape, dtype=local.dtype, device="meta")
-
-    def _on_full_gradient(self, registration: str, local: Tensor, hook: Any) -> Any:
-        name = self._sharded[id(local)]
-        cut = next((axis for axis in self._shards.shardings if axis.axis == "tp" and name in axis.placements), None)
-        return hook if cut is None else on_full_gradient(registration, cut, cut.placements[name], hook)
 
     def _is_sharded(self, leaf: Any) -> bool:
         return id(leaf) in self._sharded and not is_absent(leaf)

@@ -40,12 +40,15 @@ class ReadGuards:
     Attributes:
         are_off: Whether reads are not guarded now.
         before_shard_access: Called before shards are used: they write back what user code has written to full tensors.
+        gradient_hook: Called with a parameter, the name of the method that registers a gradient hook, and the hook;
+            returns the hook to register.
     """
 
     def __init__(self) -> None:
         """Turn the guards on."""
         self.are_off = False
         self.before_shard_access: list[Callable[[], None]] = []
+        self.gradient_hook: Callable[[nn.Parameter, str, Any], Any] = lambda parameter, registration, hook: hook
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -83,8 +86,6 @@ class GatherCallbacks(NamedTuple):
             it got that by ``.data``, where autograd does not count writes.
         gradient: Returns the full gradient of a parameter; its ``.grad`` if None.
         set_gradient: Called with a parameter and the full gradient to set; sets ``.grad`` if None.
-        hook: Called with a parameter, the name of the method that registers a gradient hook, and the hook; returns the
-            hook to register.
     """
 
     guards: ReadGuards
@@ -92,7 +93,6 @@ class GatherCallbacks(NamedTuple):
     on_access: Callable[[nn.Parameter, Tensor, bool], None] = lambda parameter, full, by_data: None
     gradient: Callable[[nn.Parameter], Tensor | None] | None = None
     set_gradient: Callable[[nn.Parameter, Tensor], None] | None = None
-    hook: Callable[[nn.Parameter, str, Any], Any] = lambda parameter, registration, hook: hook
 
 
 class GuardedParameter(nn.Parameter):
@@ -121,7 +121,7 @@ class GuardedParameter(nn.Parameter):
             if name == "__set__" and args[1] is not None and gathers[-1].set_gradient is not None:
                 return gathers[-1].set_gradient(args[0], args[1])
         if gathers and name in ("register_hook", "register_post_accumulate_grad_hook"):
-            args = args[0], gathers[-1].hook(args[0], name, args[1])
+            args = args[0], gathers[0].guards.gradient_hook(args[0], name, args[1])
         if is_unguarded:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

@@ -285,6 +285,11 @@ class HybridPrecision(MixedPrecision):
         else:
             self._norm.clip(self.main_params(optimizer), clip_val)
 
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clips gradients by value; a rank may have none of those that this optimizer steps, which torch refuses."""
+        if any(parameter.grad is not None for parameter in self.main_params(optimizer)):
+            super().clip_grad_by_value(optimizer, clip_val)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Saves the state under the name of Lightning's plugin, so that a run can be resumed without this package."""
         if type(self).__qualname__ in checkpoint:

@@ -95,8 +95,9 @@ def allowed(each: Combination) -> Combination:
         each = replace(each, replicas=None)
     if each.replicas is not None:
         each = replace(each, layout=_of_replicas(each.layout), then=_of_replicas(each.then))
-    if each.replicas == "local rounds":
-        each = replace(each, layout="dp2", then="dp2", batch_norm=False)
+    if each.replicas == "local rounds":  # an average of steps is the step of averages if steps are linear
+        hook = None if each.hook == "reads norm" else each.hook
+        each = replace(each, layout="dp2", then="dp2", batch_norm=False, optimizer="SGD", clipping=None, hook=hook)
     if each.replicas == "compressed" and each.optimization != "automatic":  # needs full gradients inside the step
         each = replace(each, layout="dp2", then="dp2")
     return each

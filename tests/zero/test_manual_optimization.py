@@ -1,5 +1,7 @@
 """Manual optimization under ZeRO: replicas shard the optimizer steps, and match one process."""
 
+import copy
+
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -122,6 +124,16 @@ class Counts(Callback):
         ]
 
 
+class Masks(Gan):
+    """Copies a part, and masks gradients, before the first step."""
+
+    def on_fit_start(self):
+        self.copies = [copy.deepcopy(self.generator)]
+        weight = self.critic[0].weight
+        mask = (weight > 0).double()
+        weight.register_hook(lambda grad: grad * mask)
+
+
 class SavesHalfway(Callback):
     def __init__(self, path):
         self.path = path
@@ -166,6 +178,7 @@ def assert_close(got, expected):
         pytest.param(Gan, 4, {"zero_stage": 1, "shard_size": 2}, id="gan, two copies", marks=pytest.mark.slow),
         pytest.param(Closures, 2, {"zero_stage": 2}, id="closures"),
         pytest.param(Gan, 2, {"zero_stage": 2, "recompute": "full"}, id="gan recomputed", marks=pytest.mark.slow),
+        pytest.param(Masks, 2, {"zero_stage": 1, "num_microbatches": 2}, id="mask in microbatches"),
         pytest.param(Gan, 2, BY_LAYER, id="gan by layer"),
         pytest.param(Closures, 3, BY_LAYER, id="closures by layer", marks=pytest.mark.slow),
         pytest.param(Accumulates, 2, {"zero_stage": 1}, id="accumulated", marks=pytest.mark.slow),

@@ -47,6 +47,8 @@ class ExpertCalls:
     def __init__(self) -> None:
         self._calls: dict[str, Call] = {}
         self._rows: dict[str, int | None] = {}  # number of vectors in the last call of each module
+        self._inputs: dict[str, Tensor | None] = {}  # first tensor of that call, while the step is recorded
+        self._same_inputs: dict[str, int] = {}  # modules that were called with one tensor have the same number
 
     @contextlib.contextmanager
     def watching(self, units: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -60,12 +62,14 @@ class ExpertCalls:
         recorded = partial(partial, self._recorded_call)
         with without_deduplication(units), replaced_forwards(inside, recorded, reason="calls of experts"):
             yield
+        self._same_inputs = {fqn: id(tensor) for fqn, tensor in self._inputs.items()}
+        self._inputs = {}
 
     def _recorded_call(self, fqn: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         first = next((t for t in tensors if t.is_floating_point() and t.dim()), None)
         self._calls[fqn] = copied(args, _without_data), copied(kwargs, _without_data)
-        self._rows[fqn] = None if first is None else first.shape[:-1].numel()
+        self._rows[fqn], self._inputs[fqn] = None if first is None else first.shape[:-1].numel(), first
         return forward(*args, **kwargs)
 
     def find(
@@ -89,9 +93,10 @@ class ExpertCalls:
         tied = tied_parameters(root)
         for fqn, call in self._calls.items():
             module = root.get_submodule(fqn)
-            candidates = [c for c in candidate_adapters(module, call) if not self._is_layer_stack(fqn, c)]
+            candidates = [c for c in candidate_adapters(module, call) if not self._have_one_input(fqn, c)]
             if not candidates:
                 continue
+            may_be_layers = all(self._have_all_rows(fqn, c) for c in candidates)
             if any(id(parameter) in tied for parameter in module.parameters()):
                 replicated[fqn] = reasons[fqn] = "its parameters are tied to those of other modules"
                 continue
@@ -101,7 +106,7 @@ class ExpertCalls:
             choice = chosen.get(key, "")
             if isinstance(choice, ExpertsAdapter):
                 adapters[fqn] = choice
-            elif choice:
+            elif choice and not may_be_layers:
                 replicated[fqn] = choice
             if tensor_size > 1 and stacked_experts(module) is not None:
                 reason = why_unsharded(fqn)
@@ -115,8 +120,18 @@ class ExpertCalls:
                     reasons[fqn] = width
         return FoundExperts(adapters, replicated, widths, reasons)
 
-    def _is_layer_stack(self, fqn: str, adapter: ExpertsAdapter) -> bool:
-        """Returns whether the modules of a list all get all tokens, as layers do."""
+    def _have_one_input(self, fqn: str, adapter: ExpertsAdapter) -> bool:
+        """Returns whether the modules of a list all get one tensor, as heads and branches do."""
+        if not isinstance(adapter, ExpertList):
+            return False
+        inputs = [self._same_inputs.get(f"{fqn}.{name}") for name in adapter.names]
+        return None not in inputs and len(set(inputs)) == 1
+
+    def _have_all_rows(self, fqn: str, adapter: ExpertsAdapter) -> bool:
+        """Returns whether the modules of a list all get all tokens, as layers do.
+
+        So do experts in a recording of a step in which each token takes one of them: it does not know how many do.
+        """
         if not isinstance(adapter, ExpertList):
             return False
         rows = [self._rows.get(f"{fqn}.{name}") for name in adapter.names]

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_hybrid.parts.gradient_hooks import on_full_gradient
 from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.strategies.options.strategy_options import compile_options
@@ -288,6 +289,11 @@ def _connect_shards(run: Run, randomness: KeyedRandomness) -> None:
             runner.gather_outputs(any(plan.vocabulary or plan.positions for plan in run.shards.plans.values()))
     if run.experts is not None:
         run.experts.be_ready()
+    if run.parts is not None and run.runner is not None:
+        parts, names = run.parts, {id(parameter): name for name, parameter in run.setting.module.named_parameters()}
+        run.runner.guards.gradient_hook = lambda parameter, registration, hook: on_full_gradient(
+            registration, parts, names[id(parameter)], hook
+        )
 
 
 def compile_layers(run: Run, randomness: KeyedRandomness) -> Run:

@@ -83,8 +83,7 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
     for reducer in reducers.values():
         undo.callback(reducer.close)
     counted_parameters = [p for p in setting.module.parameters() if id(p) in counted]
-    # Each replica clips full gradients in a step of manual optimization.
-    parts = LocalShards(setting.module, _shardings_in_step(run)) if setting.is_manual else run.parts
+    parts = _parts_of_norms(run)
     if parts is not None:
         counted = {id(p) for p in counted_parameters if parts.is_first_owner(p)}
     _connect_precision(run, counted, parts)
@@ -121,11 +120,21 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
     )
 
 
+def _parts_of_norms(run: Run) -> LocalShards | None:
+    """Return what of each gradient this rank has when it is clipped, and which ranks count it."""
+    if not run.setting.is_manual:
+        return run.parts
+    # ZeRO has gathered its shards, so that each replica clips full gradients, but for those of experts.
+    gathered = run.zero_shardings if run.experts is not None else ()
+    counted_once = [dataclasses.replace(sharding, placements={}) for sharding in gathered]
+    return LocalShards(run.setting.module, [*_shardings_in_step(run), *counted_once])
+
+
 def _connect_precision(run: Run, counted: set[int], parts: LocalShards | None) -> None:
     """Let gradients be clipped by their norm over all ranks, which have these parts of them."""
     setting = run.setting
     if setting.shards_module or isinstance(setting.precision, HybridPrecision):
-        axes = ("pp", "cp", "tp") if setting.is_manual else ("pp", "cp", "parts")
+        axes = ("pp", "cp", "tp" if setting.is_manual and run.experts is None else "parts")
         slices = None if parts is None else parts.first_owned_slices
         clipping = run.guards.off if setting.is_manual and run.guards is not None else nullcontext
         precision = setting.mesh_precision

@@ -17,6 +17,7 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_hybrid.patching import replaced
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
 from lightning_hybrid.strategies.start.example_batch import provide_loaders_once
@@ -40,7 +41,7 @@ def record_with_optimizers(trainer: pl.Trainer, module: pl.LightningModule, reco
     """Record a training step, with optimizers if it reads some."""
     strategy: Any = trainer.strategy
     if strategy._optimizers:
-        with _not_stepping(strategy.optimizers), _changes_undone(strategy.optimizers, strategy.lr_scheduler_configs):
+        with _not_stepping(strategy), _changes_undone(strategy.optimizers, strategy.lr_scheduler_configs):
             record()
         return
     before = strategy._optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs
@@ -55,25 +56,28 @@ def record_with_optimizers(trainer: pl.Trainer, module: pl.LightningModule, reco
         strategy.optimizers, strategy.lr_scheduler_configs = [], []
         with _restored_afterwards(module, strategy.root_device), _loaders_reset_afterwards(trainer.fit_loop):
             strategy.optimizers, strategy.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
-        with _not_stepping(strategy.optimizers):
+        with _not_stepping(strategy):
             record()
     finally:
         strategy._optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs = before
 
 
 @contextlib.contextmanager
-def _not_stepping(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Let steps of these optimizers run their closures alone: a recording has no gradients for them.
+def _not_stepping(strategy: Any) -> Iterator[None]:
+    """Let steps of a strategy's optimizers run their closures alone: a recording has no gradients for them.
 
-    Some change parameters all the same: by weight decay of their own, or by their hooks.
+    Some change parameters all the same: by weight decay of their own, or by their hooks. Hooks such as
+    `on_before_optimizer_step` would find no gradient to read.
     """
+    reason = "a recording steps no parameters"
 
-    def run_closure(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def run_closure(_: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         return None if closure is None else closure()
 
     with contextlib.ExitStack() as undo:
-        for optimizer in optimizers:
-            undo.callback(replace_step(optimizer, run_closure, reason="a recording steps no parameters"))
+        undo.enter_context(replaced(strategy, "optimizer_step", run_closure, reason=reason))
+        for optimizer in strategy.optimizers:
+            undo.callback(replace_step(optimizer, run_closure, reason=reason))
         yield
 
 

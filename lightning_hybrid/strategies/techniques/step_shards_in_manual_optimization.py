@@ -36,14 +36,15 @@ def step_manual_shards(
 
     Returns the optimizers that combine or need full parameters: they step those on every rank.
     """
-    placements = {name: placement for sharding in shardings for name, placement in sharding.placements.items()}
-    by_id = {id(p): placements[name] for name, p in module.named_parameters() if name in placements}
+    named = dict(module.named_parameters())
     full = []
     for optimizer in optimizers:
         if combines_parameters(optimizer) or not can_step_shards(optimizer):
             full.append(optimizer)
-        elif shardings:
-            until.callback(ShardedStep(optimizer, shardings[0].group, by_id).close)
+            continue
+        for sharding in shardings:  # of experts, over other ranks: the step of one runs in that of the other
+            placements = {id(named[name]): placement for name, placement in sharding.placements.items()}
+            until.callback(ShardedStep(optimizer, sharding.group, placements).close)
     return full
 
 

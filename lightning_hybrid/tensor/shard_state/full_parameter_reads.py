@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.parts.gather_on_read import GatherCallbacks, OutsideLayerGuard, ReadGuards
-from lightning_hybrid.parts.gradient_hooks import on_full_gradient
 from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import NotIntercepted
@@ -42,7 +41,7 @@ class FullParameterReads:
         }
         self._parameters = [p for p in root.parameters() if id(p) in self._names]
         self._copies: list[_FullCopy] = []
-        gather = GatherCallbacks(guards, self._full, self._record_copy, self._gradient, self._set_gradient, self._hook)
+        gather = GatherCallbacks(guards, self._full, self._record_copy, self._gradient, self._set_gradient)
         self._outside = OutsideLayerGuard("tensor", gather)
         guards.before_shard_access.append(self._write_back)
 
@@ -97,9 +96,6 @@ class FullParameterReads:
             full = self._cut.unshard(local, self._placement(parameter))
         self._copies.append(_FullCopy(parameter, local, full, full._version, None))
         return full
-
-    def _hook(self, parameter: nn.Parameter, registration: str, hook: Any) -> Any:
-        return on_full_gradient(registration, self._cut, self._placement(parameter), hook)
 
     def _set_gradient(self, parameter: nn.Parameter, full: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():

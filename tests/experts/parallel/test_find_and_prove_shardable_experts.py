@@ -45,12 +45,28 @@ class Jittered(LoopedExperts):
         return super().forward(hidden)
 
 
-class Chained(nn.Module):
-    """A list of modules, each on some rows of the previous output: no experts."""
+class Heads(nn.Module):
+    """A list of modules, each on the same rows: no experts."""
 
     def __init__(self):
         super().__init__()
         self.steps = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, hidden):
+        return sum(step(hidden) for step in self.steps)
+
+
+class Layers(Heads):
+    """Each on the previous output."""
+
+    def forward(self, hidden):
+        for step in self.steps:
+            hidden = torch.tanh(step(hidden))
+        return hidden
+
+
+class Chained(Heads):
+    """Each on some rows of the previous output."""
 
     def forward(self, hidden):
         for number, step in enumerate(self.steps):
@@ -62,6 +78,11 @@ class Chained(nn.Module):
 CASES = {
     "a list": (LoopedExperts, lambda m: m(rows_of(2, 7, WIDTH)), ExpertList),
     "a list that draws and counts": (Jittered, lambda m: m(rows_of(2, 7, WIDTH)), ExpertList),
+    "a list of which each gets all rows": (
+        lambda: LoopedExperts(4, top_k=4),
+        lambda m: m(rows_of(2, 7, WIDTH)),
+        ExpertList,
+    ),
     "copies of a layer": (
         lambda: ListedExperts([nn.Linear(WIDTH, WIDTH) for _ in range(4)], takes_rows=True),
         lambda m: m(rows_of(9, WIDTH), torch.tensor([4, 0, 3, 2])),
@@ -88,6 +109,13 @@ def test_experts_are_recognised_and_proved(case, size):
     found = found_in(root, lambda: call(root), size)
     assert {fqn: type(adapter) for fqn, adapter in found.adapters.items()} == {"inner": kind}
     assert not found.replicated
+
+
+@pytest.mark.parametrize("kind", [Heads, Layers])
+def test_layers_are_no_experts(kind):
+    root = Around(kind())
+    found = found_in(root, lambda: root(rows_of(9, WIDTH)))
+    assert not found.adapters and not found.replicated
 
 
 def test_non_experts_are_not_recognised():

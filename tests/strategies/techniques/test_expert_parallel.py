@@ -44,6 +44,54 @@ class OnlyExperts(Experts):
         self.head = torch.nn.Identity()
 
 
+class ClipsItself(Balanced):
+    """By values and the norm of the gradients, in a step that calls its optimizer; a hook reads these."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer, loss = self.optimizers(), self.loss(batch)
+        self.manual_backward(loss)
+        for value, how in ((0.5, "value"), (0.05, "norm")):
+            self.clip_gradients(optimizer, gradient_clip_val=value, gradient_clip_algorithm=how)
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": loss}
+
+    def on_before_optimizer_step(self, optimizer):
+        norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+        assert float(torch.stack(norms).norm()) < 0.05
+
+
+class Masks:
+    """Hooks of either kind with a mask of each parameter's shape."""
+
+    def on_fit_start(self):
+        for number, parameter in enumerate(self.parameters()):
+            mask = torch.arange(parameter.numel(), dtype=parameter.dtype).view(parameter.shape).cos()
+
+            def masked(gradient, mask=mask):
+                return gradient * mask
+
+            def mask_in_place(of, mask=mask):
+                of.grad.mul_(mask)
+
+            if number % 2:
+                parameter.register_hook(masked)
+            else:
+                parameter.register_post_accumulate_grad_hook(mask_in_place)
+
+
+class MasksStacked(Masks, GptOss):
+    pass
+
+
+class MasksListed(Masks, FewTokens):
+    pass
+
+
 CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 
 RUNS = {
@@ -55,6 +103,16 @@ RUNS = {
     "DeepSeek": shared(DeepseekV3, slow=True),
     "gpt-oss": shared(GptOss),
     "our layer": shared(Balanced),
+    "clipped in the step": shared(ClipsItself, microbatches=1),
+    "clipped in the step, two copies": shared(ClipsItself, microbatches=1, dp=4, slow=True),
+    "clipped in the step, zero3": shared(ClipsItself, microbatches=1, dp=4, strategy={"zero_stage": 3}, slow=True),
+    "clipped in the step, context ranks": shared(ClipsItself, microbatches=1, cp=2, ep=4, slow=True),
+    "masks on gradients": shared(MasksStacked),
+    "masks on gradients, a list": shared(MasksListed, batch_size=1, microbatches=1, num_batches=3),
+    "masks on gradients, tensor ranks": shared(MasksStacked, tp=2, slow=True),
+    "masks on gradients, a list, tensor ranks": shared(MasksListed, tp=2, slow=True),
+    "masks on gradients, zero3": shared(MasksStacked, dp=4, strategy={"zero_stage": 3}, slow=True),
+    "masks on gradients, stages": shared(MasksStacked, pp=2, slow=True),
     "two copies": shared(dp=4, trainer=CLIPPED, slow=True),
     "over stages": shared(pp=2, validate=True),
     "a list over tensor ranks, validated": shared(Looped, tp=2, validate=True),
