@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from lightning_hybrid import Hybrid3DStrategy
+from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
 
 PP2, TP2, HALVES = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}, {"num_microbatches": 2}
 # Ranks, replicas, options of the strategy.
@@ -91,6 +92,9 @@ class Case:
         saves: Whether files written inside of the run and after it are compared, and a run that resumes the second one.
         tolerance: Relative.
         refused: For layouts under which the input is documented as refused, by name: text of the error.
+        layouts: Under which it runs.
+        reference: Layout whose numbers are the right ones, where those of replicas are not those of one process.
+        compared: What of a run is compared.
     """
 
     module: Callable[[], LightningModule]
@@ -104,6 +108,9 @@ class Case:
     weights_only: bool = True
     tolerance: float = 1e-10
     refused: Mapping[str, str] = field(default_factory=dict)
+    layouts: tuple[str, ...] = tuple(LAYOUTS)
+    reference: str | None = None
+    compared: tuple[str, ...] = ("module", "logged", "seen")
 
 
 class SavesInside(Callback):
@@ -131,16 +138,17 @@ def fitted(case: Case, layout: str | None, folder: Path, resumed: Path | None) -
     replica = rank // int(options.get("tensor_parallel_size", 1)) % replicas
     sampler = DistributedSampler(data, replicas, replica, shuffle=False) if replicas > 1 else None
     loaders = [DataLoader(data, BATCH // replicas, sampler=sampler) for _ in range(1 + case.validates)]
-    trainer.fit(module, *loaders, ckpt_path=resumed)
+    trainer.fit(module, *loaders, ckpt_path=resumed, weights_only=case.weights_only)
     return module, trainer
 
 
-def result_of(module: LightningModule, trainer: Trainer) -> dict[str, Any]:
-    return {
+def result_of(case: Case, module: LightningModule, trainer: Trainer) -> dict[str, Any]:
+    result = {
         "module": {name: value.detach().clone() for name, value in module.state_dict().items()},
         "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "seen": getattr(module, "seen", []),
     }
+    return {name: result[name] for name in case.compared}
 
 
 def fit(case: Case, layout: str | None, folder: Path | None = None) -> dict[str, Any]:
@@ -151,17 +159,17 @@ def fit(case: Case, layout: str | None, folder: Path | None = None) -> dict[str,
         with tempfile.TemporaryDirectory() as made:
             return fit(case, layout, Path(made))
     module, trainer = fitted(case, layout, folder, None)
-    result: dict[str, Any] = {"run": result_of(module, trainer)}
+    result: dict[str, Any] = {"run": result_of(case, module, trainer)}
     if case.saves:
         trainer.save_checkpoint(folder / "after")
-        result["resumed"] = result_of(*fitted(case, layout, folder, folder / "after"))
+        result["resumed"] = result_of(case, *fitted(case, layout, folder, folder / "after"))
         if trainer.global_rank == 0:
             result["files"] = {when: contents(folder / when, case.weights_only) for when in ("inside", "after")}
     return result
 
 
 def contents(path: Path, weights_only: bool) -> dict[str, Any]:
-    file = torch.load(path, weights_only=weights_only)
+    file = SavedFolder(path).checkpoint() if path.is_dir() else torch.load(path, weights_only=weights_only)
     return {
         key: file[key] for key in ("state_dict", "optimizer_states", "callbacks", "hyper_parameters") if key in file
     }
@@ -198,6 +206,9 @@ def differences(got: Any, expected: Any, tolerance: float, path: str = "") -> It
     elif isinstance(expected, float):
         if not math.isclose(got, expected, rel_tol=tolerance, abs_tol=tolerance / 10):
             yield f"{path}: {got} for {expected}"
+    elif isinstance(expected, nn.Module):  # a copy in hyperparameters; metrics of replicas hold their own states
+        if type(got) is not type(expected):
+            yield f"{path}: {got} for {expected}"
     elif got != expected:
         yield f"{path}: {got!r} for {expected!r}"
 
@@ -209,7 +220,7 @@ def check(worlds: Any, case: Case, layout: str, folder: Path, *, timeout: float 
         for text in worlds.run(size, refusal, case, layout, folder, timeout=timeout):
             assert case.refused[layout] in text, text
         return
-    [expected] = worlds.run_once(1, fit, case, None)
+    expected = worlds.run_once(1 if case.reference is None else 2, fit, case, case.reference, timeout=timeout)[0]
     ranks = worlds.run(size, fit, case, layout, folder, timeout=timeout)
     assert "files" in ranks[0] or not case.saves
     for rank, result in enumerate(ranks):
@@ -227,6 +238,6 @@ def each(cases: Mapping[str, Case], default: Mapping[str, tuple[str, ...]]) -> p
             pytest.param(case, layout, id=f"{name}-{layout}", marks=[pytest.mark.slow] * (layout not in kept))
             for name, case in cases.items()
             for kept in [default.get(name, ())]
-            for layout in LAYOUTS
+            for layout in case.layouts
         ],
     )
