@@ -6,7 +6,8 @@ ordinary ``.ckpt``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,51 +35,85 @@ def gather_module_state(
     ``is_copy`` tells that ``root`` is a copy of the user's module that is sharded like it, ``keep`` that this pipeline
     needs the state: other pipelines with shards of the same model copy only send them.
     """
-    state = nn.Module.state_dict(root)
-    parameters = {id(parameter) for parameter in root.parameters()}
     names = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
+    parameters = {id(parameter) for parameter in root.parameters()}
     buffers = buffer_ranks(plan, root if is_copy else None)
-    tensors = dict([*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)])
     local_values = {}
-    for key, value in state.items():
-        tensor = tensors.get(key)
-        if tensor is None:
-            owner = 0
-        elif id(tensor) in parameters:
-            owner = plan.ranks_of(names[id(tensor)])[0]
-        else:
-            owner = buffers.get(id(tensor), 0)
+    for tensor in {id(tensor): tensor for tensor in saved_tensors(root).values()}.values():
+        name = names[id(tensor)]
+        owner = plan.ranks_of(name)[0] if id(tensor) in parameters else buffers.get(id(tensor), 0)
         if owner == plan.rank:
-            if shards is not None and tensor is not None:
-                value = shards.unshard(names[id(tensor)], value)
+            value = tensor.detach() if shards is None else shards.unshard(name, tensor.detach())
             if keep:
-                local_values[key] = value.detach().cpu() if isinstance(value, Tensor) else value
+                local_values[name] = value.detach().cpu()
     if not keep:
         return {}
     full = _gather_on_first(plan, local_values)
-    return {key: full[key] for key in state} if plan.rank == 0 else {}
+    if plan.rank != 0:
+        return {}
+    with _holding(root, {key: full[name] for key, name in names.items() if name in full}):
+        return own_state(root, is_copy=is_copy)
 
 
-def state_as_overridden(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict that the module's own ``state_dict`` makes where torch's returns ``state``.
+def saved_tensors(root: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers under torch's keys, whatever hooks make of them."""
+    return {
+        f"{fqn}.{name}" if fqn else name: tensor
+        for fqn, module in root.named_modules(remove_duplicate=False)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and name not in module._non_persistent_buffers_set
+    }
 
-    It may leave out, rename and add entries. What it computes from entries it computes from those of ``state``.
+
+def own_state(root: nn.Module, *, is_copy: bool = False) -> dict[str, Any]:
+    """Call the module's ``state_dict``, that of its class for a copy whose method an average has replaced."""
+    state: dict[str, Any] = type(root).state_dict(root) if is_copy else root.state_dict()
+    return state
+
+
+@contextlib.contextmanager
+def _holding(root: nn.Module, full: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let a module hold full tensors, by the id of what it has in their place.
+
+    So methods and hooks of the user that leave out, rename and compute entries of a state dict compute full ones.
     """
-    if type(root).state_dict is nn.Module.state_dict and "state_dict" not in vars(root):
-        return state
-
-    def put(module: nn.Module, local: dict[str, Any], prefix: str, metadata: Any) -> None:
-        local.clear()
-        local.update({prefix + key: value for key, value in state.items()})
-
-    handle = root.register_state_dict_post_hook(temporary_hook(root, put))
-    hooks: Any = root._state_dict_hooks  # an OrderedDict
-    hooks.move_to_end(handle.id, last=False)  # before hooks of the user
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+    put: dict[int, Tensor] = {}
     try:
-        returned: dict[str, Any] = root.state_dict()
-        return returned
+        for module in root.modules():
+            for members in (module._parameters, module._buffers):
+                for name, tensor in members.items():
+                    if id(tensor) not in full or tensor is None:
+                        continue
+                    value = full[id(tensor)]
+                    if isinstance(tensor, nn.Parameter):
+                        value = put.setdefault(id(tensor), nn.Parameter(value, requires_grad=tensor.requires_grad))
+                    replaced.append((members, name, tensor))
+                    members[name] = value
+        yield
     finally:
-        handle.remove()
+        for members, name, tensor in replaced:
+            members[name] = tensor
+
+
+def state_with(root: nn.Module, values: Mapping[str, Any], *, is_copy: bool = False) -> dict[str, Any]:
+    """Return the state dict that the module's methods and hooks make of other ``values`` of its tensors, by key.
+
+    They may leave out, rename and add entries.
+    """
+
+    def put(fqn: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in (*module._parameters, *module._buffers):
+            if prefix + name in state and (key := f"{fqn}.{name}" if fqn else name) in values:
+                state[prefix + name] = values[key]
+
+    with contextlib.ExitStack() as stack:
+        for fqn, module in root.named_modules():
+            handle = module.register_state_dict_post_hook(temporary_hook(module, partial(put, fqn)))
+            stack.callback(handle.remove)
+            hooks: Any = module._state_dict_hooks  # an OrderedDict
+            hooks.move_to_end(handle.id, last=False)  # before hooks of the user
+        return own_state(root, is_copy=is_copy)
 
 
 def _gather_on_first(plan: StagePlan, local_values: Mapping[str, Any]) -> dict[str, Any]:

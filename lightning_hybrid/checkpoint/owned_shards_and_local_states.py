@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.checkpoint.full_module_and_optimizer_state import saved_tensors, state_with
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
@@ -160,30 +161,34 @@ class LocalState:
     def module(self, copy: nn.Module | None = None) -> dict[str, Any]:
         """The state dict of the module, or of a copy that is sharded like it; all keys on every rank.
 
-        It has ``OwnedShards`` in place of tensors.
+        It has ``OwnedShards`` in place of tensors. Methods and hooks of the module leave out, rename and add entries.
 
         Raises:
             CheckpointError: A tensor is not dense.
         """
         root = self._root if copy is None else copy
+        returned = state_with(root, self.tensors(copy), is_copy=copy is not None)
+        counts = self._pp == self._tp == 0
+        return {
+            key: unsharded(value, counts=counts) if isinstance(value, Tensor) else value
+            for key, value in returned.items()
+        }
+
+    def tensors(self, copy: nn.Module | None = None) -> dict[str, OwnedShards]:
+        """This rank's shards of the module's parameters and persistent buffers, by torch's key."""
+        root = self._root if copy is None else copy
         parameters = {id(parameter): name for name, parameter in root.named_parameters()}
         owner_stages = {} if self._plan is None else buffer_ranks(self._plan, copy)
-        tensors = dict([*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)])
-        state: dict[str, Any] = {}
         state_of: dict[int, OwnedShards] = {}
-        for key, value in nn.Module.state_dict(root).items():
-            tensor = tensors.get(key)
-            if tensor is None:  # computed by the module when it is saved
-                state[key] = unsharded(value, counts=self._pp == self._tp == 0) if isinstance(value, Tensor) else value
-                continue
+        saved = saved_tensors(root)
+        for tensor in saved.values():
             if id(tensor) not in state_of:
                 name = parameters.get(id(tensor))
                 if name is not None:
                     state_of[id(tensor)] = self._parameter(name, tensor)
                 else:
                     state_of[id(tensor)] = self._buffer(tensor, owner_stages.get(id(tensor), 0))
-            state[key] = state_of[id(tensor)]
-        return state
+        return {key: state_of[id(tensor)] for key, tensor in saved.items()}
 
     def _parameter(self, name: str, tensor: Tensor) -> OwnedShards:
         if is_absent(tensor):

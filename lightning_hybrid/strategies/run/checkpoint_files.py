@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint import checkpoint_folder as folder
 from lightning_hybrid.checkpoint.background_save import BackgroundSave
-from lightning_hybrid.checkpoint.full_module_and_optimizer_state import state_as_overridden
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import OwnedShards, unsharded
 from lightning_hybrid.errors import CheckpointError
 from lightning_hybrid.layout import AXES
@@ -99,9 +98,9 @@ class CheckpointFiles:
             self._world.rendezvous("trainer.save_checkpoint(...)")
             state.optimizers.check_files()
         with state.unguarded(), torch._C.DisableTorchFunction():
-            local = state.local_states.module()
             if not state.is_full:
-                return state_as_overridden(self._module, local)
+                return state.local_states.module()
+            local = state.local_states.tensors()
             # The module's own method may leave something out, or add to it.
             returned = self._module.state_dict()
         for name, value in returned.items():

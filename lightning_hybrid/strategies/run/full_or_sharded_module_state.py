@@ -18,7 +18,6 @@ from lightning_hybrid.checkpoint.full_module_and_optimizer_state import (
     gather_module_state,
     load_module_state,
     shard_loading_hook,
-    state_as_overridden,
     state_mismatches,
 )
 from lightning_hybrid.checkpoint.owned_shards_and_local_states import LocalState
@@ -227,8 +226,7 @@ class FullOrShardedState:
             if not is_in_first_copy(self._world):
                 return {}
             keep = self._world.data_rank == 0
-            full = gather_module_state(self._module, self._run.plan, self._run.parts, keep=keep)
-            return state_as_overridden(self._module, full) if full else full
+            return gather_module_state(self._module, self._run.plan, self._run.parts, keep=keep)
 
     def share_metrics(self) -> None:
         """Broadcast the states of metrics that only one rank of a pipeline has; collective.
