@@ -51,7 +51,7 @@ from lightning_hybrid.step.instrument.slow_attention import slow_attention
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.guess_values_read_by_code import GUESSES
-from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch, compiled_wrappers
+from lightning_hybrid.step.tracing.user_compiled_modules import EagerSwitch, compiled_wrappers, has_compiled_methods
 
 _MAX_SMALL = 3  # after so many batches that cannot be split, shares are given up
 
@@ -103,6 +103,7 @@ class PlainRunner(MicrobatchRunner):
         self.recording_error: Exception | None = None
         layers = find_layers(choose_units(root, 1))
         self._uncompiled, self._compiled_around = EagerSwitch(), bool(compiled_wrappers(root, layers.values()))
+        self._compiled_methods = has_compiled_methods(root)
         self._sharing, self._warn = BatchSharing(shares, everyone), warn
         self._leaves_changes: bool | None = None  # whether steps change modules by their batch; None until compared
         self._first_changes: ModuleChanges | None = None  # by the first training batch
@@ -446,9 +447,10 @@ class PlainRunner(MicrobatchRunner):
 
     @contextlib.contextmanager
     def _layers(self) -> Iterator[None]:
-        """Run layers sharded inside; modules that the user compiled around them run uncompiled."""
+        """Run layers sharded inside; modules and methods that the user compiled around them run uncompiled."""
+        replaces_layers = self.around_units is not contextlib.nullcontext
         with self.around_units(), slow_attention():
-            if not self._compiled_around:
+            if not self._compiled_around and not (replaces_layers and self._compiled_methods):
                 yield
                 return
             self._uncompiled.on()

@@ -17,7 +17,6 @@ from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.guards.find_branches_on_model_numbers import BranchCheck
-from lightning_hybrid.step.recording.choose_units import units_to_open
 from lightning_hybrid.step.recording.record_step import record
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageReplay
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording
@@ -131,10 +130,10 @@ def _best_partition(plan: StagePlan, recorded: Callable[[], Recording]) -> tuple
             # A pipeline cut inside a unit opens it, whatever the balance.
             wanted = sum(costs) / plan.num_stages / 4 if unbalanced or plan.cuts is not None else None
         except PartitionError:
-            if best is None and not units_to_open(recording, 0.0, plan.cuts):
+            if best is None and not plan.unit_choice.to_open(recording, 0.0, plan.cuts):
                 raise
             wanted = 0.0
-        larger = units_to_open(recording, wanted, plan.cuts) if wanted is not None else set()
+        larger = plan.unit_choice.to_open(recording, wanted, plan.cuts) if wanted is not None else set()
         if not larger or plan.num_stages == 1:
             break
         before = set(plan.unit_choice.opened), set(plan.tracked_buffers)

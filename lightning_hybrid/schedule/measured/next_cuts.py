@@ -1,11 +1,11 @@
 """The next cuts of a run that measures its stages under one cut after the other.
 
-    predict   the best cut that has not been measured, by all measurements so far; against the best measured step
-    move      where it promises more than the noise
+    predict   the steps of cuts that have not been measured, by all measurements so far; against the best measured step
+    move      to that which tells most of the slow layers, of those that promise more than the noise
     take back where nothing promises more, and the present step is longer than that of an earlier cut
 
-So each move tries other cuts, or ends at the best measured ones. After two that did not make the step shorter no more
-cuts are tried, and cuts that are taken back stay.
+So each move tries other cuts, or ends at the best measured ones. The last move is never a trial, which might fail and
+would have to be taken back by one more; cuts that are taken back stay.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_hybrid.schedule.measured.learned_seconds import MeasuredCut, lear
 from lightning_hybrid.schedule.measured.propose_cuts import NOISE, CutProposal, CutSearch, cut_points, present_cuts
 from lightning_hybrid.schedule.schedule_and_actions import Schedule
 
-_MOST_FAILURES = 2
+_MOST_MOVES = 3
 
 
 def next_cuts(measured: Sequence[MeasuredCut], schedule: Schedule) -> CutProposal | None:
@@ -35,28 +35,16 @@ def next_cuts(measured: Sequence[MeasuredCut], schedule: Schedule) -> CutProposa
     known = {present_cuts(cut.assignment) for cut in measured}
     if present_cuts(present.assignment) in {present_cuts(cut.assignment) for cut in measured[:-1]}:
         return None  # taken back
-    if num_failures(measured) < _MOST_FAILURES:
+    if len(measured) < _MOST_MOVES:
         groups = list(zip(*(cut.assignment.node_stage for cut in measured), strict=True))
-        found = search.most_telling(known, groups, NOISE * search.simulated(best.assignment))
         # Both are simulated: what a simulation leaves out is in both.
-        gain = search.simulated(best.assignment) - (float("inf") if found is None else found[1])
-        if found is not None and gain > NOISE * best.step_seconds:
-            return _proposal(found[0], present, best.step_seconds - gain)
+        before = search.simulated(best.assignment)
+        found = search.most_telling(known, groups, before - NOISE * best.step_seconds)
+        if found is not None:
+            return _proposal(found[0], present, best.step_seconds - before + found[1])
     if present.step_seconds > min(measured[0].step_seconds, (1 + NOISE) * best.step_seconds):
         return _proposal(present_cuts(best.assignment), present, best.step_seconds)
     return None
-
-
-def num_failures(measured: Sequence[MeasuredCut]) -> int:
-    """How many moves to cuts that were not measured before have made the step no shorter than the best one so far."""
-    seen: set[tuple[str, ...]] = set()
-    failures, shortest = 0, float("inf")
-    for cut in measured:
-        names = present_cuts(cut.assignment)
-        failures += bool(seen) and names not in seen and cut.step_seconds >= shortest
-        seen.add(names)
-        shortest = min(shortest, cut.step_seconds)
-    return failures
 
 
 def _proposal(cuts: tuple[str, ...], present: MeasuredCut, seconds: float) -> CutProposal:

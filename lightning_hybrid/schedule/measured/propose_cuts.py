@@ -124,20 +124,19 @@ class CutSearch:
         return None if found is None else (self.names(found), self.seconds(found))
 
     def most_telling(
-        self, known: Collection[tuple[str, ...]], group_of: Sequence[Hashable], margin: float
+        self, known: Collection[tuple[str, ...]], group_of: Sequence[Hashable], limit: float
     ) -> tuple[tuple[str, ...], float] | None:
-        """Cuts within ``margin`` seconds of the fastest that divide the longest group best, and their seconds; or None.
+        """Of cuts within ``limit`` seconds those that divide the longest group best, and their seconds; or None.
 
         Args:
             known: Cuts by name that are left out.
             group_of: Of each node; what the nodes of one group take is not told apart by what was measured so far.
-            margin: In seconds.
+            limit: In seconds.
         """
-        found = self._fastest_of_others(known)
-        if found is None:
+        self._fastest_of_others(known)
+        near = [cuts for cuts, seconds in self._known.items() if seconds < limit]
+        if not near:
             return None
-        limit = self.seconds(found) + margin
-        near = [cuts for cuts, seconds in self._known.items() if seconds <= limit]
         best = min(near, key=lambda cuts: (self._longest_group(cuts, group_of), self.seconds(cuts)))
         return self.names(best), self.seconds(best)
 

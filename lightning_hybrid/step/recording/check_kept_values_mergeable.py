@@ -1,7 +1,8 @@
 """A check whether the kept values of microbatches merge to those of the batch.
 
 Rows of samples are concatenated, means averaged. No other value of the model can be computed from microbatches (a
-running sum, the last output, the number of correct predictions); such a step runs on the batch, unsplit.
+running sum, the last output, the number of correct predictions), and a parameter is written once per batch (the average
+of a momentum teacher); such a step runs on the batch, unsplit.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ def why_not_mergeable(
     graph = recording.graph
     if recording.kept_elsewhere:
         return recording.kept_elsewhere
+    written = next((name for node in graph.nodes for name in node.written if name not in graph.buffers), None)
+    if written is not None:
+        return f"{graph.step} writes the parameter {written}"
     rows = next(
         (location for location, shape in recording.kept_batch_tensors if samples is not None and samples in shape), None
     )

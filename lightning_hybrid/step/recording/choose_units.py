@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dis
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -33,13 +33,34 @@ class UnitChoice:
             be recorded inside.
     """
 
-    def __init__(self, root: nn.Module, num_stages: int) -> None:
+    def __init__(self, root: nn.Module, num_stages: int, *, shares_experts: bool = False) -> None:
+        """Begin with the choice by size; where ranks share experts, lists of them and their routers are never cut."""
         self._root, self._num_stages = root, num_stages
         self.opened, self.closed = set[str](), set[str]()
+        self._whole = frozenset(_mixtures(root) if shares_experts and num_stages > 1 else ())
 
     def choose(self) -> dict[str, nn.Module]:
         """Return the current units by FQN, in the order of the module tree."""
-        return choose_units(self._root, self._num_stages, self.opened, self.closed)
+        return choose_units(self._root, self._num_stages, self.opened, self.closed, self._whole)
+
+    def to_open(self, recording: Recording, cost: float, cuts: Sequence[str] | None) -> set[str]:
+        """The units that are to be opened: those with one of the user's ``pipeline_cuts`` inside, or the expensive ones.
+
+        Args:
+            recording: Recording of the step.
+            cost: Largest allowed cost of a unit, summed over its calls.
+            cuts: FQNs; None without.
+        """
+        graph = recording.graph
+        if cuts is not None:
+            inside = {unit for unit in recording.units if any(cut.startswith(unit + ".") for cut in cuts)}
+        else:
+            costs: dict[str, float] = {}
+            for node in graph.nodes:
+                if node.unit is not None:
+                    costs[node.unit] = costs.get(node.unit, 0.0) + node_cost(node, graph)
+            inside = {unit for unit, spent in costs.items() if spent > cost}
+        return {unit for unit in inside - self._whole if _can_open(recording.units[unit])}
 
     def corrects(self, error: Exception) -> bool:
         """Whether other units may avoid ``error`` of a recording with the current ones; they are chosen from now on."""
@@ -94,7 +115,11 @@ def _sets_attributes(module: nn.Module) -> bool:
 
 
 def choose_units(
-    root: nn.Module, num_stages: int, opened: Collection[str] = (), closed: Collection[str] = ()
+    root: nn.Module,
+    num_stages: int,
+    opened: Collection[str] = (),
+    closed: Collection[str] = (),
+    whole: Collection[str] = (),
 ) -> dict[str, nn.Module]:
     """The units of ``root`` by FQN, in the order of the module tree.
 
@@ -103,6 +128,7 @@ def choose_units(
         num_stages: Number of stages; a module with more than 1/num_stages of all parameters is opened.
         opened: FQNs of modules to descend into whatever their size; one without modules inside is no unit then.
         closed: FQNs of modules without parameters that are units nevertheless.
+        whole: FQNs of modules that are not opened for their size.
 
     Raises:
         StepError: Modules with full backward hooks, which are never opened, leave too few.
@@ -120,7 +146,8 @@ def choose_units(
             if fqn and (fqn in closed or has_backward_hooks(module)):
                 units[fqn] = module
             return
-        is_open = not fqn or isinstance(module, _CONTAINERS) or fqn in opened or size * num_stages > total
+        is_open = not fqn or isinstance(module, _CONTAINERS) or fqn in opened
+        is_open |= size * num_stages > total and fqn not in whole
         is_open |= _has_inner_forward_hooks(module)
         if not fqn or (_can_open(module) and is_open) or isinstance(module, _CONTAINERS):
             for name, child in module.named_children():
@@ -155,24 +182,19 @@ def _has_children_with_parameters(module: nn.Module) -> bool:
     return any(num_elements(child) for child in module.children())
 
 
-def units_to_open(recording: Recording, cost: float, cuts: Sequence[str] | None) -> set[str]:
-    """The units that are to be opened: those with one of the user's ``pipeline_cuts`` inside, or the expensive ones.
+def _mixtures(root: nn.Module) -> Iterator[str]:
+    """FQNs of modules with a list of equal modules, and beside it a weight of as many rows: experts and their router."""
+    for fqn, module in root.named_modules():
+        lists = [child for child in module.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
+        others = [child for child in module.children() if child not in lists]
+        beside = [*module.parameters(recurse=False), *(p for child in others for p in child.parameters())]
+        rows = {full_shape(parameter)[0] for parameter in beside if parameter.dim() == 2}
+        if any(len(each) in rows and len({_structure(expert) for expert in each.children()}) == 1 for each in lists):
+            yield fqn
 
-    Args:
-        recording: Recording of the step.
-        cost: Largest allowed cost of a unit, summed over its calls.
-        cuts: FQNs; None without.
-    """
-    graph = recording.graph
-    if cuts is not None:
-        inside = {unit for unit in recording.units if any(cut.startswith(unit + ".") for cut in cuts)}
-    else:
-        costs: dict[str, float] = {}
-        for node in graph.nodes:
-            if node.unit is not None:
-                costs[node.unit] = costs.get(node.unit, 0.0) + node_cost(node, graph)
-        inside = {unit for unit, spent in costs.items() if spent > cost}
-    return {unit for unit in inside if _can_open(recording.units[unit])}
+
+def _structure(module: nn.Module) -> tuple[Any, ...]:
+    return type(module), *((name, full_shape(parameter)) for name, parameter in module.named_parameters())
 
 
 def num_elements(module: nn.Module) -> int:

@@ -7,6 +7,7 @@ compile again for each microbatch. Code inside a unit is not intercepted, so it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -72,6 +73,22 @@ def compiled_wrappers(root: nn.Module, units: Iterable[nn.Module]) -> dict[str, 
         for fqn, module in root.named_modules()
         if _is_compiled(module) and any(id(inner) in unit_ids for inner in module.modules() if inner is not module)
     }
+
+
+def has_compiled_methods(root: nn.Module) -> bool:
+    """Whether a method of a module is a function that the user compiled, which may call any layer."""
+    functions = (
+        (value, owner is module)
+        for module in root.modules()
+        for owner in (module, *type(module).__mro__)
+        for value in vars(owner).values()
+        if isinstance(value, FunctionType)
+    )
+    for function, is_on_instance in functions:
+        original = vars(function).get("_torchdynamo_orig_callable")
+        if original is not None and (not is_on_instance or isinstance(getattr(original, "__self__", None), nn.Module)):
+            return True
+    return False
 
 
 def compiled_modules(root: nn.Module, units: Iterable[nn.Module] = ()) -> set[int]:

@@ -119,7 +119,7 @@ def describe_memory(ranks: Sequence[RankMemory], *, is_upper_bound: bool) -> str
         is_upper_bound: Whether tensor or context ranks shard activations, which are estimated unsharded.
     """
     most = max(ranks, key=lambda memory: memory.total)
-    limit = "up to " if len(ranks) > 1 or (is_upper_bound and most.activations is not None) else ""
+    limit = "up to " if (len(ranks) > 1 or is_upper_bound) and most.activations is not None else ""
     held, activations = most.sizes_in(None), {}
     if most.activations is not None:
         activations = {"activations in flight": most.activations}

@@ -58,6 +58,7 @@ def make_runner(
         stages_per_rank=each,
         max_microbatches_in_flight=options.max_microbatches_in_flight,
         cuts=cuts,
+        shares_experts=mesh.layout.expert_parallel_size > 1,
         agree=world.broadcast,
         first_failure=world.first_failure,
     )

@@ -43,6 +43,16 @@ def test_one_slow_layer_that_costs_nothing_by_count(slow, num_stages):
     assert steps[-1] == pytest.approx(best) and len(steps) <= 4, steps
 
 
+@pytest.mark.parametrize("layers", [4, 6, 8, 12, 16])
+@pytest.mark.parametrize("counted", [None, 0.0, 5e6])
+def test_at_most_three_moves(layers, counted):
+    """Whatever the slow layer costs by count, and wherever it is, to a good cut, and never one that failed."""
+    for slow in range(layers):
+        flops = None if counted is None else [counted if layer == slow else 1e6 for layer in range(layers)]
+        steps, best = moves([0.060 if layer == slow else 0.003 for layer in range(layers)], flops)
+        assert len(steps) <= 4 and steps[-1] == min(steps) <= 1.08 * best, (slow, steps)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_the_step_is_never_longer_than_before_the_first_move(seed):
     """Also where estimated costs say nothing, and measurements are noisy: moves end, and failed ones are taken back."""

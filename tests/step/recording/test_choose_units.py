@@ -6,7 +6,7 @@ from torch import nn
 
 from harness.one_process_pipeline import assert_same_gradients, pipeline, record_and_cut, reference
 from lightning_hybrid.errors import ControlFlowError
-from lightning_hybrid.step.recording.choose_units import choose_units
+from lightning_hybrid.step.recording.choose_units import UnitChoice, choose_units
 from lightning_hybrid.step.standins.absent_tensors import FULL_SHAPE, drop
 from models.cases import batch_of
 from models.hand_written import WIDTH, Layers
@@ -59,3 +59,17 @@ def test_uncuttable_unit_says_why():
     module.double()
     with pytest.raises(ControlFlowError, match=r"test_choose_units\.py:\d+: the step branches on a value"):
         record_and_cut(module, lambda: module.loss(batch), 3)
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+
+def test_a_mixture_is_one_unit_where_ranks_share_its_experts():
+    root = nn.Sequential(nn.Linear(8, 8), Mixture())
+    assert list(UnitChoice(root, 2, shares_experts=True).choose()) == ["0", "1"]
+    assert "1.experts.0" in UnitChoice(root, 2).choose()
+    layers = nn.ModuleDict({"first": nn.Linear(8, 8), "stack": nn.ModuleList(nn.Linear(8, 8) for _ in range(4))})
+    assert "1.stack.3" in UnitChoice(nn.Sequential(nn.Linear(8, 8), layers), 2, shares_experts=True).choose()
