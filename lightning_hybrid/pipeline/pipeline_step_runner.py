@@ -145,6 +145,10 @@ class StepRunner(MicrobatchRunner):
         """Names of steps whose batches are not split into microbatches, so far."""
         return frozenset(self._unsplit.names)
 
+    def run_unsplit(self, name: str) -> None:
+        """Split no batch of a step from now on."""
+        self._unsplit.names.add(name)
+
     def record(
         self,
         name: str,
@@ -219,13 +223,12 @@ class StepRunner(MicrobatchRunner):
         if train is not None and self._loss_shares.unknown and len(chosen.microbatches) > 1:
             self._warn_unsplit(name, f"{self._loss_shares.unknown}: a mean over entries that a mask or labels select")
             self._unsplit.names |= _OBJECTIVES
-            return self.run(
-                name, step, args, step_number=step_number, context=context, train=train, share_output=share_output
-            )
-        if train is None and self._loss_shares.are_incomparable(chosen.variants):
+        elif train is None and self._loss_shares.are_incomparable(chosen.variants):
             # Such means have no common weights; evaluation needs no backward, so its batches are unsplit from now on.
             self._unsplit.names.add(name)
-            return self.run(name, step, args, step_number=step_number, context=context, share_output=share_output)
+        if name in self._unsplit.names and len(chosen.microbatches) > 1:
+            how = {"step_number": step_number, "context": context, "train": train, "share_output": share_output}
+            return self.run(name, step, args, **how)
         try:
             return self._run_in_stages(call, chosen, weights, train, share_output=share_output)
         except StepBroken as broken:
@@ -352,9 +355,8 @@ class StepRunner(MicrobatchRunner):
             scales = any(each.recording.has_functions for each in chosen.variants) if scales is None else scales
             pairs = [split_weight(*each, scales=scales) for each in zip(weights, chosen.weights, strict=True)]
             options |= {"seeds": [train.seed_factor * seed for seed, _ in pairs], "factors": [by for _, by in pairs]}
-            options["reduce"] = train.reduce
             options |= {"before_backward": train.before_backward, "after_backward": train.after_backward}
-            options["recorder"] = train.recorder
+            options |= {"reduce": train.reduce, "recorder": train.recorder}
         return options
 
     def _side_effects(self, call: Call, chosen: ChosenTraces) -> SideEffectRun | None:
@@ -486,13 +488,12 @@ class StepRunner(MicrobatchRunner):
             loss = losses[0].new_tensor(total)
         name = variants[0].recording.graph.step
         sizes = sizes_of(microbatches)
-        output = join(outputs, weights, sizes, step=name) if outputs else None
+        output = join(outputs, weights, sizes, step=name) if outputs else loss
         if side_effects is not None:
-            output = map_leaves(detached, side_effects.returned(content[0]))
+            returned = map_leaves(detached, side_effects.returned(content[0]))
+            output = returned if outputs else loss
         if appended is not None:
             appended.put(appended.evenly(len(variants), content), weights, sizes)
-        if not outputs:
-            output = loss
         check_content(name, output)
         if read_at := next((run.numbers_read for run in runs if run.numbers_read), ""):
             refuse_absent_numbers(self._root, [variant.recording for variant in variants], read_at)

@@ -113,7 +113,7 @@ class Recorder(StepMode):
         if name in ("item", "__int__", "__index__", "tolist", "numpy", "__array__"):
             self._sized_by_data = True
         if name not in TEXT_READS:
-            self._unguarded_reads.add("the content of the batch")
+            self._unguarded_reads.add("the content of the batch", of_batch=True)
         return result
 
     def event(
@@ -195,7 +195,7 @@ class Recorder(StepMode):
     def _run_on_batch(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Run an operation that reads nothing of the model; it is no node."""
         if name in SIZED_BY_DATA or (name == "__getitem__" and any(t.dtype is torch.bool for t in tensors[1:])):
-            self._unguarded_reads.add("the content of the batch")
+            self._unguarded_reads.add("the content of the batch", of_batch=True)
         result = run(*args, **kwargs)
         self.mutated.record_detached(name, args, result)
         return result
@@ -333,5 +333,11 @@ class Recorder(StepMode):
         fields = tuple(self._templates), dict(self.units), dict(owned), kept.paths, unopened
         buffers = frozenset(self._found_buffers | self.mutated.buffers)
         entered, left = frozenset(self.captured.entered), frozenset(self.captured.storing_units)
-        state = self._unguarded_reads.first, kept.returns
-        return Recording(graph, *fields, buffers, self.numbers_read, *kept.numbers, *state, entered=entered, left=left)
+        reads = self._unguarded_reads
+        state = reads.first, kept.returns
+        return Recording(
+            *(graph, *fields, buffers, self.numbers_read, *kept.numbers, *state),
+            entered=entered,
+            left=left,
+            reads_batch=reads.of_batch,
+        )
