@@ -313,8 +313,8 @@ class StepRunner(MicrobatchRunner):
 
     def _snapshot(self, call: Call, chosen: ChosenTraces) -> StepSnapshot:
         written = frozenset[str]().union(*(variant.written for variant in chosen.variants))
-        batches = chosen.batch, chosen.microbatches
-        return StepSnapshot(self._root, written, batches=batches, writes_batch=self._traces.writes_batch(call.name))
+        how = {"batches": (chosen.batch, chosen.microbatches), "writes_batch": self._traces.writes_batch(call.name)}
+        return StepSnapshot(self._root, written, **how)
 
     def _weights(self, call: Call, chosen: ChosenTraces, train: TrainContext | None) -> tuple[list[float], MeanWeights]:
         """The weight of each microbatch, and those of its recorded means that differ from it."""
@@ -486,8 +486,7 @@ class StepRunner(MicrobatchRunner):
             losses = [values[variant.loss] for values, variant in zip(content, variants, strict=True)]
             total = sum(float(loss) * weight for loss, weight in zip(losses, weights, strict=True))
             loss = losses[0].new_tensor(total)
-        name = variants[0].recording.graph.step
-        sizes = sizes_of(microbatches)
+        name, sizes = variants[0].recording.graph.step, sizes_of(microbatches)
         output = join(outputs, weights, sizes, step=name) if outputs else loss
         if side_effects is not None:
             returned = map_leaves(detached, side_effects.returned(content[0]))

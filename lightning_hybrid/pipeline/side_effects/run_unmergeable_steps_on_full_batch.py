@@ -77,7 +77,7 @@ class UnsplitSteps:
 
         A branch by a random number or by state is none: a microbatch takes it as another batch would.
         """
-        if not any(variant.recording.reads_batch for variant in variants):
+        if call.name not in self._traces.reads_batch:
             return ""
         full = self._traces.trace_of_full_batch(call, batch)
         for variant, microbatch in zip(variants, microbatches, strict=True) if full is not None else ():

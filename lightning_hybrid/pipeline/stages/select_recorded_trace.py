@@ -128,7 +128,11 @@ class _Traces:
 
 
 class TraceCache:
-    """Caches the recorded traces of the steps of one module, and selects from them."""
+    """Caches the recorded traces of the steps of one module, and selects from them.
+
+    Attributes:
+        reads_batch: Names of the steps that read the content of a batch, by which they may branch.
+    """
 
     def __init__(self, root: nn.Module, plan: StagePlan, randomness: KeyedRandomness) -> None:
         """Set up for the user's module and its stage plan; ``randomness`` keys the random numbers of steps."""
@@ -136,6 +140,7 @@ class TraceCache:
         self._plan = plan
         self._randomness = randomness
         self._cache: BoundedLRUDict[Hashable, _Traces] = BoundedLRUDict(_MAX_SIGNATURES)
+        self.reads_batch: set[str] = set()
         self._writes_batch: set[str] = set()
         self._is_unpredicted: set[str] = set()  # steps that have left a trace which was selected without a dry run
 
@@ -216,6 +221,8 @@ class TraceCache:
         )
         if _is_written(versions):
             self._writes_batch.add(call.name)
+        if unguarded_reads.of_batch:
+            self.reads_batch.add(call.name)
         return variant
 
     @contextlib.contextmanager
@@ -302,6 +309,9 @@ class TraceCache:
                 raise UnknownTrace(str(error)) from error
             except Exception:  # an error of the step is raised where it runs
                 return traces.latest
+            finally:
+                if tree.reads_batch:
+                    self.reads_batch.add(call.name)
 
 
 def _key(call: Call, microbatch: Any) -> Hashable:

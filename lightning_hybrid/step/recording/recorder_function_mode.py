@@ -18,7 +18,7 @@ from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves imp
 from lightning_hybrid.step.objects.pytree import Spec, flatten, register_container_class
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
 from lightning_hybrid.step.recording.check_kept_values_mergeable import selects_rows
-from lightning_hybrid.step.recording.data_dependent_sizes import SIZED_BY_DATA, DynamicSizeReads, masks_to_indices
+from lightning_hybrid.step.recording.data_dependent_sizes import DynamicSizeReads, is_sized_by_data, masks_to_indices
 from lightning_hybrid.step.recording.escaped_tensors_and_read_numbers import find_escaped_values, values_behind_numbers
 from lightning_hybrid.step.recording.find_implicit_inputs_of_units import CapturedInputs
 from lightning_hybrid.step.recording.find_nodes_autograd_grad_differentiates import (
@@ -194,7 +194,7 @@ class Recorder(StepMode):
 
     def _run_on_batch(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Run an operation that reads nothing of the model; it is no node."""
-        if name in SIZED_BY_DATA or (name == "__getitem__" and any(t.dtype is torch.bool for t in tensors[1:])):
+        if is_sized_by_data(name, tensors):
             self._unguarded_reads.add("the content of the batch", of_batch=True)
         result = run(*args, **kwargs)
         self.mutated.record_detached(name, args, result)
@@ -333,11 +333,5 @@ class Recorder(StepMode):
         fields = tuple(self._templates), dict(self.units), dict(owned), kept.paths, unopened
         buffers = frozenset(self._found_buffers | self.mutated.buffers)
         entered, left = frozenset(self.captured.entered), frozenset(self.captured.storing_units)
-        reads = self._unguarded_reads
-        state = reads.first, kept.returns
-        return Recording(
-            *(graph, *fields, buffers, self.numbers_read, *kept.numbers, *state),
-            entered=entered,
-            left=left,
-            reads_batch=reads.of_batch,
-        )
+        state = self._unguarded_reads.first, kept.returns
+        return Recording(graph, *fields, buffers, self.numbers_read, *kept.numbers, *state, entered=entered, left=left)

@@ -78,7 +78,6 @@ class Recording:
         has_guesses: Whether code of the step read a value of the model that was guessed.
         has_functions: Whether an autograd function of user code was applied, also inside of units.
         has_hooks: Whether a hook on the gradient of a tensor was registered.
-        reads_batch: Whether code around the units read the content of the batch, by which it may branch.
     """
 
     graph: StepGraph
@@ -102,7 +101,6 @@ class Recording:
     has_guesses: bool = False
     has_functions: bool = False
     has_hooks: bool = False
-    reads_batch: bool = False
 
     def parameters_read_outside(self) -> dict[str, str]:
         """The parameters that code outside of their unit reads or replaces, and the line of each."""
