@@ -21,6 +21,7 @@ from lightning_hybrid.pipeline.loss_weights.microbatch_weights_of_means import (
     MeanWeights,
 )
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.pipeline.results.log_run import LogRuns
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import check_content, detached, returned_batch
 from lightning_hybrid.pipeline.results.result_exchange import StepResultExchange
@@ -41,13 +42,7 @@ from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import St
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join
-from lightning_hybrid.step.batch.split_batch_into_microbatches import (
-    BatchSplitter,
-    copied_batch,
-    sizes_of,
-    split,
-    split_unevenly,
-)
+from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, sizes_of, split, split_unevenly
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.recording.values_kept_on_modules import refuse_absent_numbers
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
@@ -104,6 +99,7 @@ class StepRunner(MicrobatchRunner):
         self._executor.after_forward = lambda: self.settle()
         self._traces = TraceCache(root, plan, randomness)
         self._loss_shares = LossMeanWeights(root, plan, self._traces, randomness)
+        self._log_runs = LogRuns(root, plan, self._traces, randomness)
         self._transport, self._programs = transport, Programs(plan, transport)
         self._unsplit = UnsplitSteps(self._traces, warn_unsplit)
         self._chosen: ChosenTraces | None = None  # for the training batch that comes next
@@ -281,6 +277,7 @@ class StepRunner(MicrobatchRunner):
             metrics=self._metrics.calls,
             sizes=sizes_of(chosen.microbatches),
             by_samples=(self.weighting.keys, chosen.weights),
+            log_run=chosen.log_run,
             rank_of=self.plan.rank_of,
         )
         snapshot = self._snapshot(call, chosen) if train is None or self._agree_on_broken_step is not None else None
@@ -363,7 +360,7 @@ class StepRunner(MicrobatchRunner):
         """The re-run of a step that keeps numbers of the model; made before the step may write into its batch."""
         if len(chosen.variants) > 1 or not chosen.variants[0].recording.numbers_kept:
             return None
-        batch = copied_batch(chosen.batch) if self._traces.writes_batch(call.name) else chosen.batch
+        batch = self._traces.unwritten(call, chosen.batch)
         return SideEffectRun(self._root, self.plan.names(), call, batch, chosen.variants[0], self._randomness)
 
     def _synchronize(
@@ -457,9 +454,10 @@ class StepRunner(MicrobatchRunner):
             if is_split and self._unsplit.adopts(call, variants, batch, microbatches, is_returned=share_output):
                 microbatches, weights = split(batch, 1, self.splitter)
                 variants = self._traces.choose(dataclasses.replace(call, first=self._replica), microbatches)
+            log_run = self._log_runs.of(call, batch, variants)
         if not is_known:
             self.unpartitioned.has_recorded()
-        return ChosenTraces(batch, call.number, microbatches, weights, variants)
+        return ChosenTraces(batch, call.number, microbatches, weights, variants, log_run)
 
     def _result(
         self,

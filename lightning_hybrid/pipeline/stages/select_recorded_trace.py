@@ -99,6 +99,7 @@ class ChosenTraces:
         microbatches: The batch, split.
         weights: The weight of each microbatch.
         variants: The trace of each microbatch.
+        log_run: Runs the step on the full batch for its logs, if it must.
     """
 
     batch: Any
@@ -106,6 +107,7 @@ class ChosenTraces:
     microbatches: Sequence[Any]
     weights: list[float]
     variants: list[TraceVariant]
+    log_run: Any
 
 
 @dataclass(eq=False)
@@ -188,6 +190,10 @@ class TraceCache:
     def writes_batch(self, name: str) -> bool:
         """Whether a step has written into its batch."""
         return name in self._writes_batch
+
+    def unwritten(self, call: Call, batch: Any) -> Any:
+        """The batch for a later run of a step; a copy if it writes into it."""
+        return copied_batch(batch) if self.writes_batch(call.name) else batch
 
     def attributes_around_units(self, variant: TraceVariant) -> list[Any]:
         """The plain attributes of the modules around the units, on which a step may branch."""

@@ -1,5 +1,7 @@
 """Metrics see full batches, whatever they decide by the content of an update; logged values are those of batches."""
 
+import math
+
 import pytest
 import torch
 import torchmetrics
@@ -141,10 +143,29 @@ class Logs(Tiny):
 
 
 class LogsFunctions(Logs):
-    """Logs a function of the loss, which stages compute again from that of the batch."""
+    """Logs functions of the loss and of sums, of torch and of Python, whose numbers no microbatch has."""
+
+    samples = 30  # the microbatches of the last batch are smaller
 
     def values(self, loss, out):
         yield from {"tensor": loss.exp(), "item": loss.exp().item(), "ratio": float(loss / (1 + loss))}.items()
+        yield from {"python": math.exp(loss.item()), "rounded": round(100 * loss.item(), 1)}.items()
+        positive = out.detach() > 0.05
+        sums = (positive * out.detach()).sum() / (1 + positive.sum())
+        yield from {"sums": sums, "positive": positive.sum().item(), "ones": torch.ones_like(out[:, 0]).sum()}.items()
+        yield from {"size": len(out), "two": 2 * len(out), "shape": out.shape[0] / 4}.items()
+
+
+class LogsBatch(Logs):
+    """Logs what it computes from the batch alone."""
+
+    def step(self, batch, where):
+        self.y = batch["y"]
+        return super().step(batch, where)
+
+    def values(self, loss, out):
+        y, self.y = self.y, None
+        yield from {"spread": y.std(), "median": y.median().item(), "sum": float(y.sum()), "mean": y.mean()}.items()
 
 
 def run(module, size, pp, batch_size, options):
@@ -152,7 +173,8 @@ def run(module, size, pp, batch_size, options):
     torch.manual_seed(3)
     model = module()
     trainer = trainer_of(size, pp, strategy_options=options, num_sanity_val_steps=0)
-    trainer.fit(model, loader(batch_size, 32), loader(batch_size, 32))
+    count = getattr(model, "samples", 32)
+    trainer.fit(model, loader(batch_size, count), loader(batch_size, count))
     return model.seen
 
 
@@ -160,9 +182,10 @@ HALVES = {"num_microbatches": 2}
 LAYOUTS = {"microbatches": (1, 1, HALVES), "pp2": (2, 2, HALVES), "dp2 x pp2": (4, 2, HALVES)}
 LAYOUTS["pp2, 4 microbatches"] = (2, 2, {"num_microbatches": 4})
 CASES = [(CallsForward, "microbatches"), (CallsForward, "pp2"), (InShares, "pp2"), (Logs, "microbatches")]
-CASES += [(Measures, "pp2"), (Logs, "dp2 x pp2"), (LogsFunctions, "pp2")]
+CASES += [(Measures, "pp2"), (Logs, "dp2 x pp2"), (LogsFunctions, "pp2"), (LogsBatch, "pp2")]
 SLOW = [(Measures, "dp2 x pp2"), (Logs, "pp2"), (Logs, "pp2, 4 microbatches"), (CallsForward, "pp2, 4 microbatches")]
 SLOW += [(CallsForward, "dp2 x pp2"), (InShares, "dp2 x pp2"), (Measures, "microbatches"), (InShares, "microbatches")]
+SLOW += [(LogsFunctions, "pp2, 4 microbatches"), (LogsBatch, "dp2 x pp2")]
 
 
 @pytest.mark.parametrize(
