@@ -33,7 +33,7 @@ from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
 from lightning_hybrid.pipeline.side_effects.run_unmergeable_steps_on_full_batch import UnsplitSteps
-from lightning_hybrid.pipeline.side_effects.side_effect_run import SideEffectRun
+from lightning_hybrid.pipeline.side_effects.side_effect_run import SideEffectRun, side_effect_run
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import broadcast_buffers, repeated_buffers
 from lightning_hybrid.pipeline.stages.record_and_partition_step import record_once
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
@@ -73,6 +73,7 @@ class StepRunner(MicrobatchRunner):
         metrics: MetricSync,
         unpartitioned: UnpartitionedSteps,
         warn_unsplit: Callable[[str, str], None],
+        warn: Callable[[str], None],
     ) -> None:
         """Set up for one module.
 
@@ -88,6 +89,7 @@ class StepRunner(MicrobatchRunner):
             metrics: Synchronizes the metrics of the module.
             unpartitioned: Runs evaluation steps that cannot be partitioned.
             warn_unsplit: Called once with the name of a step whose batches are not split, and the reason.
+            warn: Warns the user, on the first rank.
         """
         super().__init__(plan, num_microbatches=num_microbatches, splitter=splitter, unpartitioned=unpartitioned)
         self._root, self._group, self._randomness = root, group, randomness
@@ -106,7 +108,7 @@ class StepRunner(MicrobatchRunner):
         self._agree_on_broken_step: Callable[[bool], bool] | None = None  # a step that diverges ends the run if None
         self.has_weighted_means, self.recorded_means = False, frozenset[int]()
         self.weighting, self._uses_recorded_means = LossWeighting(), True
-        self._warn_unsplit = warn_unsplit
+        self._warn_unsplit, self._warn = warn_unsplit, warn
 
     def roll_back_broken_steps(self, agree: Callable[[bool], bool]) -> None:
         """Roll a training step back if it diverges from its recording on any replica, which ``agree`` returns."""
@@ -120,12 +122,6 @@ class StepRunner(MicrobatchRunner):
             self.has_weighted_means, self.recorded_means = False, frozenset()
         if weighting.mixes:
             self._unsplit.names |= _OBJECTIVES
-
-    @property
-    def has_nonlinear_backward(self) -> bool:
-        """Whether code of the user runs in the backward of the first recorded step."""
-        first = self.plan.first
-        return first is not None and (first.recording.has_functions or first.recording.has_hooks)
 
     @property
     def can_roll_back_step(self) -> bool:
@@ -169,19 +165,26 @@ class StepRunner(MicrobatchRunner):
                 record_once(self.plan, name, step_once, variants[0].recording.units, context, train=train)
 
     def compare_recorded_means(
-        self, step: Callable[..., Any], args: Sequence[Any], context: Callable[[], AbstractContextManager[Any]]
+        self,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        context: Callable[[], AbstractContextManager[Any]],
+        note: Callable[[Exception], object],
     ) -> list[ComparedLoss]:
         """Compare the loss of a batch with that of its parts, of even and uneven sizes, weighted by recorded means.
 
-        Arguments as for ``record``; this rank has all layers.
+        Arguments as for ``record``, and ``note`` takes an error that prevents it; this rank has all layers.
         """
         batch, *rest = args
         call = Call("training_step", step, rest, context, train=True, modes=self.plan.modes())
         found = []
         for parts, weights in (split(batch, 2, self.splitter), split_unevenly(batch)):
-            with contextlib.suppress(Exception):  # the step needs more samples, or more memory than there is
+            try:
                 compared = self._loss_shares.compare(call, self._traces.choose(call, parts), batch, parts, weights)
-                found += [] if compared is None else [compared]
+            except Exception as error:  # the step needs more samples, or more memory than there is
+                note(error)
+                continue
+            found += [] if compared is None else [compared]
         return found
 
     def run(
@@ -276,7 +279,8 @@ class StepRunner(MicrobatchRunner):
             train=train is not None,
             metrics=self._metrics.calls,
             sizes=sizes_of(chosen.microbatches),
-            by_samples=(self.weighting.keys, chosen.weights),
+            weighting=self.weighting if train is not None else LossWeighting(),
+            by_samples=chosen.weights,
             log_run=chosen.log_run,
             rank_of=self.plan.rank_of,
         )
@@ -294,7 +298,8 @@ class StepRunner(MicrobatchRunner):
             **self._callbacks(train, exchange, weights, chosen),
         )
         appended = AppendedEntries(self._root) if count > 1 else None
-        side_effects = self._side_effects(call, chosen)
+        given = self._traces.unwritten(call, chosen.batch)
+        side_effects = side_effect_run(self._root, self.plan.names(), call, given, variants, self._randomness)
         grad = torch.set_grad_enabled(train is not None or torch.is_grad_enabled())
         with self._randomness.isolated(), grad, self._metrics.step():
             outcome = self._executor.run(job)
@@ -355,13 +360,6 @@ class StepRunner(MicrobatchRunner):
             options |= {"before_backward": train.before_backward, "after_backward": train.after_backward}
             options |= {"reduce": train.reduce, "recorder": train.recorder}
         return options
-
-    def _side_effects(self, call: Call, chosen: ChosenTraces) -> SideEffectRun | None:
-        """The re-run of a step that keeps numbers of the model; made before the step may write into its batch."""
-        if len(chosen.variants) > 1 or not chosen.variants[0].recording.numbers_kept:
-            return None
-        batch = self._traces.unwritten(call, chosen.batch)
-        return SideEffectRun(self._root, self.plan.names(), call, batch, chosen.variants[0], self._randomness)
 
     def _synchronize(
         self,
@@ -474,6 +472,10 @@ class StepRunner(MicrobatchRunner):
         variants, microbatches = chosen.variants, chosen.microbatches
         runs = [outcome.runs[index] for index in range(len(variants))]
         logged, content = exchange.finish(outcome.runs)
+        if train and len(variants) > 1:  # once: later batches log the same keys
+            for text in exchange.warnings():
+                self._warn(text)
+            self.weighting = self.weighting._replace(unexplained=())
         outputs = []
         for run, values in zip(runs, content, strict=True):
             fill_placeholders(run, values)

@@ -1,6 +1,8 @@
 """Metrics see full batches, whatever they decide by the content of an update; logged values are those of batches."""
 
 import math
+import re
+import warnings
 
 import pytest
 import torch
@@ -168,8 +170,9 @@ class LogsBatch(Logs):
         yield from {"spread": y.std(), "median": y.median().item(), "sum": float(y.sum()), "mean": y.mean()}.items()
 
 
-def run(module, size, pp, batch_size, options):
-    ignore_warnings()
+def run(module, size, pp, batch_size, options, *, ignores=True):
+    if ignores:
+        ignore_warnings()
     torch.manual_seed(3)
     model = module()
     trainer = trainer_of(size, pp, strategy_options=options, num_sanity_val_steps=0)
@@ -197,3 +200,31 @@ def test_values_are_those_of_full_batches(worlds, module, name):
     expected = worlds.run_once(size // pp, run, module, size // pp, 1, 8 * pp // size, {})
     for seen in worlds.run(size, run, module, size, pp, 8 * pp // size, options):
         assert seen == pytest.approx(expected[0], rel=1e-6, abs=1e-9) and len(seen) > 20
+
+
+class LogsNoMeans(Logs):
+    """Logs numbers of its output that no recording explains, and others that are explained."""
+
+    def values(self, loss, out):
+        out = out.detach()
+        yield from {"loss": loss, "spread": out.std(), "python": math.exp(loss.item()), "size": len(out)}.items()
+        yield from {"exp": loss.exp(), "largest": out.max(), "share": (out > 0).double().mean()}.items()
+
+    def step(self, batch, where):
+        out = self(batch["x"])
+        loss = F.mse_loss(out, batch["y"])
+        self.log_dict(dict(self.values(loss, out)))
+        return loss
+
+
+def run_warned(size, pp):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(LogsNoMeans, size, pp, 8, HALVES, ignores=False)
+    texts = [str(each.message) for each in caught]
+    return [re.search("logs '(\\w+)', which is", text)[1] for text in texts if "which is" in text]
+
+
+@pytest.mark.parametrize(("size", "keys"), [(1, ["exp", "python", "spread"]), (2, ["spread"])])
+def test_number_that_is_none_of_those_of_microbatches_is_named(worlds, size, keys):
+    assert sorted(worlds.run(size, run_warned, size, size)[0]) == keys
