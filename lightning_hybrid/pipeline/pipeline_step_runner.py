@@ -266,8 +266,7 @@ class StepRunner(MicrobatchRunner):
     ) -> StepResult:
         """Run this rank's stages on all microbatches, then exchange and join the results."""
         variants, count = chosen.variants, len(chosen.microbatches)
-        weights, shares = weighted
-        logs = LogCapture(count, self._executor.has_guessed_size)
+        (weights, shares), logs = weighted, LogCapture(count, self._executor.has_guessed_size)
         exchange = StepResultExchange(
             self._group,
             self._randomness.device,
@@ -380,6 +379,7 @@ class StepRunner(MicrobatchRunner):
             is_broken = self._agree_on_broken_step(is_broken)
         if snapshot is None or not is_broken:
             return
+        outcome.registered.remove()
         try:
             snapshot.restore("does something else than what was recorded")
         except StepError as error:

@@ -268,6 +268,7 @@ class PlainRunner(MicrobatchRunner):
         self._scales_gradients = loop.scales_gradients
         if self._is_stopped:
             self._is_stopped, self.needs_weighting_check = False, True
+            gradients.registered.remove()
             return _rolled_back(snapshot, "has code in its backward, and is compared with its batch")
         has_other_outputs = not all(isinstance(output, Tensor) for output in loop.outputs)
         is_read = manual_optimization or (share_output and has_other_outputs)
@@ -276,6 +277,7 @@ class PlainRunner(MicrobatchRunner):
         results = loop.results(weights, loss_weights, by_samples, outputs, {} if appended is None else appended.rows)
         results = self._exchange(results, share, changes, loop.calls)
         if runs_share and not self.runs_shares:  # the results are those of a share
+            gradients.registered.remove()
             return _rolled_back(snapshot, "does something new, and would run on full batches")
         self._metrics.finish(results.call_metrics)
         if appended is not None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_hybrid.pipeline.loss_weights.compare_gradients import GradientMatch, describe_difference
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Key, keyed
+from lightning_hybrid.pipeline.runtime.step_hooks import without_registrations
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -199,6 +200,7 @@ def _losses_of(
     with contextlib.ExitStack() as stack:
         stack.enter_context(randomness.isolated())
         stack.enter_context(_evaluating(root))
+        stack.enter_context(without_registrations(root))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         before = GeneratorStates(randomness.device)
         try:
