@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 SINK = "metric:"  # prefix of the pseudo-parameters that stand for the state of a metric
@@ -131,9 +132,14 @@ class StepGraph:
     buffers: frozenset[str] = frozenset()
     assumed_finite: frozenset[int] = frozenset()
 
+    @cached_property
+    def makers(self) -> Mapping[int, Node]:
+        """The operation that makes each value, or the first one if several do."""
+        return {output: node for node in reversed(self.nodes) for output in node.outputs}
+
     def made_by(self, value: int) -> Node:
         """The operation that makes a value, or the first one if several do."""
-        return next(node for node in self.nodes if value in node.outputs)
+        return self.makers[value]
 
     def units(self) -> list[str]:
         """FQNs of the units called, in order of their first call."""

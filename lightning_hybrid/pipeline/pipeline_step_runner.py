@@ -21,6 +21,7 @@ from lightning_hybrid.pipeline.loss_weights.microbatch_weights_of_means import (
     MeanWeights,
 )
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.pipeline.results.log_run import LogRuns
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import check_content, detached, returned_batch
 from lightning_hybrid.pipeline.results.result_exchange import StepResultExchange
@@ -32,7 +33,7 @@ from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
 from lightning_hybrid.pipeline.side_effects.run_unmergeable_steps_on_full_batch import UnsplitSteps
-from lightning_hybrid.pipeline.side_effects.side_effect_run import SideEffectRun
+from lightning_hybrid.pipeline.side_effects.side_effect_run import SideEffectRun, side_effect_run
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import broadcast_buffers, repeated_buffers
 from lightning_hybrid.pipeline.stages.record_and_partition_step import record_once
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
@@ -43,7 +44,6 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join
 from lightning_hybrid.step.batch.split_batch_into_microbatches import (
     BatchSplitter,
-    copied_batch,
     sizes_of,
     split,
     without_last_sample,
@@ -78,6 +78,7 @@ class StepRunner(MicrobatchRunner):
         metrics: MetricSync,
         unpartitioned: UnpartitionedSteps,
         warn_unsplit: Callable[[str, str], None],
+        warn: Callable[[str], None],
     ) -> None:
         """Set up for one module.
 
@@ -93,6 +94,7 @@ class StepRunner(MicrobatchRunner):
             metrics: Synchronizes the metrics of the module.
             unpartitioned: Runs evaluation steps that cannot be partitioned.
             warn_unsplit: Called once with the name of a step whose batches are not split, and the reason.
+            warn: Warns the user, on the first rank.
         """
         super().__init__(plan, num_microbatches=num_microbatches, splitter=splitter, unpartitioned=unpartitioned)
         self._root, self._group, self._randomness = root, group, randomness
@@ -104,13 +106,14 @@ class StepRunner(MicrobatchRunner):
         self._executor.after_forward = lambda: self.settle()
         self._traces = TraceCache(root, plan, randomness)
         self._loss_shares = LossMeanWeights(root, plan, self._traces, randomness)
+        self._log_runs = LogRuns(root, plan, self._traces, randomness)
         self._transport, self._programs = transport, Programs(plan, transport)
         self._unsplit = UnsplitSteps(self._traces, warn_unsplit)
         self._chosen: ChosenTraces | None = None  # for the training batch that comes next
         self._agree_on_broken_step: Callable[[bool], bool] | None = None  # a step that diverges ends the run if None
         self.has_weighted_means, self.recorded_means = False, frozenset[int]()
         self.weighting, self._uses_recorded_means = LossWeighting(), True
-        self._warn_unsplit = warn_unsplit
+        self._warn_unsplit, self._warn = warn_unsplit, warn
 
     def roll_back_broken_steps(self, agree: Callable[[bool], bool]) -> None:
         """Roll a training step back if it diverges from its recording on any replica, which ``agree`` returns."""
@@ -126,12 +129,6 @@ class StepRunner(MicrobatchRunner):
             self._unsplit.names |= _OBJECTIVES
 
     @property
-    def has_nonlinear_backward(self) -> bool:
-        """Whether code of the user runs in the backward of the first recorded step."""
-        first = self.plan.first
-        return first is not None and (first.recording.has_functions or first.recording.has_hooks)
-
-    @property
     def can_roll_back_step(self) -> bool:
         """Whether a training step that diverges from its recording is rolled back."""
         return self._agree_on_broken_step is not None
@@ -144,6 +141,10 @@ class StepRunner(MicrobatchRunner):
     def unsplit_step_names(self) -> frozenset[str]:
         """Names of steps whose batches are not split into microbatches, so far."""
         return frozenset(self._unsplit.names)
+
+    def run_unsplit(self, name: str) -> None:
+        """Split no batch of a step from now on."""
+        self._unsplit.names.add(name)
 
     def record(
         self,
@@ -169,20 +170,27 @@ class StepRunner(MicrobatchRunner):
                 record_once(self.plan, name, step_once, variants[0].recording.units, context, train=train)
 
     def compare_recorded_means(
-        self, step: Callable[..., Any], args: Sequence[Any], context: Callable[[], AbstractContextManager[Any]]
+        self,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        context: Callable[[], AbstractContextManager[Any]],
+        note: Callable[[Exception], object],
     ) -> list[ComparedLoss]:
         """Compare the loss of a batch with that of its halves, of even and uneven sizes, weighted by recorded means.
 
-        Arguments as for ``record``; this rank has all layers.
+        Arguments as for ``record``, and ``note`` takes an error that prevents it; this rank has all layers.
         """
         batch, *rest = args
         call = Call("training_step", step, rest, context, train=True, modes=self.plan.modes())
         found = []
         for some in (batch, without_last_sample(batch)):  # halves of both have the size of a recorded microbatch
-            with contextlib.suppress(Exception):  # the step needs more samples, or more memory than there is
+            try:
                 parts, weights = split(some, 2, self.splitter)
                 compared = self._loss_shares.compare(call, self._traces.choose(call, parts), some, parts, weights)
-                found += [] if compared is None else [compared]
+            except Exception as error:  # the step needs more samples, or more memory than there is
+                note(error)
+                continue
+            found += [] if compared is None else [compared]
         return found
 
     def run(
@@ -220,13 +228,12 @@ class StepRunner(MicrobatchRunner):
         if train is not None and self._loss_shares.unknown and len(chosen.microbatches) > 1:
             self._warn_unsplit(name, f"{self._loss_shares.unknown}: a mean over entries that a mask or labels select")
             self._unsplit.names |= _OBJECTIVES
-            return self.run(
-                name, step, args, step_number=step_number, context=context, train=train, share_output=share_output
-            )
-        if train is None and self._loss_shares.are_incomparable(chosen.variants):
+        elif train is None and self._loss_shares.are_incomparable(chosen.variants):
             # Such means have no common weights; evaluation needs no backward, so its batches are unsplit from now on.
             self._unsplit.names.add(name)
-            return self.run(name, step, args, step_number=step_number, context=context, share_output=share_output)
+        if name in self._unsplit.names and len(chosen.microbatches) > 1:
+            how = {"step_number": step_number, "context": context, "train": train, "share_output": share_output}
+            return self.run(name, step, args, **how)
         try:
             return self._run_in_stages(call, chosen, weights, train, share_output=share_output)
         except StepBroken as broken:
@@ -265,8 +272,7 @@ class StepRunner(MicrobatchRunner):
     ) -> StepResult:
         """Run this rank's stages on all microbatches, then exchange and join the results."""
         variants, count = chosen.variants, len(chosen.microbatches)
-        weights, shares = weighted
-        logs = LogCapture(count, self._executor.has_guessed_size)
+        (weights, shares), logs = weighted, LogCapture(count, self._executor.has_guessed_size)
         exchange = StepResultExchange(
             self._group,
             self._randomness.device,
@@ -278,7 +284,9 @@ class StepRunner(MicrobatchRunner):
             train=train is not None,
             metrics=self._metrics.calls,
             sizes=sizes_of(chosen.microbatches),
-            by_samples=(self.weighting.keys, chosen.weights),
+            weighting=self.weighting if train is not None else LossWeighting(),
+            by_samples=chosen.weights,
+            log_run=chosen.log_run,
             rank_of=self.plan.rank_of,
         )
         snapshot = self._snapshot(call, chosen) if train is None or self._agree_on_broken_step is not None else None
@@ -295,7 +303,8 @@ class StepRunner(MicrobatchRunner):
             **self._callbacks(train, exchange, weights, chosen),
         )
         appended = AppendedEntries(self._root) if count > 1 else None
-        side_effects = self._side_effects(call, chosen)
+        given = self._traces.unwritten(call, chosen.batch)
+        side_effects = side_effect_run(self._root, self.plan.names(), call, given, variants, self._randomness)
         grad = torch.set_grad_enabled(train is not None or torch.is_grad_enabled())
         with self._randomness.isolated(), grad, self._metrics.step():
             outcome = self._executor.run(job)
@@ -311,8 +320,8 @@ class StepRunner(MicrobatchRunner):
 
     def _snapshot(self, call: Call, chosen: ChosenTraces) -> StepSnapshot:
         written = frozenset[str]().union(*(variant.written for variant in chosen.variants))
-        batches = chosen.batch, chosen.microbatches
-        return StepSnapshot(self._root, written, batches=batches, writes_batch=self._traces.writes_batch(call.name))
+        how = {"batches": (chosen.batch, chosen.microbatches), "writes_batch": self._traces.writes_batch(call.name)}
+        return StepSnapshot(self._root, written, **how)
 
     def _weights(self, call: Call, chosen: ChosenTraces, train: TrainContext | None) -> tuple[list[float], MeanWeights]:
         """The weight of each microbatch, and those of its recorded means that differ from it."""
@@ -353,17 +362,9 @@ class StepRunner(MicrobatchRunner):
             scales = any(each.recording.has_functions for each in chosen.variants) if scales is None else scales
             pairs = [split_weight(*each, scales=scales) for each in zip(weights, chosen.weights, strict=True)]
             options |= {"seeds": [train.seed_factor * seed for seed, _ in pairs], "factors": [by for _, by in pairs]}
-            options["reduce"] = train.reduce
             options |= {"before_backward": train.before_backward, "after_backward": train.after_backward}
-            options["recorder"] = train.recorder
+            options |= {"reduce": train.reduce, "recorder": train.recorder}
         return options
-
-    def _side_effects(self, call: Call, chosen: ChosenTraces) -> SideEffectRun | None:
-        """The re-run of a step that keeps numbers of the model; made before the step may write into its batch."""
-        if len(chosen.variants) > 1 or not chosen.variants[0].recording.numbers_kept:
-            return None
-        batch = copied_batch(chosen.batch) if self._traces.writes_batch(call.name) else chosen.batch
-        return SideEffectRun(self._root, self.plan.names(), call, batch, chosen.variants[0], self._randomness)
 
     def _synchronize(
         self,
@@ -384,6 +385,7 @@ class StepRunner(MicrobatchRunner):
             is_broken = self._agree_on_broken_step(is_broken)
         if snapshot is None or not is_broken:
             return
+        outcome.registered.remove()
         try:
             snapshot.restore("does something else than what was recorded")
         except StepError as error:
@@ -456,9 +458,10 @@ class StepRunner(MicrobatchRunner):
             if is_split and self._unsplit.adopts(call, variants, batch, microbatches, is_returned=share_output):
                 microbatches, weights = split(batch, 1, self.splitter)
                 variants = self._traces.choose(dataclasses.replace(call, first=self._replica), microbatches)
+            log_run = self._log_runs.of(call, batch, variants)
         if not is_known:
             self.unpartitioned.has_recorded()
-        return ChosenTraces(batch, call.number, microbatches, weights, variants)
+        return ChosenTraces(batch, call.number, microbatches, weights, variants, log_run)
 
     def _result(
         self,
@@ -475,6 +478,10 @@ class StepRunner(MicrobatchRunner):
         variants, microbatches = chosen.variants, chosen.microbatches
         runs = [outcome.runs[index] for index in range(len(variants))]
         logged, content = exchange.finish(outcome.runs)
+        if train and len(variants) > 1:  # once: later batches log the same keys
+            for text in exchange.warnings():
+                self._warn(text)
+            self.weighting = self.weighting._replace(unexplained=())
         outputs = []
         for run, values in zip(runs, content, strict=True):
             fill_placeholders(run, values)
@@ -485,15 +492,13 @@ class StepRunner(MicrobatchRunner):
             losses = [values[variant.loss] for values, variant in zip(content, variants, strict=True)]
             total = sum(float(loss) * weight for loss, weight in zip(losses, weights, strict=True))
             loss = losses[0].new_tensor(total)
-        name = variants[0].recording.graph.step
-        sizes = sizes_of(microbatches)
-        output = join(outputs, weights, sizes, step=name) if outputs else None
+        name, sizes = variants[0].recording.graph.step, sizes_of(microbatches)
+        output = join(outputs, weights, sizes, step=name) if outputs else loss
         if side_effects is not None:
-            output = map_leaves(detached, side_effects.returned(content[0]))
+            returned = map_leaves(detached, side_effects.returned(content[0]))
+            output = returned if outputs else loss
         if appended is not None:
             appended.put(appended.evenly(len(variants), content), weights, sizes)
-        if not outputs:
-            output = loss
         check_content(name, output)
         if read_at := next((run.numbers_read for run in runs if run.numbers_read), ""):
             refuse_absent_numbers(self._root, [variant.recording for variant in variants], read_at)

@@ -105,6 +105,7 @@ class MicrobatchLoop:
                 draws,
                 self.logs.microbatch(self._root, index, metrics.origin),
                 called,
+                self._gradients.registered.run(),
             ):
                 # Compiled code would not show the autograd functions inside.
                 eager = index == 0 and self._stops is not None

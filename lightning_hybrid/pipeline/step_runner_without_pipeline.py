@@ -20,12 +20,14 @@ from lightning_hybrid.pipeline.keyed_draws_of_unpartitioned_steps import PlainSt
 from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import (
     LossWeighting,
     agree_on_weighting,
+    describe_unexplained,
     measure_weighting,
 )
 from lightning_hybrid.pipeline.loss_weights.compare_gradients import compare_gradients
 from lightning_hybrid.pipeline.loss_weights.find_token_count_of_loss import LossWeightFinder
 from lightning_hybrid.pipeline.microbatch_results import CHANGES_MODULES, RUNS_OTHER_LINES, MicrobatchResults
 from lightning_hybrid.pipeline.plain_microbatch_loop import MicrobatchLoop
+from lightning_hybrid.pipeline.results.log_entry import Key
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.run_evaluation_steps_unpartitioned import UnpartitionedSteps
 from lightning_hybrid.pipeline.runtime.parameter_gradients import ParameterGradients
@@ -108,6 +110,7 @@ class PlainRunner(MicrobatchRunner):
         self._leaves_changes: bool | None = None  # whether steps change modules by their batch; None until compared
         self._first_changes: ModuleChanges | None = None  # by the first training batch
         self._calls = set[int]()  # lines of code that training steps ran when their batches were compared
+        self._warned = set[Key]()  # logged keys that are none of those of microbatches
         self._num_small = 0  # batches that could not be compared with their shares
         self._weighting = LossWeightFinder(splitter, inform)
         self._scales_gradients: bool | None = None  # as for ``MicrobatchLoop``
@@ -266,6 +269,7 @@ class PlainRunner(MicrobatchRunner):
         self._scales_gradients = loop.scales_gradients
         if self._is_stopped:
             self._is_stopped, self.needs_weighting_check = False, True
+            gradients.registered.remove()
             return _rolled_back(snapshot, "has code in its backward, and is compared with its batch")
         has_other_outputs = not all(isinstance(output, Tensor) for output in loop.outputs)
         is_read = manual_optimization or (share_output and has_other_outputs)
@@ -274,6 +278,7 @@ class PlainRunner(MicrobatchRunner):
         results = loop.results(weights, loss_weights, by_samples, outputs, {} if appended is None else appended.rows)
         results = self._exchange(results, share, changes, loop.calls)
         if runs_share and not self.runs_shares:  # the results are those of a share
+            gradients.registered.remove()
             return _rolled_back(snapshot, "does something new, and would run on full batches")
         self._metrics.finish(results.call_metrics)
         if appended is not None:
@@ -385,6 +390,11 @@ class PlainRunner(MicrobatchRunner):
             self._scales_gradients = found.scales_gradients
         if why := found.why_unsplit():
             self._warn(why)
+            return
+        for key, full, mean in found.unexplained:
+            if key not in self._warned:
+                self._warned.add(key)
+                self._warn(describe_unexplained("training_step", key, full, mean))
 
     def _measured(
         self,
@@ -400,7 +410,8 @@ class PlainRunner(MicrobatchRunner):
 
         @contextlib.contextmanager
         def around() -> Iterator[None]:
-            with self.around_step(), context():
+            # Copies of metrics return values, which are no means over parts.
+            with self.around_step(), context(), self._metrics.calls.microbatch(0, is_full=False):
                 yield
 
         def once(part: Any) -> Any:
@@ -408,7 +419,7 @@ class PlainRunner(MicrobatchRunner):
 
         # Layers would be compiled for that alone, and autograd functions inside of them would not be seen.
         with self._metrics.step(), self._layers(), torch.compiler.set_stance("force_eager"):
-            how = self.splitter, self._randomness, around, self.is_fatal
+            how = self.splitter, self._randomness, around, self.is_fatal, self._metrics.calls.origin
             found = measure_weighting(self._root, once, batch, count, *how)
             self.settle()  # what follows is collective, and other ranks may still gather layers
             if not has_room:

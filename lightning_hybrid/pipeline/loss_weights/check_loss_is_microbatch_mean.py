@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_hybrid.pipeline.loss_weights.compare_gradients import GradientMatch, describe_difference
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Key, keyed
+from lightning_hybrid.pipeline.runtime.step_hooks import without_registrations
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -45,6 +46,7 @@ class LossWeighting(NamedTuple):
             measured; None where both ways to weigh give the gradients of the batch, or were not compared.
         norms: The norm of the gradients of the batch, and of those of its parts, if no weights give the former.
         reductions: What logged keys of the batch are of those of its parts: their "mean", "sum", "max" or "min".
+        unexplained: Logged keys of the batch that are none of these, with their number and the mean of those of parts.
     """
 
     counts: tuple[Count, ...] = ()
@@ -54,6 +56,7 @@ class LossWeighting(NamedTuple):
     scales_gradients: bool | None = None
     norms: tuple[float, float] | None = None
     reductions: tuple[tuple[Key, str], ...] = ()
+    unexplained: tuple[tuple[Key, float, float], ...] = ()
 
     @property
     def mixes(self) -> bool:
@@ -125,6 +128,7 @@ def measure_weighting(
     randomness: KeyedRandomness,
     context: Callable[[], AbstractContextManager[Any]],
     is_fatal: Callable[[Exception], bool] | None = None,
+    origin: Callable[[Any], Any] = lambda value: None,
 ) -> LossWeighting:
     """Measure the weighting of the parts of a batch; by samples also where it cannot be measured.
 
@@ -140,6 +144,7 @@ def measure_weighting(
         randomness: Its generators are restored.
         context: Entered around each run of the step.
         is_fatal: Whether an error of the step is raised; the weighting is not measured otherwise, or if None.
+        origin: Returns the call of a metric that has returned a value: such are no means over parts.
     """
     # Copies, since the step may write into its batch.
     partitions = [split(copied_batch(batch), count, splitter)]
@@ -147,7 +152,8 @@ def measure_weighting(
         partitions.append(split_unevenly(copied_batch(batch)))
     batch = copied_batch(batch)
     partitions = [(parts, weights) for parts, weights in partitions if parts]
-    found = _losses_of(root, step, [[batch], *(parts for parts, _ in partitions)], count, randomness, context, is_fatal)
+    how = count, randomness, context, is_fatal, origin
+    found = _losses_of(root, step, [[batch], *(parts for parts, _ in partitions)], *how)
     if found is None:
         return LossWeighting()
     if len(found) < 1 + sum(len(parts) for parts, _ in partitions):
@@ -157,17 +163,22 @@ def measure_weighting(
     mean = _mean([one.loss for one in found], sample_weights)
     keys = frozenset[Key].intersection(*(frozenset(one.logs) for one in found))
     logged = {key: _mean([one.logs[key] for one in found], sample_weights) for key in sorted(keys)}
-    reductions = tuple((key, how) for key, each in logged.items() if (how := _reduction(each, sample_weights, dtype)))
+    hows = {key: _reductions(each, sample_weights, dtype) for key, each in logged.items()}
+    reductions = tuple((key, how[0]) for key, how in hows.items() if len(how) == 1)  # zeros are of any kind
+    unexplained = tuple((key, logged[key].full, _mean_of(logged[key], sample_weights)) for key in hows if not hows[key])
     counts, differing = find_counts(mean, batch, partitions, dtype), _differing(mean, sample_weights, dtype)
     if not counts:
-        return LossWeighting(differing=differing, loss=mean, reductions=reductions)
+        return LossWeighting(differing=differing, loss=mean, reductions=reductions, unexplained=unexplained)
     count_weights = [counts[0].weights(parts) or weights for parts, weights in partitions]
 
     def is_by_samples(key: Key) -> bool:
         by_samples, by_counts = (error_bound(logged[key], each, dtype) for each in (sample_weights, count_weights))
         return not by_samples and bool(by_counts)
 
-    return LossWeighting(counts, frozenset(filter(is_by_samples, keys)), differing, mean, reductions=reductions)
+    means = frozenset(key for key in keys if not error_bound(logged[key], count_weights, dtype))
+    unexplained = tuple(each for each in unexplained if each[0] not in means)
+    by_samples = frozenset(filter(is_by_samples, keys))
+    return LossWeighting(counts, by_samples, differing, mean, reductions=reductions, unexplained=unexplained)
 
 
 def _losses_of(
@@ -178,6 +189,7 @@ def _losses_of(
     randomness: KeyedRandomness,
     context: Callable[[], AbstractContextManager[Any]],
     is_fatal: Callable[[Exception], bool] | None,
+    origin: Callable[[Any], Any],
 ) -> list[_Result] | None:
     """The loss and the logged means of each part, partition by partition; None if they cannot be compared.
 
@@ -188,6 +200,7 @@ def _losses_of(
     with contextlib.ExitStack() as stack:
         stack.enter_context(randomness.isolated())
         stack.enter_context(_evaluating(root))
+        stack.enter_context(without_registrations(root))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         before = GeneratorStates(randomness.device)
         try:
@@ -195,7 +208,7 @@ def _losses_of(
                 of_parts = []
                 for part in parts:
                     logs = LogCapture(1)
-                    with torch.no_grad(), context(), logs.microbatch(root, 0):
+                    with torch.no_grad(), context(), logs.microbatch(root, 0, origin):
                         loss = find_loss(step(part))
                         if not isinstance(loss, Tensor) or loss.numel() != 1:
                             return None
@@ -213,24 +226,27 @@ def _losses_of(
 
 
 def _numbers(logs: LogCapture) -> dict[Key, float]:
-    return {key: entry.values[0] for key, entry in keyed(logs.entries()) if math.isfinite(entry.values[0])}
+    entries = [(key, entry) for key, entry in keyed(logs.entries()) if entry.metric is None and entry.origin is None]
+    return {key: entry.values[0] for key, entry in entries if math.isfinite(entry.values[0])}
 
 
-def _reduction(logged: Mean, weights: list[list[float]], dtype: torch.dtype) -> str:
-    """What a logged number of the batch is of those of its parts: "mean", "sum", "max" or "min"; "" for anything."""
-    if not error_bound(logged, weights, dtype):
-        return "mean"
+def _reductions(logged: Mean, weights: list[list[float]], dtype: torch.dtype) -> list[str]:
+    """What a logged number of the batch may be of those of its parts: their "mean", "sum", "max" or "min"."""
     hows: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
     bound = _ROUNDING.get(dtype, _ROUNDING_OF_HALF) * (abs(logged.full) or 1.0)
-    return next(
-        (how for how, of in hows.items() if all(abs(of(parts) - logged.full) <= bound for parts in logged.parts)), ""
-    )
+    found = [how for how, of in hows.items() if all(abs(of(parts) - logged.full) <= bound for parts in logged.parts)]
+    return found if error_bound(logged, weights, dtype) else ["mean", *found]
 
 
 def _mean(numbers: list[float], weights: list[list[float]]) -> Mean:
     """The number of a batch with those of its parts, partition by partition."""
     remaining = iter(numbers[1:])
     return Mean(numbers[0], [[next(remaining) for _ in of] for of in weights])
+
+
+def _mean_of(logged: Mean, weights: list[list[float]]) -> float:
+    """The mean over the parts of the first partition."""
+    return sum(part * weight for part, weight in zip(logged.parts[0], weights[0], strict=True))
 
 
 def _differing(loss: Mean, weights: list[list[float]], dtype: torch.dtype) -> tuple[float, float] | None:
@@ -259,6 +275,16 @@ def describe_mixing(found: tuple[float, float]) -> str:
         f" microbatches or shares is {found[1]:.6g}. So batches are not split. To train the mean over microbatches, as"
         " gradient accumulation does, pass microbatch_weight=function(microbatch) -> its weight, such as a count of"
         " tokens or samples (docs/semantics/losses.md)"
+    )
+
+
+def describe_unexplained(step: str, key: Key, full: float, mean: float) -> str:
+    """The warning about a logged number for which nothing gives that of a batch from those of its parts."""
+    return (
+        f"{step} logs {key[0]!r}, which is {full:.6g} for a batch and {mean:.6g} as the mean over parts of it: no mean,"
+        " sum, maximum or minimum of the parts gives that of the batch. So a mean over microbatches is logged."
+        " Log means and sums over samples and torch functions of them under stages, or a metric of torchmetrics, whose"
+        " values are those of the batch, or pass num_microbatches=1 (docs/semantics/logging_and_metrics.md)"
     )
 
 

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from lightning_hybrid.equivalence.without_dropout_mode import WithoutDropoutMode
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.runtime.parameter_gradients import without_hooks
+from lightning_hybrid.pipeline.runtime.step_hooks import without_registrations
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -183,7 +184,8 @@ def trained_without_draws(
     """
     norms = [module for module in root.modules() if isinstance(module, _NormBase) and module.training]
     start, gradients = StepSnapshot(root, copied=math.inf), [parameter.grad for parameter in parameters]
-    with randomness.isolated(), WithoutDropoutMode(), contextlib.redirect_stdout(io.StringIO()):
+    quiet = contextlib.redirect_stdout(io.StringIO())
+    with randomness.isolated(), WithoutDropoutMode(), quiet, without_registrations(root):
         before = GeneratorStates(randomness.device)
 
         def begin() -> None:

@@ -64,6 +64,11 @@ class Entry:
         return self.other is NUMBER
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it was a number that is no value of the step's graph, nor that of a metric."""
+        return self.is_number and self.value is None and self.metric is None and self.origin is None
+
+    @property
     def how(self) -> str:
         """Name of the reduction: "mean", "sum", "max", "min", or that of the user's function."""
         how = self.kwargs.get("reduce_fx", "mean")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +18,10 @@ from torch import Tensor
 from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import digest
 from lightning_hybrid.collectives.broadcast_from_owner import broadcast_tensor
 from lightning_hybrid.collectives.exchange_and_compare_step_numbers import NumberExchange
+from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import LossWeighting, describe_unexplained
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Entry, Key, keyed
+from lightning_hybrid.pipeline.results.log_run import LogRun
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.step.batch_means.batch_scalars_from_microbatch_scalars import BatchScalars
 from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
@@ -47,7 +48,9 @@ class StepResultExchange:
         train: bool,
         metrics: FullBatchMetrics,
         sizes: Sequence[int | None],
-        by_samples: tuple[frozenset[Key], Sequence[float]],
+        weighting: LossWeighting,
+        by_samples: Sequence[float],
+        log_run: LogRun | None,
         rank_of: Callable[[int], int],
     ) -> None:
         """Prepare the exchange.
@@ -63,10 +66,14 @@ class StepResultExchange:
             train: Whether a backward follows.
             metrics: Metrics of the full batch.
             sizes: Numbers of samples of the microbatches.
-            by_samples: Logged keys that weigh by samples, and these weights.
+            weighting: What is measured of the step: which logged keys weigh by samples, and which are no means.
+            by_samples: The weights of the microbatches by samples.
+            log_run: Runs the step on the full batch for its logs, if it must.
             rank_of: Returns the pipeline rank of a stage.
         """
-        self._metrics, self._sizes, self._by_samples = metrics, sizes, by_samples
+        self._metrics, self._sizes, self._log_run = metrics, sizes, log_run
+        self._weighting, self._by_samples = weighting, by_samples
+        self._reads = () if log_run is None else log_run.reads
         self._group, self._rank_of = group, rank_of
         self._has_last_stage = group.rank() == rank_of(variants[0].assignment.num_stages - 1)
         self._device = device
@@ -77,6 +84,7 @@ class StepResultExchange:
         self._entries: list[Entry] = []
         self._exchange: NumberExchange | None = None
         self._numbers: list[float] = []
+        self._combined_keys: set[Key] = set()
         self._has_guesses = any(v.dynamic for variant in variants for v in variant.assignment.graph.values)
         self._scalars: list[tuple[int, int]] = []
         self._tensors: list[tuple[int, int]] = []
@@ -100,19 +108,18 @@ class StepResultExchange:
             return
         self._entries = self._logs.entries()
         scalars = [runs[index].scalars for index in range(len(runs))]
-        batch = BatchScalars(scalars, self._weights, self._sizes, self._metrics)
+        batch = BatchScalars(scalars, self._weights, self._sizes, self._metrics, self._variants[0].assignment.graph)
         self._metrics.finish_all(*batch.how)
         # Microbatches with different traces have their numbers on different ranks: combined once all are received.
         numbers = [
-            number
-            for key, entry in keyed(self._entries)
-            for number in (self._full_batch_number(key, entry, batch), *entry.values)
+            number for entry in self._entries for number in (self._full_batch_number(entry, batch), *entry.values)
         ]
         for index, value in self._scalars:
             made = runs[index].made.get(value)
-            if made is not None and value != self._variants[index].assignment.graph.loss and not batch.is_mean(value):
+            if made is not None and value != self._variants[index].assignment.graph.loss and not batch.kind(value):
                 made = batch.value(value)
             numbers.append(math.nan if made is None else float(made))
+        numbers += [math.nan if (read := batch.value(value)) is None else float(read) for value in self._reads]
         if self._has_guesses:
             is_last = self._has_last_stage  # it has most values; one number of each is sent
             numbers += [guess if is_last else math.nan for entry in self._entries for guess in entry.guesses]
@@ -126,7 +133,7 @@ class StepResultExchange:
             device=self._device,
         )
 
-    def _full_batch_number(self, key: Key, entry: Entry, batch: BatchScalars) -> float:
+    def _full_batch_number(self, entry: Entry, batch: BatchScalars) -> float:
         """The number logged for the full batch, where it is not the combination of the microbatches'; NaN otherwise."""
         number: Any = None
         if len(self._variants) == 1:
@@ -137,22 +144,23 @@ class StepResultExchange:
             return math.nan
         elif entry.value is not None:
             number = None if batch.is_mean(entry.value) else batch.value(entry.value)
-        elif entry.is_python and len(set(entry.values)) > 1:  # `loss.item()` is what `loss` is
-            tensors = [replace(entry, value=index, is_python=False) for index in batch.equal_to(entry.values)]
-            exact = [(self._full_batch_number(key, tensor, batch), self._combined(key, tensor)) for tensor in tensors]
-            found = {mean if math.isnan(number) else number for number, mean in exact}
-            number = found.pop() if len(found) == 1 else None
         return math.nan if number is None else float(number)
 
     def _combined(self, key: Key, entry: Entry) -> float:
-        keys, weights = self._by_samples
-        return entry.combine(weights if key in keys else self._weights, self._sizes, self._over(entry))
+        weights = self._by_samples if key in self._weighting.keys else self._weights
+        measured = dict(self._weighting.reductions).get(key)
+        return entry.combine(weights, self._sizes, measured or self._over(entry))
 
     def _over(self, entry: Entry) -> str:
-        """How a logged value depends on the samples: "sum", "max" or "min" of them; "" if not in one of these ways."""
+        """How the graph makes a value of the samples: as "sum", "max" or "min" of them; "" if in another way."""
         if entry.value is None or None in self._sizes:
             return ""
         return reduction_of(entry.value, self._variants[0].assignment.graph, self._sizes[0] or 0)
+
+    def warnings(self) -> list[str]:
+        """Warnings about logged numbers that are means over microbatches, and are known to be another of the batch."""
+        step, known = self._variants[0].assignment.graph.step, self._weighting.unexplained
+        return [describe_unexplained(step, *each) for each in known if each[0] in self._combined_keys]
 
     def wait(self, runs: Mapping[int, StageRun], *, is_broken: bool) -> None:
         """Wait for the numbers of all ranks; arguments as for ``begin``.
@@ -183,6 +191,7 @@ class StepResultExchange:
                 guesses = [next(guessed) for _ in values]
                 values = [guess if math.isnan(value) else value for value, guess in zip(values, guesses, strict=True)]
             if math.isnan(of_batch):
+                self._combined_keys.add(key)
                 of_batch = self._combined(key, entry.with_values(values, entry.sizes))
             logged.append(of_batch)
         content: list[dict[int, Tensor]] = [{} for _ in self._variants]
@@ -190,6 +199,11 @@ class StepResultExchange:
             described = self._variants[index].assignment.graph.values[value]
             dtype, device = getattr(torch, described.dtype), described.device or self._device
             content[index][value] = torch.tensor(number, dtype=dtype, device=device)
+        if self._log_run is not None:
+            found = self._log_run.numbers(dict(zip(self._reads, numbers, strict=False)))
+            pairs = zip(keyed(self._entries), logged, strict=True)
+            logged = [found.get(key, number) if entry.is_plain else number for (key, entry), number in pairs]
+            self._combined_keys -= found.keys()
         for index, value in self._tensors:
             assignment = self._variants[index].assignment
             source = self._rank_of(assignment.value_stage[value])

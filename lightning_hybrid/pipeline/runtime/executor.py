@@ -23,6 +23,7 @@ from lightning_hybrid.pipeline.runtime.parameter_gradients import ParameterGradi
 from lightning_hybrid.pipeline.runtime.received_values import ReceivedValues, value_of_broken_step
 from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
 from lightning_hybrid.pipeline.runtime.split_backward import DeferredGradient, SplitBackward, finish, have_hooks
+from lightning_hybrid.pipeline.runtime.step_hooks import StepHooks
 from lightning_hybrid.pipeline.runtime.switch_module_state_between_stages import StageModuleStates
 from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
@@ -86,10 +87,12 @@ class Outcome:
     Attributes:
         runs: By microbatch, the last run of the user's step on this rank, with the values of all its stages.
         broken: The error by which the step diverged from its recording; the rest is meaningless then.
+        registered: The hooks that the step has registered on parameters.
     """
 
     runs: dict[int, StageRun]
-    broken: Exception | None = None
+    broken: Exception | None
+    registered: StepHooks
 
 
 class Executor:
@@ -151,7 +154,7 @@ class Executor:
                 raise
         for variant in job.variants if job.seeds else ():
             variant.missing_grads.is_new = False
-        return Outcome(run.results, run.broken)
+        return Outcome(run.results, run.broken, gradients.registered)
 
 
 class _Run:
@@ -268,7 +271,8 @@ class _Run:
         )
         is_split = (stage, microbatch) in job.program.split
         try:
-            with self._executor.around_step(), self._split_backward.forward() if is_split else nullcontext():
+            split = self._split_backward.forward() if is_split else nullcontext()
+            with self._executor.around_step(), split, self._parameter_gradients.registered.run():
                 run = job.around(microbatch, step)
         except Exception as error:
             has_diverged = isinstance(error, StepError | ControlFlowError) or inputs.include_broken()

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.pipeline.runtime.step_hooks import StepHooks
 from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
 from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
 from lightning_hybrid.step.standins.absent_tensors import is_absent
@@ -88,6 +89,7 @@ class ParameterGradients:
 
     Attributes:
         root: The user's module.
+        registered: The hooks that the step registers itself.
     """
 
     def __init__(self, root: nn.Module, has_parts: bool) -> None:
@@ -96,6 +98,7 @@ class ParameterGradients:
         self._has_parts, self._parameters = has_parts, _present(root)
         self._scaling: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._hooked: dict[int, _Hooked] = {}
+        self.registered = StepHooks(root)
 
     @contextlib.contextmanager
     def by(self, factor: float, stage: int = 0, *, is_last: bool) -> Iterator[None]:
@@ -170,6 +173,7 @@ class ParameterGradients:
 
     def close(self) -> None:
         """Give the hooks back to the parameters, at the end of a step."""
+        self.registered.close()
         for handle in [*self._scaling.values(), *(hooked.handle for hooked in self._hooked.values())]:
             handle.remove()
         for hooked in self._hooked.values():

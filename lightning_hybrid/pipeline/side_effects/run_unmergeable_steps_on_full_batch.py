@@ -1,4 +1,4 @@
-"""Steps whose batches are not split, as their side effects cannot be joined from microbatches."""
+"""Steps whose batches are not split: side effects that cannot be joined from microbatches, or another path of code."""
 
 from __future__ import annotations
 
@@ -58,7 +58,36 @@ class UnsplitSteps:
                     is_returned=is_returned,
                 )
             if self._reasons[key]:
-                self._warn(call.name, self._reasons[key])
-                self.names.add(call.name)
-                return True
+                return self._adopt(call.name, self._reasons[key])
+        if line := self._branches_at(call, variants, batch, microbatches):
+            return self._adopt(
+                call.name, f"{line}: a microbatch takes a branch, by its content, that its batch does not take"
+            )
         return False
+
+    def _adopt(self, name: str, reason: str) -> bool:
+        self._warn(name, reason)
+        self.names.add(name)
+        return True
+
+    def _branches_at(
+        self, call: Call, variants: Sequence[TraceVariant], batch: Any, microbatches: Sequence[Any]
+    ) -> str:
+        """The first line that a microbatch runs and its batch does not, or reversely, by their content; "" if none.
+
+        A branch by a random number or by state is none: a microbatch takes it as another batch would.
+        """
+        if call.name not in self._traces.reads_batch:
+            return ""
+        full = self._traces.trace_of_full_batch(call, batch)
+        for variant, microbatch in zip(variants, microbatches, strict=True) if full is not None else ():
+            if _path(variant) != _path(full):  # alone, it draws what the batch draws
+                alone = self._traces.trace_of_full_batch(call, microbatch)
+                if alone is not None and (others := _path(alone) ^ _path(full)):
+                    return min(others)[0]
+        return ""
+
+
+def _path(variant: TraceVariant) -> frozenset[tuple[str, str]]:
+    """The operations of the user's code around units, each with its line; how often it runs does not matter."""
+    return frozenset((node.line, node.name) for node in variant.recording.graph.nodes)

@@ -8,7 +8,7 @@ that run on the modules stay.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -85,6 +85,23 @@ class SideEffectRun:
             written.restore()
         fill_placeholders(run, contents)
         return run.result
+
+
+def side_effect_run(
+    root: nn.Module,
+    names: Mapping[int, str],
+    call: Call,
+    batch: Any,
+    variants: Sequence[TraceVariant],
+    randomness: KeyedRandomness,
+) -> SideEffectRun | None:
+    """The second run of a step that keeps numbers of the model; made before the step may write into its batch.
+
+    Arguments as for ``SideEffectRun``, with the traces of all microbatches.
+    """
+    if len(variants) > 1 or not variants[0].recording.numbers_kept:
+        return None
+    return SideEffectRun(root, names, call, batch, variants[0], randomness)
 
 
 class _Buffers:

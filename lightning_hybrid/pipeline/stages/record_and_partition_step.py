@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,8 @@ from torch import nn
 from lightning_hybrid.errors import PartitionError, StepError
 from lightning_hybrid.graph import partition
 from lightning_hybrid.graph.partition import Assignment
-from lightning_hybrid.patching import replaced
+from lightning_hybrid.pipeline.results.log_capture import LogCapture
+from lightning_hybrid.pipeline.results.log_entry import Entry
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.guards.find_branches_on_model_numbers import BranchCheck
@@ -75,11 +78,16 @@ def record_once(
     Raises:
         StepError: The step cannot be recorded.
     """
-    grad = torch.set_grad_enabled(train or torch.is_grad_enabled())
-    with grad, context(), replaced(plan.root, "log", lambda *_, **__: None, reason="runs without logs"):
-        return record(
+    grad, logs = torch.set_grad_enabled(train or torch.is_grad_enabled()), LogCapture(1)
+
+    def logged() -> Any:
+        with logs.microbatch(plan.root, 0):  # anew in each attempt
+            return step()
+
+    with grad, context():
+        recording = record(
             plan.root,
-            step,
+            logged,
             units,
             name=name,
             randomness=plan.randomness,
@@ -87,6 +95,12 @@ def record_once(
             tracked_buffers=plan.tracked_buffers,
             **options,
         )
+    return replace(recording, logged=tuple(_logged(entry) for entry in logs.entries() if entry.is_plain))
+
+
+def _logged(entry: Entry) -> tuple[str, float | None]:
+    [number] = entry.values
+    return entry.name, number if entry.is_python and not math.isnan(number) else None
 
 
 def _record_and_assign(plan: StagePlan, recorded: Callable[[], Recording]) -> tuple[Recording, Assignment]:

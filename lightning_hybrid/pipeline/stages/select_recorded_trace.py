@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.errors import WITHOUT_STAGES, ControlFlowError, StepError
 from lightning_hybrid.patching import replaced
+from lightning_hybrid.pipeline.runtime.step_hooks import without_registrations
 from lightning_hybrid.pipeline.stages.record_and_partition_step import record_variant
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
@@ -84,6 +85,7 @@ class Call:
             torch.set_grad_enabled(self.train or torch.is_grad_enabled()),
             self.context(),
             replaced(root, "log", lambda *_, **__: None, reason="runs without logs"),
+            without_registrations(root),
             contextlib.redirect_stdout(io.StringIO()),
         ):
             yield current
@@ -99,6 +101,7 @@ class ChosenTraces:
         microbatches: The batch, split.
         weights: The weight of each microbatch.
         variants: The trace of each microbatch.
+        log_run: Runs the step on the full batch for its logs, if it must.
     """
 
     batch: Any
@@ -106,6 +109,7 @@ class ChosenTraces:
     microbatches: Sequence[Any]
     weights: list[float]
     variants: list[TraceVariant]
+    log_run: Any
 
 
 @dataclass(eq=False)
@@ -128,7 +132,11 @@ class _Traces:
 
 
 class TraceCache:
-    """Caches the recorded traces of the steps of one module, and selects from them."""
+    """Caches the recorded traces of the steps of one module, and selects from them.
+
+    Attributes:
+        reads_batch: Names of the steps that read the content of a batch, by which they may branch.
+    """
 
     def __init__(self, root: nn.Module, plan: StagePlan, randomness: KeyedRandomness) -> None:
         """Set up for the user's module and its stage plan; ``randomness`` keys the random numbers of steps."""
@@ -136,6 +144,7 @@ class TraceCache:
         self._plan = plan
         self._randomness = randomness
         self._cache: BoundedLRUDict[Hashable, _Traces] = BoundedLRUDict(_MAX_SIGNATURES)
+        self.reads_batch: set[str] = set()
         self._writes_batch: set[str] = set()
         self._is_unpredicted: set[str] = set()  # steps that have left a trace which was selected without a dry run
 
@@ -184,6 +193,10 @@ class TraceCache:
         """Whether a step has written into its batch."""
         return name in self._writes_batch
 
+    def unwritten(self, call: Call, batch: Any) -> Any:
+        """The batch for a later run of a step; a copy if it writes into it."""
+        return copied_batch(batch) if self.writes_batch(call.name) else batch
+
     def attributes_around_units(self, variant: TraceVariant) -> list[Any]:
         """The plain attributes of the modules around the units, on which a step may branch."""
         return plain_state(list(modules_around(self._root, variant.recording.units).values()))
@@ -216,6 +229,8 @@ class TraceCache:
         )
         if _is_written(versions):
             self._writes_batch.add(call.name)
+        if unguarded_reads.of_batch:
+            self.reads_batch.add(call.name)
         return variant
 
     @contextlib.contextmanager
@@ -302,6 +317,9 @@ class TraceCache:
                 raise UnknownTrace(str(error)) from error
             except Exception:  # an error of the step is raised where it runs
                 return traces.latest
+            finally:
+                if tree.reads_batch:
+                    self.reads_batch.add(call.name)
 
 
 def _key(call: Call, microbatch: Any) -> Hashable:

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
 from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
 from lightning_hybrid.step.batch_means.linear_means_of_loss import is_linear
+from lightning_hybrid.step.batch_means.recognise_sums_over_samples import reduction_of
 from lightning_hybrid.step.objects.pytree import Spec, flatten, unflatten
 from lightning_hybrid.step.standins.absent_tensors import MARK, is_absent
 from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase
@@ -129,44 +130,49 @@ class BatchScalars:
         weights: Sequence[float],
         sizes: Sequence[int | None],
         metrics: FullBatchMetrics,
+        graph: StepGraph,
     ) -> None:
+        self._graph = graph
         self._microbatches, self._metrics, self._sizes = microbatches, metrics, sizes
         total = sum(weights)
         self._weights = [weight / total if total else 1 / len(weights) for weight in weights]
-        self._cache: dict[int, tuple[Tensor | None, bool]] = {}
+        self._cache: dict[int, tuple[Tensor | None, str]] = {}
 
     def value(self, index: int) -> Tensor | None:
         """A scalar, or metric value of any shape, of the full batch, by index; None if this rank cannot compute it."""
         return self._value_and_kind(index)[0]
 
-    def is_mean(self, index: int) -> bool:
-        """Whether the scalar is the weighted mean of those of the microbatches."""
+    def kind(self, index: int) -> str:
+        """What the scalar is of those of the microbatches: "mean" (weighted), "sum", "max", "min"; "" for another."""
         return self._value_and_kind(index)[1]
 
-    def equal_to(self, numbers: Sequence[float]) -> list[int]:
-        """Indices of the scalars that have these numbers in the microbatches."""
-        first, *others = (results.values for results in self._microbatches)
-        known = [index for index in first if all(index in values for values in others)]
-        return [index for index in known if self._numbers(index) == [*numbers]]
+    def is_mean(self, index: int) -> bool:
+        """Whether the scalar is the weighted mean of those of the microbatches."""
+        return self.kind(index) == "mean"
 
-    def _numbers(self, index: int) -> list[float]:
-        values = [results.values[index] for results in self._microbatches]
-        return [] if any(is_absent(value) or value.numel() != 1 for value in values) else [*map(float, values)]
-
-    def _value_and_kind(self, index: int) -> tuple[Tensor | None, bool]:
+    def _value_and_kind(self, index: int) -> tuple[Tensor | None, str]:
         if index not in self._cache:
-            self._cache[index] = None, True
+            self._cache[index] = None, "mean"
             self._cache[index] = self._compute(index)
         return self._cache[index]
 
-    def _compute(self, index: int) -> tuple[Tensor | None, bool]:
+    def _compute(self, index: int) -> tuple[Tensor | None, str]:
+        if how := reduction_of(index, self._graph, self._sizes[0] or 0):
+            reductions: dict[str, Callable[..., Tensor]] = {"sum": sum, "max": max, "min": min}
+            return (reductions[how](present) if (present := self._present(index)) else None), how
         recomputed = self._computed(index)
         mean = self._mean(index)
         if recomputed is None or mean is None or recomputed.dim():
-            return (mean, True) if recomputed is None else (recomputed, False)
+            return (mean, "mean") if recomputed is None else (recomputed, self._kind_of_inputs(index))
         rounding = 8 * torch.finfo(mean.dtype).eps * abs(float(mean))
         is_mean = abs(float(recomputed) - float(mean)) <= rounding
-        return (mean, True) if is_mean else (recomputed, False)
+        return (mean, "mean") if is_mean else (recomputed, self._kind_of_inputs(index))
+
+    def _kind_of_inputs(self, index: int) -> str:
+        """A linear function of sums is a sum."""
+        call = self._microbatches[0].calls.get(index)
+        is_sum = call is not None and is_linear(call.node) and all(self.kind(i) == "sum" for i in call.node.inputs)
+        return "sum" if is_sum else ""
 
     def _computed(self, index: int) -> Tensor | None:
         """A scalar that is no mean of those of the microbatches: a metric value, or recomputed; else None."""
@@ -180,12 +186,17 @@ class BatchScalars:
         return None
 
     def _mean(self, index: int) -> Tensor | None:
-        values = [results.values.get(index) for results in self._microbatches]
-        present = [value for value in values if value is not None and not is_absent(value) and not value.dim()]
-        if len(present) < len(values) or not present[0].is_floating_point():
+        present = self._present(index)
+        if not present or not present[0].is_floating_point():
             return None
         total = sum(float(value) * weight for value, weight in zip(present, self._weights, strict=True))
         return present[0].new_tensor(total)
+
+    def _present(self, index: int) -> list[Tensor]:
+        """The scalars of the microbatches; none if one is not on this rank."""
+        values = [results.values.get(index) for results in self._microbatches]
+        present = [value for value in values if value is not None and not is_absent(value) and not value.dim()]
+        return present if len(present) == len(values) else []
 
     def _metric_value(self, call: _Call, index: int) -> Tensor | None:
         if call.origin is None:  # it was called with the full batch

@@ -35,7 +35,7 @@ def reduction_of(value: int, graph: StepGraph, size: int) -> str:
         graph: Of the step on a microbatch.
         size: Number of samples of that.
     """
-    makers = {output: node for node in reversed(graph.nodes) for output in node.outputs}
+    makers = graph.makers
     node = makers.get(value)
     while node is not None and node.name in IDENTITIES and len(node.inputs) == 1:
         node = makers.get(node.inputs[0])
@@ -65,7 +65,7 @@ def is_sum_over_samples(value: int, local: StepGraph, full: StepGraph, pairs: Ma
 
     ``local`` is the graph of a microbatch, and ``pairs`` the result of ``matching_values``.
     """
-    makers = {output: node for node in reversed(full.nodes) for output in node.outputs}
+    makers = full.makers
     cache: dict[int, bool] = {}
 
     def has_samples(one: int) -> bool:

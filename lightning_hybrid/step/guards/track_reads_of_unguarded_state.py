@@ -25,20 +25,21 @@ class UnguardedReads:
 
     Attributes:
         first: Description of the first one, for messages; empty if there is none.
+        of_batch: Whether one is of the content of the batch.
     """
 
     def __init__(self) -> None:
-        self.first = ""
+        self.first, self.of_batch = "", False
 
-    def add(self, description: str) -> None:
+    def add(self, description: str, *, of_batch: bool = False) -> None:
         """Record an unguarded read."""
-        self.first = self.first or description
+        self.first, self.of_batch = self.first or description, self.of_batch or of_batch
 
     def track_arguments(self, batch: Any, rest: Sequence[Any]) -> list[Any]:
         """Record non-tensors in the batch as read; return the other arguments, the number of the batch tracked."""
         for leaf in flatten(batch)[0]:
             if not isinstance(leaf, Tensor | bool | None):
-                self.add(f"a {type(leaf).__name__} in the batch")
+                self.add(f"a {type(leaf).__name__} in the batch", of_batch=True)
         # C code that takes it as an index (a list, `operator.index`) reads it unseen: such a step may leave its trace.
         number = [TrackedInt(each, self) if type(each) is int else each for each in rest[:1]]
         return [*number, *rest[1:]]

@@ -22,6 +22,11 @@ SIZED_BY_DATA = frozenset(
 )
 
 
+def is_sized_by_data(name: str, tensors: Sequence[Tensor]) -> bool:
+    """Whether the result of an operation on these arguments, in order, has a shape that depends on their content."""
+    return name in SIZED_BY_DATA or (name == "__getitem__" and any(t.dtype is torch.bool for t in tensors[1:]))
+
+
 class DynamicSizeReads:
     """Data-dependent sizes read during one recording."""
 

@@ -18,7 +18,7 @@ from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves imp
 from lightning_hybrid.step.objects.pytree import Spec, flatten, register_container_class
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
 from lightning_hybrid.step.recording.check_kept_values_mergeable import selects_rows
-from lightning_hybrid.step.recording.data_dependent_sizes import SIZED_BY_DATA, DynamicSizeReads, masks_to_indices
+from lightning_hybrid.step.recording.data_dependent_sizes import DynamicSizeReads, is_sized_by_data, masks_to_indices
 from lightning_hybrid.step.recording.escaped_tensors_and_read_numbers import find_escaped_values, values_behind_numbers
 from lightning_hybrid.step.recording.find_implicit_inputs_of_units import CapturedInputs
 from lightning_hybrid.step.recording.find_nodes_autograd_grad_differentiates import (
@@ -113,7 +113,7 @@ class Recorder(StepMode):
         if name in ("item", "__int__", "__index__", "tolist", "numpy", "__array__"):
             self._sized_by_data = True
         if name not in TEXT_READS:
-            self._unguarded_reads.add("the content of the batch")
+            self._unguarded_reads.add("the content of the batch", of_batch=True)
         return result
 
     def event(
@@ -194,8 +194,8 @@ class Recorder(StepMode):
 
     def _run_on_batch(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Run an operation that reads nothing of the model; it is no node."""
-        if name in SIZED_BY_DATA or (name == "__getitem__" and any(t.dtype is torch.bool for t in tensors[1:])):
-            self._unguarded_reads.add("the content of the batch")
+        if is_sized_by_data(name, tensors):
+            self._unguarded_reads.add("the content of the batch", of_batch=True)
         result = run(*args, **kwargs)
         self.mutated.record_detached(name, args, result)
         return result

@@ -24,11 +24,12 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import look_up
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import AttributePath, ModuleSnapshot
 from lightning_hybrid.step.objects.pytree import flatten
+from lightning_hybrid.step.recording.data_dependent_sizes import is_sized_by_data
 from lightning_hybrid.step.recording.escaped_tensors_and_read_numbers import find_escaped_values, number_in_buffer
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import rebuild_result
 from lightning_hybrid.step.standins.absent_numbers import Answer
 from lightning_hybrid.step.standins.absent_tensors import MARK, fill, make_placeholder, swap_in_place
-from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun, StepMode, user_line
+from lightning_hybrid.step.tracing.intercept_step_operations import TEXT_READS, CurrentRun, StepMode, user_line
 from lightning_hybrid.step.tracing.op_signature import signature_of
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording, Template, returned_values
 
@@ -62,10 +63,11 @@ class TraceTree(Generic[Trace]):
         units: The modules that are one operation each.
         without: Modules inside units, whose state the dry run does not see because it skips their calls.
         count: Number of traces.
+        reads_batch: Whether a dry run has read the content of its batch, by which the step may branch.
     """
 
     def __init__(self, units: Mapping[str, nn.Module], without: Collection[nn.Module]) -> None:
-        self.units, self.without, self.count = units, without, 0
+        self.units, self.without, self.count, self.reads_batch = units, without, 0, False
         self._inside = set(without)
         self._attribute_paths: dict[str, tuple[AttributePath, ...]] = {}
         self._start = _TreeNode(Template((), None, ()), {})
@@ -127,6 +129,7 @@ class TraceTree(Generic[Trace]):
             return self._trace_at_end(root, result, watch)
         finally:
             current.watch = None
+            self.reads_batch |= watch.reads_batch
             watch.undo()
 
     def _trace_at_end(self, root: nn.Module, result: Any, watch: _DryRun) -> Trace:
@@ -182,6 +185,7 @@ class _DryRun(StepMode):
         self._attribute_paths = attribute_paths
         self.position, self.reached = start, "the start"
         self._values: dict[int, Value] = {}
+        self.reads_batch = False
         self._device = randomness.device
         self._rewritten: list[tuple[Tensor, Tensor]] = []  # (tensor, placeholder with its content)
 
@@ -195,6 +199,11 @@ class _DryRun(StepMode):
     def answer_if_finite(self, value: int) -> Answer | None:
         return self._values[value].finite_answer
 
+    def read_here(self, name: str, result: Any, args: Any) -> Any:
+        """Note a read of the content of the batch."""
+        self.reads_batch = self.reads_batch or name not in TEXT_READS
+        return result
+
     def event(
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owned: tuple[str, ...]
     ) -> Any:
@@ -206,6 +215,7 @@ class _DryRun(StepMode):
             marked = [leaf for leaf in found if isinstance(leaf, Tensor) and self.mark_of(leaf) is not None]
             leaves, tensors = [*leaves, *marked], [*tensors, *marked]
         if not owned and not any(self.mark_of(t) is not None or id(t) in self.parameters for t in tensors):
+            self.reads_batch = self.reads_batch or is_sized_by_data(name, tensors)
             return run(*args, **kwargs)
         signature, sizes = signature_of(name, leaves, self.mark_of, self.parameters)
         children = self.position.next.get(signature, ())

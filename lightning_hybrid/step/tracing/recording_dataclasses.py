@@ -78,6 +78,8 @@ class Recording:
         has_guesses: Whether code of the step read a value of the model that was guessed.
         has_functions: Whether an autograd function of user code was applied, also inside of units.
         has_hooks: Whether a hook on the gradient of a tensor was registered.
+        logged: What it logs beside values of its graph and metrics: the name, and the number if Python has it; tensors
+            of the batch and numbers of the model have none.
     """
 
     graph: StepGraph
@@ -101,6 +103,7 @@ class Recording:
     has_guesses: bool = False
     has_functions: bool = False
     has_hooks: bool = False
+    logged: tuple[tuple[str, float | None], ...] = ()
 
     def parameters_read_outside(self) -> dict[str, str]:
         """The parameters that code outside of their unit reads or replaces, and the line of each."""

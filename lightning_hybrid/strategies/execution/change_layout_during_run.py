@@ -52,6 +52,7 @@ class LayoutChooser:
         # the first recording, and so does what the first batch sets.
         self._num_tries = 2 if owner.setting.is_fitting and owner.setting.needs_runner else 0
         self._in_optimizer_step = False
+        self._is_unsplit = False  # whether batches of any replica are not split, as all replicas know
         self._broken_batch: int | None = None  # number of the last batch in which the step left its trace
 
     @property
@@ -229,8 +230,21 @@ class LayoutChooser:
             if self._has_list_optimizers or (not has_replicas and world.fails_alone()):
                 raise
             error = raised
+        if has_replicas:
+            from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
+
+            runner, was_split = self._run.runner, not self._is_unsplit
+            assert isinstance(runner, StepRunner)
+            with world.as_launcher():
+                fails, self._is_unsplit = world.any_of(error is not None, "training_step" in runner.unsplit_step_names)
+            if self._is_unsplit and was_split and not fails:
+                runner.run_unsplit("training_step")
+                self._keep_pipelined(arguments)
+                return
+        else:
+            fails = error is not None
         with world.as_launcher():
-            if not (world.decide(error is not None, all_ranks=False) if has_replicas else error):
+            if not fails:
                 return
             world.rendezvous("a change of the layout")
             self._change_layout(arguments, "" if self._num_tries else world.first_reason(error))

@@ -81,10 +81,11 @@ def make_runner(
         "replica": world.data_rank,
         "metrics": metrics,
         "unpartitioned": unpartitioned,
+        "warn": rank_zero_warn,
     }
     if pipeline.size() == 1:
         shares, everyone = mesh.group("shares" if mesh.sharded_axes else "pp"), mesh.group("data")
-        common |= {"shares": shares, "everyone": everyone, "warn": rank_zero_warn, "inform": rank_zero_info}
+        common |= {"shares": shares, "everyone": everyone, "inform": rank_zero_info}
         return plan, PlainRunner(module, plan, randomness, **common)
     transport = transport_of(pipeline, device)
     warn = partial(_warn_unsplit, pipeline.size(), options.strict_layout)

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_hybrid.errors import is_out_of_memory
 from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import (
     LossWeighting,
     agree_on_weighting,
@@ -52,12 +53,18 @@ def warn_of_mixed_samples(
     try:
         with current_hook(module, "training_step"), torch.compiler.set_stance("force_eager"):
             agree = partial(trainer.strategy.reduce_boolean_decision, all=False)
-            found, is_recorded = _measured(module, runner, some, rest, randomness, context, agree)
+            found, is_recorded, has_room = _measured(module, runner, some, rest, randomness, context, agree)
     finally:
         uncompiled.off()
     weighting = agree_on_weighting(None, found)
     is_recorded = trainer.strategy.reduce_boolean_decision(is_recorded)
     runner.adopt_weighting(weighting, has_recorded_means=is_recorded)
+    if not trainer.strategy.reduce_boolean_decision(has_room):
+        rank_zero_warn(
+            "there is no memory to compare training_step on two microbatches with each of them, as each rank must hold"
+            " the full model for it: they are taken to weigh by samples or by the means that are recorded"
+            " (docs/semantics/losses.md)"
+        )
     if why := weighting.why_unsplit():
         rank_zero_warn(why)
     elif weighting.counts:
@@ -72,14 +79,20 @@ def _measured(
     randomness: KeyedRandomness,
     context: Callable[[], AbstractContextManager[Any]],
     agree: Callable[[bool], bool],
-) -> tuple[LossWeighting, bool]:
-    """How the halves of a batch weigh in its loss and gradients, and whether by the means that are recorded."""
+) -> tuple[LossWeighting, bool, bool]:
+    """How the halves of a batch weigh in its loss and gradients, whether by recorded means, and if there was memory."""
+    had_no_room = False
 
     def step(part: Any) -> Any:
         return module.training_step(part, *rest)
 
-    found = measure_weighting(module, step, batch, 2, None, randomness, context)
-    compared = runner.compare_recorded_means(module.training_step, [batch, *rest], context)
+    def note(error: Exception) -> bool:
+        nonlocal had_no_room
+        had_no_room = had_no_room or is_out_of_memory(error)
+        return False
+
+    found = measured = measure_weighting(module, step, batch, 2, None, randomness, context, note)
+    compared = runner.compare_recorded_means(module.training_step, [batch, *rest], context, note)
     uses_means = True
     if not compared:
         found = LossWeighting() if runner.has_weighted_means else found
@@ -90,11 +103,12 @@ def _measured(
     elif not found.counts:
         differing = next(each for each in compared if not each.agrees(each.by_samples))
         found = LossWeighting(differing=(differing.full, differing.by_samples))
+    first = runner.plan.first
     one, parts, samples, losses = found.first_with_weights(halves(batch, 2))
     gradients = compare_gradients(
-        *(module, step, one, parts, samples, losses, randomness, context, contextlib.nullcontext, agree),
-        is_nonlinear=runner.has_nonlinear_backward,
+        *(module, step, one, parts, samples, losses, randomness, context, contextlib.nullcontext, agree, note),
+        is_nonlinear=first is not None and (first.recording.has_functions or first.recording.has_hooks),
     )
     if found.counts or not (uses_means and runner.has_weighted_means):  # recorded means weigh each term of the loss
         found = found.with_gradients(gradients)
-    return found, uses_means
+    return found._replace(unexplained=measured.unexplained), uses_means, not had_no_room

@@ -217,10 +217,20 @@ class RankWorld:
 
     def decide(self, decision: bool, *, all_ranks: bool = True) -> bool:
         """Return whether all ranks (or any) decided so."""
-        votes = torch.tensor(int(decision), device=self.device)
-        axis = "world" if self._group is None else "data"
-        self.mesh.all_reduce(votes, axis)
-        return int(votes) == self.mesh.size(axis) if all_ranks else bool(votes)
+        [votes] = self._votes(decision)
+        return votes == self.mesh.size(self._axis) if all_ranks else bool(votes)
+
+    def any_of(self, *decisions: bool) -> list[bool]:
+        """Return for each decision whether any rank took it."""
+        return [bool(votes) for votes in self._votes(*decisions)]
+
+    @property
+    def _axis(self) -> str:
+        return "world" if self._group is None else "data"
+
+    def _votes(self, *decisions: bool) -> list[int]:
+        votes = torch.tensor([int(decision) for decision in decisions], device=self.device)
+        return list(map(int, self.mesh.all_reduce(votes, self._axis).tolist()))
 
     def any_replica(self, decision: bool) -> bool:
         """Return whether any replica decided so; a collective over the data axes."""

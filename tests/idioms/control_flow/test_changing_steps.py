@@ -55,7 +55,7 @@ class DropsLayersByTorch(DropsLayers):
 
     def __init__(self):
         super().__init__()
-        self.error = torchmetrics.MeanAbsoluteError()
+        self.error = torchmetrics.MeanAbsoluteError().set_dtype(torch.float64)
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -188,6 +188,16 @@ class BranchesOnMask(Regression):
         return loss + rows.square().mean() if int(mask.sum()) > 1 else loss
 
 
+class BranchesOnCount(Regression):
+    """A penalty from a count on that only full batches reach; the first batch does not show it."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x)
+        loss = F.mse_loss(out, y)
+        return loss + out.square().mean() if batch_idx and int((y > -2).sum()) > 4 else loss
+
+
 class ExitsEarly(Regression):
     """Some microbatches exit after the first layer, so that another stage has their logs."""
 
@@ -227,10 +237,16 @@ def test_steps_that_change(worlds, module):
     assert report.outcome == "same", str(report)
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, 4])
 def test_microbatches_log_on_different_stages(worlds, count):
     report = check(worlds, ExitsEarly, STAGES, num_microbatches=count)
     assert report.outcome == "same", str(report)
+
+
+@pytest.mark.parametrize("layout", [STAGES, pytest.param(COMBINED, marks=pytest.mark.slow)], ids=str)
+def test_microbatches_branch_as_their_batch(worlds, layout):
+    report = check(worlds, BranchesOnCount, layout)
+    assert report.outcome == "same" and "mixes" not in str(report), str(report)
 
 
 @each_under("module", [UsedSometimes, DropsLayers], [*LAYOUTS, COMBINED])

@@ -117,7 +117,47 @@ class DecayedInStep(Decayed):
     in_step = True
 
 
+class InFirstStep(Hooked):
+    """Hooks of either kind, no linear functions of the gradient, which the first step registers."""
+
+    def on_fit_start(self):
+        self.is_hooked = False
+
+    def training_step(self, batch, batch_idx):
+        if not self.is_hooked:
+            self.is_hooked = True
+            for index, (parameter, mask) in enumerate(self.hooked()):
+                if index % 2:
+                    parameter.register_hook(lambda gradient, mask=mask: gradient * mask + gradient.square())
+                else:
+                    parameter.register_post_accumulate_grad_hook(
+                        lambda p, mask=mask: (p.grad.mul_(2).add_(mask), None)[1]
+                    )
+        return super().training_step(batch, batch_idx)
+
+
+class InEachStep(Hooked):
+    """Hooks that each step registers, and a hook of the trainer removes; the module keeps one handle of each."""
+
+    def on_fit_start(self):
+        self.handles = {}
+
+    def training_step(self, batch, batch_idx):
+        for index, (parameter, _) in enumerate(self.hooked()):
+            self.handles[index] = parameter.register_hook(lambda gradient: gradient + gradient.square())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_):
+        for handle in self.handles.values():
+            handle.remove()
+
+
+ALONE = Layout("one rank", devices=1)
+INTERLEAVED = Layout("pp2, 2 stages each", devices=2, strategy={"pipeline_parallel_size": 2, "stages_per_rank": 2})
 PARTS = [  # in two microbatches
+    *((module, layout) for module in (InFirstStep, InEachStep) for layout in (STAGES, ALONE)),
+    *(pytest.param(module, INTERLEAVED, marks=pytest.mark.slow) for module in (InFirstStep, InEachStep)),
+    (Scaled, STAGES),
     (Decayed, BY_LAYER),
     (Accumulated, STAGES),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in ((Accumulated, REPLICAS), (Decayed, BY_LAYER_PP2))),

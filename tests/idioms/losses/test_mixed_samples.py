@@ -52,7 +52,7 @@ def warned(module_class, options):
         warnings.simplefilter("always")
         trainer.fit(module_class(), regression_data()["train_dataloaders"])
     texts = [str(warning.message) for warning in caught]
-    return trainer.strategy.run.shares_batches, [text for text in texts if "mixes samples" in text]
+    return trainer.strategy.run.shares_batches, [t for t in texts if "mixes samples" in t or "no memory" in t]
 
 
 MIXED = {
@@ -95,7 +95,16 @@ class WithBalance(Straight):
         return F.mse_loss(out[y > 0.2], y[y > 0.2]) + out.square().mean()
 
 
-@pytest.mark.parametrize(("module", "count"), [(Series, 1), (WithBalance, 0)])
+class NeedsMemory(Straight):
+    """Two microbatches at once do not fit on one rank."""
+
+    def training_step(self, batch, batch_idx):
+        if len(batch[0]) > 2:
+            raise torch.OutOfMemoryError("for a full batch")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("module", "count"), [(Series, 1), (WithBalance, 0), (NeedsMemory, 1)])
 def test_stages_warn_if_the_loss_is_no_mean(worlds, module, count):
     first, second = worlds.run(2, warned, module, PP)
     assert len(first[1]) == count and second[1] == [], first[1]

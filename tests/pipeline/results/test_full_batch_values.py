@@ -1,5 +1,9 @@
 """Metrics see full batches, whatever they decide by the content of an update; logged values are those of batches."""
 
+import math
+import re
+import warnings
+
 import pytest
 import torch
 import torchmetrics
@@ -141,18 +145,39 @@ class Logs(Tiny):
 
 
 class LogsFunctions(Logs):
-    """Logs a function of the loss, which stages compute again from that of the batch."""
+    """Logs functions of the loss and of sums, of torch and of Python, whose numbers no microbatch has."""
+
+    samples = 30  # the microbatches of the last batch are smaller
 
     def values(self, loss, out):
         yield from {"tensor": loss.exp(), "item": loss.exp().item(), "ratio": float(loss / (1 + loss))}.items()
+        yield from {"python": math.exp(loss.item()), "rounded": round(100 * loss.item(), 1)}.items()
+        positive = out.detach() > 0.05
+        sums = (positive * out.detach()).sum() / (1 + positive.sum())
+        yield from {"sums": sums, "positive": positive.sum().item(), "ones": torch.ones_like(out[:, 0]).sum()}.items()
+        yield from {"size": len(out), "two": 2 * len(out), "shape": out.shape[0] / 4}.items()
 
 
-def run(module, size, pp, batch_size, options):
-    ignore_warnings()
+class LogsBatch(Logs):
+    """Logs what it computes from the batch alone."""
+
+    def step(self, batch, where):
+        self.y = batch["y"]
+        return super().step(batch, where)
+
+    def values(self, loss, out):
+        y, self.y = self.y, None
+        yield from {"spread": y.std(), "median": y.median().item(), "sum": float(y.sum()), "mean": y.mean()}.items()
+
+
+def run(module, size, pp, batch_size, options, *, ignores=True):
+    if ignores:
+        ignore_warnings()
     torch.manual_seed(3)
     model = module()
     trainer = trainer_of(size, pp, strategy_options=options, num_sanity_val_steps=0)
-    trainer.fit(model, loader(batch_size, 32), loader(batch_size, 32))
+    count = getattr(model, "samples", 32)
+    trainer.fit(model, loader(batch_size, count), loader(batch_size, count))
     return model.seen
 
 
@@ -160,9 +185,10 @@ HALVES = {"num_microbatches": 2}
 LAYOUTS = {"microbatches": (1, 1, HALVES), "pp2": (2, 2, HALVES), "dp2 x pp2": (4, 2, HALVES)}
 LAYOUTS["pp2, 4 microbatches"] = (2, 2, {"num_microbatches": 4})
 CASES = [(CallsForward, "microbatches"), (CallsForward, "pp2"), (InShares, "pp2"), (Logs, "microbatches")]
-CASES += [(Measures, "pp2"), (Logs, "dp2 x pp2"), (LogsFunctions, "pp2")]
+CASES += [(Measures, "pp2"), (Logs, "dp2 x pp2"), (LogsFunctions, "pp2"), (LogsBatch, "pp2")]
 SLOW = [(Measures, "dp2 x pp2"), (Logs, "pp2"), (Logs, "pp2, 4 microbatches"), (CallsForward, "pp2, 4 microbatches")]
 SLOW += [(CallsForward, "dp2 x pp2"), (InShares, "dp2 x pp2"), (Measures, "microbatches"), (InShares, "microbatches")]
+SLOW += [(LogsFunctions, "pp2, 4 microbatches"), (LogsBatch, "dp2 x pp2")]
 
 
 @pytest.mark.parametrize(
@@ -174,3 +200,31 @@ def test_values_are_those_of_full_batches(worlds, module, name):
     expected = worlds.run_once(size // pp, run, module, size // pp, 1, 8 * pp // size, {})
     for seen in worlds.run(size, run, module, size, pp, 8 * pp // size, options):
         assert seen == pytest.approx(expected[0], rel=1e-6, abs=1e-9) and len(seen) > 20
+
+
+class LogsNoMeans(Logs):
+    """Logs numbers of its output that no recording explains, and others that are explained."""
+
+    def values(self, loss, out):
+        out = out.detach()
+        yield from {"loss": loss, "spread": out.std(), "python": math.exp(loss.item()), "size": len(out)}.items()
+        yield from {"exp": loss.exp(), "largest": out.max(), "share": (out > 0).double().mean()}.items()
+
+    def step(self, batch, where):
+        out = self(batch["x"])
+        loss = F.mse_loss(out, batch["y"])
+        self.log_dict(dict(self.values(loss, out)))
+        return loss
+
+
+def run_warned(size, pp):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(LogsNoMeans, size, pp, 8, HALVES, ignores=False)
+    texts = [str(each.message) for each in caught]
+    return [re.search("logs '(\\w+)', which is", text)[1] for text in texts if "which is" in text]
+
+
+@pytest.mark.parametrize(("size", "keys"), [(1, ["exp", "python", "spread"]), (2, ["spread"])])
+def test_number_that_is_none_of_those_of_microbatches_is_named(worlds, size, keys):
+    assert sorted(worlds.run(size, run_warned, size, size)[0]) == keys
