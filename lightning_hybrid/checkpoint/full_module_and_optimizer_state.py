@@ -22,6 +22,7 @@ from lightning_hybrid.patching import temporary_hook
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import buffer_ranks
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import on_host
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 _LISTED = 4
@@ -206,7 +207,7 @@ def gather_optimizer_state(
             full = map_leaves(partial(_gather_leaf, parameter, shards), entry)
             if keep:
                 # In host memory at once: a device that holds shards has no room for full states of all parameters.
-                local_entries[key] = map_leaves(_on_host, full)
+                local_entries[key] = map_leaves(on_host, full)
     if not keep:
         return {}
     merged = _gather_on_first(plan, local_entries)
@@ -222,10 +223,6 @@ def _gather_leaf(parameter: Tensor | None, shards: LocalShards | None, leaf: Any
         return leaf
     leaf = leaf.detach()
     return leaf if shards is None or parameter is None else shards.full_state_of(parameter, leaf)
-
-
-def _on_host(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
 
 
 def local_optimizer_state(

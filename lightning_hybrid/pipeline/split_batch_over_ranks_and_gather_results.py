@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import batches_differ, digest
 from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import LossWeighting
@@ -22,6 +21,7 @@ from lightning_hybrid.pipeline.side_effects.join_appended_entries import merged
 from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, batch_size_of, split
 from lightning_hybrid.step.batch_means.full_batch_metrics import joined_calls
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import on_host
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -116,8 +116,8 @@ class BatchSharing:
         """
         rows: list[Any] = [None] * self.size
         entries: Any = [_picklable(entry) for entry in local.entries]
-        outputs, appended = map_leaves(_to_cpu, local.outputs), map_leaves(_to_cpu, local.appended)
-        calls = map_leaves(_to_cpu, local.metric_calls)
+        outputs, appended = map_leaves(on_host, local.outputs), map_leaves(on_host, local.appended)
+        calls = map_leaves(on_host, local.metric_calls)
         sent = replace(local, entries=entries, outputs=outputs, appended=appended, metric_calls=calls)
         dist.all_gather_object(rows, sent, group=self._group)
         rows[self.rank] = local
@@ -169,7 +169,3 @@ def _joined_entries(rows: Sequence[MicrobatchResults], rank: int) -> list[Entry]
             name, _, _, kwargs, dtype = named[owner][by_rank[owner][key]]
             joined.append(Entry(name, None, kwargs, values, sizes, dtype))
     return joined
-
-
-def _to_cpu(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf

@@ -29,6 +29,11 @@ def as_plain_tensor(value: Any) -> Any:
         return value.as_subclass(Tensor)
 
 
+def on_host(value: Any) -> Any:
+    """The content of a tensor of any shape in the memory of the host; other values unchanged."""
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
 def with_class_of(original: Tensor, piece: Tensor) -> Tensor:
     """``piece``, a slice or copy of ``original`` of any shape, with the class and attributes of ``original``."""
     if not is_user_subclass(original) or type(piece) is type(original):

@@ -15,6 +15,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.objects.tensor_storage_and_subclasses import on_host
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
@@ -29,7 +30,7 @@ def full_states(
         copies: Ranks of each copy of the model whose states are its own, the first one first; all together in one where
             copies have equal states.
     """
-    states = [map_leaves(_on_host, gather(optimizer)) for optimizer in optimizers]
+    states = [map_leaves(on_host, gather(optimizer)) for optimizer in optimizers]
     rank = dist.get_rank()
     for ranks in copies:  # one after the other: only one of them is in memory besides that of this rank
         received = broadcast_object(states, source=min(ranks))
@@ -104,7 +105,3 @@ class FullGradients:
                 continue  # the sum over the pipeline ranks that hold it is still to come
             local = full if parts is None else parts.shard_of(name, parameter, full)
             parameter.grad = local.to(parameter.device).clone()
-
-
-def _on_host(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf

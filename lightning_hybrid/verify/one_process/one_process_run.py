@@ -7,12 +7,10 @@ gradients. It uses no pipeline code; microbatches are accumulated like batches i
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,120 +20,78 @@ from torchmetrics import Metric
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Entry
 from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import detached
-from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
-from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join
 from lightning_hybrid.step.batch.split_batch_into_microbatches import (
     join_batches,
     sizes_of,
 )
 from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
-from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks
 from lightning_hybrid.verify.one_process.batch_norm_per_microbatch import batch_norm_per_microbatch
 from lightning_hybrid.verify.one_process.defer_gradients_until_backward import DeferredGradients
-from lightning_hybrid.verify.one_process.logged_numbers import record_logged_numbers
 from lightning_hybrid.verify.one_process.merge_side_effects_of_microbatches import MicrobatchSideEffects
 from lightning_hybrid.verify.one_process.mixing import Mixing, mixing_of, rounding_of
-from lightning_hybrid.verify.one_process.pieces import EVALUATIONS, DataSplit, Piece, Pieces, joined, known_sizes
-from lightning_hybrid.verify.one_process.replica_loader import ReplicaLoader, split_loader
+from lightning_hybrid.verify.one_process.pieces import DataSplit, Piece, joined, known_sizes
+from lightning_hybrid.verify.one_process.plain_run import PlainRun
+from lightning_hybrid.verify.one_process.replica_loader import ReplicaLoader
 from lightning_hybrid.verify.one_process.replica_modules_and_state_copying import ReplicaModules
 from lightning_hybrid.verify.one_process.undo_side_effects import without_side_effects
-from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord, local_copies, prediction_leaves
+from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord, local_copies
 
 
-class OneProcessRun:
-    """The connection to a Trainer on one device that runs each step once per microbatch.
+class OneProcessRun(PlainRun):
+    """The connection to a Trainer on one device that runs each step once per microbatch."""
 
-    Attributes:
-        devices: Number of processes.
-        moved_generators: Whether a step that was not keyed drew from a generator of the process.
-    """
-
-    devices = 1
+    _joins_replicas = False
 
     def __init__(
         self,
         data_split: DataSplit,
         *,
-        keyed: bool = False,
-        reseed: int | None = None,
         full_training: bool = False,
         full_evaluation: bool = False,
         precision: str = "64-true",
+        **draws: Any,
     ) -> None:
         """Set up the run.
 
         Args:
             data_split: How the data are split.
-            keyed: Whether to draw random numbers as the strategies do: keyed by step, microbatch and module.
-            reseed: Seed of the random numbers inside steps, if not that of the run.
             full_training: Whether to train on each replica's batch unsplit.
             full_evaluation: Whether to evaluate on each replica's batch unsplit.
             precision: Lightning's name of the precision of the loss.
+            draws: ``keyed`` and ``reseed`` of a `PlainRun`.
         """
-        self.moved_generators = False
-        self._data_split, self._keyed, self._reseed = data_split, keyed, reseed
-        self._pieces, self._precision = Pieces(data_split), precision
-        self._full_training, self._full_evaluation = full_training, full_evaluation
+        super().__init__(data_split, **draws)
+        self._full_training, self._full_evaluation, self._precision = full_training, full_evaluation, precision
         self._latest_batches: tuple[Any, list[Any]] | None = None
         self._losses: dict[int, list[float]] = {}
-        self._predicted: list[dict[int, list[Any]]] = [{} for _ in range(data_split.replicas)]
-        self._evaluated = 0
-        self._randomness: Any = None
-        self._numbers: set[str] = set()
-        self._batch = (0, 0, 0)
         self._observed = RunRecord()  # until the run ends; then the recorder's, to which a resumed step may add
 
-    # -- the protocol of `run_once` -----------------------------------------------------------------------------------
-
-    def strategy(self, pl: ModuleType) -> Any:
-        """Make Lightning's strategy for one device, with its steps replaced on this instance."""
-        strategy = importlib.import_module(f"{pl.__name__}.strategies").SingleDeviceStrategy(device="cpu")
-        self._strategy: Any = strategy
-        self._plain = {name: getattr(strategy, name) for name in ("training_step", *EVALUATIONS)}
-        strategy.training_step = partial(self._logging, self._training_step)
-        for name in EVALUATIONS:
-            setattr(strategy, name, partial(self._logging, partial(self._evaluation_step, name)))
-        return strategy
-
-    def _logging(self, step: Callable[..., Any], *args: Any) -> Any:
-        with record_logged_numbers(self._module, self._numbers):
-            return step(*args)
-
     def connect(self, trainer: Any, module: Any) -> None:
-        """Split the loaders over several replicas."""
-        self._trainer, self._replicas = trainer, ReplicaModules(module, trainer)
-        if self._randomness is None:  # a run that goes on from a checkpoint goes on with its seed
-            seed = torch.default_generator.initial_seed() & 0x7FFFFFFF
-            self._randomness = KeyedRandomness(seed, torch.device("cpu"))
-        connector, replicas = trainer._data_connector, self._data_split.replicas
-        if replicas > 1:
-            connector._prepare_dataloader = lambda dataloader, shuffle, mode: split_loader(
-                trainer, dataloader, replicas, shuffle=shuffle, mode=mode
-            )
+        """Split the loaders, and give each replica its module."""
+        super().connect(trainer, module)
+        self._replicas = ReplicaModules(module, trainer)
 
     def finish(self, observed: RunRecord) -> None:
-        """Add the losses, predictions and buffers of each replica."""
-        observed.step_numbers = self._numbers
-        observed.batch, observed.mixing, self._observed = self._batch, self._observed.mixing, observed
+        """Add the losses and buffers of each replica too."""
+        super().finish(observed)
+        observed.mixing, self._observed = self._observed.mixing, observed
         observed.replica_losses = list(self._losses.values())
-        observed.replica_predictions = [prediction_leaves(list(loaders.values())) for loaders in self._predicted]
         if len(self._replicas.modules) > 1:
             self._replicas.before_step()
             observed.replica_buffers = [local_copies(module.named_buffers()) for module in self._replicas.modules]
 
-    @property
-    def _latest(self) -> int:
-        """Number of the latest training batch."""
-        return int(self._trainer.fit_loop.epoch_loop.total_batch_idx)
-
-    @property
-    def _module(self) -> Any:
-        return self._replicas.modules[0]
+    def _module_of(self, replica: int) -> Any:
+        return self._replicas[replica]
 
     # -- steps --------------------------------------------------------------------------------------------------------
+
+    def _step(self, name: str, batch: Any, *rest: Any) -> Any:
+        if name == "training_step":
+            return self._training_step(batch, *rest)
+        return self._evaluation_step(name, batch, *rest)
 
     def _training_step(self, batch: Any, *rest: Any) -> Any:
         module = self._module
@@ -144,9 +100,9 @@ class OneProcessRun:
             return self._plain["training_step"](join_batches(batches), *rest)
         microbatches = self._split_batches("training_step", batches)
         samples = max(size or 0 for size in sizes_of([m.batch for m in microbatches]))
-        self._batch = max(self._batch, (len(batches), len(microbatches) // len(batches), samples))
+        self._shape = max(self._shape, (len(batches), len(microbatches) // len(batches), samples))
         if len(microbatches) == 1 and not self._keyed:
-            with self._random_state(0, microbatches[0]), batch_norm_per_microbatch(module, [microbatches[0].sizes]):
+            with self._state(0, microbatches[0]), batch_norm_per_microbatch(module, [microbatches[0].sizes]):
                 output = self._plain["training_step"](batch, *rest)
             loss = find_loss(output)
             self._record_losses([] if loss is None else [float(loss)])
@@ -164,7 +120,7 @@ class OneProcessRun:
             return torch.utils._pytree.tree_map(detached, output)
 
         with gradients:
-            outputs = self._run("training_step", batches, microbatches, rest, self._latest, backward)
+            outputs = self._run("training_step", batches, microbatches, rest, self._number, backward)
         if any(find_loss(output) is None for output in outputs):
             return None
         weighted = [float(find_loss(output)) * m.weight for output, m in zip(outputs, microbatches, strict=True)]
@@ -192,8 +148,8 @@ class OneProcessRun:
         parameters = [(p, p.detach().clone()) for p in module.parameters() if not is_lazy(p)]
 
         def step(piece: Piece, then: Callable[[Any], Any]) -> Any:
-            statistics, random_state = batch_norm_per_microbatch(module, [piece.sizes]), self._random_state
-            with without_side_effects(module), random_state(self._latest, piece), statistics, torch.enable_grad():
+            statistics, state = batch_norm_per_microbatch(module, [piece.sizes]), self._state(self._number, piece)
+            with without_side_effects(module), state, statistics, torch.enable_grad():
                 result = then(find_loss(self._plain["training_step"](piece.batch, *rest)))
             for parameter, before in parameters:
                 parameter.data.copy_(before)  # a step may write, as a momentum teacher does
@@ -209,7 +165,7 @@ class OneProcessRun:
     def _record_losses(self, losses: list[float]) -> None:
         # Callbacks receive the loss of the last closure that an optimizer has called for this batch, divided by the
         # number of accumulated batches.
-        self._losses[self._latest] = [loss / self._trainer.accumulate_grad_batches for loss in losses]
+        self._losses[self._number] = [loss / self._trainer.accumulate_grad_batches for loss in losses]
 
     def _evaluation_step(self, name: str, batch: Any, *rest: Any) -> Any:
         trainer = self._trainer
@@ -220,7 +176,7 @@ class OneProcessRun:
         microbatches = self._split_batches(name, batches)
         self._evaluated += 1
         if len(microbatches) == 1 and not self._keyed:
-            with self._random_state(0, microbatches[0]):
+            with self._state(0, microbatches[0]):
                 outputs = [self._plain[name](batch, *rest)]
         else:
             outputs = self._run(name, batches, microbatches, rest, -1 - self._evaluated, lambda _, output: output)
@@ -256,7 +212,7 @@ class OneProcessRun:
             if not of_replica:
                 continue
             module = self._replicas.begin_replica(replica)
-            in_shares = self._data_split.has_left_stages(self._latest) and name == "training_step"
+            in_shares = self._data_split.has_left_stages(self._number) and name == "training_step"
             num_shares = self._data_split.shares if in_shares else 1
             effects = MicrobatchSideEffects(module, num_shares) if len(of_replica) > 1 else None
             metrics, share = FullBatchMetrics(find_sinks(module)), sum(m.weight for _, m in of_replica)
@@ -266,7 +222,7 @@ class OneProcessRun:
                     effects.before_microbatch(microbatch.share)
                 once = metrics.microbatch(position, is_full=len(of_replica) == 1)
                 logged = logs.microbatch(module, position, metrics.origin)
-                random_state, strategy_module = self._random_state(number, microbatch), self._as_strategy_module(module)
+                random_state, strategy_module = self._state(number, microbatch), self._as_strategy_module(module)
                 statistics = batch_norm_per_microbatch(module, [microbatch.sizes])
                 with random_state, logged, strategy_module, once, statistics:
                     outputs.append(after(microbatch, self._plain[name](microbatch.batch, *rest)))
@@ -351,9 +307,12 @@ class OneProcessRun:
         return self._strategy.batch_to_device(batch, dataloader_idx=loader)
 
     def _split_batches(self, name: str, batches: list[Any]) -> list[Piece]:
-        pieces = self._pieces.of(name, batches, self._latest)
+        pieces = self._pieces.of(name, batches, self._number)
         is_whole = self._full_training if name == "training_step" else self._full_evaluation
         return joined(pieces, batches) if is_whole else pieces
+
+    def _state(self, number: int, piece: Piece) -> AbstractContextManager[None]:
+        return self._random_state(number, piece, piece.numbers, piece.sizes)
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
@@ -366,25 +325,6 @@ class OneProcessRun:
             yield
         finally:
             strategy._lightning_module, strategy._model = before
-
-    @contextlib.contextmanager
-    def _random_state(self, number: int, microbatch: Piece) -> Iterator[None]:
-        """Isolate the generators: outside of steps they continue as if nothing had been drawn inside."""
-        with self._randomness.isolated():
-            if not self._keyed:
-                if self._reseed is not None:
-                    with self._randomness.microbatch(self._reseed, number):
-                        pass
-                before = GeneratorStates(self._randomness.device)
-                yield
-                self.moved_generators |= not before.are_unchanged()
-                return
-            module, randomness = self._replicas[microbatch.replica], self._randomness
-            with (
-                draw_as_stages(module, randomness, number, microbatch.number),
-                randomness.rows_of_microbatches(number, microbatch.numbers, microbatch.sizes),
-            ):
-                yield
 
 
 def _over_replicas(how: str, values: list[float], shares: list[float]) -> float:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,6 +35,7 @@ class PlainRun:
     """
 
     devices = 1
+    _joins_replicas: ClassVar[bool] = True
 
     def __init__(
         self, data_split: DataSplit, *, keyed: bool = False, reseed: int | None = None, batch_norm: bool = True
@@ -52,20 +53,26 @@ class PlainRun:
         self._keyed, self._reseed, self._batch_norm = keyed, reseed, batch_norm
         self._evaluated = 0
         self._randomness: Any = None
-        self._latest: tuple[Any, list[Piece]] | None = None
+        self._latest_pieces: tuple[Any, list[Piece]] | None = None
         self._shape = (0, 0, 0)
         self._numbers: set[str] = set()
         self._predicted: list[dict[int, list[Any]]] = [{} for _ in range(data_split.replicas)]
 
     def strategy(self, pl: ModuleType) -> Any:
-        """Make Lightning's strategy for one device."""
+        """Make Lightning's strategy for one device, with its steps replaced on this instance."""
         strategy = importlib.import_module(f"{pl.__name__}.strategies").SingleDeviceStrategy(device="cpu")
-        for name in ("training_step", *EVALUATIONS):
-            setattr(strategy, name, partial(self._step, name, getattr(strategy, name)))
+        self._strategy: Any = strategy
+        self._plain = {name: getattr(strategy, name) for name in ("training_step", *EVALUATIONS)}
+        for name in self._plain:
+            setattr(strategy, name, partial(self._logged_step, name))
         return strategy
 
+    def _logged_step(self, name: str, *args: Any) -> Any:
+        with record_logged_numbers(self._module, self._numbers):
+            return self._step(name, *args)
+
     def connect(self, trainer: Any, module: Any) -> None:
-        """Join the batches of several replicas."""
+        """Split the loaders over several replicas."""
         self._trainer, self._module = trainer, module
         if self._randomness is None:  # a run that goes on from a checkpoint goes on with its seed
             seed = torch.default_generator.initial_seed() & 0x7FFFFFFF
@@ -73,7 +80,7 @@ class PlainRun:
         connector, replicas = trainer._data_connector, self._data_split.replicas
         if replicas > 1:
             connector._prepare_dataloader = lambda dataloader, shuffle, mode: split_loader(
-                trainer, dataloader, replicas, shuffle=shuffle, mode=mode, join=True
+                trainer, dataloader, replicas, shuffle=shuffle, mode=mode, join=self._joins_replicas
             )
 
     def finish(self, observed: RunRecord) -> None:
@@ -83,10 +90,14 @@ class PlainRun:
         if self._data_split.replicas > 1:
             observed.replica_predictions = [prediction_leaves(list(each.values())) for each in self._predicted]
 
-    def _step(self, name: str, plain: Any, batch: Any, *rest: Any) -> Any:
+    @property
+    def _number(self) -> int:
+        """Number of the latest training batch."""
+        return int(self._trainer.fit_loop.epoch_loop.total_batch_idx)
+
+    def _step(self, name: str, batch: Any, *rest: Any) -> Any:
         """Run a step of Lightning's, with the random numbers and the statistics of the layout's microbatches."""
-        trainer, is_training = self._trainer, name == "training_step"
-        number = int(trainer.fit_loop.epoch_loop.total_batch_idx)
+        plain, is_training, number = self._plain[name], name == "training_step", self._number
         loader = None if is_training else (rest[1] if len(rest) > 1 else 0)
         pieces = self._pieces_of(name, batch, number, loader)
         if not is_training:
@@ -97,7 +108,7 @@ class PlainRun:
         # Where the module calls its backwards itself, each batch is one microbatch, and draws what one process draws.
         is_split = self._module.automatic_optimization or not is_training
         as_in_layout = self._as_in_microbatches(number, pieces) if is_split else contextlib.nullcontext()
-        with as_in_layout, record_logged_numbers(self._module, self._numbers):
+        with as_in_layout:
             return plain(batch, *rest)
 
     def _predict(self, plain: Any, batch: Any, rest: Sequence[Any], number: int, pieces: Sequence[Piece]) -> Any:
@@ -115,11 +126,11 @@ class PlainRun:
 
     def _pieces_of(self, name: str, batch: Any, number: int, loader: int | None) -> list[Piece]:
         """The microbatches of a batch; a closure that is called again gets the same."""
-        if self._latest is not None and self._latest[0] is batch:
-            return self._latest[1]
+        if self._latest_pieces is not None and self._latest_pieces[0] is batch:
+            return self._latest_pieces[1]
         batches = [batch] if self._data_split.replicas == 1 else self._drawn(name, loader)
         pieces = self._pieces.of(name, batches, number)
-        self._latest = batch, pieces
+        self._latest_pieces = batch, pieces
         if name == "training_step":
             samples = max((batch_size_of(piece.batch) or 0 for piece in pieces), default=0)
             self._shape = max(self._shape, (len(batches), len(pieces) // len(batches), samples))
@@ -146,12 +157,23 @@ class PlainRun:
         if not all(sizes):
             sizes = []
         statistics = batch_norm_per_microbatch(self._module, sizes if self._batch_norm else [])
-        with self._random_state(number, pieces, sizes), statistics:
+        flat = [size for each in sizes for size in each]
+        numbers = [piece.number for piece in pieces] if len(flat) > 1 else []
+        with self._random_state(number, pieces[0], numbers, flat if numbers else []), statistics:
             yield
 
     @contextlib.contextmanager
-    def _random_state(self, number: int, pieces: Sequence[Piece], sizes: Sequence[Sequence[int]]) -> Iterator[None]:
-        """Isolate the generators: outside of steps they continue as if nothing had been drawn inside."""
+    def _random_state(
+        self, number: int, first: Piece, numbers: Collection[int], sizes: Collection[int]
+    ) -> Iterator[None]:
+        """Isolate the generators: outside of steps they continue as if nothing had been drawn inside.
+
+        Args:
+            number: Of the step.
+            first: The first microbatch of the batch inside.
+            numbers: Of all of its microbatches.
+            sizes: Of these.
+        """
         randomness = self._randomness
         with randomness.isolated():
             if not self._keyed:
@@ -162,10 +184,12 @@ class PlainRun:
                 yield
                 self.moved_generators |= not before.are_unchanged()
                 return
-            flat = [size for each in sizes for size in each]
-            numbers = [piece.number for piece in pieces] if len(flat) > 1 else []
             with (
-                draw_as_stages(self._module, randomness, number, pieces[0].number),
-                randomness.rows_of_microbatches(number, numbers, flat if numbers else []),
+                draw_as_stages(self._module_of(first.replica), randomness, number, first.number),
+                randomness.rows_of_microbatches(number, numbers, sizes),
             ):
                 yield
+
+    def _module_of(self, replica: int) -> Any:
+        """The module that a replica's step runs on."""
+        return self._module
