@@ -17,6 +17,7 @@ from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves imp
     can_restore,
     reachable_leaves,
 )
+from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy
 from lightning_hybrid.step.standins.absent_tensors import is_absent
@@ -54,7 +55,8 @@ class StepSnapshot:
         self._unwritten = [(tensor, tensor._version) for tensor in parts]
         named = root.named_parameters() if written else ()
         self._written = [(p, detached_copy(p)) for name, p in named if name in written and not is_absent(p)]
-        self._metrics = [module for module in root.modules() if isinstance(module, Metric)]
+        modules = [module for _, module in modules_in(root)]
+        self._metrics = [module for module in modules if isinstance(module, Metric)]
         inside = {inner for metric in self._metrics for inner in metric.modules()}
         self._modules = ModuleSnapshot(root, without=inside)
         self._states = [{name: _copied(getattr(metric, name)) for name in metric._defaults} for metric in self._metrics]
@@ -65,7 +67,7 @@ class StepSnapshot:
         self._arrays = [(leaf, leaf.copy()) for _, leaf in leaves if isinstance(leaf, ndarray)]
         self._counts = [(metric._update_count, metric._computed) for metric in self._metrics]
         # Attributes in which wrappers and collections keep values beside the states.
-        owners = [module for module in root.modules() if module in inside or isinstance(module, MetricCollection)]
+        owners = [module for module in modules if module in inside or isinstance(module, MetricCollection)]
         self._attributes = [(module, _plain_attributes(module)) for module in owners]
 
     def restore(self, why: str = "is rolled back") -> None:

@@ -7,6 +7,7 @@ outputs, a lazily built mask). Torch's generators are handled by ``randomness``.
 from __future__ import annotations
 
 import collections
+import functools
 import math
 from collections.abc import Collection, Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.randomness.generator_snapshot import generator_state, is_generator, set_generator_state
+from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in, parameters_of
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import detached_copy, storage_id
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
@@ -70,19 +72,22 @@ class ArgumentSnapshot:
         self._contents.append((container, container.copy()))
         if top:
             self._of_modules.add(id(container))
-        items = container.items() if isinstance(container, dict) else ((None, item) for item in container)
-        for name, item in items:
-            if type(item) in PLAIN or (top and name in _NOT_STATE):
-                continue
-            if is_generator(item):
-                self._generators.append((item, generator_state(item)))
-                continue
-            if type(item) in _BUILT_IN and not item:
+        if not isinstance(container, dict):
+            items = list(container)
+        elif top:
+            items = [item for name, item in container.items() if type(item) not in PLAIN and name not in _NOT_STATE]
+        else:
+            items = list(container.values())
+        for item in items:
+            kind = type(item)
+            if kind in _BUILT_IN and not item:
                 if id(item) not in seen and depth < _MAX_DEPTH:
                     self._empty.append(item)
+            elif _is_leaf(kind):
                 continue
-            inner = inside(item)
-            if inner is not None:
+            elif is_generator(item):
+                self._generators.append((item, generator_state(item)))
+            elif (inner := inside(item)) is not None:
                 self._record(inner, seen, depth + 1)
 
     def lengths(self) -> dict[int, int]:
@@ -170,10 +175,11 @@ class ModuleSnapshot(ArgumentSnapshot):
         self._unhooked, self._first_hook = unhooked, RemovableHandle.next_id
         self._buffers: list[TensorSnapshot] = []
         # A step that ends in the middle leaves what it has toggled.
-        self._trained = [(p, p.requires_grad) for p in root.parameters() if not is_absent(p)]
+        modules = modules_in(root)
+        self._trained = [(p, p.requires_grad) for _, p in parameters_of(modules) if not is_absent(p)]
         seen: set[int] = set()
         passed = {id(module) for module in without}  # metrics change their hash with their state
-        for module in root.modules():
+        for _, module in modules:
             if id(module) in passed:
                 continue
             if not buffers:
@@ -232,12 +238,13 @@ def reachable_leaves(
             if type(item) not in passed:
                 yield from walk(place._replace(path=(*place.path, key)), item, depth + 1)
 
-    for name, module in root.named_modules():
+    for name, module in modules_in(root):
         if id(module) in left_out:
             continue
         for attribute, value in list(module.__dict__.items()):
             # Every module has a dozen empty containers of torch's: hooks of each kind.
-            if type(value) in passed or (isinstance(value, _CONTAINERS) and not value):
+            kind = type(value)
+            if kind in passed or (kind in _BUILT_IN and not value) or (isinstance(value, _CONTAINERS) and not value):
                 continue
             if attribute not in _NOT_STATE and attribute not in _MEMBERS:
                 yield from walk(AttributePath(name, attribute, ()), value, 0)
@@ -248,13 +255,19 @@ def is_state(name: str) -> bool:
     return name not in _NOT_STATE
 
 
+@functools.lru_cache(4096)
+def _is_leaf(kind: type) -> bool:
+    """Whether no object of a type has contents of the user, nor a state of random numbers."""
+    return kind in PLAIN or issubclass(kind, Tensor | nn.Module | type | _FUNCTIONS)
+
+
 def inside(value: Any) -> Any:
     """The container with the contents of ``value``: itself, or attributes of a plain user object; None for a leaf."""
     if isinstance(value, _CONTAINERS):
         return value
-    if isinstance(value, Tensor | nn.Module | type | _FUNCTIONS):
-        return None
     kind = type(value)
+    if _is_leaf(kind) or isinstance(value, Tensor | nn.Module | type | _FUNCTIONS):
+        return None
     if kind.__module__.split(".")[0] in _LIBRARY or kind.__module__.startswith(_LIBRARY):
         return None
     return getattr(value, "__dict__", None)
