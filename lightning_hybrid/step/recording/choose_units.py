@@ -44,7 +44,7 @@ class UnitChoice:
         return choose_units(self._root, self._num_stages, self.opened, self.closed, self._whole)
 
     def to_open(self, recording: Recording, cost: float, cuts: Sequence[str] | None) -> set[str]:
-        """The units that are to be opened: those with one of the user's ``pipeline_cuts`` inside, or the expensive ones.
+        """The units that are to be opened: those with one of the user's cuts inside, or the expensive ones.
 
         Args:
             recording: Recording of the step.
@@ -183,7 +183,7 @@ def _has_children_with_parameters(module: nn.Module) -> bool:
 
 
 def _mixtures(root: nn.Module) -> Iterator[str]:
-    """FQNs of modules with a list of equal modules, and beside it a weight of as many rows: experts and their router."""
+    """FQNs of modules with a list of equal modules and a weight of as many rows beside it: experts and a router."""
     for fqn, module in root.named_modules():
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
         others = [child for child in module.children() if child not in lists]
