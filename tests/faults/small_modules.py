@@ -107,7 +107,7 @@ class CompiledStep(Validated):
         return super().hidden(x)
 
 
-def compiled_whole() -> Any:
+def compiled_module() -> Any:
     return torch.compile(Validated(), backend="eager")
 
 

@@ -22,7 +22,7 @@ def cases(letter, modules, loaders, *, trainer=None, label="", **further):
 
 MASKED = [s.MasksInInit, s.MasksInSetup, s.MasksAtFitStart, s.MasksAtTrainStart, s.MasksAtEpochStart]
 MASKED += [s.MasksInOptimizers, s.MasksAccumulated, s.MasksByName]
-COMPILED = [s.CompiledInPlace, s.CompiledLayers, s.CompiledInner, s.CompiledStep, s.compiled_whole]
+COMPILED = [s.CompiledInPlace, s.CompiledLayers, s.CompiledInner, s.CompiledStep, s.compiled_module]
 CASES = {
     **cases("N", COMPILED, VALIDATED),
     **cases("N", [s.compiled_fullgraph], PLAIN),
@@ -86,10 +86,10 @@ def test_sequence_parallel(worlds, tmp_path, case, layout):
     check(worlds, case, layout, tmp_path)
 
 
-WHOLE = cases("AE", [c.Windows, c.Shuffled], PLAIN)
+DRAWS = cases("AE", [c.Windows, c.Shuffled], PLAIN)
 
 
-@each(WHOLE, {}, ["one device", "pp2", "pp2, 4 microbatches", "tp2", "tp2 x pp2"])
-def test_draws_from_the_whole_batch(worlds, tmp_path, case, layout):
+@each(DRAWS, {}, ["one device", "pp2", "pp2, 4 microbatches", "tp2", "tp2 x pp2"])
+def test_draws_from_the_full_batch(worlds, tmp_path, case, layout):
     """Without replicas: each of these draws from its own batch, as under DDP."""
     check(worlds, case, layout, tmp_path)
