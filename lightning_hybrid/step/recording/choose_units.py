@@ -37,11 +37,11 @@ class UnitChoice:
         """Begin with the choice by size; where ranks share experts, lists of them and their routers are never cut."""
         self._root, self._num_stages = root, num_stages
         self.opened, self.closed = set[str](), set[str]()
-        self._uncut = frozenset(_mixtures(root) if shares_experts and num_stages > 1 else ())
+        self._mixtures = frozenset(_mixtures(root) if shares_experts and num_stages > 1 else ())
 
     def choose(self) -> dict[str, nn.Module]:
         """Return the current units by FQN, in the order of the module tree."""
-        return choose_units(self._root, self._num_stages, self.opened, self.closed, self._uncut)
+        return choose_units(self._root, self._num_stages, self.opened, self.closed, self._mixtures)
 
     def to_open(self, recording: Recording, cost: float, cuts: Sequence[str] | None) -> set[str]:
         """The units that are to be opened: those with one of the user's cuts inside, or the expensive ones.
@@ -60,7 +60,7 @@ class UnitChoice:
                 if node.unit is not None:
                     costs[node.unit] = costs.get(node.unit, 0.0) + node_cost(node, graph)
             inside = {unit for unit, spent in costs.items() if spent > cost}
-        return {unit for unit in inside - self._uncut if _can_open(recording.units[unit])}
+        return {unit for unit in inside - self._mixtures if _can_open(recording.units[unit])}
 
     def corrects(self, error: Exception) -> bool:
         """Whether other units may avoid ``error`` of a recording with the current ones; they are chosen from now on."""
@@ -119,7 +119,7 @@ def choose_units(
     num_stages: int,
     opened: Collection[str] = (),
     closed: Collection[str] = (),
-    uncut: Collection[str] = (),
+    mixtures: Collection[str] = (),
 ) -> dict[str, nn.Module]:
     """The units of ``root`` by FQN, in the order of the module tree.
 
@@ -128,7 +128,7 @@ def choose_units(
         num_stages: Number of stages; a module with more than 1/num_stages of all parameters is opened.
         opened: FQNs of modules to descend into whatever their size; one without modules inside is no unit then.
         closed: FQNs of modules without parameters that are units nevertheless.
-        uncut: FQNs of modules that are not opened for their size.
+        mixtures: FQNs of modules that are not opened for their size.
 
     Raises:
         StepError: Modules with full backward hooks, which are never opened, leave too few.
@@ -147,7 +147,7 @@ def choose_units(
                 units[fqn] = module
             return
         is_open = not fqn or isinstance(module, _CONTAINERS) or fqn in opened
-        is_open |= size * num_stages > total and fqn not in uncut
+        is_open |= size * num_stages > total and fqn not in mixtures
         is_open |= _has_inner_forward_hooks(module)
         if not fqn or (_can_open(module) and is_open) or isinstance(module, _CONTAINERS):
             for name, child in module.named_children():
