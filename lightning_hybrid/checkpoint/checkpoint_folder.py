@@ -56,7 +56,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
     Raises:
         IncompleteCheckpoint: It has none, or its save did not end.
-        CheckpointError: It is a folder of something else, or of a later version.
+        CheckpointError: It is a folder of something else, or of a later version, or it was changed.
     """
     if not (path / MANIFEST).is_file():
         raise _no_checkpoint(path)
@@ -69,6 +69,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(
             f"{path / MANIFEST} is not the manifest of a checkpoint of lightning_hybrid", entry="other-kind"
+        )
+    if "sha256" in manifest and manifest["sha256"] != _digest(manifest):
+        raise CheckpointError(
+            f"{path / MANIFEST} has other content than when it was written (its SHA-256 is not that in it); use another"
+            " checkpoint, or remove the entry sha256 from it to read it all the same",
+            entry="digest",
         )
     if manifest["version"] > VERSION:
         raise CheckpointError(
@@ -204,11 +210,17 @@ def finish(path: Path, manifest: Mapping[str, Any]) -> None:
     for entry in folder.iterdir():  # of an earlier save that did not end
         if entry.name not in manifest["files"]:
             entry.unlink()
-    text = json.dumps({"format": FORMAT, "version": VERSION, **manifest}, indent=1)
-    write_file(folder / MANIFEST, text.encode())
+    content = {"format": FORMAT, "version": VERSION, **manifest}
+    write_file(folder / MANIFEST, json.dumps({**content, "sha256": _digest(content)}, indent=1).encode())
     _sync(folder)
     _publish(folder, path)
     _sync(path.parent)
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """The SHA-256 of a manifest but for the entry that has it."""
+    content = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _publish(folder: Path, path: Path) -> None:

@@ -78,12 +78,12 @@ class SavedFolder:
         self.manifest = folder.check_complete(path)
         self._weights_only = weights_only is not False
         files = self.manifest["files"] if digests else {}
-        tensors = sorted(name for name in files if name.endswith(".distcp"))
-        for name in files.keys() - set(tensors):
+        self._tensor_files = sorted((name, files[name]) for name in files if name.endswith(".distcp"))
+        for name in files.keys() - dict(self._tensor_files).keys():
             folder.check_digest(path, name, files[name])
         rank, count = share
         pool = ThreadPoolExecutor(max_workers=1)
-        self._checked = [pool.submit(folder.check_digest, path, n, files[n]) for n in tensors[rank::count]]
+        self._checked = [pool.submit(folder.check_digest, path, *file) for file in self._tensor_files[rank::count]]
         pool.shutdown(wait=False)
         self._reader = _Reader(path)
         self.metadata: Metadata = self._reader.read_metadata()
@@ -145,7 +145,7 @@ class SavedFolder:
         """Fill the targets; each file is opened once, and only the boxes that are needed are read.
 
         Raises:
-            CheckpointError: There is no such tensor, or it has another shape.
+            CheckpointError: There is no such tensor, or it has another shape, or a file was changed.
         """
         items: list[ReadItem] = []
         targets: dict[str, Tensor] = {}
@@ -166,7 +166,12 @@ class SavedFolder:
                 chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
                 parts = create_read_items_for_chunk_list(each.key, saved, [chunk])
                 items += [_renamed(item, name) for item in parts if 0 not in item.lengths]
-        self._reader.read_data(LoadPlan(items), _Targets(targets)).wait()
+        try:
+            self._reader.read_data(LoadPlan(items), _Targets(targets)).wait()
+        except Exception:
+            for name, entry in self._tensor_files:  # of which other ranks compare some
+                folder.check_digest(self.path, name, entry)
+            raise
 
     def checkpoint(self, map_location: Any = None, unread: Collection[str] = ()) -> dict[str, Any]:
         """Read Lightning's checkpoint with full tensors, except the optimizers': those are read when they are needed.

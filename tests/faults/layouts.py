@@ -6,7 +6,7 @@ import logging
 import math
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,11 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "pp2 x dp2": (4, 2, PP2 | HALVES),
     "tp2 x pp2": (4, 1, TP2 | PP2 | HALVES),
     "zero3 x recompute": (2, 2, {"zero_stage": 3, "recompute": "full"}),
+}
+FURTHER: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "one device": (1, 1, HALVES),
+    "tp2 x dp2": (4, 2, TP2),
+    "tp2 x cp2": (4, 1, TP2 | {"context_parallel_size": 2}),
 }
 BATCH, FEATURES = 8, 6
 
@@ -87,6 +92,7 @@ class Case:
         trainer: Arguments of the Trainer.
         strategy: Options of the strategy beside those of a layout.
         data: Makes the samples of training and validation.
+        loaders: Makes those of training and validation from a replica's number and the count, instead of `data`.
         epochs: Of the first run.
         validates: Whether the run has a validation.
         saves: Whether files written inside of the run and after it are compared, and a run that resumes the second one.
@@ -102,6 +108,7 @@ class Case:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     strategy: Mapping[str, Any] = field(default_factory=dict)
     data: Callable[[], Dataset] = samples
+    loaders: Callable[[int, int], Sequence[Any]] | None = None
     epochs: int = 1
     validates: bool = False
     saves: bool = False
@@ -123,7 +130,7 @@ class SavesInside(Callback):
 
 
 def fitted(case: Case, layout: str | None, folder: Path, resumed: Path | None) -> tuple[LightningModule, Trainer]:
-    size, replicas, options = (1, 1, {}) if layout is None else LAYOUTS[layout]
+    size, replicas, options = (1, 1, {}) if layout is None else (LAYOUTS | FURTHER)[layout]
     strategy = "auto" if layout is None else Hybrid3DStrategy(**options | case.strategy)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     limits = {"max_epochs": case.epochs + (resumed is not None), "num_sanity_val_steps": 0}
@@ -136,6 +143,10 @@ def fitted(case: Case, layout: str | None, folder: Path, resumed: Path | None) -
     rank = int(trainer.strategy.cluster_environment.global_rank()) if size > 1 else 0
     # Ranks of a pipeline are the outer ones, tensor ranks the inner ones.
     replica = rank // int(options.get("tensor_parallel_size", 1)) % replicas
+    if case.loaders is not None:
+        train, *validation = case.loaders(replica, replicas)
+        trainer.fit(module, train, validation or None, ckpt_path=resumed)
+        return module, trainer
     sampler = DistributedSampler(data, replicas, replica, shuffle=False) if replicas > 1 else None
     loaders = [DataLoader(data, BATCH // replicas, sampler=sampler) for _ in range(1 + case.validates)]
     trainer.fit(module, *loaders, ckpt_path=resumed, weights_only=case.weights_only)
@@ -163,7 +174,7 @@ def fit(case: Case, layout: str | None, folder: Path | None = None) -> dict[str,
     if case.saves:
         trainer.save_checkpoint(folder / "after")
         result["resumed"] = result_of(case, *fitted(case, layout, folder, folder / "after"))
-        if trainer.global_rank == 0:
+        if trainer.global_rank == 0 and (folder / "after").is_file():
             result["files"] = {when: contents(folder / when, case.weights_only) for when in ("inside", "after")}
     return result
 
@@ -215,22 +226,25 @@ def differences(got: Any, expected: Any, tolerance: float, path: str = "") -> It
 
 def check(worlds: Any, case: Case, layout: str, folder: Path, *, timeout: float = 60) -> None:
     """Compare all ranks with one process, or the refusal with the documented one."""
-    size = LAYOUTS[layout][0]
+    size = (LAYOUTS | FURTHER)[layout][0]
     if layout in case.refused:
         for text in worlds.run(size, refusal, case, layout, folder, timeout=timeout):
             assert case.refused[layout] in text, text
         return
     expected = worlds.run_once(1 if case.reference is None else 2, fit, case, case.reference, timeout=timeout)[0]
     ranks = worlds.run(size, fit, case, layout, folder, timeout=timeout)
-    assert "files" in ranks[0] or not case.saves
+    if case.saves and "files" not in ranks[0]:
+        ranks[0]["files"] = {when: contents(folder / when, case.weights_only) for when in ("inside", "after")}
     for rank, result in enumerate(ranks):
         wanted = {key: expected[key] for key in result}
         found = list(differences(result, wanted, case.tolerance))
         assert not found, f"rank {rank} under {layout}: {found[:6]}"
 
 
-def each(cases: Mapping[str, Case], default: Mapping[str, tuple[str, ...]]) -> pytest.MarkDecorator:
-    """Run a test for each case under each layout: by default under those named, else as slow tests."""
+def each(
+    cases: Mapping[str, Case], default: Mapping[str, tuple[str, ...]], layouts: Sequence[str] = ()
+) -> pytest.MarkDecorator:
+    """Run a test for each case under its layouts, or under these: by default under those named, else as slow tests."""
     assert default.keys() <= cases.keys()
     return pytest.mark.parametrize(
         ("case", "layout"),
@@ -238,6 +252,6 @@ def each(cases: Mapping[str, Case], default: Mapping[str, tuple[str, ...]]) -> p
             pytest.param(case, layout, id=f"{name}-{layout}", marks=[pytest.mark.slow] * (layout not in kept))
             for name, case in cases.items()
             for kept in [default.get(name, ())]
-            for layout in case.layouts
+            for layout in layouts or case.layouts
         ],
     )

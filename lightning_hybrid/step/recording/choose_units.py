@@ -37,14 +37,14 @@ class UnitChoice:
         """Begin with the choice by size; where ranks share experts, lists of them and their routers are never cut."""
         self._root, self._num_stages = root, num_stages
         self.opened, self.closed = set[str](), set[str]()
-        self._whole = frozenset(_mixtures(root) if shares_experts and num_stages > 1 else ())
+        self._mixtures = frozenset(_mixtures(root) if shares_experts and num_stages > 1 else ())
 
     def choose(self) -> dict[str, nn.Module]:
         """Return the current units by FQN, in the order of the module tree."""
-        return choose_units(self._root, self._num_stages, self.opened, self.closed, self._whole)
+        return choose_units(self._root, self._num_stages, self.opened, self.closed, self._mixtures)
 
     def to_open(self, recording: Recording, cost: float, cuts: Sequence[str] | None) -> set[str]:
-        """The units that are to be opened: those with one of the user's ``pipeline_cuts`` inside, or expensive ones.
+        """The units that are to be opened: those with one of the user's cuts inside, or the expensive ones.
 
         Args:
             recording: Recording of the step.
@@ -60,7 +60,7 @@ class UnitChoice:
                 if node.unit is not None:
                     costs[node.unit] = costs.get(node.unit, 0.0) + node_cost(node, graph)
             inside = {unit for unit, spent in costs.items() if spent > cost}
-        return {unit for unit in inside - self._whole if _can_open(recording.units[unit])}
+        return {unit for unit in inside - self._mixtures if _can_open(recording.units[unit])}
 
     def corrects(self, error: Exception) -> bool:
         """Whether other units may avoid ``error`` of a recording with the current ones; they are chosen from now on."""
@@ -119,7 +119,7 @@ def choose_units(
     num_stages: int,
     opened: Collection[str] = (),
     closed: Collection[str] = (),
-    whole: Collection[str] = (),
+    mixtures: Collection[str] = (),
 ) -> dict[str, nn.Module]:
     """The units of ``root`` by FQN, in the order of the module tree.
 
@@ -128,7 +128,7 @@ def choose_units(
         num_stages: Number of stages; a module with more than 1/num_stages of all parameters is opened.
         opened: FQNs of modules to descend into whatever their size; one without modules inside is no unit then.
         closed: FQNs of modules without parameters that are units nevertheless.
-        whole: FQNs of modules that are not opened for their size.
+        mixtures: FQNs of modules that are not opened for their size.
 
     Raises:
         StepError: Modules with full backward hooks, which are never opened, leave too few.
@@ -147,7 +147,7 @@ def choose_units(
                 units[fqn] = module
             return
         is_open = not fqn or isinstance(module, _CONTAINERS) or fqn in opened
-        is_open |= size * num_stages > total and fqn not in whole
+        is_open |= size * num_stages > total and fqn not in mixtures
         is_open |= _has_inner_forward_hooks(module)
         if not fqn or (_can_open(module) and is_open) or isinstance(module, _CONTAINERS):
             for name, child in module.named_children():
@@ -183,7 +183,7 @@ def _has_children_with_parameters(module: nn.Module) -> bool:
 
 
 def _mixtures(root: nn.Module) -> Iterator[str]:
-    """FQNs of modules with a list of equal modules, beside a weight of as many rows: experts and their router."""
+    """FQNs of modules with a list of equal modules and a weight of as many rows beside it: experts and a router."""
     for fqn, module in root.named_modules():
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
         others = [child for child in module.children() if child not in lists]
