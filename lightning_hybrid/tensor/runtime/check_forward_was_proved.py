@@ -248,8 +248,11 @@ class ProvedCalls:
                 module.training = mode
         if len(found.results) != len(wanted.results):
             return f"{len(wanted.results)} results, not {len(found.results)}"
-        if found.kept != wanted.kept or found.written.keys() != wanted.written.keys():
-            return "values in its attributes"
+        for kept, other in ((found.kept, wanted.kept), (_names(found.written), _names(wanted.written))):
+            differing = [path for path in {**other, **kept} if kept.get(path) != other.get(path)]
+            if differing:
+                path = differing[0]
+                return f"its attribute {path.attribute}: {other.get(path)}, not {kept.get(path)}"
         pairs = zip(found.results, wanted.results, strict=True)
         if text := next(filter(None, (_differ(*pair) for pair in pairs)), ""):
             return f"its results: {text}"
@@ -298,6 +301,10 @@ class ProvedCalls:
             elif type(leaf) in _COMPARED:
                 kept[path] = leaf
         return kept, written
+
+
+def _names(written: Mapping[AttributePath, Tensor]) -> dict[AttributePath, str]:
+    return dict.fromkeys(written, "written")
 
 
 def _signature_of(leaf: Any) -> Any:

@@ -75,7 +75,7 @@ def test_values_in_attributes_are_compared():
     assert first_deviation(Keeps.forward, x) == ""
     assert "the values of its attribute kept: relative difference" in first_deviation(local, x)
     assert "the values of its attribute largest: relative difference" in first_deviation(equal_mean, x)
-    assert first_deviation(counts_twice, x) == "values in its attributes"
+    assert first_deviation(counts_twice, x) == "its attribute steps: 1, not 2"
 
 
 READS = {
