@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 _LONGEST_PAUSE_SECONDS = 0.05
+_KEY = "lightning_hybrid/arrivals"
 
 
 def pauses() -> Iterator[None]:
@@ -25,7 +26,7 @@ def pauses() -> Iterator[None]:
 
 def arrive(group: dist.ProcessGroup) -> int:
     """Count this rank; returns how many have arrived so far, in all rounds."""
-    return int(_store().add(_key(group), 1))
+    return int(_store(group).add(_KEY, 1))
 
 
 def all_arrive(group: dist.ProcessGroup, arrived: int, seconds: float) -> bool:
@@ -38,16 +39,13 @@ def all_arrive(group: dist.ProcessGroup, arrived: int, seconds: float) -> bool:
     """
     size = group.size()
     wanted, end, pause = -(-arrived // size) * size, time.monotonic() + seconds, pauses()
-    while _store().add(_key(group), 0) < wanted:
+    while _store(group).add(_KEY, 0) < wanted:
         if time.monotonic() > end:
             return False
         next(pause)
     return True
 
 
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
-
-
-def _key(group: dist.ProcessGroup) -> str:
-    return f"lightning_hybrid/arrivals/{','.join(map(str, dist.get_process_group_ranks(group)))}/{group.group_name}"
+def _store(group: dist.ProcessGroup) -> dist.Store:
+    """The store of the group itself: the default one is that of the world which the user's code sees, other on each."""
+    return dist.distributed_c10d._get_process_group_store(group)

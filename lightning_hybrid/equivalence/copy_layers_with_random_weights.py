@@ -27,8 +27,10 @@ def random_copy(unit: nn.Module, generator: torch.Generator, dtype: torch.dtype)
 
 
 def _random(parameter: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    if not parameter.is_floating_point():
-        return torch.zeros(parameter.shape, dtype=parameter.dtype)
+    if parameter.is_complex():
+        return torch.randn(parameter.shape, dtype=dtype.to_complex(), generator=generator)
+    if not parameter.is_floating_point():  # quantized weights, or indices
+        return torch.randint(2, parameter.shape, dtype=parameter.dtype, generator=generator)
     if parameter.dim() < 2:  # weights and biases of norms and linears, away from zero
         return torch.rand(parameter.shape, dtype=torch.float64, generator=generator).to(dtype) + 0.5
     bound = (3 / parameter[0].numel()) ** 0.5 if len(parameter) else 1.0  # evenly spread numbers are cheapest to draw

@@ -47,7 +47,7 @@ def difference_of_sum(
     found = addends[0]
     if found.shape != wanted.shape:
         return Difference(f"shape {tuple(found.shape)} instead of {tuple(wanted.shape)}")
-    if not wanted.is_floating_point() or not wanted.numel():
+    if not (wanted.is_floating_point() or wanted.is_complex()) or not wanted.numel():
         return None if torch.equal(found, wanted) else Difference("other values")
     scale = _scale_of(wanted if full is None else full)
     if not math.isfinite(scale):

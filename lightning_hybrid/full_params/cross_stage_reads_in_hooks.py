@@ -39,7 +39,14 @@ from lightning_hybrid.randomness.random_number_ops import draws
 from lightning_hybrid.step.module_state.pickle_sharded_parameters import pickles_by, reduce_for_pickle
 from lightning_hybrid.step.objects.pytree import flatten, flatten_call, map_leaves, rebuild_call
 from lightning_hybrid.step.standins.absent_arrays_and_lists import interceptable_tolist
-from lightning_hybrid.step.standins.absent_tensors import FAKE_MODE, fill, is_absent, make_absent, user_attributes
+from lightning_hybrid.step.standins.absent_tensors import (
+    FAKE_MODE,
+    fill,
+    is_absent,
+    make_absent,
+    make_absent_rows,
+    user_attributes,
+)
 from lightning_hybrid.step.tracing.intercept_step_operations import _METADATA, VIEW_PROPERTIES
 
 _MEMORY = frozenset({"untyped_storage"})  # used to pickle a plain tensor
@@ -95,7 +102,7 @@ class CrossStageReads(TorchFunctionMode):
         self._is_complete = True
         self._elements = 0
         # In this hook: the parameters that have a gradient on their ranks, and stand-ins for gradients of other ranks.
-        self._has_gradient: dict[str, bool] = {}
+        self._has_gradient: dict[str, int] = {}  # by FQN, as from `_kind_of`
         self._stand_ins: dict[str, Tensor | None] = {}
 
     @contextlib.contextmanager
@@ -332,7 +339,7 @@ class CrossStageReads(TorchFunctionMode):
                 [value] = self._fetch([value], "setting .grad")
             if not is_absent(parameter):
                 return func(parameter, *([value] if name == "__set__" else []))
-            self._set_stand_in(parameter, has_gradient=value is not None)
+            self._set_stand_in(parameter, _kind_of(value))
             return None
         if len(holders) > 1 and not self._is_complete:
             raise GlobalReadError(
@@ -349,14 +356,17 @@ class CrossStageReads(TorchFunctionMode):
                 self._locations.record(gradient, holders, [parameter], only_tensor=True)
             return gradient
         if fqn not in self._stand_ins:
-            self._set_stand_in(parameter, has_gradient=self._has_gradient[fqn])
+            self._set_stand_in(parameter, self._has_gradient[fqn])
         return self._stand_ins[fqn]
 
-    def _set_stand_in(self, parameter: Tensor, *, has_gradient: bool) -> None:
-        """Set the stand-in for the gradient of an absent parameter."""
+    def _set_stand_in(self, parameter: Tensor, kind: int) -> None:
+        """Set the stand-in for the gradient of an absent parameter, of a kind as from ``_kind_of``."""
         fqn, gradient = self._fqns[id(parameter)], None
-        if has_gradient:
-            gradient = make_absent(parameter, requires_grad=False)
+        if kind:
+            is_dense = kind == 1
+            gradient = (
+                make_absent(parameter, requires_grad=False) if is_dense else make_absent_rows(parameter, kind - 1)
+            )
             self._locations.record(gradient, self._holders[fqn], [parameter])
         self._stand_ins[fqn] = gradient
 
@@ -365,12 +375,12 @@ class CrossStageReads(TorchFunctionMode):
         assert self._hook is not None
         self._agreement.agree_on(self._hook, "reads .grad")
         mine = [
-            self._holders[fqn][0] == self._rank and parameter.grad is not None
+            _kind_of(parameter.grad) * (self._holders[fqn][0] == self._rank)
             for fqn, parameter in self._parameters.items()
         ]
         flags = torch.tensor(mine, dtype=torch.int32, device=self._device)
         dist.all_reduce(flags, group=self._group)
-        self._has_gradient = dict(zip(self._parameters, map(bool, flags.tolist()), strict=True))
+        self._has_gradient = dict(zip(self._parameters, flags.tolist(), strict=True))
 
     # -- contents -----------------------------------------------------------------------------------------------------
 
@@ -400,3 +410,8 @@ class CrossStageReads(TorchFunctionMode):
                 entry="hook-elements",
             )
         return self._remote.fetch(self._hook, why, tensors)
+
+
+def _kind_of(gradient: Tensor | None) -> int:
+    """0 for no gradient, 1 for a dense one, and 1 more than the number of its sparse dims for a sparse one."""
+    return 0 if gradient is None else 1 + gradient.sparse_dim() * gradient.is_sparse

@@ -166,6 +166,10 @@ class ShardedParameterReads(TorchFunctionMode):
         with torch._C.DisableTorchFunction(), torch.no_grad():
             self._agree_on(name)
             full = self._shards.unshard(name, local.detach())
+            if local.is_sparse:  # with the rows that it has in one process, also those of zeros
+                ones = torch.sparse_coo_tensor(local.coalesce().indices(), _ones_of_rows(local), local.shape)
+                rows = self._shards.unshard(name, ones).flatten(1).any(1).nonzero()[:, 0]
+                full = torch.sparse_coo_tensor(rows[None], full[rows], full.shape, is_coalesced=True)
         self._record(full, local, name)
         if self._note is not None:
             self._note(full, name)
@@ -178,7 +182,12 @@ class ShardedParameterReads(TorchFunctionMode):
     def _write_back(self, full: Tensor) -> None:
         _, _, local, name = self._origins[id(full)]
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            local.detach().copy_(self._shards.shard_of(name, local, full.detach()))
+            content = full.detach().to_dense() if full.is_sparse else full.detach()
+            shard = self._shards.shard_of(name, local, content)
+            if local.is_sparse:
+                rows = local.coalesce().indices()
+                shard = torch.sparse_coo_tensor(rows, shard[rows[0]], shard.shape)
+            local.detach().copy_(shard)
         self._record(full, local, name)
 
     def _gradient(self, access: str, func: Any, args: Any) -> Any:
@@ -199,3 +208,7 @@ class ShardedParameterReads(TorchFunctionMode):
                     parameter.grad = self._shards.shard(name, value.detach()).contiguous()
             return None
         return func(*args)
+
+
+def _ones_of_rows(local: Tensor) -> Tensor:
+    return torch.ones_like(local.coalesce().values())

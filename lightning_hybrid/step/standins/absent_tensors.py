@@ -43,6 +43,15 @@ def make_absent(like: Tensor, *, requires_grad: bool | None = None, device: torc
     return _fake_tensor(meta, device, like.requires_grad if requires_grad is None else requires_grad)
 
 
+def make_absent_rows(like: Tensor, sparse_dim: int) -> FakeTensor:
+    """A stand-in for a sparse gradient of ``like``; how many rows that has is known where its content is."""
+    with torch._C.DisableTorchFunction(), FAKE_MODE:
+        shape, device = tuple(like.shape), like.fake_device if isinstance(like, FakeTensor) else like.device
+        indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=device)
+        rows = torch.empty((0, *shape[sparse_dim:]), dtype=like.dtype, device=device)
+        return torch.sparse_coo_tensor(indices, rows, shape, is_coalesced=True, check_invariants=False)
+
+
 def make_placeholder(value: Value, device: torch.device) -> FakeTensor:
     """A stand-in of the shape of one value of a step graph, on its device or else on ``device``."""
     with torch._C._DisableTorchDispatch():

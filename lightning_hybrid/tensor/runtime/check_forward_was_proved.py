@@ -78,6 +78,16 @@ def value_read_in(calls: Iterable[TorchCall]) -> str:
     return ""
 
 
+def dims_of_several(leaves: Iterable[Any]) -> dict[int, str]:
+    """The dims of arguments that have more than one entry, by a hash that is equal on every rank, each in words.
+
+    A plan is not proved for them by a call with one entry: attention to one position gives its value.
+    """
+    tensors = [(k, leaf) for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    dims = [(k, dim) for k, tensor in tensors for dim, length in enumerate(tensor.shape) if length > 1]
+    return {zlib.crc32(f"{k} {dim}".encode()): f"dim {dim} of argument {k}, which had one entry" for k, dim in dims}
+
+
 def _ends_step(error: Exception) -> bool:
     """Whether an error is not one of the unit's code, and no other rank comes to where the ranks vote."""
     return is_out_of_memory(error) or is_lost_connection(error)
@@ -195,7 +205,7 @@ class ProvedCalls:
 
     def _unproved_line(self, path: TorchCallSites, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """The first line that has called torch for which the plan is not proved; "" if there is none."""
-        lines = user_call_sites(path.calls)
+        lines = user_call_sites(path.calls) | dims_of_several(flatten((args, kwargs))[0])
         if lines.keys() - self._calls:
             self._calls |= self.prove(frozenset(lines) - self._calls, args, kwargs)
         return next((line for call, line in lines.items() if call not in self._calls), "")
@@ -238,8 +248,11 @@ class ProvedCalls:
                 module.training = mode
         if len(found.results) != len(wanted.results):
             return f"{len(wanted.results)} results, not {len(found.results)}"
-        if found.kept != wanted.kept or found.written.keys() != wanted.written.keys():
-            return "values in its attributes"
+        for kept, other in ((found.kept, wanted.kept), (_names(found.written), _names(wanted.written))):
+            differing = [path for path in {**other, **kept} if kept.get(path) != other.get(path)]
+            if differing:
+                path = differing[0]
+                return f"its attribute {path.attribute}: {other.get(path)}, not {kept.get(path)}"
         pairs = zip(found.results, wanted.results, strict=True)
         if text := next(filter(None, (_differ(*pair) for pair in pairs)), ""):
             return f"its results: {text}"
@@ -288,6 +301,10 @@ class ProvedCalls:
             elif type(leaf) in _COMPARED:
                 kept[path] = leaf
         return kept, written
+
+
+def _names(written: Mapping[AttributePath, Tensor]) -> dict[AttributePath, str]:
+    return dict.fromkeys(written, "written")
 
 
 def _signature_of(leaf: Any) -> Any:

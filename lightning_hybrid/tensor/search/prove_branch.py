@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.step.objects.pytree import flatten_call
+from lightning_hybrid.step.objects.pytree import flatten, unflatten
 from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase
 from lightning_hybrid.tensor.plan.unit_plan import UnitPlan
@@ -30,8 +30,8 @@ def lines_of_branch(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         kwargs: Its keyword arguments.
         plan: The plan.
     """
-    if any(isinstance(leaf, ShardedTensorBase) for leaf in flatten_call(args, kwargs)[0]):
-        return frozenset()  # reading one is collective
+    leaves, spec = flatten((args, kwargs))
+    args, kwargs = unflatten([_without_shards(leaf) for leaf in leaves], spec)
     proved: list[UnitPlan | None] = []
 
     def prove() -> None:
@@ -43,6 +43,13 @@ def lines_of_branch(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     thread.start()
     thread.join()
     return frozenset() if not proved or proved[0] is None else proved[0].calls
+
+
+def _without_shards(leaf: Any) -> Any:
+    """A tensor of the shape of a sharded one, without values: to read these is collective."""
+    if not isinstance(leaf, ShardedTensorBase):
+        return leaf
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
 
 
 def _of_full_shapes(unit: nn.Module) -> nn.Module:

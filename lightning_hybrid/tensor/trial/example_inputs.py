@@ -6,7 +6,7 @@ the number of ranks. So a trial takes milliseconds, and they differ from each fe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from lightning_hybrid.step.objects.deep_copy import copied
 from lightning_hybrid.step.objects.pytree import Spec, flatten, unflatten
 
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83)
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Example:
                     value = value.view_as(value) if torch.is_grad_enabled() else value
                 fresh.append(value)
             else:
-                fresh.append(leaf if isinstance(leaf, _PLAIN) else copied(leaf))
+                fresh.append(leaf if isinstance(leaf, PLAIN) else copied(leaf))
         args, kwargs = unflatten(fresh, self.spec)
         return args, kwargs, inputs
 
@@ -150,49 +150,6 @@ def spread_rows(example: Example, lengths: Iterable[int], runs: Callable[[Exampl
 _STEP = 7919
 
 
-def vary_constants(example: Example, runs: Callable[[Example], bool]) -> Example:
-    """Changes masks and indices that are equal at all positions, so that a slice of other positions is another one.
-
-    The first batch may have one document or no padding in each sample, and later ones several.
-
-    Args:
-        example: The example of a unit.
-        runs: Whether the unit runs on an example; other tensors stay unchanged.
-    """
-    for index, leaf in enumerate(example.leaves):
-        if not isinstance(leaf, Tensor) or leaf.requires_grad or not _is_equal_in_each_row(leaf):
-            continue
-        for varied in _varied(leaf):
-            leaves = (*example.leaves[:index], varied, *example.leaves[index + 1 :])
-            if runs(replace(example, leaves=leaves)):
-                example = replace(example, leaves=leaves)
-                break
-    return example
-
-
-def _is_equal_in_each_row(leaf: Tensor) -> bool:
-    if leaf.numel() < 2:
-        return False
-    rows = leaf.reshape(len(leaf) if leaf.dim() > 1 else 1, -1)
-    return rows.shape[1] > 1 and bool((rows == rows[:, :1]).all())
-
-
-def _varied(leaf: Tensor) -> Iterator[Tensor]:
-    """The tensor with other values at the last position, and in the other positions of the last row if they can be."""
-    is_last = torch.zeros(leaf.shape, dtype=torch.bool)
-    is_last[..., -1] = True
-    if leaf.dtype is torch.bool:
-        yield leaf ^ is_last
-    elif leaf.is_floating_point():
-        yield leaf - is_last.to(leaf.dtype)
-    else:
-        in_row = is_last.clone()
-        in_row[-1] = ~in_row[-1] if leaf.dim() > 1 else in_row[-1]
-        for changed in (in_row, is_last):
-            yield leaf + changed.to(leaf.dtype)
-            yield leaf - changed.to(leaf.dtype)
-
-
 class _Resize(NamedTuple):
     """The new length of a size, and the tensors whose last dim keeps it."""
 
@@ -242,7 +199,7 @@ def _detached(tensor: Any) -> Any:
 def _with_real_tensors(leaf: Any, generator: torch.Generator, dtype: torch.dtype) -> Any:
     if isinstance(leaf, Tensor):
         return _real(leaf, generator, dtype)
-    if isinstance(leaf, _PLAIN):
+    if isinstance(leaf, PLAIN):
         return leaf
     # Fake tensors inside an object too: threads cannot share their kernels.
     return copied(leaf, lambda tensor: _real(tensor, generator, dtype).detach())
@@ -253,8 +210,9 @@ def _real(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Ten
     dtype = dtype if floating else tensor.dtype
     if not _has_no_data(tensor):
         value = tensor.detach().to("cpu", dtype)
-    elif floating:
-        value = torch.randn(tensor.shape, dtype=torch.float64, generator=generator).to(dtype)
+    elif floating or tensor.is_complex():
+        drawn_dtype = torch.promote_types(dtype, torch.float64)
+        value = torch.randn(tensor.shape, dtype=drawn_dtype, generator=generator).to(dtype)
     else:
         value = torch.full(tensor.shape, dtype is torch.bool, dtype=dtype)
     return value.requires_grad_(tensor.requires_grad)

@@ -19,8 +19,9 @@ from lightning_hybrid.equivalence.deterministic_mode import DeterministicMode
 from lightning_hybrid.equivalence.difference_from_full_unit import difference_of
 from lightning_hybrid.step.tracing.record_user_lines_calling_torch import user_call_sites
 from lightning_hybrid.tensor.plan.unit_plan import PositionsPlan, UnitPlan
-from lightning_hybrid.tensor.runtime.check_forward_was_proved import value_read_in
-from lightning_hybrid.tensor.trial.example_inputs import Example, make_example, spread_rows, vary_constants
+from lightning_hybrid.tensor.runtime.check_forward_was_proved import dims_of_several, value_read_in
+from lightning_hybrid.tensor.trial.example_inputs import Example, make_example, spread_rows
+from lightning_hybrid.tensor.trial.general_position import in_general_position
 from lightning_hybrid.tensor.trial.outlier_examples import difference_on_outliers, outlier_examples
 from lightning_hybrid.tensor.trial.run_unit_trials import (
     Outcome,
@@ -237,8 +238,9 @@ class Proof:
 
     @property
     def calls(self) -> frozenset[int]:
-        """The lines of the unit's code that called torch in its unsharded runs so far."""
-        return frozenset(call for outcome, _ in self._references.values() for call in user_call_sites(outcome.path))
+        """The lines of code that called torch in unsharded runs so far, and the dims of the arguments."""
+        lines = frozenset(call for outcome, _ in self._references.values() for call in user_call_sites(outcome.path))
+        return lines | dims_of_several(self.example.leaves).keys()
 
     @property
     def value_read(self) -> str:
@@ -290,7 +292,10 @@ def proof_of(
             if vocabulary:
                 lengths = {unit_copy.get_parameter(name).shape[dim] for name, dim in vocabulary.items()}
                 example = spread_rows(example, lengths, runs)
-            example = vary_constants(example, runs)
+            found = in_general_position(unit_copy, example, partial(_lines, unit_copy, dtype), generator)
+            if isinstance(found, str):
+                return found
+            example = found
             proof = Proof(unit_copy, example, TrialRanks(unit_copy, size, context), dtype)
             if written_name := _parameter_written_by(proof):
                 return f"its forward writes {written_name}, which ranks would do to copies"
@@ -336,6 +341,24 @@ def _can_run(unit: nn.Module, dtype: torch.dtype, errors: list[Exception], examp
     except Exception as error:
         errors.append(error)
         return False
+
+
+def _lines(unit: nn.Module, dtype: torch.dtype, example: Example) -> Collection[int] | None:
+    """The lines of a unit that call torch on an example; None if it does not run, or has results that are not finite.
+
+    Zero is among them where it draws random numbers, such as for a probability of dropout.
+    """
+    setting = Setting(grad=False, dtype=dtype)
+    try:
+        outcome = run_unsharded(unit, example, setting)
+    except Exception:
+        return None
+    if not all(bool(each.isfinite().all()) for each in outcome.outputs if isinstance(each, Tensor)):
+        return None
+    before = torch.get_rng_state()
+    with contextlib.suppress(Exception):
+        run_unsharded(unit, example, replace(setting, exact=False))
+    return {*user_call_sites(outcome.path), *([] if torch.equal(before, torch.get_rng_state()) else [0])}
 
 
 def _runs_without_modes(proof: Proof) -> bool:

@@ -49,6 +49,20 @@ class OnlyTables(Table):
         return torch.optim.SparseAdam([*self.items.parameters(), *self.kinds.parameters()], lr=0.1)
 
 
+class OwnStep(torch.optim.SparseAdam):
+    """A class of the user's, which reads its gradients itself."""
+
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        assert all(gradient.is_sparse for gradient in gradients)
+        return super().step(closure)
+
+
+class Own(OnlyTables):
+    def configure_optimizers(self):
+        return OwnStep([*self.items.parameters(), *self.kinds.parameters()], lr=0.1)
+
+
 def data():
     index = torch.arange(64)
     items, y = (index * index * 7 + 3) % ROWS, torch.sin(index.double())[:, None]
@@ -66,6 +80,10 @@ CASES = [
     (OnlyTables, zero(3, devices=4)),
     (OnlyTables, zero(2, offload="cpu")),
     (Table, LAYOUTS[0]),
+    *((Own, zero(stage)) for stage in (1, 2, 3)),
+    (Own, zero(3, reshard_after_forward=True)),
+    *((Own, layout) for layout in LAYOUTS[:3]),
+    (Own, Layout("tp2", devices=2, strategy={"tensor_parallel_size": 2})),
 ]
 
 
