@@ -129,8 +129,10 @@ class BatchScalars:
         weights: Sequence[float],
         sizes: Sequence[int | None],
         metrics: FullBatchMetrics,
+        graphs: Sequence[StepGraph] = (),
     ) -> None:
-        self._microbatches, self._metrics, self._sizes = microbatches, metrics, sizes
+        """Take what one stage computed; ``graphs`` are those of the microbatches."""
+        self._microbatches, self._metrics, self._sizes, self._graphs = microbatches, metrics, sizes, graphs
         total = sum(weights)
         self._weights = [weight / total if total else 1 / len(weights) for weight in weights]
         self._cache: dict[int, tuple[Tensor | None, bool]] = {}
@@ -197,7 +199,12 @@ class BatchScalars:
     @property
     def how(self) -> tuple[Any, ...]:
         """Arguments of ``FullBatchMetrics.finish`` after the metric."""
-        return self._weights, self._sizes, self._of_column
+        return self._weights, self._sizes, self._of_column, self._has_selected_rows
+
+    def _has_selected_rows(self, microbatch: int, leaf: Any) -> bool:
+        """Whether the content of the batch decides how many rows an argument of a metric has."""
+        mark = getattr(leaf, MARK, None)
+        return mark is not None and bool(self._graphs) and self._graphs[microbatch].values[mark[1]].dynamic
 
     def _of_column(self, column: list[Any]) -> Tensor | None:
         """The scalar of the batch, from those of the microbatches that a metric was called with."""
