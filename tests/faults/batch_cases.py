@@ -388,6 +388,28 @@ class UpdatesDifferently(Regression):
         self.collected.reset()
 
 
+class MeasuresMasked(Regression):
+    """Measures what a mask selects, which in some batches is as much in each microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error, self.mean = torchmetrics.MeanSquaredError(), torchmetrics.MeanMetric()
+        self.total = torchmetrics.SumMetric()
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y, mask = batch
+        out, selected = self(x), mask[:, 0] > 0
+        self.error.update(out[selected], y[selected])
+        self.mean.update((out - y)[selected].abs())
+        self.total.update(selected.sum())
+        self.log_dict({"error": self.error, "mean": self.mean, "total": self.total}, on_step=False, on_epoch=True)
+        return F.mse_loss(out, y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y, _ = batch
+        self.log("val_loss", F.mse_loss(self(x), y), sync_dist=True)
+
+
 class Concatenates(UpdatesDifferently):
     reduce = "cat"
 
@@ -417,6 +439,7 @@ CASES = {
     },
     "G logged": Case(Measures, data=twins, validates=True, tolerance=SINGLE),
     "G computed": Case(ComputesItself, data=twins, validates=True, tolerance=SINGLE),
+    "G masked": Case(MeasuresMasked, tolerance=SINGLE),
     "H synced": Case(Reduces, data=twins, validates=True),
     "H not synced": Case(ReducesEach, data=twins, validates=True),
     "H sums": Case(Sums, data=samples, validates=True),

@@ -108,7 +108,8 @@ class StepResultExchange:
             return
         self._entries = self._logs.entries()
         scalars = [runs[index].scalars for index in range(len(runs))]
-        batch = BatchScalars(scalars, self._weights, self._sizes, self._metrics, self._variants[0].assignment.graph)
+        graphs = [variant.assignment.graph for variant in self._variants]
+        batch = BatchScalars(scalars, self._weights, self._sizes, self._metrics, graphs)
         self._metrics.finish_all(*batch.how)
         # Microbatches with different traces have their numbers on different ranks: combined once all are received.
         numbers = [

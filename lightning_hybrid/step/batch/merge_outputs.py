@@ -6,7 +6,7 @@ The number of samples of each microbatch determines which entries are one per sa
 from __future__ import annotations
 
 import copy
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,24 +47,30 @@ def join_arguments(
     weights: Sequence[float],
     counts: Sequence[int | None],
     scalar: Callable[[list[Any]], Tensor | None] = lambda column: None,
+    *,
+    selects: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Join the arguments of calls of a metric, one for each microbatch, to those of one call for the full batch.
 
-    Rows are joined also where there are several per sample (tokens), or where a mask selects them. Integers, and floats
-    without a fraction, that are multiples of the number of samples are sums over samples, and so are other integers
-    that differ.
+    Rows are joined also where there are several per sample (tokens), and where a mask selects them: labels have no
+    mean, and predictions and targets have as many rows as each other. Integers, and floats without a fraction, that
+    are multiples of the number of samples are sums over samples, and so are other integers that differ.
 
     Args:
         arguments: The positional arguments of each microbatch, and those by name.
         weights: Of the microbatches in means.
         counts: Number of samples of each microbatch, if known.
         scalar: Returns a scalar of the full batch from those of the microbatches, where it is no mean of these.
+        selects: Whether the content of the batch is known to decide how many rows there are.
     """
     if len(arguments) == 1:
         return arguments[0]
     total = sum(weights) or 1.0
-    columns = zip(*(flatten(each)[0] for each in arguments), strict=False)
-    rows = frozenset(_rows(column) for column in columns if all(map(_is_labels, column)))
+    columns = [column for column in zip(*(flatten(each)[0] for each in arguments), strict=False) if _is_made(column)]
+    counted = Counter(_rows(column) for column in columns if not _is_along_another_dim(column, counts))
+    rows = frozenset(
+        _rows(column) for column in columns if selects or counted[_rows(column)] > 1 or not any(map(_has_mean, column))
+    )
     shares = tuple(weight / total for weight in weights)
     merger = _ArgumentMerger(shares, tuple(counts), "", scalar=scalar, rows=rows)
     # Each by itself: as many arguments as there are samples in a microbatch are no entries of samples.
@@ -250,21 +256,38 @@ class _ArgumentMerger(_Merger):
         sizes = _rows(outputs)
         per_sample = {size / count if count else 1 for size, count in zip(sizes, self.counts, strict=True)}
         is_whole = len(per_sample) == 1 and next(iter(per_sample)) in range(1, max(sizes) + 1)
-        if any(map(is_absent, outputs)) or len({output.shape[1:] for output in outputs}) > 1:
-            return super()._tensors(outputs)
-        if is_whole or sizes in self.rows:
+        if (is_whole or sizes in self.rows) and len({output.shape[1:] for output in outputs}) == 1:
             return torch.cat(outputs)
-        if self._dim_of_samples(outputs) or all(torch.equal(output, first) for output in outputs):
-            return super()._tensors(outputs)
-        return torch.cat(outputs)  # rows that a mask has selected, where by chance each microbatch has as many
+        return super()._tensors(outputs)
 
 
 def _rows(outputs: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(output.shape[0] if output.dim() else 0 for output in outputs)
 
 
-def _is_labels(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and not (leaf.is_floating_point() or leaf.is_complex())
+def _is_made(column: Sequence[Any]) -> bool:
+    """Whether the microbatches have made tensors of rows, none of which is a tensor of the module."""
+    if not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in column):
+        return False
+    first = column[0]
+    return any(is_absent(leaf) or leaf.data_ptr() != first.data_ptr() or leaf.shape != first.shape for leaf in column)
+
+
+def _has_mean(leaf: Tensor) -> bool:
+    return leaf.is_floating_point() or leaf.is_complex()
+
+
+def _is_along_another_dim(column: Sequence[Tensor], counts: Sequence[int | None]) -> bool:
+    """Whether samples may be along another dim than the first one."""
+    pairs = [(tuple(leaf.shape), count) for leaf, count in zip(column, counts, strict=True)]
+    return any(all(dim < len(s) and s[dim] == c for s, c in pairs) for dim in range(1, len(pairs[0][0])))
+
+
+def differ_in_rows(arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], counts: Sequence[int | None]) -> bool:
+    """Whether microbatches of as many samples have tensors of different numbers of rows: a mask selects these."""
+    columns = (column for column in zip(*(flatten(each)[0] for each in arguments), strict=False) if _is_made(column))
+    pairs = [set(zip(counts, _rows(column), strict=True)) for column in columns]
+    return None not in counts and any(len(each) > len({count for count, _ in each}) for each in pairs)
 
 
 def has_rows(entry: Any, count: int) -> bool:

@@ -130,10 +130,10 @@ class BatchScalars:
         weights: Sequence[float],
         sizes: Sequence[int | None],
         metrics: FullBatchMetrics,
-        graph: StepGraph,
+        graphs: Sequence[StepGraph],
     ) -> None:
-        self._graph = graph
-        self._microbatches, self._metrics, self._sizes = microbatches, metrics, sizes
+        """Take what one stage computed; ``graphs`` are those of the microbatches."""
+        self._microbatches, self._metrics, self._sizes, self._graphs = microbatches, metrics, sizes, graphs
         total = sum(weights)
         self._weights = [weight / total if total else 1 / len(weights) for weight in weights]
         self._cache: dict[int, tuple[Tensor | None, str]] = {}
@@ -157,7 +157,7 @@ class BatchScalars:
         return self._cache[index]
 
     def _compute(self, index: int) -> tuple[Tensor | None, str]:
-        if how := reduction_of(index, self._graph, self._sizes[0] or 0):
+        if how := reduction_of(index, self._graphs[0], self._sizes[0] or 0):
             reductions: dict[str, Callable[..., Tensor]] = {"sum": sum, "max": max, "min": min}
             return (reductions[how](present) if (present := self._present(index)) else None), how
         recomputed = self._computed(index)
@@ -208,7 +208,12 @@ class BatchScalars:
     @property
     def how(self) -> tuple[Any, ...]:
         """Arguments of ``FullBatchMetrics.finish`` after the metric."""
-        return self._weights, self._sizes, self._of_column
+        return self._weights, self._sizes, self._of_column, self._has_selected_rows
+
+    def _has_selected_rows(self, microbatch: int, leaf: Any) -> bool:
+        """Whether the content of the batch decides how many rows an argument of a metric has."""
+        mark = getattr(leaf, MARK, None)
+        return mark is not None and self._graphs[microbatch].values[mark[1]].dynamic
 
     def _of_column(self, column: list[Any]) -> Tensor | None:
         """The scalar of the batch, from those of the microbatches that a metric was called with."""

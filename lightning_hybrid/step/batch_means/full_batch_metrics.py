@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_hybrid.patching import replace
-from lightning_hybrid.step.batch.merge_outputs import join_arguments
+from lightning_hybrid.step.batch.merge_outputs import differ_in_rows, join_arguments
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.standins.absent_tensors import MARK
 from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import isolated_copy
@@ -55,6 +55,7 @@ class FullBatchMetrics:
         self._step: _Step | None = None
         self._microbatch: int | None = None
         self._undo: list[Callable[[], None]] = []
+        self._selecting: set[tuple[str, int]] = set()  # calls whose rows the content of batches selects
         self._methods = {(fqn, method): getattr(sink, method) for fqn, sink in sinks.items() for method in _METHODS}
         for (fqn, method), original in self._methods.items():
             call = partial(self._call, fqn, method, original)
@@ -144,6 +145,7 @@ class FullBatchMetrics:
         weights: Sequence[float],
         sizes: Sequence[int | None],
         scalar: Callable[[list[Any]], Tensor | None] = lambda column: None,
+        is_selected: Callable[[int, Any], bool] = lambda microbatch, leaf: False,
         calls: MetricCalls | None = None,
     ) -> list[list[Any]] | None:
         """Call one metric for the full batch, once.
@@ -153,6 +155,7 @@ class FullBatchMetrics:
             weights: Of microbatches.
             sizes: Their numbers of samples.
             scalar: Returns a scalar of the full batch from those of the microbatches, where it is no mean of these.
+            is_selected: Returns whether the content of the batch decides how many rows an argument has.
             calls: Those of all ranks that share the batch; this rank's if None.
 
         Returns:
@@ -174,8 +177,13 @@ class FullBatchMetrics:
         results = []
         for number, method in enumerate(longest):
             present = {i: row[number] for i, row in rows.items() if number < len(row)}
-            how = [weights[i] for i in present], [sizes[i] for i in present]
-            args, kwargs = join_arguments([call[1:] for call in present.values()], *how, scalar)
+            counts, arguments = [sizes[i] for i in present], [call[1:] for call in present.values()]
+            selected = (is_selected(i, leaf) for i, call in present.items() for leaf in flatten(call[1:])[0])
+            if len(present) < len(weights) or differ_in_rows(arguments, counts) or any(selected):
+                self._selecting.add((fqn, number))
+            selects = (fqn, number) in self._selecting
+            how = [weights[i] for i in present], counts, scalar
+            args, kwargs = join_arguments(arguments, *how, selects=selects)
             device = next((m.device for m in self._sinks[fqn].modules() if isinstance(m, Metric)), None)
             args, kwargs = map_leaves(partial(_on, device), (args, kwargs)) if calls is not None else (args, kwargs)
             results.append(flatten(self._methods[fqn, method](*args, **kwargs))[0])
@@ -187,13 +195,14 @@ class FullBatchMetrics:
         weights: Sequence[float],
         sizes: Sequence[int | None],
         scalar: Callable[[list[Any]], Tensor | None] = lambda column: None,
+        is_selected: Callable[[int, Any], bool] = lambda microbatch, leaf: False,
         *,
         calls: MetricCalls | None = None,
     ) -> None:
         """Call all metrics of this step for the full batch; arguments as for ``finish``, tensors of any shape."""
         for fqn in self._sinks:
             if any(fqn in found for found in (self.calls if calls is None else calls).values()):
-                self.finish(fqn, weights, sizes, scalar, calls)
+                self.finish(fqn, weights, sizes, scalar, is_selected, calls)
 
     def result(self, origin: tuple[str, int, int]) -> Any:
         """The leaf of a result for the full batch, of a call that ``origin`` has named; None if it is not known."""
