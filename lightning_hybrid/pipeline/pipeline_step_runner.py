@@ -42,12 +42,7 @@ from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import St
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.merge_outputs import join
-from lightning_hybrid.step.batch.split_batch_into_microbatches import (
-    BatchSplitter,
-    sizes_of,
-    split,
-    without_last_sample,
-)
+from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, sizes_of, split
 from lightning_hybrid.step.objects.pytree import map_leaves
 from lightning_hybrid.step.recording.values_kept_on_modules import refuse_absent_numbers
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
@@ -182,16 +177,7 @@ class StepRunner(MicrobatchRunner):
         """
         batch, *rest = args
         call = Call("training_step", step, rest, context, train=True, modes=self.plan.modes())
-        found = []
-        for some in (batch, without_last_sample(batch)):  # halves of both have the size of a recorded microbatch
-            try:
-                parts, weights = split(some, 2, self.splitter)
-                compared = self._loss_shares.compare(call, self._traces.choose(call, parts), some, parts, weights)
-            except Exception as error:  # the step needs more samples, or more memory than there is
-                note(error)
-                continue
-            found += [] if compared is None else [compared]
-        return found
+        return self._loss_shares.compare_halves(call, batch, self.splitter, note)
 
     def run(
         self,
@@ -232,8 +218,8 @@ class StepRunner(MicrobatchRunner):
             # Such means have no common weights; evaluation needs no backward, so its batches are unsplit from now on.
             self._unsplit.names.add(name)
         if name in self._unsplit.names and len(chosen.microbatches) > 1:
-            how = {"step_number": step_number, "context": context, "train": train, "share_output": share_output}
-            return self.run(name, step, args, **how)
+            how = partial(self.run, step_number=step_number, context=context, train=train, share_output=share_output)
+            return how(name, step, args)
         try:
             return self._run_in_stages(call, chosen, weights, train, share_output=share_output)
         except StepBroken as broken:
@@ -320,8 +306,8 @@ class StepRunner(MicrobatchRunner):
 
     def _snapshot(self, call: Call, chosen: ChosenTraces) -> StepSnapshot:
         written = frozenset[str]().union(*(variant.written for variant in chosen.variants))
-        how = {"batches": (chosen.batch, chosen.microbatches), "writes_batch": self._traces.writes_batch(call.name)}
-        return StepSnapshot(self._root, written, **how)
+        batches, writes_batch = (chosen.batch, chosen.microbatches), self._traces.writes_batch(call.name)
+        return StepSnapshot(self._root, written, batches=batches, writes_batch=writes_batch)
 
     def _weights(self, call: Call, chosen: ChosenTraces, train: TrainContext | None) -> tuple[list[float], MeanWeights]:
         """The weight of each microbatch, and those of its recorded means that differ from it."""

@@ -8,7 +8,7 @@ be the sum of the microbatches' (``count.clamp(min=1)``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +24,12 @@ from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import T
 from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, TraceCache
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.split_batch_into_microbatches import copied_batch
+from lightning_hybrid.step.batch.split_batch_into_microbatches import (
+    BatchSplitter,
+    copied_batch,
+    split,
+    without_last_sample,
+)
 from lightning_hybrid.step.batch_means.linear_means_of_loss import data_dependent_means, leads_to_loss, reached_by
 from lightning_hybrid.step.batch_means.mean_ops_and_denominators import Share
 from lightning_hybrid.step.batch_means.recognise_sums_over_samples import is_sum_over_samples, matching_values
@@ -177,7 +182,29 @@ class LossMeanWeights:
         even = self._even.get(tuple(variants))
         return _contains_any(batch, _IGNORED if even is None else even.ignored)
 
-    def compare(
+    def compare_halves(
+        self, call: Call, batch: Any, splitter: BatchSplitter | None, note: Callable[[Exception], object]
+    ) -> list[ComparedLoss]:
+        """Compare the loss of a batch with that of its halves, of even and uneven sizes.
+
+        Args:
+            call: The call of the step.
+            batch: Its batch.
+            splitter: Splits it, if it is no tree of tensors.
+            note: Takes an error that prevents a comparison.
+        """
+        found = []
+        for some in (batch, without_last_sample(batch)):  # halves of both have the size of a recorded microbatch
+            try:
+                parts, weights = split(some, 2, splitter)
+                compared = self._compare(call, self._traces.choose(call, parts), some, parts, weights)
+            except Exception as error:  # the step needs more samples, or more memory than there is
+                note(error)
+                continue
+            found += [] if compared is None else [compared]
+        return found
+
+    def _compare(
         self,
         call: Call,
         variants: Sequence[TraceVariant],

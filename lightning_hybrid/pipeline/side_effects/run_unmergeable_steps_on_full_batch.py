@@ -80,7 +80,9 @@ class UnsplitSteps:
         if call.name not in self._traces.reads_batch:
             return ""
         full = self._traces.trace_of_full_batch(call, batch)
-        for variant, microbatch in zip(variants, microbatches, strict=True) if full is not None else ():
+        if full is None:
+            return ""
+        for variant, microbatch in zip(variants, microbatches, strict=True):
             if _path(variant) != _path(full):  # alone, it draws what the batch draws
                 alone = self._traces.trace_of_full_batch(call, microbatch)
                 if alone is not None and (others := _path(alone) ^ _path(full)):

@@ -49,7 +49,8 @@ def make_absent_rows(like: Tensor, sparse_dim: int) -> FakeTensor:
         shape, device = tuple(like.shape), like.fake_device if isinstance(like, FakeTensor) else like.device
         indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=device)
         rows = torch.empty((0, *shape[sparse_dim:]), dtype=like.dtype, device=device)
-        return torch.sparse_coo_tensor(indices, rows, shape, is_coalesced=True, check_invariants=False)
+        absent: Any = torch.sparse_coo_tensor(indices, rows, shape, is_coalesced=True, check_invariants=False)
+    return absent
 
 
 def make_placeholder(value: Value, device: torch.device) -> FakeTensor:

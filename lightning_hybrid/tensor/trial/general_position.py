@@ -94,7 +94,7 @@ class _OfUnit:
     def value(self, example: Example) -> Tensor:
         return self._recorded
 
-    def put(self, example: Example, value: Tensor) -> Example:
+    def put(self, example: Example, value: Any) -> Example:
         self._tensor.data = value.clone()
         return example
 
@@ -116,7 +116,7 @@ class _Gate:
     def value(self, example: Example) -> float:
         return 0.0
 
-    def put(self, example: Example, value: float) -> Example:
+    def put(self, example: Example, value: Any) -> Example:
         self._module.__dict__[self._name] = value
         return example
 
