@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import nn
 
 from harness.feature_runs import Run, compare, on_rank
-from lightning_hybrid.checkpoint import background_save as background
+from lightning_hybrid.checkpoint import write_checkpoint_folder as folder_writer
 from lightning_hybrid.checkpoint.read_checkpoint_folder import SavedFolder
 from lightning_hybrid.errors import CheckpointError
 from models.transfer_learning import Net
@@ -136,18 +136,18 @@ class SavesTwiceDuringTraining(Callback):
 
 
 def trains_on(run):
-    callback, write = SavesTwiceDuringTraining(run.folder), background.write
+    callback, write = SavesTwiceDuringTraining(run.folder), folder_writer.write
 
     def delayed_write(save, *others):
         assert callback.open.wait(30)
         callback.begun.append(save.path.name)
         write(save, *others)
 
-    background.write = delayed_write
+    folder_writer.write = delayed_write
     try:
         fit(run, Net(), callback, max_epochs=2)
     finally:
-        background.write = write
+        folder_writer.write = write
     return callback.seen, callback.begun
 
 
@@ -162,13 +162,13 @@ def test_training_continues_during_an_async_save(worlds, tmp_path):
 
 def fit_saving_last(run):
     """Files written during training when two epochs save a last checkpoint each."""
-    begun, write = [], background.write
+    begun, write = [], folder_writer.write
 
     def recorded(save, *others):
         begun.append((save.path.name, save.path.is_dir() and any(save.path.iterdir())))
         write(save, *others)
 
-    background.write = recorded
+    folder_writer.write = recorded
     try:
         fit(
             run,
@@ -178,7 +178,7 @@ def fit_saving_last(run):
             enable_checkpointing=True,
         )
     finally:
-        background.write = write
+        folder_writer.write = write
     return begun
 
 
@@ -199,7 +199,7 @@ def test_link_to_an_unfinished_save_is_refused(worlds, tmp_path):
 
 
 def one_rank_cannot_write(run):
-    write = background.write
+    write = folder_writer.write
     full = f"{run.folder}/full"
 
     def write_or_fail(save, *others):
@@ -207,12 +207,12 @@ def one_rank_cannot_write(run):
             save.items[0] = (*save.items[0][:3], "no tensor")
         write(save, *others)
 
-    background.write = write_or_fail
+    folder_writer.write = write_or_fail
     try:
         with pytest.raises(CheckpointError) as error:
             fit(run, Net(), Saves(f"{full}.ckpt", 6), max_epochs=2)
     finally:
-        background.write = write
+        folder_writer.write = write
     return str(error.value)
 
 
