@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torchmetrics
 from faults.small_modules import BATCH, FEATURES, Small, Validated, numbers
+from lightning.pytorch.loops.optimization.automatic import Closure
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -292,7 +293,7 @@ class Counts(Small):
         return batch
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
-        self.seen.append(type(optimizer_closure).__name__)
+        self.seen.append(f"closure: {isinstance(optimizer_closure, Closure)}")
         optimizer.step(closure=optimizer_closure)
 
     def configure_optimizers(self) -> Any:
