@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,11 +166,7 @@ class ShardedParameterReads(TorchFunctionMode):
             return cached[2]
         with torch._C.DisableTorchFunction(), torch.no_grad():
             self._agree_on(name)
-            full = self._shards.unshard(name, local.detach())
-            if local.is_sparse:  # with the rows that it has in one process, also those of zeros
-                ones = torch.sparse_coo_tensor(local.coalesce().indices(), _ones_of_rows(local), local.shape)
-                rows = self._shards.unshard(name, ones).flatten(1).any(1).nonzero()[:, 0]
-                full = torch.sparse_coo_tensor(rows[None], full[rows], full.shape, is_coalesced=True)
+            full = _by_rows(local.detach(), partial(self._shards.unshard, name))
         self._record(full, local, name)
         if self._note is not None:
             self._note(full, name)
@@ -182,12 +179,7 @@ class ShardedParameterReads(TorchFunctionMode):
     def _write_back(self, full: Tensor) -> None:
         _, _, local, name = self._origins[id(full)]
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            content = full.detach().to_dense() if full.is_sparse else full.detach()
-            shard = self._shards.shard_of(name, local, content)
-            if local.is_sparse:
-                rows = local.coalesce().indices()
-                shard = torch.sparse_coo_tensor(rows, shard[rows[0]], shard.shape)
-            local.detach().copy_(shard)
+            local.detach().copy_(_by_rows(full.detach(), partial(self._shards.shard_of, name, local)))
         self._record(full, local, name)
 
     def _gradient(self, access: str, func: Any, args: Any) -> Any:
@@ -203,12 +195,19 @@ class ShardedParameterReads(TorchFunctionMode):
                     return None  # the gradient that was read is set again
                 before = parameter.grad
                 if before is not None and before.shape != parameter.shape:  # not averaged yet, so that it is no shard
-                    before.detach().copy_(self._shards.shard_of(name, before, value.detach()))
+                    before.detach().copy_(_by_rows(value.detach(), partial(self._shards.shard_of, name, before)))
                 else:
-                    parameter.grad = self._shards.shard(name, value.detach()).contiguous()
+                    parameter.grad = _by_rows(value.detach(), lambda full: self._shards.shard(name, full).contiguous())
             return None
         return func(*args)
 
 
-def _ones_of_rows(local: Tensor) -> Tensor:
-    return torch.ones_like(local.coalesce().values())
+def _by_rows(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """A change of dense tensors, also for a sparse one; that keeps the rows that it has in one process, zeros too."""
+    if not tensor.is_sparse:
+        return change(tensor)
+    tensor = tensor.coalesce()
+    ones = torch.sparse_coo_tensor(tensor.indices(), torch.ones_like(tensor.values()), tensor.shape)
+    content, is_here = change(tensor.to_dense()), change(ones.to_dense())
+    rows = is_here.flatten(1).any(1).nonzero()[:, 0]
+    return torch.sparse_coo_tensor(rows[None], content[rows], content.shape, is_coalesced=True)

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from harness.verification import LAYOUTS, check
 from lightning_hybrid.verify import Layout
+from models.regression import StepsManually
 
 ROWS, WIDTH = 21, 6
 
@@ -23,7 +24,7 @@ class Table(LightningModule):
         self.items, self.kinds = nn.Embedding(ROWS, WIDTH, sparse=True), nn.EmbeddingBag(1, WIDTH, sparse=True)
         self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 
-    def training_step(self, batch, batch_idx):
+    def training_step(self, batch, batch_idx=0):
         items, kinds, y = batch
         h = torch.relu(self.items(items)) + self.kinds(kinds[:, None])
         loss = F.mse_loss(self.head(h), y)
@@ -63,6 +64,42 @@ class Own(OnlyTables):
         return OwnStep([*self.items.parameters(), *self.kinds.parameters()], lr=0.1)
 
 
+class Hooks(OnlyTables):
+    """Hooks that read sparse gradients, write them in place, and set others."""
+
+    def on_after_backward(self):
+        self.log("rows", self.items.weight.grad.coalesce().values().norm())
+
+    def on_before_optimizer_step(self, optimizer):
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+                parameter.grad = parameter.grad * 3
+                self.log(name, parameter.grad.to_dense().abs().sum())
+                self.log(f"{name} sum", torch.sparse.sum(parameter.grad))
+
+
+class Two(StepsManually, Table):
+    """SparseAdam beside Adam; one optimizer cannot be for both kinds of gradients."""
+
+    def optimizers(self):
+        return _Each(super().optimizers())
+
+    def configure_optimizers(self):
+        tables = OwnStep([*self.items.parameters(), *self.kinds.parameters()], lr=0.1)
+        return [torch.optim.Adam(self.head.parameters(), lr=0.1), tables]
+
+
+class _Each(list):
+    def zero_grad(self):
+        for optimizer in self:
+            optimizer.zero_grad()
+
+    def step(self):
+        for optimizer in self:
+            optimizer.step()
+
+
 def data():
     index = torch.arange(64)
     items, y = (index * index * 7 + 3) % ROWS, torch.sin(index.double())[:, None]
@@ -80,10 +117,14 @@ CASES = [
     (OnlyTables, zero(3, devices=4)),
     (OnlyTables, zero(2, offload="cpu")),
     (Table, LAYOUTS[0]),
-    *((Own, zero(stage)) for stage in (1, 2, 3)),
-    (Own, zero(3, reshard_after_forward=True)),
-    *((Own, layout) for layout in LAYOUTS[:3]),
-    (Own, Layout("tp2", devices=2, strategy={"tensor_parallel_size": 2})),
+]
+EACH = [*map(zero, (1, 2, 3)), zero(3, reshard_after_forward=True), *LAYOUTS[:3]]
+EACH += [Layout("tp2", devices=2, strategy={"tensor_parallel_size": 2})]
+FEW = {Own: ("zero1 over 2", "pp2"), Hooks: ("zero3 over 2",), Two: ("pp2",)}
+OWN = [
+    (module, layout) if layout.name in FEW[module] else pytest.param(module, layout, marks=pytest.mark.slow)
+    for module in FEW
+    for layout in EACH
 ]
 
 
@@ -92,4 +133,10 @@ CASES = [
 def test_matches_one_process(worlds, module, layout, accumulated):
     options = {"trainer": {"accumulate_grad_batches": accumulated}}
     report = check(worlds, module, layout, make_data=data, steps=4, num_microbatches=1, **options)
+    assert report.outcome == "same", str(report)
+
+
+@pytest.mark.parametrize(("module", "layout"), OWN, ids=lambda v: getattr(v, "__name__", None) or v.name)
+def test_user_code_gets_sparse_gradients(worlds, module, layout):
+    report = check(worlds, module, layout, make_data=data, steps=3, num_microbatches=1)
     assert report.outcome == "same", str(report)
