@@ -20,8 +20,9 @@ from torchmetrics import Metric
 from lightning_hybrid.graph.step_graph import SINK
 from lightning_hybrid.patching import replace
 from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
-from lightning_hybrid.step.objects.pytree import flatten, map_leaves
-from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks
+from lightning_hybrid.step.objects.fast_named_modules_and_parameters import modules_in
+from lightning_hybrid.step.objects.pytree import map_leaves
+from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import find_sinks, plain_attributes
 
 
 class MetricSync:
@@ -51,10 +52,18 @@ class MetricSync:
         self._stale = set[str]()  # metrics that one rank has updated since their states were broadcast
         self._inside_step = False
         self._undo: list[Callable[[], None]] = []
-        self.metrics = {name: module for name, module in root.named_modules() if isinstance(module, Metric)}
-        for name, metric in self.metrics.items():
-            self._install(name, metric)
-        self.calls = FullBatchMetrics(find_sinks(root))
+        self._root, self.metrics, self.calls = root, dict[str, Metric](), FullBatchMetrics()
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Patch metrics that the module has got since, as a tracker of torchmetrics makes one per epoch."""
+        found = {name: module for name, module in modules_in(self._root) if isinstance(module, Metric)}
+        new = {name: metric for name, metric in found.items() if self.metrics.get(name) is not metric}
+        if new:
+            self.metrics.update(new)
+            for name, metric in new.items():
+                self._install(name, metric)
+            self.calls.adopt(find_sinks(self._root))
 
     def _install(self, name: str, metric: Metric) -> None:
         user_compute = metric.compute
@@ -80,6 +89,8 @@ class MetricSync:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Run a step inside: metrics are nodes of its graph, and values of the step before are cleared."""
+        if self.metrics:
+            self._adopt()
         for metric in self.metrics.values():
             metric._forward_cache = None
         self._inside_step = True
@@ -143,7 +154,7 @@ class MetricSync:
         self._stale.discard(name)
         source = self._feeding_rank[name]
         # A tensor that was pickled on one device of the node would be unpickled on that device by every rank.
-        names = (*metric._defaults, *_plain_attributes(metric))
+        names = (*metric._defaults, *plain_attributes(metric))
         states = {name: map_leaves(partial(_on, "cpu"), getattr(metric, name)) for name in names}
         box = [(states, metric._update_count)] if self._pipeline.rank() == source else [None]
         dist.broadcast_object_list(box, group=self._pipeline, group_src=source)
@@ -159,19 +170,6 @@ class MetricSync:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
-
-
-def _plain_attributes(metric: Metric) -> list[str]:
-    """Names of the plain attributes in which a metric may count beside its states."""
-    return [
-        name
-        for name, value in vars(metric).items()
-        if not name.startswith("_") and name not in metric._defaults and all(map(_is_plain, flatten(value)[0]))
-    ]
-
-
-def _is_plain(leaf: Any) -> bool:
-    return type(leaf) is Tensor or leaf is None or isinstance(leaf, bool | int | float | str)
 
 
 def _on(device: torch.device | str, leaf: Any) -> Any:

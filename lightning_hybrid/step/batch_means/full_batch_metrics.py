@@ -22,7 +22,7 @@ from lightning_hybrid.patching import replace
 from lightning_hybrid.step.batch.merge_outputs import differ_in_rows, join_arguments
 from lightning_hybrid.step.objects.pytree import flatten, map_leaves
 from lightning_hybrid.step.standins.absent_tensors import MARK
-from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import isolated_copy
+from lightning_hybrid.step.tracing.torchmetrics_as_graph_nodes import isolated_copy, plain_attributes
 
 _METHODS = ("forward", "update", "compute", "reset")
 MetricCall: TypeAlias = tuple[str, Any, Any]  # method, args, kwargs
@@ -49,17 +49,27 @@ class _Step:
 class FullBatchMetrics:
     """Patches the outermost metrics and collections of one module, by FQN."""
 
-    def __init__(self, sinks: Mapping[str, nn.Module]) -> None:
-        self._sinks = sinks
+    def __init__(self, sinks: Mapping[str, nn.Module] | None = None) -> None:
+        self._sinks: dict[str, nn.Module] = {}
         self._copies: dict[str, nn.Module] = {}
         self._step: _Step | None = None
         self._microbatch: int | None = None
         self._undo: list[Callable[[], None]] = []
         self._selecting: set[tuple[str, int]] = set()  # calls whose rows the content of batches selects
-        self._methods = {(fqn, method): getattr(sink, method) for fqn, sink in sinks.items() for method in _METHODS}
-        for (fqn, method), original in self._methods.items():
-            call = partial(self._call, fqn, method, original)
-            self._undo.append(replace(sinks[fqn], method, call, reason="metrics see full batches"))
+        self._methods: dict[tuple[str, str], Callable[..., Any]] = {}
+        self.adopt(sinks or {})
+
+    def adopt(self, sinks: Mapping[str, nn.Module]) -> None:
+        """Patch those that are not patched yet."""
+        for fqn, sink in sinks.items():
+            if self._sinks.get(fqn) is sink:
+                continue
+            self._sinks[fqn] = sink
+            self._copies.pop(fqn, None)
+            for method in _METHODS:
+                original = self._methods[fqn, method] = getattr(sink, method)
+                call = partial(self._call, fqn, method, original)
+                self._undo.append(replace(sink, method, call, reason="metrics see full batches"))
 
     def close(self) -> None:
         """Undo the patches."""
@@ -85,8 +95,10 @@ class FullBatchMetrics:
 
     def _call(self, fqn: str, method: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         step, index = self._step, self._microbatch
-        if step is None or index is None:
+        if step is None:
             return original(*args, **kwargs)
+        if index is None:
+            return map_leaves(_own, original(*args, **kwargs))
         before, self._microbatch = self._microbatch, None  # the copy may share what it calls with the metric
         try:
             calls = step.calls.setdefault(index, {}).setdefault(fqn, [])
@@ -102,6 +114,7 @@ class FullBatchMetrics:
                 result = getattr(copy, method)(*args, **kwargs)
             except Exception:  # some need several samples
                 result = getattr(copy, method)(*map_leaves(_doubled, args), **map_leaves(_doubled, kwargs))
+            result = map_leaves(_own, result)
             for position, leaf in enumerate(flatten(result)[0]):
                 if isinstance(leaf, Tensor):
                     step.returned[id(leaf)] = leaf, (fqn, len(calls) - 1, position)
@@ -117,9 +130,8 @@ class FullBatchMetrics:
         copy = self._copies[fqn]
         for original, copied in zip(sink.modules(), copy.modules(), strict=True):
             if isinstance(original, Metric):
-                for name in original._defaults:
-                    state = getattr(original, name)
-                    setattr(copied, name, [*state] if isinstance(state, list) else state.detach().clone())
+                for name in (*original._defaults, *plain_attributes(original)):
+                    setattr(copied, name, map_leaves(_cloned, getattr(original, name)))
                 copied._update_count, copied._computed = original._update_count, None  # type: ignore[assignment]
             if isinstance(copied, MetricCollection):  # each by itself
                 copied._groups = {i: [str(name)] for i, name in enumerate(copied.keys(keep_base=True))}
@@ -251,6 +263,15 @@ def _detached(leaf: Any) -> Any:
     if (mark := getattr(leaf, MARK, None)) is not None:
         setattr(detached, MARK, mark)
     return detached
+
+
+def _own(leaf: Any) -> Any:
+    """A tensor of its own for each place of a result: a metric may return one for several, or its state."""
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _doubled(leaf: Any) -> Any:

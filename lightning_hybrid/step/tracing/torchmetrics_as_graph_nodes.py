@@ -64,6 +64,19 @@ def isolated_copy(sink: nn.Module) -> nn.Module:
     return copied
 
 
+def plain_attributes(metric: Metric) -> list[str]:
+    """Names of the plain attributes in which a metric may count beside its states."""
+    return [
+        name
+        for name, value in vars(metric).items()
+        if not name.startswith("_") and name not in metric._defaults and all(map(_is_plain, flatten(value)[0]))
+    ]
+
+
+def _is_plain(leaf: Any) -> bool:
+    return type(leaf) is Tensor or leaf is None or isinstance(leaf, bool | int | float | str)
+
+
 def _never() -> bool:
     return False
 

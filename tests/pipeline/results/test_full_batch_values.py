@@ -17,7 +17,7 @@ from torchmetrics.classification import (
     MulticlassAUROC,
     MulticlassCalibrationError,
 )
-from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultioutputWrapper
+from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker, MinMaxMetric, MultioutputWrapper
 
 from harness.trainer_runs import ignore_warnings, trainer_of
 from models.tiny import FEATURES, Tiny, loader
@@ -44,6 +44,7 @@ def metrics():
             "largest": torchmetrics.MaxMetric(),
             "samples": torchmetrics.SumMetric(),
             "running": torchmetrics.RunningMean(3),
+            "tracked": MetricTracker(torchmetrics.MeanSquaredError(), maximize=False),
         }
     )
 
@@ -64,13 +65,24 @@ class Measures(Tiny):
         loss, y = F.mse_loss(out, batch["y"].expand_as(out)), batch["y"][:, 0]
         binary, classes = (out[:, 0], (y > 0.3).long()), (out, batch["index"] % CLASSES)
         own = {"outputs": (out, batch["y"] + torch.arange(CLASSES)), "ranks": (out[:, 0], y)}
-        own |= {"samples": (len(y),), **dict.fromkeys(("sum", "mean", "largest", "running"), (loss.detach(),))}
+        own |= {
+            "samples": (len(y),),
+            "tracked": (out[:, 0], y),
+            **dict.fromkeys(("sum", "mean", "largest", "running"), (loss.detach(),)),
+        }
         own |= dict.fromkeys(("classes", "class_calibration", "top", "by_class"), classes)
         for name, metric in metrics.items():
-            value = getattr(metric, "update" if name == "outputs" else self.calls)(*own.get(name, binary))
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
-                self.log(name, value, on_step=self.training, on_epoch=not self.training)
+            value = getattr(metric, self.calls)(*own.get(name, binary))
+            for key, one in value.items() if isinstance(value, dict) else [("", value)]:
+                if isinstance(one, torch.Tensor) and one.numel() == 1:
+                    self.log(name + key, one, on_step=self.training, on_epoch=not self.training)
         return loss
+
+    def on_train_epoch_start(self):
+        self.of_train["tracked"].increment()  # a new metric
+
+    def on_validation_epoch_start(self):
+        self.of_val["tracked"].increment()
 
     def training_step(self, batch, batch_idx):
         return self.step(batch, self.of_train)
