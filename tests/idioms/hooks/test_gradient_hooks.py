@@ -117,6 +117,21 @@ class DecayedInStep(Decayed):
     in_step = True
 
 
+class ReadsOthers(Hooked):
+    """Hooks on parameters and modules that read one of another layer, which may be freed, or of another stage."""
+
+    def on_fit_start(self):
+        first, last = self.layers[0].up.weight, self.layers[2]
+
+        def scale_in_place(parameter):
+            parameter.grad.mul_(first.norm())
+
+        last.up.weight.register_hook(lambda gradient: gradient * first.detach().square().sum())
+        last.down.weight.register_post_accumulate_grad_hook(scale_in_place)
+        last.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * first.mean(),))
+        self.layers[1].register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * self.head.weight.norm(),))
+
+
 PARTS = [  # in two microbatches
     (Decayed, BY_LAYER),
     (Accumulated, STAGES),
@@ -124,7 +139,8 @@ PARTS = [  # in two microbatches
 ]
 CASES = [
     (DecayedInStep, BY_LAYER),
-    *((module, TP2) for module in (Hooked, Accumulated, Scaled)),
+    *((module, TP2) for module in (Hooked, Accumulated, Scaled, ReadsOthers)),
+    *((ReadsOthers, layout) for layout in (BY_LAYER, STAGES)),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
@@ -133,6 +149,7 @@ CASES = [
             (Hooked, ZERO),
             (InPlace, ZERO),
             (Decayed, BY_LAYER),
+            *((ReadsOthers, layout) for layout in (REPLICAS, TENSOR, ZERO, BY_LAYER_PP2)),
         )
     ),
 ]
