@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.function import BackwardCFunction
+from torch.nn.modules._functions import BackwardHookFunction
 
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call, tensors_inside
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
@@ -23,6 +25,7 @@ from lightning_hybrid.step.standins.absent_tensors import SHAPE_METHODS, SHAPE_P
 # Gathers run in this order: the shard of a replica is a shard of what a tensor rank has; reads of experts are errors.
 Level: TypeAlias = Literal["experts", "replicas", "tensor"]
 
+_OfModuleHooks = BackwardHookFunction._backward_cls  # of `register_full_backward_hook` and its like
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _GATHER = "_hybrid_gather"  # attribute of a guarded parameter: a `GatherCallbacks` by level
@@ -36,6 +39,8 @@ _IDENTITY = frozenset(
 
 class ReadGuards:
     """Switch of the read guards: on while user code runs, off while a backward or an optimizer works on the shards.
+
+    Hooks of the user on gradients run inside a backward; there the guards are on.
 
     Attributes:
         are_off: Whether reads are not guarded now.
@@ -113,7 +118,7 @@ class GuardedParameter(nn.Parameter):
         ]
         gathers = [gather for _, leaf in found for _, gather in sorted(leaf.__dict__[_GATHER].items())]
         is_unguarded = (is_property and member in _UNGUARDED_PROPERTIES) or name in _IDENTITY
-        if not gathers or gathers[0].guards.are_off:
+        if not gathers or (gathers[0].guards.are_off and not _is_in_gradient_hook()):
             is_unguarded = True
         elif member == "grad" and gathers[-1].gradient is not None and found[0][0] == 0:
             if name == "__get__":
@@ -151,6 +156,29 @@ class GuardedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as an ordinary parameter with the full tensor."""
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+
+def _is_in_gradient_hook() -> bool:
+    """Whether Python code that runs in a backward is a hook on a gradient, and not an autograd function of a layer.
+
+    Kernels do not come here; what stands in the place of one is a hook on what it gets or gives.
+    """
+    node = torch._C._current_autograd_node()
+    return node is not None and (not isinstance(node, BackwardCFunction) or isinstance(node, _OfModuleHooks))
+
+
+@contextlib.contextmanager
+def unguarded(parameter: nn.Parameter) -> Iterator[None]:
+    """Inside, a parameter that may be guarded is an ordinary one: it holds its full tensor."""
+    gathers = parameter.__dict__.pop(_GATHER, None)
+    if gathers is not None:
+        cast(Any, parameter).__class__ = nn.Parameter
+    try:
+        yield
+    finally:
+        if gathers is not None:
+            cast(Any, parameter).__class__ = GuardedParameter
+            parameter.__dict__[_GATHER] = gathers
 
 
 def below_read_guards(method: Callable[_P, _T]) -> Callable[_P, _T]:

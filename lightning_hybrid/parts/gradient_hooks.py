@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.parts.gather_on_read import unguarded
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 
 AFTER_ACCUMULATION = "register_post_accumulate_grad_hook"
@@ -29,58 +30,73 @@ def on_full_gradient(registration: str, parts: LocalShards, name: str, hook: Any
         name: FQN of the parameter.
         hook: The user's.
     """
-    axes = [(axis, axis.placements[name]) for axis in parts.shardings if name in axis.placements]
-    has_owner = any(placement.is_owned for _, placement in axes)
-    cuts = [(axis, placement) for axis, placement in axes if not placement.is_owned]
-
-    def full_of(local: Tensor) -> Tensor:
-        for axis, placement in reversed(cuts):
-            if local.shape[placement.dim] < placement.length:
-                local = axis.unshard(local, placement)
-        return local
-
-    def shard_of(full: Tensor, like: Tensor) -> Tensor:
-        for axis, placement in cuts:
-            if full.shape[placement.dim] > like.shape[placement.dim]:
-                full = axis.shard(full, placement)
-        return full.contiguous()
-
-    def is_elsewhere(local: Tensor) -> bool:
-        return has_owner and not local.numel()
+    cuts = _Cuts(parts, name)
 
     @functools.wraps(hook)
     def of_gradient(gradient: Tensor) -> Tensor | None:
-        if is_elsewhere(gradient):
+        if cuts.is_elsewhere(gradient):
             return None
-        full = full_of(gradient)
+        full = cuts.full(gradient)
         version = full._version
         result = hook(full)
         if full is gradient or (result is None and full._version == version):
             return result
-        return shard_of(full if result is None else result, gradient)
+        return cuts.shard_of(full if result is None else result, gradient)
 
     @functools.wraps(hook)
     def of_parameter(parameter: nn.Parameter) -> None:
-        local, gradient = parameter.data, parameter.grad
-        if is_elsewhere(local):
-            return
-        full = local if gradient is None else full_of(local)
-        if full is local:
-            hook(parameter)
-            return
-        before = full.clone()
-        parameter.grad, parameter.data = None, full
-        parameter.grad = full_of(gradient)
-        try:
-            hook(parameter)
-        finally:
-            full, full_gradient = parameter.data, parameter.grad
-            parameter.grad, parameter.data = None, local
-        with torch.no_grad():
-            if not torch.equal(full, before):
-                local.copy_(shard_of(full, local))
-            if full_gradient is not None:  # in the memory of the gradient, which may be that of a reduction
-                gradient.copy_(shard_of(full_gradient, gradient))
-                parameter.grad = gradient
+        with unguarded(parameter):
+            _call_on_full_parameter(cuts, parameter, hook)
 
     return of_parameter if registration == AFTER_ACCUMULATION else of_gradient
+
+
+class _Cuts:
+    """The shards of one parameter that are left in a backward."""
+
+    def __init__(self, parts: LocalShards, name: str) -> None:
+        axes = [(axis, axis.placements[name]) for axis in parts.shardings if name in axis.placements]
+        self._axes = [(axis, placement) for axis, placement in axes if not placement.is_owned]
+        self._has_owner = len(self._axes) < len(axes)
+
+    def is_elsewhere(self, local: Tensor) -> bool:
+        """Returns whether another rank has the parameter that this tensor is of."""
+        return self._has_owner and not local.numel()
+
+    def full(self, local: Tensor) -> Tensor:
+        """Returns the full tensor of a shard; of a tensor that is full, the same; collective."""
+        for axis, placement in reversed(self._axes):
+            if local.shape[placement.dim] < placement.length:
+                local = axis.unshard(local, placement)
+        return local
+
+    def shard_of(self, full: Tensor, like: Tensor) -> Tensor:
+        """Returns the shard of a full tensor, of the shape of ``like``."""
+        for axis, placement in self._axes:
+            if full.shape[placement.dim] > like.shape[placement.dim]:
+                full = axis.shard(full, placement)
+        return full.contiguous()
+
+
+def _call_on_full_parameter(cuts: _Cuts, parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> None:
+    local, gradient = parameter.data, parameter.grad
+    if cuts.is_elsewhere(local):
+        return
+    full = local if gradient is None else cuts.full(local)
+    if gradient is None or full is local:
+        hook(parameter)
+        return
+    before = full.clone()
+    parameter.grad, parameter.data = None, full
+    parameter.grad = cuts.full(gradient)
+    try:
+        hook(parameter)
+    finally:
+        full, full_gradient = parameter.data, parameter.grad
+        parameter.grad, parameter.data = None, local
+    with torch.no_grad():
+        if not torch.equal(full, before):
+            local.copy_(cuts.shard_of(full, local))
+        if full_gradient is not None:  # in the memory of the gradient, which may be that of a reduction
+            gradient.copy_(cuts.shard_of(full_gradient, gradient))
+            parameter.grad = gradient

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.errors import ControlFlowError, StepError
 from lightning_hybrid.graph.step_graph import Value
+from lightning_hybrid.pipeline.runtime.absent_reads import AbsentParameterReads
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, location_of
 from lightning_hybrid.pipeline.runtime.parameter_gradients import ParameterGradients
 from lightning_hybrid.pipeline.runtime.received_values import ReceivedValues, value_of_broken_step
@@ -186,6 +187,7 @@ class _Run:
         self._idle_after = (Kind.B, Kind.I) if is_last and self._has_backward else (Kind.F,)
         self.broken: Exception | None = None
         self._broken: set[tuple[int, int]] = set()  # stages and microbatches without a forward
+        self._has_begun_exchange = False
         self.is_idle = False  # its forwards are done, and the exchange of their results has not begun
         self.results: dict[int, StageRun] = {}
 
@@ -240,9 +242,11 @@ class _Run:
             self.compute(Action(Kind.W, *key))
 
     def use_idle_time(self) -> None:
-        """Begin the exchange of results."""
+        """Begin the exchange of results, which tells whether the step broke: a hook in a backward may break it yet."""
         self.is_idle = False
-        self._job.after_forwards(self.results, self.broken is not None)
+        if not self._parameter_gradients.has_hooks:
+            self._has_begun_exchange = True
+            self._job.after_forwards(self.results, self.broken is not None)
 
     def _arrived(self, message: Message) -> list[Tensor]:
         if message in self._incoming:
@@ -315,7 +319,12 @@ class _Run:
         if is_last:
             self._finish_hooked_weights(stage)
         if (stage, microbatch) not in self._broken:
-            self._run_backward(stage, microbatch, arrived)
+            try:
+                self._run_backward(stage, microbatch, arrived)
+            except StepError as error:
+                if not self._job.may_break or self._has_begun_exchange:
+                    raise
+                self.broken = self.broken or error
         self._job.after_backward(stage, is_last)
         variant = self._job.variants[microbatch]
         received = self._received.pop((stage, microbatch)).leaves()
@@ -343,11 +352,12 @@ class _Run:
             seeds.append(torch.full_like(loss, self._job.seeds[microbatch]))
         pairs = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if _takes_gradient(root)]
         roots, seeds = [root for root, _ in pairs], [seed for _, seed in pairs]
+        run = AbsentParameterReads(self._executor.root).backward
         if pairs and (stage, microbatch) in self._job.program.split:
-            if deferred := self._split_backward.backward(roots, seeds):
+            if deferred := self._split_backward.backward(roots, seeds, run):
                 self._deferred[stage, microbatch] = deferred
         elif pairs:
-            torch.autograd.backward(roots, seeds)
+            run(roots, seeds)
 
 
 def _takes_gradient(value: Tensor) -> bool:

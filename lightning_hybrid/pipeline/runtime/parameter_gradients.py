@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -99,6 +99,12 @@ class ParameterGradients:
         self._scaling: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._hooked: dict[int, _Hooked] = {}
         self.registered = StepHooks(root)
+
+    @cached_property
+    def has_hooks(self) -> bool:
+        """Whether hooks of the user run in backwards: on parameters or modules."""
+        of_modules = any(module._backward_hooks or module._backward_pre_hooks for _, module in modules_in(self.root))
+        return of_modules or any(_of_user(hooks) or _of_step(hooks) for p in self._parameters for hooks in _hooks(p))
 
     @contextlib.contextmanager
     def by(self, factor: float, stage: int = 0, *, is_last: bool) -> Iterator[None]:

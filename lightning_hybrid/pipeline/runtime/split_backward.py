@@ -12,7 +12,7 @@ the sum in `weight.grad` could observe when that sum is made.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,12 +92,18 @@ class SplitBackward:
         finally:
             self._is_forward = False
 
-    def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[DeferredGradient]:
+    def backward(
+        self,
+        roots: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        run: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = torch.autograd.backward,
+    ) -> list[DeferredGradient]:
         """Run the backward of a forward marked by ``forward``, and defer gradients of weights.
 
         Args:
             roots: The outputs, of any shapes, from which it starts.
             gradients: The gradients of the roots, of their shapes.
+            run: Runs the backward of these.
 
         Returns:
             The deferred gradients, for `finish`.
@@ -106,7 +112,7 @@ class SplitBackward:
             if root.grad_fn is not None:
                 root.grad_fn.register_prehook(self._record_task)
         try:
-            torch.autograd.backward(roots, gradients)
+            run(roots, gradients)
             return self._deferred
         finally:
             self._task, self._deferred = None, []

@@ -17,8 +17,9 @@ class GradientHook:
         self._call, self._is_idle = call, is_idle
 
     def __call__(self, parameter: Tensor) -> None:
-        """Handle a new gradient of the parameter."""
-        self._call(parameter)
+        """Handle a new gradient of the parameter, of the shape that this rank has."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._call(parameter)
 
     def register(self, parameter: Tensor) -> RemovableHandle:
         """Register on a parameter of any shape: the hook gets the shard's gradient, and those of users a full one."""

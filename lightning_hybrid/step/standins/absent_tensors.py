@@ -140,6 +140,10 @@ def swap_in_place(first: Tensor, second: Tensor) -> None:
     first.__class__, second.__class__ = second.__class__, first.__class__
     first.__dict__, second.__dict__ = second.__dict__, first.__dict__
     torch._C._swap_tensor_impl(first, second)
+    with torch._C.DisableTorchFunction():
+        for tensor in (first, second):  # hooks are the objects', and torch calls those of what was swapped
+            for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                setattr(tensor, hooks, getattr(tensor, hooks))
 
 
 @contextlib.contextmanager

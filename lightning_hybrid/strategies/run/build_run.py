@@ -267,7 +267,7 @@ def _shard_over_replicas(run: Run, partition: ModulePartition | None) -> Run:
         reshard_after_forward=False if has_adascale(setting.trainer) else setting.options.reshard_after_forward,
         offload=setting.options.offloaded,
         agree=lambda needed: setting.world.decide(needed, all_ranks=False),
-        guards=run.guards,
+        guards=None if run.runner is None else run.runner.guards,
         dtypes=message_dtypes(setting.precision),
     )
     undo.callback(zero.close)

@@ -152,6 +152,21 @@ class InEachStep(Hooked):
             handle.remove()
 
 
+class ReadsOthers(Hooked):
+    """Hooks on parameters and modules that read one of another layer, which may be freed, or of another stage."""
+
+    def on_fit_start(self):
+        first, last = self.layers[0].up.weight, self.layers[2]
+
+        def scale_in_place(parameter):
+            parameter.grad.mul_(first.norm())
+
+        last.up.weight.register_hook(lambda gradient: gradient * first.detach().square().sum())
+        last.down.weight.register_post_accumulate_grad_hook(scale_in_place)
+        last.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * first.mean(),))
+        self.layers[1].register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * self.head.weight.norm(),))
+
+
 ALONE = Layout("one rank", devices=1)
 INTERLEAVED = Layout("pp2, 2 stages each", devices=2, strategy={"pipeline_parallel_size": 2, "stages_per_rank": 2})
 PARTS = [  # in two microbatches
@@ -164,7 +179,8 @@ PARTS = [  # in two microbatches
 ]
 CASES = [
     (DecayedInStep, BY_LAYER),
-    *((module, TP2) for module in (Hooked, Accumulated, Scaled)),
+    *((module, TP2) for module in (Hooked, Accumulated, Scaled, ReadsOthers)),
+    *((ReadsOthers, layout) for layout in (BY_LAYER, STAGES)),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
@@ -173,6 +189,7 @@ CASES = [
             (Hooked, ZERO),
             (InPlace, ZERO),
             (Decayed, BY_LAYER),
+            *((ReadsOthers, layout) for layout in (REPLICAS, TENSOR, ZERO, BY_LAYER_PP2)),
         )
     ),
 ]
