@@ -57,7 +57,7 @@ def gather_module_state(
 
 
 def saved_tensors(root: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers under torch's keys, whatever hooks make of them."""
+    """Return parameters and persistent buffers, of any shapes, under torch's keys, whatever hooks make of them."""
     return {
         f"{fqn}.{name}" if fqn else name: tensor
         for fqn, module in root.named_modules(remove_duplicate=False)
@@ -80,12 +80,11 @@ def _holding(root: nn.Module, full: Mapping[int, Tensor]) -> Iterator[None]:
     """
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     put: dict[int, Tensor] = {}
+    dicts: list[Any] = [members for module in root.modules() for members in (module._parameters, module._buffers)]
     try:
-        for module in root.modules():
-            for members in (module._parameters, module._buffers):
-                for name, tensor in members.items():
-                    if id(tensor) not in full or tensor is None:
-                        continue
+        for members in dicts:
+            for name, tensor in members.items():
+                if id(tensor) in full:
                     value = full[id(tensor)]
                     if isinstance(tensor, nn.Parameter):
                         value = put.setdefault(id(tensor), nn.Parameter(value, requires_grad=tensor.requires_grad))

@@ -107,8 +107,7 @@ class MicrobatchLoop:
                 called,
                 self._gradients.registered.run(),
             ):
-                # Compiled code would show neither its lines nor the autograd functions inside, and torch would compile
-                # the mode that records lines along with each layer, again for every operation.
+                # Compiled code shows neither lines nor autograd functions; a mode would be compiled with it.
                 eager = path is not None or (index == 0 and self._stops is not None)
                 stance = torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext()
                 with path or contextlib.nullcontext(), stance, code or contextlib.nullcontext():
