@@ -44,7 +44,7 @@ def make_absent(like: Tensor, *, requires_grad: bool | None = None, device: torc
 
 
 def make_absent_rows(like: Tensor, sparse_dim: int) -> FakeTensor:
-    """A stand-in for a sparse gradient of ``like``; how many rows that has is known where its content is."""
+    """A stand-in for a sparse gradient of the shape of ``like``, with no rows: only its owners know how many."""
     with torch._C.DisableTorchFunction(), FAKE_MODE:
         shape, device = tuple(like.shape), like.fake_device if isinstance(like, FakeTensor) else like.device
         indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=device)
