@@ -66,9 +66,21 @@ class Recomputation:
         """Gathers parameters of these selective layers on read, as they are freed between forward and backward."""
         self._gatherer, self._gathered_layers = gatherer, frozenset(fqns)
 
-    def running(self) -> AbstractContextManager[None]:
-        """Replaces the layers' forwards inside the context by checkpointed ones."""
-        return replaced_forwards(self._layers, self._recomputed, reason="recomputes layers in the backward")
+    def running(
+        self, *, only: Collection[nn.Module] | None = None, without: Collection[nn.Module] = ()
+    ) -> AbstractContextManager[None]:
+        """Replaces the layers' forwards inside the context by checkpointed ones.
+
+        Args:
+            only: The layers among which these are; all if None.
+            without: Layers that are left as they are.
+        """
+        layers = {
+            fqn: layer
+            for fqn, layer in self._layers.items()
+            if layer not in without and (only is None or layer in only)
+        }
+        return replaced_forwards(layers, self._recomputed, reason="recomputes layers in the backward")
 
     def _recomputed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         policy = self.policies[fqn]

@@ -48,13 +48,13 @@ DEFAULT = {
     "V DistilsBranching": ("pp2",),
     "V Momentum": ("pp2, 4 microbatches",),
     "W InitialisesByData": ("zero3",),
-    "X T5, late masks": ("tp2",),
+    "X Bert, late masks": ("tp2",),
 }
 
 
 @each(CASES, DEFAULT)
 def test_equals_one_process(worlds, tmp_path, case, layout):
-    check(worlds, case, layout, tmp_path)
+    check(worlds, case, layout, tmp_path, timeout=120)
 
 
 EXPERTS = {
@@ -67,7 +67,7 @@ EXPERTS = {
 
 @each(EXPERTS, {}, ["tp2 x dp2", *(name for name, (_, replicas, _) in LAYOUTS.items() if replicas > 1)])
 def test_shared_experts(worlds, tmp_path, case, layout):
-    check(worlds, case, layout, tmp_path)
+    check(worlds, case, layout, tmp_path, timeout=120)
 
 
 ATTENTION = cases("AC", [a.Grouped, a.OneKeyHead, a.TwoOfTwo], a.texts, epochs=1)
@@ -75,7 +75,7 @@ ATTENTION = cases("AC", [a.Grouped, a.OneKeyHead, a.TwoOfTwo], a.texts, epochs=1
 
 @each(ATTENTION, {}, ["tp2 x cp2"])
 def test_context_ranks(worlds, tmp_path, case, layout):
-    check(worlds, case, layout, tmp_path)
+    check(worlds, case, layout, tmp_path, timeout=120)
 
 
 SEQUENCE = cases("AD", [a.ThreeHeads, a.Grouped], a.texts, epochs=1, strategy={"sequence_parallel": True})
@@ -83,7 +83,7 @@ SEQUENCE = cases("AD", [a.ThreeHeads, a.Grouped], a.texts, epochs=1, strategy={"
 
 @each(SEQUENCE, {}, ["tp2", "tp2 x pp2", "tp2 x dp2"])
 def test_sequence_parallel(worlds, tmp_path, case, layout):
-    check(worlds, case, layout, tmp_path)
+    check(worlds, case, layout, tmp_path, timeout=120)
 
 
 DRAWS = cases("AE", [c.Windows, c.Shuffled], PLAIN)
@@ -92,4 +92,4 @@ DRAWS = cases("AE", [c.Windows, c.Shuffled], PLAIN)
 @each(DRAWS, {}, ["one device", "pp2", "pp2, 4 microbatches", "tp2", "tp2 x pp2"])
 def test_draws_from_the_full_batch(worlds, tmp_path, case, layout):
     """Without replicas: each of these draws from its own batch, as under DDP."""
-    check(worlds, case, layout, tmp_path)
+    check(worlds, case, layout, tmp_path, timeout=120)

@@ -119,6 +119,10 @@ class ShardedExperts:
         inside = [inner for fqn in self.adapters for inner in self._root.get_submodule(fqn).modules()]
         return [inner for inner in inside if isinstance(inner, nn.ModuleList | nn.ModuleDict)]
 
+    def routing(self) -> frozenset[nn.Module]:
+        """Returns the modules whose code routes tokens to a list of experts; it runs twice, so that they meet."""
+        return frozenset(self._root.get_submodule(fqn) for fqn, each in self.adapters.items() if each.may_skip)
+
     def be_ready(self) -> None:
         """Collects the modules of this rank, once each parameter is this rank's local shard."""
         names = {id(parameter): name for name, parameter in self._root.named_parameters()}

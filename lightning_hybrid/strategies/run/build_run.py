@@ -345,10 +345,13 @@ def _connect_layers(run: Run, partition: ModulePartition, owner: RunOwner) -> No
         runner.wrap_layers(lambda: running(is_exact=runner.is_comparing))
     if zero is not None:
         runner.wrap_layers(zero.running, zero.settle)
+    routing = frozenset() if run.experts is None else run.experts.routing()
     if run.recomputation is not None:
-        runner.wrap_layers(run.recomputation.running)
-    if partition.expert_planner is not None:  # outermost: what they run is gathered and recomputed where it is
+        runner.wrap_layers(partial(run.recomputation.running, without=routing))
+    if partition.expert_planner is not None:  # around these: what they run is gathered and recomputed where it is
         runner.wrap_layers(partition.expert_planner.running)
+    if run.recomputation is not None and routing:  # with its exchange: a repeated forward would meet no experts
+        runner.wrap_layers(partial(run.recomputation.running, only=routing))
 
 
 def _chunk_losses(run: Run, partition: ModulePartition | None) -> Run:
