@@ -79,7 +79,7 @@ class ArgumentSnapshot:
         else:
             items = list(container.values())
         for item in items:
-            kind = type(item)
+            kind: Any = type(item)
             if kind in _BUILT_IN and not item:
                 if id(item) not in seen and depth < _MAX_DEPTH:
                     self._empty.append(item)
@@ -256,7 +256,7 @@ def is_state(name: str) -> bool:
 
 
 @functools.lru_cache(4096)
-def _is_leaf(kind: type) -> bool:
+def _is_leaf(kind: Any) -> bool:
     """Whether no object of a type has contents of the user, nor a state of random numbers."""
     return kind in PLAIN or issubclass(kind, Tensor | nn.Module | type | _FUNCTIONS)
 
@@ -265,7 +265,7 @@ def inside(value: Any) -> Any:
     """The container with the contents of ``value``: itself, or attributes of a plain user object; None for a leaf."""
     if isinstance(value, _CONTAINERS):
         return value
-    kind = type(value)
+    kind: Any = type(value)
     if _is_leaf(kind) or isinstance(value, Tensor | nn.Module | type | _FUNCTIONS):
         return None
     if kind.__module__.split(".")[0] in _LIBRARY or kind.__module__.startswith(_LIBRARY):
