@@ -96,7 +96,6 @@ class MicrobatchLoop:
         for index, microbatch in enumerate(self._share.microbatches):
             draws = keyed(index) if keyed is not None else contextlib.nullcontext()
             start = recorder.mark()
-            called = metrics.microbatch(index, is_full=self._share.total == 1)
             path = TorchCallSites() if self._traces_calls else None
             code = BackwardCode() if train is not None and self.scales_gradients is None else None
             with (
@@ -104,7 +103,7 @@ class MicrobatchLoop:
                 context(),
                 draws,
                 self.logs.microbatch(self._root, index, metrics.origin),
-                called,
+                metrics.microbatch(index, is_full=self._share.total == 1),
                 self._gradients.registered.run(),
             ):
                 # Compiled code shows neither lines nor autograd functions; a mode would be compiled with it.

@@ -20,14 +20,13 @@ from lightning_hybrid.pipeline.keyed_draws_of_unpartitioned_steps import PlainSt
 from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import (
     LossWeighting,
     agree_on_weighting,
-    describe_unexplained,
     measure_weighting,
 )
 from lightning_hybrid.pipeline.loss_weights.compare_gradients import compare_gradients
 from lightning_hybrid.pipeline.loss_weights.find_token_count_of_loss import LossWeightFinder
 from lightning_hybrid.pipeline.microbatch_results import CHANGES_MODULES, RUNS_OTHER_LINES, MicrobatchResults
 from lightning_hybrid.pipeline.plain_microbatch_loop import MicrobatchLoop
-from lightning_hybrid.pipeline.results.log_entry import Key
+from lightning_hybrid.pipeline.results.log_entry import Key, describe_unexplained
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
 from lightning_hybrid.pipeline.run_evaluation_steps_unpartitioned import UnpartitionedSteps
 from lightning_hybrid.pipeline.runtime.parameter_gradients import ParameterGradients
@@ -269,8 +268,7 @@ class PlainRunner(MicrobatchRunner):
         self._scales_gradients = loop.scales_gradients
         if self._is_stopped:
             self._is_stopped, self.needs_weighting_check = False, True
-            gradients.registered.remove()
-            return _rolled_back(snapshot, "has code in its backward, and is compared with its batch")
+            return _rolled_back(snapshot, gradients, "has code in its backward, and is compared with its batch")
         has_other_outputs = not all(isinstance(output, Tensor) for output in loop.outputs)
         is_read = manual_optimization or (share_output and has_other_outputs)
         outputs = loop.outputs if not trains or is_read or self._sharing.size == 1 else []
@@ -278,8 +276,7 @@ class PlainRunner(MicrobatchRunner):
         results = loop.results(weights, loss_weights, by_samples, outputs, {} if appended is None else appended.rows)
         results = self._exchange(results, share, changes, loop.calls)
         if runs_share and not self.runs_shares:  # the results are those of a share
-            gradients.registered.remove()
-            return _rolled_back(snapshot, "does something new, and would run on full batches")
+            return _rolled_back(snapshot, gradients, "does something new, and would run on full batches")
         self._metrics.finish(results.call_metrics)
         if appended is not None:
             appended.put(results.appended, results.weights, results.sizes, results.losses, results.loss_weights)
@@ -388,6 +385,10 @@ class PlainRunner(MicrobatchRunner):
         self._weighting.learn(found, batch, count)
         if found.scales_gradients is not None:
             self._scales_gradients = found.scales_gradients
+        self._warn_of(found)
+
+    def _warn_of(self, found: LossWeighting) -> None:
+        """Warn that batches are not split, or else of logged numbers that are those of microbatches."""
         if why := found.why_unsplit():
             self._warn(why)
             return
@@ -471,9 +472,10 @@ class PlainRunner(MicrobatchRunner):
                 self._uncompiled.off()
 
 
-def _rolled_back(snapshot: StepSnapshot | None, why: str) -> StepResult:
+def _rolled_back(snapshot: StepSnapshot | None, gradients: ParameterGradients, why: str) -> StepResult:
     """Roll a step back, and return its result."""
     assert snapshot is not None
+    gradients.registered.remove()
     snapshot.restore(why)
     return StepResult(None, None, [], was_rolled_back=True)
 

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.parts.step_hooks import without_registrations
 from lightning_hybrid.pipeline.loss_weights.compare_gradients import GradientMatch, describe_difference
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_entry import Key, keyed
-from lightning_hybrid.pipeline.runtime.step_hooks import without_registrations
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
@@ -275,16 +275,6 @@ def describe_mixing(found: tuple[float, float]) -> str:
         f" microbatches or shares is {found[1]:.6g}. So batches are not split. To train the mean over microbatches, as"
         " gradient accumulation does, pass microbatch_weight=function(microbatch) -> its weight, such as a count of"
         " tokens or samples (docs/semantics/losses.md)"
-    )
-
-
-def describe_unexplained(step: str, key: Key, full: float, mean: float) -> str:
-    """The warning about a logged number for which nothing gives that of a batch from those of its parts."""
-    return (
-        f"{step} logs {key[0]!r}, which is {full:.6g} for a batch and {mean:.6g} as the mean over parts of it: no mean,"
-        " sum, maximum or minimum of the parts gives that of the batch. So a mean over microbatches is logged."
-        " Log means and sums over samples and torch functions of them under stages, or a metric of torchmetrics, whose"
-        " values are those of the batch, or pass num_microbatches=1 (docs/semantics/logging_and_metrics.md)"
     )
 
 

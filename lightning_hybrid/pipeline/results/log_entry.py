@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torchmetrics import Metric
@@ -23,6 +23,22 @@ def keys_of(names: Iterable[str]) -> Iterator[Key]:
     for name in names:
         yield name, times[name]
         times[name] += 1
+
+
+class MeasuredLogs(Protocol):
+    """What a comparison of a batch with its parts has found of logged keys; attributes as of ``LossWeighting``."""
+
+    @property
+    def keys(self) -> frozenset[Key]:
+        """Keys that weigh by samples."""
+
+    @property
+    def reductions(self) -> tuple[tuple[Key, str], ...]:
+        """Keys that are known to be a mean, sum or extreme of those of parts."""
+
+    @property
+    def unexplained(self) -> tuple[tuple[Key, float, float], ...]:
+        """Keys that are none of these."""
 
 
 @dataclass
@@ -123,3 +139,13 @@ class Entry:
 def keyed(entries: Sequence[Entry]) -> Iterator[tuple[Key, Entry]]:
     """Entries of one step with their keys, in the order of its calls."""
     return zip(keys_of(entry.name for entry in entries), entries, strict=True)
+
+
+def describe_unexplained(step: str, key: Key, full: float, mean: float) -> str:
+    """The warning about a logged number for which nothing gives that of a batch from those of its parts."""
+    return (
+        f"{step} logs {key[0]!r}, which is {full:.6g} for a batch and {mean:.6g} as the mean over parts of it: no mean,"
+        " sum, maximum or minimum of the parts gives that of the batch. So a mean over microbatches is logged."
+        " Log means and sums over samples and torch functions of them under stages, or a metric of torchmetrics, whose"
+        " values are those of the batch, or pass num_microbatches=1 (docs/semantics/logging_and_metrics.md)"
+    )

@@ -18,9 +18,8 @@ from torch import Tensor
 from lightning_hybrid.collectives.batch_digest_and_rank_disagreement import digest
 from lightning_hybrid.collectives.broadcast_from_owner import broadcast_tensor
 from lightning_hybrid.collectives.exchange_and_compare_step_numbers import NumberExchange
-from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import LossWeighting, describe_unexplained
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
-from lightning_hybrid.pipeline.results.log_entry import Entry, Key, keyed
+from lightning_hybrid.pipeline.results.log_entry import Entry, Key, MeasuredLogs, describe_unexplained, keyed
 from lightning_hybrid.pipeline.results.log_run import LogRun
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.step.batch_means.batch_scalars_from_microbatch_scalars import BatchScalars
@@ -48,7 +47,7 @@ class StepResultExchange:
         train: bool,
         metrics: FullBatchMetrics,
         sizes: Sequence[int | None],
-        weighting: LossWeighting,
+        weighting: MeasuredLogs,
         by_samples: Sequence[float],
         log_run: LogRun | None,
         rank_of: Callable[[int], int],

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from lightning_hybrid.errors import ControlFlowError, StepError
 from lightning_hybrid.graph.step_graph import Value
+from lightning_hybrid.parts.step_hooks import StepHooks
 from lightning_hybrid.pipeline.runtime.absent_reads import AbsentParameterReads
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, location_of
 from lightning_hybrid.pipeline.runtime.parameter_gradients import ParameterGradients
 from lightning_hybrid.pipeline.runtime.received_values import ReceivedValues, value_of_broken_step
 from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
 from lightning_hybrid.pipeline.runtime.split_backward import DeferredGradient, SplitBackward, finish, have_hooks
-from lightning_hybrid.pipeline.runtime.step_hooks import StepHooks
 from lightning_hybrid.pipeline.runtime.switch_module_state_between_stages import StageModuleStates
 from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant

@@ -11,17 +11,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchmetrics import Metric
 
 from lightning_hybrid.errors import PartitionError, StepError
 from lightning_hybrid.graph import partition
 from lightning_hybrid.graph.partition import Assignment
-from lightning_hybrid.pipeline.results.log_capture import LogCapture
-from lightning_hybrid.pipeline.results.log_entry import Entry
+from lightning_hybrid.patching import replaced
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.guards.find_branches_on_model_numbers import BranchCheck
 from lightning_hybrid.step.recording.record_step import record
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageReplay
+from lightning_hybrid.step.standins.absent_tensors import MARK
 from lightning_hybrid.step.tracing.recording_dataclasses import Recording
 
 # If a stage costs more than this multiple of the mean, the units of the costliest are opened to balance better.
@@ -78,13 +79,19 @@ def record_once(
     Raises:
         StepError: The step cannot be recorded.
     """
-    grad, logs = torch.set_grad_enabled(train or torch.is_grad_enabled()), LogCapture(1)
+    logs: list[tuple[str, float | None]] = []
 
     def logged() -> Any:
-        with logs.microbatch(plan.root, 0):  # anew in each attempt
-            return step()
+        logs.clear()  # of an earlier attempt
+        return step()
 
-    with grad, context():
+    def log(name: str, value: Any, *_: Any, **__: Any) -> None:
+        if not isinstance(value, Metric) and getattr(value, MARK, None) is None:
+            is_known = isinstance(value, bool | int | float) and not math.isnan(value)
+            logs.append((name, float(value) if is_known else None))
+
+    grad = torch.set_grad_enabled(train or torch.is_grad_enabled())
+    with grad, context(), replaced(plan.root, "log", log, reason="records what a step logs"):
         recording = record(
             plan.root,
             logged,
@@ -95,12 +102,7 @@ def record_once(
             tracked_buffers=plan.tracked_buffers,
             **options,
         )
-    return replace(recording, logged=tuple(_logged(entry) for entry in logs.entries() if entry.is_plain))
-
-
-def _logged(entry: Entry) -> tuple[str, float | None]:
-    [number] = entry.values
-    return entry.name, number if entry.is_python and not math.isnan(number) else None
+    return replace(recording, logged=tuple(logs))
 
 
 def _record_and_assign(plan: StagePlan, recorded: Callable[[], Recording]) -> tuple[Recording, Assignment]:
