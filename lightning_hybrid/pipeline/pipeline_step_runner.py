@@ -171,10 +171,7 @@ class StepRunner(MicrobatchRunner):
     def compare_recorded_means(
         self, step: Callable[..., Any], args: Sequence[Any], context: Callable[[], AbstractContextManager[Any]]
     ) -> list[ComparedLoss]:
-        """Compare the loss of a batch with that of its halves, of even and uneven sizes, weighted by recorded means.
-
-        Arguments as for ``record``; this rank has all layers.
-        """
+        """Compare losses of a batch, of an even and an odd size, with those of its halves weighted by recorded means."""
         batch, *rest = args
         call = Call("training_step", step, rest, context, train=True, modes=self.plan.modes())
         found = []
