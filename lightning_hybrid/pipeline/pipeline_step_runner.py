@@ -171,7 +171,7 @@ class StepRunner(MicrobatchRunner):
     def compare_recorded_means(
         self, step: Callable[..., Any], args: Sequence[Any], context: Callable[[], AbstractContextManager[Any]]
     ) -> list[ComparedLoss]:
-        """Compare losses of a batch, of an even and an odd size, with those of its halves weighted by recorded means."""
+        """Compare losses of batches of even and odd sizes with those of its halves weighted by recorded means."""
         batch, *rest = args
         call = Call("training_step", step, rest, context, train=True, modes=self.plan.modes())
         found = []
