@@ -163,7 +163,7 @@ def _is_in_gradient_hook() -> bool:
 
     Kernels do not come here; what stands in the place of one is a hook on what it gets or gives.
     """
-    node = torch._C._current_autograd_node()
+    node: Any = torch._C._current_autograd_node()
     return node is not None and (not isinstance(node, BackwardCFunction) or isinstance(node, _OfModuleHooks))
 
 
