@@ -119,7 +119,7 @@ class Run:
         """Return the factory of the context around one run of the step ``name``."""
         # Where a runner runs the layers, it enters these itself.
         techniques = () if self.runner is not None else (self.activations, self.recomputation)
-        around: tuple[Any, ...] = tuple(technique.running for technique in techniques if technique is not None)
+        around: tuple[Any, ...] = tuple(each.running for each in techniques if each is not None)
         if self.chunked_loss is not None and self.runner is None:
             around = (*around, self.chunked_loss.running_step)
         return self.setting.contexts.of(name, delays_loggers=self.runner is not None, around_layers=around)
