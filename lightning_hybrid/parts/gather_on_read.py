@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 
 from lightning_hybrid.step.objects.pytree import flatten_call, rebuild_call, tensors_inside
@@ -159,12 +158,12 @@ class GuardedParameter(nn.Parameter):
 
 
 def _is_in_gradient_hook() -> bool:
-    """Whether Python code that runs in a backward is a hook on a gradient, and not an autograd function of a layer.
+    """Whether Python code that runs in a backward is a hook on the gradient of a parameter, or of a module's outputs.
 
-    Kernels do not come here; what stands in the place of one is a hook on what it gets or gives.
+    Their nodes save no tensors, so that no layer is recomputed for them, and run no code of layers.
     """
-    node: Any = torch._C._current_autograd_node()
-    return node is not None and (not isinstance(node, BackwardCFunction) or isinstance(node, _OfModuleHooks))
+    node = torch._C._current_autograd_node()
+    return node is not None and (type(node).__name__ == "AccumulateGrad" or isinstance(node, _OfModuleHooks))
 
 
 @contextlib.contextmanager

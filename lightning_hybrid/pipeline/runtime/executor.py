@@ -146,7 +146,7 @@ class Executor:
                     else:
                         run.send(instruction.message, peer_of(instruction, job.program.schedule))
                 instruction = None
-                if run.is_idle:
+                if run.is_idle or run.is_postponed:
                     run.use_idle_time()
                 self.transport.finish()
             except Exception as error:
@@ -187,7 +187,7 @@ class _Run:
         self._idle_after = (Kind.B, Kind.I) if is_last and self._has_backward else (Kind.F,)
         self.broken: Exception | None = None
         self._broken: set[tuple[int, int]] = set()  # stages and microbatches without a forward
-        self._has_begun_exchange = False
+        self._has_begun_exchange = self.is_postponed = False
         self.is_idle = False  # its forwards are done, and the exchange of their results has not begun
         self.results: dict[int, StageRun] = {}
 
@@ -244,9 +244,11 @@ class _Run:
     def use_idle_time(self) -> None:
         """Begin the exchange of results, which tells whether the step broke: a hook in a backward may break it yet."""
         self.is_idle = False
-        if not self._parameter_gradients.has_hooks:
-            self._has_begun_exchange = True
-            self._job.after_forwards(self.results, self.broken is not None)
+        self.is_postponed = any(self._backwards_left.values()) and self._parameter_gradients.has_hooks
+        if self._has_backward and self.is_postponed:
+            return
+        self._has_begun_exchange = True
+        self._job.after_forwards(self.results, self.broken is not None)
 
     def _arrived(self, message: Message) -> list[Tensor]:
         if message in self._incoming:
