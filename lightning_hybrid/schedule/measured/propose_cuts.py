@@ -30,6 +30,7 @@ from lightning_hybrid.schedule.simulator import simulate
 
 # Changes of the step that are not larger are within the noise of measurements.
 NOISE = 0.03
+_TELLING = 0.15  # of what the fastest cuts promise: more telling ones may promise so much less
 # Actions and nodes of the step to go through in one search, about two seconds of Python.
 _MOST_WORK = 300_000
 
@@ -126,17 +127,18 @@ class CutSearch:
     def most_telling(
         self, known: Collection[tuple[str, ...]], group_of: Sequence[Hashable], limit: float
     ) -> tuple[tuple[str, ...], float] | None:
-        """Of cuts within ``limit`` seconds those that divide the longest group best, and their seconds; or None.
+        """Of cuts near the fastest those that divide the longest group best, and their seconds; or None.
 
         Args:
             known: Cuts by name that are left out.
             group_of: Of each node; what the nodes of one group take is not told apart by what was measured so far.
-            limit: In seconds.
+            limit: In seconds; others are no gain.
         """
-        self._fastest_of_others(known)
-        near = [cuts for cuts, seconds in self._known.items() if seconds < limit]
-        if not near:
+        fastest = self._fastest_of_others(known)
+        if fastest is None or self.seconds(fastest) >= limit:
             return None
+        limit = self.seconds(fastest) + _TELLING * (limit - self.seconds(fastest))
+        near = [cuts for cuts, seconds in self._known.items() if seconds < limit]
         best = min(near, key=lambda cuts: (self._longest_group(cuts, group_of), self.seconds(cuts)))
         return self.names(best), self.seconds(best)
 
