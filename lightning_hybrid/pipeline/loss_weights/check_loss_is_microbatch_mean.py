@@ -164,7 +164,8 @@ def measure_weighting(
     keys = frozenset[Key].intersection(*(frozenset(one.logs) for one in found))
     logged = {key: _mean([one.logs[key] for one in found], sample_weights) for key in sorted(keys)}
     hows = {key: _reductions(each, sample_weights, dtype) for key, each in logged.items()}
-    reductions = tuple((key, how[0]) for key, how in hows.items() if len(how) == 1)  # zeros are of any kind
+    # Zeros are of any kind. What is equal in all parts, such as a norm of weights, is their mean.
+    reductions = tuple((key, how[0]) for key, how in hows.items() if len(how) == 1 or (how and "sum" not in how))
     unexplained = tuple((key, logged[key].full, _mean_of(logged[key], sample_weights)) for key in hows if not hows[key])
     counts, differing = find_counts(mean, batch, partitions, dtype), _differing(mean, sample_weights, dtype)
     if not counts:

@@ -112,7 +112,9 @@ class StepResultExchange:
         self._metrics.finish_all(*batch.how)
         # Microbatches with different traces have their numbers on different ranks: combined once all are received.
         numbers = [
-            number for entry in self._entries for number in (self._full_batch_number(entry, batch), *entry.values)
+            number
+            for key, entry in keyed(self._entries)
+            for number in (self._full_batch_number(key, entry, batch), *entry.values)
         ]
         for index, value in self._scalars:
             made = runs[index].made.get(value)
@@ -133,7 +135,7 @@ class StepResultExchange:
             device=self._device,
         )
 
-    def _full_batch_number(self, entry: Entry, batch: BatchScalars) -> float:
+    def _full_batch_number(self, key: Key, entry: Entry, batch: BatchScalars) -> float:
         """The number logged for the full batch, where it is not the combination of the microbatches'; NaN otherwise."""
         number: Any = None
         if len(self._variants) == 1:
@@ -142,7 +144,7 @@ class StepResultExchange:
             number = self._metrics.values()(entry.metric, None)
         elif any(map(math.isnan, entry.values)):
             return math.nan
-        elif entry.value is not None:
+        elif entry.value is not None and key not in dict(self._weighting.reductions):
             number = None if batch.is_mean(entry.value) else batch.value(entry.value)
         return math.nan if number is None else float(number)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_hybrid.graph.step_graph import SINK, Node, StepGraph
 from lightning_hybrid.step.batch_means.full_batch_metrics import FullBatchMetrics
 from lightning_hybrid.step.batch_means.linear_means_of_loss import is_linear
-from lightning_hybrid.step.batch_means.recognise_sums_over_samples import reduction_of
+from lightning_hybrid.step.batch_means.recognise_sums_over_samples import SCALED, reduction_of
 from lightning_hybrid.step.objects.pytree import Spec, flatten, unflatten
 from lightning_hybrid.step.standins.absent_tensors import MARK, is_absent
 from lightning_hybrid.step.standins.sharded_tensor_base_class import ShardedTensorBase
@@ -171,8 +171,9 @@ class BatchScalars:
     def _kind_of_inputs(self, index: int) -> str:
         """A linear function of sums is a sum."""
         call = self._microbatches[0].calls.get(index)
-        is_sum = call is not None and is_linear(call.node) and all(self.kind(i) == "sum" for i in call.node.inputs)
-        return "sum" if is_sum else ""
+        if call is None or not is_linear(call.node) or _is_scaled_by_number(call):
+            return ""
+        return "sum" if all(self.kind(i) == "sum" for i in call.node.inputs) else ""
 
     def _computed(self, index: int) -> Tensor | None:
         """A scalar that is no mean of those of the microbatches: a metric value, or recomputed; else None."""
@@ -181,7 +182,8 @@ class BatchScalars:
         if call is not None and all(other is not None and other.node.name == call.node.name for other in calls):
             if call.node.name.startswith(SINK):
                 return self._metric_value(call, index)
-            if not is_linear(call.node) or not all(map(self.is_mean, call.node.inputs)):
+            # A sum over a number of the batch, such as that of samples or of a mask, is a mean.
+            if not is_linear(call.node) or not (_is_scaled_by_number(call) or all(map(self.is_mean, call.node.inputs))):
                 return self._recomputed(call, [other.leaves for other in calls if other is not None])
         return None
 
@@ -240,6 +242,12 @@ class BatchScalars:
             return None
         found = made[call.position] if call.position < len(made) else None
         return found if isinstance(found, Tensor) else None
+
+
+def _is_scaled_by_number(call: _Call) -> bool:
+    """Whether an operand of a product or quotient is no value of the model: it may be a number of the batch."""
+    numbers = (leaf for leaf in call.leaves if isinstance(leaf, int | float | Tensor) and not isinstance(leaf, _Index))
+    return call.node.name in SCALED and any(True for _ in numbers)
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -16,7 +16,7 @@ IDENTITIES = frozenset(
 # Sums over the samples if the result has no dimension of samples.
 _CONTRACTIONS = SUMS | {"matmul", "__matmul__", "__rmatmul__", "mm", "einsum", "tensordot", "bincount", "histc"}
 # By an operand that is no value of the model: the same in each microbatch, unless it is computed from the batch.
-_SCALED = frozenset({"neg", "__neg__", "mul", "multiply", "__mul__", "__rmul__", "div", "divide", "__truediv__"})
+SCALED = frozenset({"neg", "__neg__", "mul", "multiply", "__mul__", "__rmul__", "div", "divide", "__truediv__"})
 _ADDED = frozenset({"add", "__add__", "__radd__"})
 REARRANGED = frozenset(
     {"stack", "cat", "view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "t", "transpose"}
@@ -45,7 +45,22 @@ def reduction_of(value: int, graph: StepGraph, size: int) -> str:
     made = makers.get(node.inputs[0])
     if not size or not shape or shape[0] % size or (made is not None and made.name in ("stack", "cat")):
         return ""
+    if not _reads_units(node.inputs[0], graph):
+        return ""  # of parameters alone: equal in all microbatches
     return "sum" if node.name in SUMS else _EXTREMES.get(node.name, "")
+
+
+def _reads_units(value: int, graph: StepGraph) -> bool:
+    """Whether a value depends on the result of a unit, and so on the samples."""
+    pending, seen = [value], set[int]()
+    while pending:
+        node = graph.makers.get(pending.pop())
+        if node is not None and node.index not in seen:
+            seen.add(node.index)
+            if node.unit is not None:
+                return True
+            pending += node.inputs
+    return False
 
 
 def matching_values(local: StepGraph, full: StepGraph) -> dict[int, int]:
@@ -85,9 +100,9 @@ def is_sum_over_samples(value: int, local: StepGraph, full: StepGraph, pairs: Ma
             return False
         if node.name in _CONTRACTIONS or node.averages == "sum":
             return all(has_samples(one) for one in node.inputs)
-        if node.name not in _ADDED | REARRANGED | IDENTITIES | _SCALED or not all(map(is_total, node.inputs)):
+        if node.name not in _ADDED | REARRANGED | IDENTITIES | SCALED or not all(map(is_total, node.inputs)):
             return False
-        if node.name in _SCALED and node.averages:
+        if node.name in SCALED and node.averages:
             return False
         if node.name in _ADDED:
             return len(node.inputs) > 1  # otherwise the other term is no value of the model
