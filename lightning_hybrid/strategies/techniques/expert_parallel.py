@@ -138,6 +138,7 @@ class ExpertPlanner:
             found.adapters,
             sharding,
             chunks=self._chunks,
+            replica_share=self._mesh.size("ep_replicate") / self._mesh.size("data"),
             randomness=self._randomness,
             guards=self._guards,
             context=context,
