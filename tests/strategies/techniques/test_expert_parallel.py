@@ -95,11 +95,11 @@ class KeepsStacked(KeepsGradients, Balanced):
 
 
 class Scaled(torch.nn.Module):
-    """An expert with a number, which ranks do not share."""
+    """An expert with a number, which ranks do not share, or a vector."""
 
-    def __init__(self, inner):
+    def __init__(self, inner, scale=0.7):
         super().__init__()
-        self.inner, self.scale = inner, torch.nn.Parameter(torch.tensor(0.7))
+        self.inner, self.scale = inner, torch.nn.Parameter(torch.tensor(scale))
 
     def forward(self, rows):
         return self.inner(rows) * self.scale
@@ -110,6 +110,13 @@ class KeepsListed(KeepsGradients, Looped):
         super().__init__()
         for layer in self.layers:
             layer.moe.experts = torch.nn.ModuleList(map(Scaled, layer.moe.experts))
+
+
+class VectorListed(KeepsGradients, Looped):
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.moe.experts = torch.nn.ModuleList(Scaled(expert, [0.7]) for expert in layer.moe.experts)
 
 
 class Clamps(Balanced):
@@ -170,6 +177,8 @@ RUNS = {
     "gradients that are kept": shared(KeepsStacked, num_batches=4, trainer=CLIPPED, slow=True),
     "gradients that are kept, a list": shared(KeepsListed, num_batches=4, trainer=CLIPPED),
     "gradients that are kept, zero3": shared(KeepsListed, dp=4, strategy={"zero_stage": 3}, slow=True),
+    "a vector in each expert, tensor ranks": shared(VectorListed, tp=2, slow=True),
+    "a vector in each expert, context ranks": shared(VectorListed, cp=2, ep=4, slow=True),
     "gradients that are kept, context ranks": shared(KeepsStacked, cp=2, ep=4, slow=True),
     "clamped in hooks": shared(Clamps),
     "masks on gradients": shared(MasksStacked),
@@ -376,9 +385,23 @@ def ragged(module):
             shared(strategy={"compile": {"backend": "aot_eager", "fullgraph": True}}),
             "experts that are sharded over ranks run between two graphs; leave fullgraph out",
         ),
+        (
+            Run(KeepsListed, cp=2, ep=2),
+            "experts.0.scale' is a single number, whose gradients on tensor or context ranks",
+        ),
+        (Run(KeepsListed, tp=2, dp=2, ep=2), "is a single number, .* make it a vector of one element"),
         (Run(Mixtral, dp=2, ep=4), "expert_parallel_size=4 does not divide; set expert_parallel_size=2"),
     ],
-    ids=["no experts", "uneven", "fails its proof", "ragged", "in one graph", "too many"],
+    ids=[
+        "no experts",
+        "uneven",
+        "fails its proof",
+        "ragged",
+        "in one graph",
+        "number",
+        "number over tensor ranks",
+        "too many",
+    ],
 )
 def test_refused(worlds, run, message):
     for refused_with in worlds.run(run.world_size, refusal, fit, run):
