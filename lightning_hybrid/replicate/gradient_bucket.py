@@ -70,7 +70,7 @@ class GradientBucket:
         else:
             parameter.grad.copy_(view)
 
-    def fill(self, size: int, divisor: int, has_unbucketed: bool) -> None:
+    def fill(self, size: int, has_unbucketed: bool) -> None:
         """Copies the divided gradients of this rank into the bucket; `grad` becomes the view at once.
 
         Dividing while copying costs no separate pass, and half precision does not overflow in the sum.
@@ -93,7 +93,7 @@ class GradientBucket:
             flags.append(1.0)
             # With `zero_grad(set_to_none=False)` the backward has accumulated into the view itself.
             # Divided in the wider of both dtypes, and rounded once.
-            torch.div(gradient.to(torch.promote_types(gradient.dtype, view.dtype)), divisor, out=view)
+            torch.div(gradient.to(torch.promote_types(gradient.dtype, view.dtype)), size, out=view)
             if gradient is not view and not self.is_cast:
                 parameter.grad = view
         if self.is_complete:

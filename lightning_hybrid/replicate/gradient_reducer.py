@@ -54,8 +54,8 @@ class GradientReducer:
 
     Guarantees after `finish()`, on every rank:
 
-    * `grad` is the sum of all ranks' gradients, each divided by the number of ranks (or `divisor`). What was
-      accumulated in earlier backwards is included. A rank without a gradient counts as zeros.
+    * `grad` is the sum of all ranks' gradients, each divided by the number of ranks. What was accumulated
+      in earlier backwards is included; an average remains what it is. A rank without a gradient counts as zeros.
     * A parameter that has a gradient on no rank has None, as in one process.
     * Ranks need not agree on which parameters are frozen or were used: nothing hangs, and `requires_grad` may change
       between steps. They do need the same parameters in the same order, and the same calls.
@@ -70,8 +70,6 @@ class GradientReducer:
         bucket_bytes: a bucket is closed once it has that many bytes.
         first_bucket_bytes: the same for the first bucket; smaller, so that the first all-reduce starts early.
         observer: receives the gradients before and after they are averaged.
-        divisor: divisor of the sums, where gradients are sums over more ranks than those of the group; the number
-            of ranks of the group if None.
         dtype: of the messages, in which gradients are summed; that of the parameters if None.
 
     Attributes:
@@ -88,7 +86,6 @@ class GradientReducer:
         bucket_bytes: int = 25 * 2**20,
         first_bucket_bytes: int = 2**20,
         observer: GradientObserver | None = None,
-        divisor: int | None = None,
         dtype: torch.dtype | None = None,
         copies: Mapping[str, Hashable] | None = None,
     ) -> None:
@@ -100,7 +97,6 @@ class GradientReducer:
         self._parameters = [parameter for _, parameter in reversed(unique.values())]
         self._group = group
         self._size = group.size()
-        self._divisor = divisor or self._size
         self._dtype = dtype
         self._copies = dict(copies or {})
         self._bucket_bytes = bucket_bytes
@@ -169,10 +165,6 @@ class GradientReducer:
         """
         if self.is_local:
             return
-        if self._size == 1 and self._divisor > 1:
-            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-            if gradients:
-                torch._foreach_div_(gradients, float(self._divisor))
         if self._size == 1 and self.on_averages is not None:
             self.on_averages(self._parameters)
         if self._size == 1 or not self._parameters:
@@ -254,7 +246,7 @@ class GradientReducer:
         self._next += 1
         if self.observer is not None:
             self.observer.before_average(bucket.parameters)
-        bucket.fill(self._size, self._divisor, self._has_unbucketed)
+        bucket.fill(self._size, self._has_unbucketed)
         if self.compression is None:
             bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
         else:

@@ -103,7 +103,7 @@ class GradientMessages:
         for rank in range(self._size):
             shard = self._placements[name].view(gradient, rank, self._size) if name in self._placements else gradient
             row = message[rank, offsets[name] : offsets[name] + shard.numel()]
-            divisor = self._ranks.num_replicas // (self._ranks.replicate.size() if self.is_local else 1)
+            divisor = self._size * (1 if self.is_local else self._ranks.replicate.size())
             # Scaled in the wider of both dtypes, and rounded once.
             wide = shard.to(torch.promote_types(shard.dtype, row.dtype))
             torch.mul(wide, 1.0 / divisor, out=row.view(shard.shape))

@@ -21,15 +21,12 @@ class ShardRanks:
     Attributes:
         shard: The ranks that together hold one copy.
         replicate: The ranks that hold the same shard of other copies.
-        num_replicas: Replicas whose gradients are averaged: more than these ranks, if gradients on a rank already come
-            from the data of several replicas.
         reduce_dtype: Of messages of gradients; that of the parameters if None.
         gather_dtype: Of messages of parameters; their own if None.
     """
 
     shard: dist.ProcessGroup
     replicate: dist.ProcessGroup
-    num_replicas: int
     reduce_dtype: torch.dtype | None = None
     gather_dtype: torch.dtype | None = None
 

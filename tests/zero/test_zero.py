@@ -203,7 +203,7 @@ def kept_after_a_reduction():
     world, (alone, _) = dist.group.WORLD, dist.new_subgroups(1)
     p = nn.Parameter(torch.ones(500))
     placements = {"p": shard_placement(torch.Size((1000,)), 2)}
-    group = ParameterGroup("", {"p": p}, placements, ShardRanks(world, alone, 2), keeps_full=False)
+    group = ParameterGroup("", {"p": p}, placements, ShardRanks(world, alone), keeps_full=False)
     group.trained = ["p"]
     with LiveStorages() as live:
         group.gather()
@@ -254,7 +254,7 @@ def accumulate_late():
     world, (alone, _) = dist.group.WORLD, dist.new_subgroups(1)
     p = nn.Parameter(torch.ones(5))
     placements = {"p": shard_placement(torch.Size((10,)), 2)}
-    group = ParameterGroup("", {"p": p}, placements, ShardRanks(world, alone, 2), keeps_full=False)
+    group = ParameterGroup("", {"p": p}, placements, ShardRanks(world, alone), keeps_full=False)
     group.trained = ["p"]
     group.gather()
     p.grad = torch.ones(10)
@@ -319,7 +319,7 @@ def test_scalar_parameter_stays_full():
 def changed_after_inference(keeps_full):
     world, (alone, _) = dist.group.WORLD, dist.new_subgroups(1)
     p = nn.Parameter(torch.ones(2))
-    ranks = ShardRanks(world, alone, 2)
+    ranks = ShardRanks(world, alone)
     group = ParameterGroup("", {"p": p}, {"p": shard_placement(torch.Size((4,)), 2)}, ranks, keeps_full=keeps_full)
     with torch.inference_mode():
         group.pin()

@@ -1,4 +1,12 @@
-"""Expert parallelism of one rank: runs modules whose experts are sharded, in training and evaluation."""
+"""Expert parallelism of one rank: runs modules whose experts are sharded, in training and evaluation.
+
+A rank's experts compute the rows of several replicas. All other gradients are those of one replica, to be averaged, so
+the gradients of experts are made such while they are computed, by a factor f, the share of one replica among them::
+
+    rows -> exchange -> [* 1/f in the backward] -> experts -> [* f in the backward] -> exchange -> results
+
+Then whatever sums, averages, accumulates, clips or reads gradients needs to know nothing of it.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +90,7 @@ class ShardedExperts:
         sharding: AxisSharding,
         *,
         chunks: int,
+        replica_share: float,
         randomness: KeyedRandomness,
         guards: ReadGuards,
         context: ContextRows | None = None,
@@ -93,6 +102,7 @@ class ShardedExperts:
             adapters: Adapters by FQN of the module.
             sharding: Sharding of the parameters over the expert-parallel ranks.
             chunks: Number of chunks of each rank's experts, whose messages overlap with computation.
+            replica_share: The share of one replica among those whose rows the experts of a rank compute.
             randomness: Keyed random numbers of the modules.
             guards: Guards of the run.
             context: The context ranks, if there are several.
@@ -101,9 +111,10 @@ class ShardedExperts:
         self._outside = OutsideLayerGuard("experts", GatherCallbacks(guards, self._refuse))
         self.adapters, self.sharding = dict(adapters), sharding
         self.ranks = ExpertAllToAll(sharding.group, chunks=chunks)
-        self._root = root
+        self._root, self._replica_share = root, replica_share
         self._modules: dict[str, nn.Module] = {}
         self._parameters: dict[str, dict[str, nn.Parameter]] = {}  # sharded ones, by module and FQN
+        self._replicated: dict[str, list[tuple[nn.Module, str]]] = {}  # others: their modules and names, by module
         self._full: dict[str, dict[nn.Parameter, Tensor]] | None = None
         for adapter in self.adapters.values():
             adapter.again = randomness.again
@@ -131,6 +142,12 @@ class ShardedExperts:
             sharded = {names[id(p)]: p for p in module.parameters() if names[id(p)] in self.sharding.placements}
             if not any(map(is_absent, sharded.values())):
                 self._modules[fqn], self._parameters[fqn] = module, sharded
+                self._replicated[fqn] = [
+                    (inner, name)
+                    for inner in module.modules()
+                    for name, parameter in inner.named_parameters(recurse=False)
+                    if names[id(parameter)] not in sharded
+                ]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -176,7 +193,7 @@ class ShardedExperts:
         def exchange(rows: Tensor, counts: Tensor) -> Tensor:
             """Of shape [P, D] -> [P, D']; counts [E]."""
             trains = trained or (torch.is_grad_enabled() and rows.requires_grad)
-            return self.ranks.run(rows, counts, partial(adapter.compute, module, forward), trains=trains)
+            return self.ranks.run(rows, counts, partial(self._compute, fqn, forward), trains=trains)
 
         def exchange_share(rows: Tensor, counts: Tensor) -> Tensor:
             """Exchanges a shard of rows that are replicated over context ranks: each row is computed only once."""
@@ -190,6 +207,20 @@ class ShardedExperts:
         if self._context is None or self._context.sees_local_positions(self._parameters[fqn]):
             return adapter.run(module, forward, args, kwargs, exchange)
         return adapter.run(module, forward, args, kwargs, exchange_share)
+
+    def _compute(
+        self, fqn: str, forward: Callable[..., Any], rows: Tensor, counts: Sequence[int], first: int
+    ) -> Tensor:
+        """Applies the experts of this rank to rows of all ranks, [R, D] -> [R, D'], and scales their gradients.
+
+        What leaves is scaled back: gradients of the rows, and of parameters that every rank has, such as a number.
+        """
+        share, back = self._replica_share, 1.0 / self._replica_share
+        with _scaled_gradients(self._replicated[fqn], back):
+            out: Tensor = self.adapters[fqn].compute(
+                self._modules[fqn], forward, _with_scaled_gradient(rows, back), counts, first
+            )
+        return _with_scaled_gradient(out, share)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -243,6 +274,29 @@ class ShardedExperts:
     def end_evaluation(self) -> None:
         """Frees the full experts."""
         self._full = None
+
+
+def _with_scaled_gradient(tensor: Tensor, factor: float) -> Tensor:
+    """Returns a tensor of any shape, whose gradient is multiplied by a factor in the backward."""
+    if factor != 1.0 and tensor.requires_grad:
+        tensor.register_hook(lambda gradient: gradient * factor)  # a view could not be written in place
+    return tensor
+
+
+@contextlib.contextmanager
+def _scaled_gradients(parameters: Iterable[tuple[nn.Module, str]], factor: float) -> Iterator[None]:
+    """Multiplies gradients of uses inside by a factor, of parameters given as modules and names."""
+    with torch._C.DisableTorchFunctionSubclass():  # tensor ranks may guard them: this is no read of user code
+        before = [(inner, name, inner._parameters[name]) for inner, name in parameters]
+        for inner, name, parameter in before:
+            if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
+                use: Any = _with_scaled_gradient(parameter.view_as(parameter), factor)
+                inner._parameters[name] = use
+    try:
+        yield
+    finally:
+        for inner, name, parameter in before:
+            inner._parameters[name] = parameter
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ def connect_gradients(
         reducers[key] = dense
         if experts:
             shared = [(name, p) for name, p in members if name in experts]
-            of_experts = GradientReducer(shared, mesh.group("ep_replicate"), divisor=data.size(), dtype=reduce_dtype)
+            of_experts = GradientReducer(shared, mesh.group("ep_replicate"), dtype=reduce_dtype)
             reducers[key] = JointReducer([dense, of_experts])
     return reducers, TiedParameters(holders, parameters, mesh.group("pp")), counted
 

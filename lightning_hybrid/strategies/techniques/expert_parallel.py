@@ -130,6 +130,8 @@ class ExpertPlanner:
         placements = placements_of(self._module, found.adapters, self._size, shardings)
         sharding = AxisSharding(self._mesh.group("ep"), placements, axis="ep", places=self._mesh.places("ep"))
         context = None
+        if shards is not None:
+            self._check_has_no_numbers(placements)
         if shards is not None and self._mesh.size("cp") > 1:
             shards.set_sharded_experts(placements)
             context = ExpertContextRows(self._mesh.group("cp"), shards)
@@ -138,11 +140,25 @@ class ExpertPlanner:
             found.adapters,
             sharding,
             chunks=self._chunks,
+            replica_share=self._mesh.size("ep_replicate") / self._mesh.size("data"),
             randomness=self._randomness,
             guards=self._guards,
             context=context,
         )
         return sharding
+
+    def _check_has_no_numbers(self, placements: Collection[str]) -> None:
+        """Raise an error if an expert of a list has a number, which no rank shards and only the expert's rank uses."""
+        for fqn, module in self._module.named_modules():
+            named = {f"{fqn}.{name}": parameter for name, parameter in module.named_parameters()}
+            numbers = [name for name, parameter in named.items() if not parameter.dim()]
+            if numbers and {*placements} & named.keys() and named.keys() <= {*placements, *numbers}:
+                raise LayoutError(
+                    f"expert_parallel_size={self._size} finds no experts that {self._size} ranks can share:"
+                    f" '{numbers[0]}' is a single number, whose gradients on tensor or context ranks are not added up;"
+                    " make it a vector of one element, or set expert_parallel_size=1",
+                    entry="no-experts",
+                )
 
     def _why_not_shardable(self, shards: ShardedModel | None, fqn: str) -> str:
         """Return why surrounding code keeps the experts of a module from being sharded; "" if it does not."""

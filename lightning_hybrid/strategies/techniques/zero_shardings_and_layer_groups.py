@@ -115,10 +115,10 @@ def shard_over_replicas(
     """
     from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
 
-    ranks = ShardRanks(mesh.group("dp_shard"), mesh.group("dp_replicate"), mesh.size("data"), **dtypes)
+    ranks = ShardRanks(mesh.group("dp_shard"), mesh.group("dp_replicate"), **dtypes)
     expert_ranks = ranks
     if experts is not None:
-        expert_ranks = ShardRanks(mesh.group("ep_shard"), mesh.group("ep_outer"), mesh.size("data"), **dtypes)
+        expert_ranks = ShardRanks(mesh.group("ep_shard"), mesh.group("ep_outer"), **dtypes)
     placements = {name: placement for sharding in shardings for name, placement in sharding.placements.items()}
     members = members_of_groups(module, plan, reads.names, experts)
     names = {id(parameter): name for name, parameter in module.named_parameters()}

@@ -65,6 +65,69 @@ class ClipsItself(Balanced):
         assert float(torch.stack(norms).norm()) < 0.05
 
 
+class StepsInTwo(Balanced):
+    """Two backwards before a step, the first of which leaves an average to which the second one adds."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer, loss = self.optimizers(), self.loss(batch)
+        self.manual_backward(loss)
+        with optimizer.toggle_model(sync_grad=False):
+            self.manual_backward(self.loss(batch) / 3)
+        self.manual_backward(self.loss(batch) / 2)
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": loss}
+
+
+class KeepsGradients:
+    """Gradients of all batches add up."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        pass
+
+
+class KeepsStacked(KeepsGradients, Balanced):
+    pass
+
+
+class Scaled(torch.nn.Module):
+    """An expert with a number, which ranks do not share, or a vector."""
+
+    def __init__(self, inner, scale=0.7):
+        super().__init__()
+        self.inner, self.scale = inner, torch.nn.Parameter(torch.tensor(scale))
+
+    def forward(self, rows):
+        return self.inner(rows) * self.scale
+
+
+class KeepsListed(KeepsGradients, Looped):
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.moe.experts = torch.nn.ModuleList(map(Scaled, layer.moe.experts))
+
+
+class VectorListed(KeepsGradients, Looped):
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.moe.experts = torch.nn.ModuleList(Scaled(expert, [0.7]) for expert in layer.moe.experts)
+
+
+class Clamps(Balanced):
+    """A hook that is not linear sees the gradient of one process where one rank holds an expert."""
+
+    def on_fit_start(self):
+        for name, parameter in self.named_parameters():
+            if ".experts." in name:
+                parameter.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
+
+
 class Masks:
     """Hooks of either kind with a mask of each parameter's shape."""
 
@@ -107,6 +170,17 @@ RUNS = {
     "clipped in the step, two copies": shared(ClipsItself, microbatches=1, dp=4, slow=True),
     "clipped in the step, zero3": shared(ClipsItself, microbatches=1, dp=4, strategy={"zero_stage": 3}, slow=True),
     "clipped in the step, context ranks": shared(ClipsItself, microbatches=1, cp=2, ep=4, slow=True),
+    "two backwards": shared(StepsInTwo, microbatches=1),
+    "two backwards, two copies": shared(StepsInTwo, microbatches=1, dp=4, slow=True),
+    "two backwards, zero3": shared(StepsInTwo, microbatches=1, dp=4, strategy={"zero_stage": 3}, slow=True),
+    "two backwards, context ranks": shared(StepsInTwo, microbatches=1, cp=2, ep=4, slow=True),
+    "gradients that are kept": shared(KeepsStacked, num_batches=4, trainer=CLIPPED, slow=True),
+    "gradients that are kept, a list": shared(KeepsListed, num_batches=4, trainer=CLIPPED),
+    "gradients that are kept, zero3": shared(KeepsListed, dp=4, strategy={"zero_stage": 3}, slow=True),
+    "a vector in each expert, tensor ranks": shared(VectorListed, tp=2, slow=True),
+    "a vector in each expert, context ranks": shared(VectorListed, cp=2, ep=4, slow=True),
+    "gradients that are kept, context ranks": shared(KeepsStacked, cp=2, ep=4, slow=True),
+    "clamped in hooks": shared(Clamps),
     "masks on gradients": shared(MasksStacked),
     "masks on gradients, a list": shared(MasksListed, batch_size=1, microbatches=1, num_batches=3),
     "masks on gradients, tensor ranks": shared(MasksStacked, tp=2, slow=True),
@@ -311,9 +385,23 @@ def ragged(module):
             shared(strategy={"compile": {"backend": "aot_eager", "fullgraph": True}}),
             "experts that are sharded over ranks run between two graphs; leave fullgraph out",
         ),
+        (
+            Run(KeepsListed, cp=2, ep=2),
+            "experts.0.scale' is a single number, whose gradients on tensor or context ranks",
+        ),
+        (Run(KeepsListed, tp=2, dp=2, ep=2), "is a single number, .* make it a vector of one element"),
         (Run(Mixtral, dp=2, ep=4), "expert_parallel_size=4 does not divide; set expert_parallel_size=2"),
     ],
-    ids=["no experts", "uneven", "fails its proof", "ragged", "in one graph", "too many"],
+    ids=[
+        "no experts",
+        "uneven",
+        "fails its proof",
+        "ragged",
+        "in one graph",
+        "number",
+        "number over tensor ranks",
+        "too many",
+    ],
 )
 def test_refused(worlds, run, message):
     for refused_with in worlds.run(run.world_size, refusal, fit, run):
