@@ -183,7 +183,8 @@ class BatchScalars:
             if call.node.name.startswith(SINK):
                 return self._metric_value(call, index)
             # A sum over a number of the batch, such as that of samples or of a mask, is a mean.
-            if not is_linear(call.node) or not (_is_scaled_by_number(call) or all(map(self.is_mean, call.node.inputs))):
+            known = {"mean", "sum"} if _is_scaled_by_number(call) else {"mean"}
+            if not is_linear(call.node) or not known.issuperset(map(self.kind, call.node.inputs)):
                 return self._recomputed(call, [other.leaves for other in calls if other is not None])
         return None
 

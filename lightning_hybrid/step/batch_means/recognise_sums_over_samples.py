@@ -47,7 +47,7 @@ def reduction_of(value: int, graph: StepGraph, size: int) -> str:
         return ""
     if not _reads_units(node.inputs[0], graph):
         return ""  # of parameters alone: equal in all microbatches
-    return "sum" if node.name in SUMS else _EXTREMES.get(node.name, "")
+    return "sum" if node.name in SUMS or node.averages == "sum" else _EXTREMES.get(node.name, "")
 
 
 def _reads_units(value: int, graph: StepGraph) -> bool:
