@@ -79,8 +79,8 @@ ATTENTION = {
 }
 
 
-@each(ATTENTION, {}, ["tp2 x cp2"])
-def test_context_ranks(worlds, tmp_path, case, layout):
+@each(ATTENTION, {"X BranchInside, late masks": ("tp2 x dp2",)}, ["tp2 x cp2", "tp2 x dp2", "tp2 x pp2 x dp2"])
+def test_further_layouts(worlds, tmp_path, case, layout):
     check(worlds, case, layout, tmp_path, timeout=120)
 
 
