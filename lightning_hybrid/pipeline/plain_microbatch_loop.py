@@ -90,9 +90,8 @@ class MicrobatchLoop:
             seeds: By microbatch, the weight of its loss, with which the backward starts.
             appended: Records the entries that each microbatch appends to lists.
         """
-        runner = self._runner
+        runner, trains = self._runner, train is not None or keyed is None
         recorder = ActionRecorder() if train is None else train.recorder
-        trains = train is not None or keyed is None
         for index, microbatch in enumerate(self._share.microbatches):
             draws = keyed(index) if keyed is not None else contextlib.nullcontext()
             start = recorder.mark()
@@ -128,7 +127,8 @@ class MicrobatchLoop:
                 appended.after_microbatch()
             del output, microbatch
         if train is not None:
-            train.reduce(0)
+            with runner.guards.off():  # a reducer that read full gradients would average those
+                train.reduce(0)
 
     def results(
         self,

@@ -90,6 +90,11 @@ class GradientBucket:
                 # More than all dense ones together, also after rounding: bfloat16 cannot count beyond 256.
                 flags.append(0.0 if gradient is None else 2.0 * size)
                 continue
+            if gradient.shape != view.shape:  # torch would give the view that shape, over its neighbours
+                raise RuntimeError(
+                    f"a gradient of shape {tuple(gradient.shape)} is to be averaged over replicas where"
+                    f" {tuple(view.shape)} is expected; set it to a tensor of the parameter's shape"
+                )
             flags.append(1.0)
             # With `zero_grad(set_to_none=False)` the backward has accumulated into the view itself.
             # Divided in the wider of both dtypes, and rounded once.

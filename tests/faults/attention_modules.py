@@ -105,10 +105,16 @@ class T5(Text):
 
 
 class Llama(Text):
+    key_heads = 2
+
     def make(self) -> nn.Module:
-        grouped = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        grouped = {"num_attention_heads": 4, "num_key_value_heads": self.key_heads}
         config = transformers.LlamaConfig(**TOKENS, **NAMED | grouped, max_position_embeddings=LONGEST)
         return transformers.LlamaForCausalLM(config)
+
+
+class LlamaOneKeyHead(Llama):
+    key_heads = 1
 
 
 # AC, AD: attention by hand
@@ -177,6 +183,86 @@ class TwoOfTwo(Grouped):
 
 class ThreeHeads(Grouped):
     sizes = 3, 4, 3
+
+
+class BranchingBlock(Block):
+    """Where there is a mask it runs further lines, which use parameters that nothing else uses."""
+
+    def __init__(self, heads: int, width: int, key_heads: int, branch: str) -> None:
+        super().__init__(heads, width, key_heads)
+        size = heads * width
+        self.branch = branch
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, size))
+        self.places = nn.Parameter(torch.linspace(-1, 1, LONGEST * size).view(LONGEST, size))
+        self.gate = nn.Linear(size, size)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.attention(self.first(x))
+        if mask is not None and self.branch != "inside":
+            x = getattr(self, self.branch)(x, mask.unsqueeze(-1))
+        h = self.inner[0](self.second(x))
+        if mask is not None and self.branch == "inside":
+            h = h * mask.unsqueeze(-1)
+        return x + self.inner[2](self.inner[1](h))
+
+    def masked(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x * mask * self.scale
+
+    def gated(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.gate(x))
+
+    def summed(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x.cumsum(1) / 4
+
+    def averaged(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + (x * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+
+    def placed(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.places[: x.shape[1]]
+
+    def attends_twice(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.attention(self.second(x)) * mask
+
+
+class BranchInside(Text):
+    """Its blocks run the branch with full positions."""
+
+    branch = "inside"
+
+    def make(self) -> nn.Module:
+        blocks = [BranchingBlock(2, 8, 2, self.branch) for _ in range(2)]
+        return nn.ModuleList([nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.Linear(WIDTH, VOCABULARY)])
+
+    def logits(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+        embedding, *blocks, head = self.model
+        x = embedding(ids)
+        for block in blocks:
+            x = block(x, mask)
+        return head(x)
+
+
+class BranchMasked(BranchInside):
+    branch = "masked"
+
+
+class BranchGated(BranchInside):
+    branch = "gated"
+
+
+class BranchSummed(BranchInside):
+    branch = "summed"
+
+
+class BranchAveraged(BranchInside):
+    branch = "averaged"
+
+
+class BranchPlaced(BranchInside):
+    branch = "placed"
+
+
+class BranchAttendsTwice(BranchInside):
+    branch = "attends_twice"
 
 
 # Z

@@ -39,6 +39,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 FURTHER: dict[str, tuple[int, int, dict[str, Any]]] = {
     "one device": (1, 1, HALVES),
     "tp2 x dp2": (4, 2, TP2),
+    "tp2 x pp2 x dp2": (8, 2, TP2 | PP2 | HALVES),
     "tp2 x cp2": (4, 1, TP2 | {"context_parallel_size": 2}),
 }
 BATCH, FEATURES = 8, 6

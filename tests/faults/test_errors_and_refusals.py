@@ -23,6 +23,9 @@ def cases(letter, modules, loaders, *, trainer=None, label="", **further):
 MASKED = [s.MasksInInit, s.MasksInSetup, s.MasksAtFitStart, s.MasksAtTrainStart, s.MasksAtEpochStart]
 MASKED += [s.MasksInOptimizers, s.MasksAccumulated, s.MasksByName]
 COMPILED = [s.CompiledInPlace, s.CompiledLayers, s.CompiledInner, s.CompiledStep, s.compiled_module]
+TRANSFORMERS = [a.GPT2, a.Bert, a.T5, a.Llama, a.LlamaOneKeyHead]
+BRANCHES = [a.BranchInside, a.BranchGated, a.BranchPlaced]  # whose parameters the first batches do not use
+FURTHER_BRANCHES = [a.BranchMasked, a.BranchSummed, a.BranchAveraged, a.BranchAttendsTwice]
 CASES = {
     **cases("N", COMPILED, VALIDATED),
     **cases("N", [s.compiled_fullgraph], PLAIN),
@@ -34,8 +37,8 @@ CASES = {
     **cases("U", [c.ThreeLoaders], s.of_numbers((4, 8), (1, 12), (3, 4), (2, 8)), trainer=LIMITED),
     **cases("V", [c.Distils, c.DistilsInEval, c.DistilsBranching, c.Momentum, c.MomentumAfter], VALIDATED),
     **cases("W", [c.Initialises, c.InitialisesByData, c.InitialisesCentred, c.InitialisesWithGradients], VALIDATED),
-    **cases("X", [a.GPT2, a.Bert, a.T5, a.Llama], a.texts, epochs=1),
-    **cases("X", [a.GPT2, a.Bert, a.T5], a.texts_with_late_masks, epochs=1, label=", late masks"),
+    **cases("X", TRANSFORMERS, a.texts, epochs=1),
+    **cases("X", [*TRANSFORMERS, *BRANCHES], a.texts_with_late_masks, epochs=1, label=", late masks"),
     **cases("AC", [a.Grouped, a.OneKeyHead, a.TwoOfTwo], a.texts, epochs=1),
     **cases("AH", [c.Counts, c.CountsOptimizerSteps], PLAIN),
     **cases("Z", [a.Mixture], a.texts_with_late_masks, epochs=1),
@@ -70,18 +73,25 @@ def test_shared_experts(worlds, tmp_path, case, layout):
     check(worlds, case, layout, tmp_path, timeout=120)
 
 
-ATTENTION = cases("AC", [a.Grouped, a.OneKeyHead, a.TwoOfTwo], a.texts, epochs=1)
+ATTENTION = {
+    **cases("AC", [a.Grouped, a.OneKeyHead, a.TwoOfTwo], a.texts, epochs=1),
+    **cases("X", BRANCHES, a.texts_with_late_masks, epochs=1, label=", late masks"),
+}
 
 
-@each(ATTENTION, {}, ["tp2 x cp2"])
-def test_context_ranks(worlds, tmp_path, case, layout):
+@each(ATTENTION, {"X BranchInside, late masks": ("tp2 x dp2",)}, ["tp2 x cp2", "tp2 x dp2", "tp2 x pp2 x dp2"])
+def test_further_layouts(worlds, tmp_path, case, layout):
     check(worlds, case, layout, tmp_path, timeout=120)
 
 
-SEQUENCE = cases("AD", [a.ThreeHeads, a.Grouped], a.texts, epochs=1, strategy={"sequence_parallel": True})
+LATE = {"epochs": 1, "strategy": {"sequence_parallel": True}, "label": ", late masks"}
+SEQUENCE = {
+    **cases("AD", [a.ThreeHeads, a.Grouped], a.texts, epochs=1, strategy=LATE["strategy"]),
+    **cases("AD", [*TRANSFORMERS, *BRANCHES, *FURTHER_BRANCHES], a.texts_with_late_masks, **LATE),
+}
 
 
-@each(SEQUENCE, {}, ["tp2", "tp2 x pp2", "tp2 x dp2"])
+@each(SEQUENCE, {"AD BranchInside, late masks": ("tp2",)}, ["tp2", "tp2 x pp2", "tp2 x dp2"])
 def test_sequence_parallel(worlds, tmp_path, case, layout):
     check(worlds, case, layout, tmp_path, timeout=120)
 

@@ -102,7 +102,7 @@ class Executor:
     Attributes:
         around_units: Entered around each job; replaces the forwards of units by sharded ones.
         around_step: Entered around each run of the user's step.
-        around_backward: Entered around each backward.
+        around_backward: Entered around each backward, and each reduction.
         after_forward: Called after each forward, before its outputs are sent.
     """
 
@@ -231,7 +231,8 @@ class _Run:
         else:
             start = recorder.mark()
             assert action.kind is Kind.REDUCE
-            self._job.reduce(stage)
+            with self._executor.around_backward():  # a reducer that read full gradients would average those
+                self._job.reduce(stage)
         recorder.add(action, start, waited)
         to_do = self._forwards_left if Kind.F in self._idle_after else sum(self._backwards_left.values())
         self.is_idle |= action.kind in self._idle_after and not to_do

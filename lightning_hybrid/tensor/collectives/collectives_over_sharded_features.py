@@ -86,21 +86,33 @@ class _SumGradients(torch.autograd.Function):
     def forward(ctx: Any, ranks: Ranks, placements: tuple[Shard | None, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         """Views of the same shapes."""
         ctx.ranks, ctx.placements = ranks, placements
+        ctx.set_materialize_grads(False)
+        ctx.made = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The sums, of the same shapes."""
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The sums, of the same shapes; None for a parameter that no rank has used, which optimizers leave alone."""
         ranks = ctx.ranks
-        full = [
-            grad if placement is None else embed_in_zeros(grad, placement, ranks.rank, ranks.size)
-            for grad, placement in zip(grads, ctx.placements, strict=True)
-        ]
+        full = []
+        for grad, placement, (shape, dtype, device) in zip(grads, ctx.placements, ctx.made, strict=True):
+            own = torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+            full.append(own if placement is None else embed_in_zeros(own, placement, ranks.rank, ranks.size))
+        used = full[0].new_ones(len(full))
+        for index, grad in enumerate(grads):
+            if grad is None:
+                used[index] = 0
         # One message for all of them: they are small.
-        flat = _Leave.apply(torch.cat([grad.reshape(-1) for grad in full]), ranks)
-        sums = [total.view_as(grad) for total, grad in zip(flat.split([g.numel() for g in full]), full, strict=True)]
-        pairs = zip(sums, ctx.placements, strict=True)
-        return None, None, *(t if p is None else shard_tensor(t, p, ranks.rank, ranks.size) for t, p in pairs)
+        flat = _Leave.apply(torch.cat([*(grad.reshape(-1) for grad in full), used]), ranks)
+        *sums, users = flat.split([*(grad.numel() for grad in full), len(full)])
+        totals: list[Tensor | None] = []
+        for total, like, grad, placement, count in zip(sums, full, grads, ctx.placements, users, strict=True):
+            if grad is None and not count:  # read only where this rank has not used it
+                totals.append(None)
+                continue
+            whole = total.view_as(like)
+            totals.append(whole if placement is None else shard_tensor(whole, placement, ranks.rank, ranks.size))
+        return None, None, *totals
 
 
 def enter(tensor: Tensor, ranks: Ranks, readers: Readers | None = None) -> Tensor:

@@ -34,7 +34,7 @@ MODELS = {
 }
 HEADS = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}
 LENGTHS = [(7, 7, 7, 7), (7, 5, 7, 3), (9, 9, 9, 9), (5, 4, 5, 5)]
-LENGTHS += [(12, 2, 3, 4), (2, 1, 2, 2), (9, 9, 4, 1), (3, 3, 3, 3)]
+LENGTHS += [(12, 2, 3, 4), (2, 1, 2, 2), (9, 9, 4, 1), (3, 3, 3, 3), (1, 1, 1, 1)]
 
 
 class Model(LightningModule):
@@ -74,15 +74,21 @@ def trained(name, implementation, devices, **sizes):
     return torch.stack(model.losses), model.state_dict(), [text for text in texts if "unsharded" in text]
 
 
-SLOW = [(name, kind) for name in MODELS if "dropout" not in name for kind in ("sdpa", "eager")]
-CASES = [("GPT2", "sdpa"), ("Bert", "eager")]  # the layers of Bert run another line where there is a mask
-CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in CASES]
+KINDS = [(name, kind) for name in MODELS if "dropout" not in name for kind in ("sdpa", "eager")]
+# The layers of Bert run another line where there is a mask.
+DEFAULT = [("GPT2", "sdpa", False), ("Bert", "eager", False), ("Bert", "eager", True)]
+CASES = [
+    pytest.param(*kind, sequence, marks=[pytest.mark.slow] * ((*kind, sequence) not in DEFAULT))
+    for sequence in (False, True)
+    for kind in KINDS
+]
 
 
-@pytest.mark.parametrize(("name", "implementation"), CASES)
-def test_each_length_runs_sharded(worlds, name, implementation):
+@pytest.mark.parametrize(("name", "implementation", "sequence_parallel"), CASES)
+def test_each_length_runs_sharded(worlds, name, implementation, sequence_parallel):
     [(losses, state, _)] = worlds.run(1, trained, name, implementation, 1)
-    for found, weights, unsharded in worlds.run(2, trained, name, implementation, 2, tensor_parallel_size=2):
+    options = {"tensor_parallel_size": 2, "sequence_parallel": sequence_parallel}
+    for found, weights, unsharded in worlds.run(2, trained, name, implementation, 2, **options):
         torch.testing.assert_close(found, losses, rtol=1e-10, atol=0)
         torch.testing.assert_close(weights, state, rtol=1e-9, atol=1e-11)
         # Without a mask torch repeats the key head, and with one the model does: the plan holds for the first alone.

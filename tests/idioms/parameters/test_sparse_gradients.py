@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from harness.verification import LAYOUTS, check
+from harness.verification import LAYOUTS, TENSOR, check
 from lightning_hybrid.verify import Layout
 from models.regression import StepsManually
 
@@ -119,7 +119,11 @@ CASES = [
     (Table, LAYOUTS[0]),
 ]
 EACH = [*map(zero, (1, 2, 3)), zero(3, reshard_after_forward=True), *LAYOUTS[:3]]
-EACH += [Layout("tp2", devices=2, strategy={"tensor_parallel_size": 2})]
+EACH += [Layout("tp2", devices=2, strategy={"tensor_parallel_size": 2}), TENSOR, zero(3, recompute="full")]
+STAGES = {"pipeline_parallel_size": 2}
+EACH += [
+    Layout(f"pp2, {count} microbatches", devices=2, strategy=STAGES | {"num_microbatches": count}) for count in (2, 4)
+]
 FEW = {Own: ("zero1 over 2", "pp2"), Hooks: ("zero3 over 2",), Two: ("pp2",)}
 OWN = [
     (module, layout) if layout.name in FEW[module] else pytest.param(module, layout, marks=pytest.mark.slow)
