@@ -234,6 +234,8 @@ def reachable_leaves(
         if id(inner) in seen:
             return
         seen.add(id(inner))
+        if isinstance(inner, set) and PLAIN.issuperset(map(type, inner)):
+            inner = sorted(inner, key=str)  # equal sets may have other orders
         for key, item in list(inner.items() if isinstance(inner, dict) else enumerate(inner)):
             if type(item) not in passed:
                 yield from walk(place._replace(path=(*place.path, key)), item, depth + 1)

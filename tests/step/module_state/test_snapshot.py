@@ -12,6 +12,7 @@ from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves imp
     AttributePath,
     ModuleSnapshot,
     TensorSnapshot,
+    reachable_leaves,
 )
 
 
@@ -101,3 +102,11 @@ def test_attribute_tensors_by_path():
 @pytest.mark.parametrize("path", [("b",), ("a", 3), ("a", 0, "x")])
 def test_path_without_a_value_gives_none(path):
     assert look_up(Stateful(), [AttributePath("", "totals", path)]) == [None]
+
+
+def test_leaves_of_equal_sets_have_equal_paths():
+    """In whatever order they were filled, with 8 and 16, which share a place in their tables."""
+    one, other = nn.Module(), nn.Module()
+    one.numbers, other.numbers = {8, 16}, {16, 8}
+    assert list(one.numbers) != list(other.numbers)
+    assert dict(reachable_leaves(one)) == dict(reachable_leaves(other))
