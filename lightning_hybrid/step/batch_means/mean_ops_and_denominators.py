@@ -53,8 +53,10 @@ def averages(name: str, args: Any, kwargs: Any, is_model: Callable[[Any], bool],
     """
     if name in _BY_CLASS | _BY_ELEMENT:
         bound = _bound(name, args, kwargs)
-        if bound is None or is_model(bound["target"]) or not isinstance(bound["target"], Tensor):
+        if bound is None or not isinstance(bound["target"], Tensor):
             return ""
+        if is_model(bound["target"]):
+            return "sum" if bound["reduction"] == "sum" else ""
         how = {"mean": "classes" if name in _BY_CLASS else "elements", "sum": "sum"}
         return how.get(bound["reduction"], "")  # type: ignore[return-value]
     if name == "mean" and len(args) == 1 and not kwargs:

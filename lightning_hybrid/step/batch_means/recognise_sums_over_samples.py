@@ -39,7 +39,9 @@ def reduction_of(value: int, graph: StepGraph, size: int) -> str:
     node = makers.get(value)
     while node is not None and node.name in IDENTITIES and len(node.inputs) == 1:
         node = makers.get(node.inputs[0])
-    if node is None or node.unit is not None or len(node.inputs) != 1:
+    if node is None or node.unit is not None or not node.inputs:
+        return ""
+    if len(node.inputs) > 1 and node.averages != "sum":  # a loss may compare two values of the model
         return ""
     shape = graph.values[node.inputs[0]].shape
     made = makers.get(node.inputs[0])

@@ -182,6 +182,18 @@ class LogsBatch(Logs):
         yield from {"spread": y.std(), "median": y.median().item(), "sum": float(y.sum()), "mean": y.mean()}.items()
 
 
+class LogsRatios(LogsBatch):
+    """Logs sums over a number of the batch that is equal in all microbatches, a sum, and one over weights alone."""
+
+    def values(self, loss, out):
+        mask, self.y = (torch.arange(len(self.y)) % 2).to(out)[:, None], None
+        total = (out.square() * mask).sum()
+        yield from {"masked": total / mask.sum(), "clamped": total / mask.sum().clamp(min=1)}.items()
+        yield from {"share": (out > 0.05).sum() / len(out), "per_number": total / out.numel()}.items()
+        yield from {"errors": F.mse_loss(out, mask, reduction="sum"), "root": (out.mean() + 9).sqrt() / 2}.items()
+        yield "weights", sum(parameter.square().sum() for parameter in self.parameters())
+
+
 def run(module, size, pp, batch_size, options, *, ignores=True):
     if ignores:
         ignore_warnings()
@@ -197,7 +209,7 @@ HALVES = {"num_microbatches": 2}
 LAYOUTS = {"microbatches": (1, 1, HALVES), "pp2": (2, 2, HALVES), "dp2 x pp2": (4, 2, HALVES)}
 LAYOUTS["pp2, 4 microbatches"] = (2, 2, {"num_microbatches": 4})
 CASES = [(CallsForward, "microbatches"), (CallsForward, "pp2"), (InShares, "pp2"), (Logs, "microbatches")]
-CASES += [(Measures, "pp2"), (Logs, "dp2 x pp2"), (LogsFunctions, "pp2"), (LogsBatch, "pp2")]
+CASES += [(Measures, "pp2"), (Logs, "dp2 x pp2"), (LogsFunctions, "pp2"), (LogsBatch, "pp2"), (LogsRatios, "pp2")]
 SLOW = [(Measures, "dp2 x pp2"), (Logs, "pp2"), (Logs, "pp2, 4 microbatches"), (CallsForward, "pp2, 4 microbatches")]
 SLOW += [(CallsForward, "dp2 x pp2"), (InShares, "dp2 x pp2"), (Measures, "microbatches"), (InShares, "microbatches")]
 SLOW += [(LogsFunctions, "pp2, 4 microbatches"), (LogsBatch, "dp2 x pp2")]
