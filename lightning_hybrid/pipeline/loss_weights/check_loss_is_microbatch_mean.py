@@ -176,8 +176,7 @@ def measure_weighting(
         by_samples, by_counts = (error_bound(logged[key], each, dtype) for each in (sample_weights, count_weights))
         return not by_samples and bool(by_counts)
 
-    means = frozenset(key for key in keys if not error_bound(logged[key], count_weights, dtype))
-    unexplained = tuple(each for each in unexplained if each[0] not in means)
+    unexplained = tuple(each for each in unexplained if error_bound(logged[each[0]], count_weights, dtype))
     by_samples = frozenset(filter(is_by_samples, keys))
     return LossWeighting(counts, by_samples, differing, mean, reductions=reductions, unexplained=unexplained)
 
