@@ -137,6 +137,15 @@ class StepGraph:
         """The operation that makes each value, or the first one if several do."""
         return {output: node for node in reversed(self.nodes) for output in node.outputs}
 
+    @cached_property
+    def of_units(self) -> frozenset[int]:
+        """The values that depend on the result of a unit, and so on the samples."""
+        found: set[int] = set()
+        for node in self.nodes:
+            if node.unit is not None or not found.isdisjoint(node.inputs):
+                found.update(value for value in node.outputs if self.makers[value] is node)
+        return frozenset(found)
+
     def made_by(self, value: int) -> Node:
         """The operation that makes a value, or the first one if several do."""
         return self.makers[value]

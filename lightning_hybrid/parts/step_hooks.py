@@ -67,7 +67,7 @@ class StepHooks:
         self._kept.clear()
 
     def close(self) -> None:
-        """Let steps register hooks as ever."""
+        """Let steps register hooks without this object."""
         while self._undo:
             self._undo.pop()()
 

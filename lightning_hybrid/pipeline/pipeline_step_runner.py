@@ -33,7 +33,7 @@ from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.pipeline.runtime.transport import Transport
 from lightning_hybrid.pipeline.side_effects.join_appended_entries import AppendedEntries
 from lightning_hybrid.pipeline.side_effects.run_unmergeable_steps_on_full_batch import UnsplitSteps
-from lightning_hybrid.pipeline.side_effects.side_effect_run import SideEffectRun, side_effect_run
+from lightning_hybrid.pipeline.side_effects.side_effect_run import SideEffectRun
 from lightning_hybrid.pipeline.stages.drop_broadcast_parameters_and_buffers import broadcast_buffers, repeated_buffers
 from lightning_hybrid.pipeline.stages.record_and_partition_step import record_once
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
@@ -218,8 +218,9 @@ class StepRunner(MicrobatchRunner):
             # Such means have no common weights; evaluation needs no backward, so its batches are unsplit from now on.
             self._unsplit.names.add(name)
         if name in self._unsplit.names and len(chosen.microbatches) > 1:
-            how = partial(self.run, step_number=step_number, context=context, train=train, share_output=share_output)
-            return how(name, step, args)
+            return self.run(
+                name, step, args, step_number=step_number, context=context, train=train, share_output=share_output
+            )
         try:
             return self._run_in_stages(call, chosen, weights, train, share_output=share_output)
         except StepBroken as broken:
@@ -289,8 +290,7 @@ class StepRunner(MicrobatchRunner):
             **self._callbacks(train, exchange, weights, chosen),
         )
         appended = AppendedEntries(self._root) if count > 1 else None
-        given = self._traces.unwritten(call, chosen.batch)
-        side_effects = side_effect_run(self._root, self.plan.names(), call, given, variants, self._randomness)
+        side_effects = self._side_effects(call, chosen)
         grad = torch.set_grad_enabled(train is not None or torch.is_grad_enabled())
         with self._randomness.isolated(), grad, self._metrics.step():
             outcome = self._executor.run(job)
@@ -351,6 +351,13 @@ class StepRunner(MicrobatchRunner):
             options |= {"before_backward": train.before_backward, "after_backward": train.after_backward}
             options |= {"reduce": train.reduce, "recorder": train.recorder}
         return options
+
+    def _side_effects(self, call: Call, chosen: ChosenTraces) -> SideEffectRun | None:
+        """The re-run of a step that keeps numbers of the model; made before the step may write into its batch."""
+        if len(chosen.variants) > 1 or not chosen.variants[0].recording.numbers_kept:
+            return None
+        given = self._traces.unwritten(call, chosen.batch)
+        return SideEffectRun(self._root, self.plan.names(), call, given, chosen.variants[0], self._randomness)
 
     def _synchronize(
         self,

@@ -130,7 +130,7 @@ class ExpertCalls:
     def _have_all_rows(self, fqn: str, adapter: ExpertsAdapter) -> bool:
         """Returns whether the modules of a list all get all tokens, as layers do.
 
-        So do experts in a recording of a step in which each token takes one of them: it does not know how many do.
+        A recording of a step in which each token takes one expert gives all rows to each: it cannot know how many.
         """
         if not isinstance(adapter, ExpertList):
             return False

@@ -24,7 +24,6 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch_means.recognise_sums_over_samples import matching_values
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
 from lightning_hybrid.step.recording.values_kept_on_modules import skippable_modules
-from lightning_hybrid.step.replay.rerun_step_for_side_effects import SideEffectReplay
 
 
 class LogRun:
@@ -68,16 +67,15 @@ class LogRun:
             read: The numbers of the full batch, by index in ``reads``; NaN where they are not known.
         """
         graph, logs = self._full.recording.graph, LogCapture(1)
-        replay = SideEffectReplay(self._full.recording, self._full.assignment, self._root, self._randomness)
-        replay.contents = {
+        contents = {
             value: torch.tensor(read[index], dtype=getattr(torch, graph.values[value].dtype))
             for value, index in self._read.items()
             if not math.isnan(read[index])
         }
         start = ModuleSnapshot(self._root, without=skippable_modules(self._root, [self._full.recording]))
         try:
-            with self._call.dry_run(self._root, [replay], self._randomness) as current, logs.microbatch(self._root, 0):
-                replay.run(lambda: self._call.on(self._batch), {}, self._names, current)
+            what = self._root, self._names, self._batch, self._full, self._randomness, contents
+            self._call.rerun(*what, around=logs.microbatch(self._root, 0))
         except Exception:  # what it logs is then combined as that of other steps
             return {}
         finally:
@@ -113,8 +111,8 @@ class LogRuns:
 
 
 def _differ(variants: Sequence[TraceVariant]) -> bool:
-    first, *others = (_operations(variant.recording.graph) for variant in dict.fromkeys(variants))
-    return any(other != first for other in others)
+    first, *others = (variant.recording.graph for variant in dict.fromkeys(variants))
+    return any(_operations(other) != _operations(first) for other in others)
 
 
 def _operations(graph: StepGraph) -> list[tuple[str, tuple[int, ...]]]:

@@ -71,7 +71,7 @@ class StepResultExchange:
             rank_of: Returns the pipeline rank of a stage.
         """
         self._metrics, self._sizes, self._log_run = metrics, sizes, log_run
-        self._weighting, self._by_samples = weighting, by_samples
+        self._weighting, self._by_samples, self._measured = weighting, by_samples, dict(weighting.reductions)
         self._reads = () if log_run is None else log_run.reads
         self._group, self._rank_of = group, rank_of
         self._has_last_stage = group.rank() == rank_of(variants[0].assignment.num_stages - 1)
@@ -144,14 +144,13 @@ class StepResultExchange:
             number = self._metrics.values()(entry.metric, None)
         elif any(map(math.isnan, entry.values)):
             return math.nan
-        elif entry.value is not None and key not in dict(self._weighting.reductions):
+        elif entry.value is not None and key not in self._measured:
             number = None if batch.is_mean(entry.value) else batch.value(entry.value)
         return math.nan if number is None else float(number)
 
     def _combined(self, key: Key, entry: Entry) -> float:
         weights = self._by_samples if key in self._weighting.keys else self._weights
-        measured = dict(self._weighting.reductions).get(key)
-        return entry.combine(weights, self._sizes, measured or self._over(entry))
+        return entry.combine(weights, self._sizes, self._measured.get(key) or self._over(entry))
 
     def _over(self, entry: Entry) -> str:
         """How the graph makes a value of the samples: as "sum", "max" or "min" of them; "" if in another way."""

@@ -8,7 +8,7 @@ that run on the modules stay.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot, TensorSnapshot
 from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.step.recording.values_kept_on_modules import skippable_modules
-from lightning_hybrid.step.replay.rerun_step_for_side_effects import SideEffectReplay
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
@@ -70,11 +69,8 @@ class SideEffectRun:
             )
         written = _Buffers(self._root, self._without)
         self._start.restore()  # the step may have branched on a buffer that it has written since
-        replay = SideEffectReplay(self._variant.recording, self._variant.assignment, self._root, self._randomness)
-        replay.contents = contents
         try:
-            with self._call.dry_run(self._root, [replay], self._randomness) as current:
-                run = replay.run(lambda: self._call.on(self._batch), {}, self._names, current)
+            run = self._call.rerun(self._root, self._names, self._batch, self._variant, self._randomness, contents)
         except Exception as error:
             raise StepError(
                 f"{kept}, and the step failed where only its side effects run ({type(error).__name__}: {error});"
@@ -85,23 +81,6 @@ class SideEffectRun:
             written.restore()
         fill_placeholders(run, contents)
         return run.result
-
-
-def side_effect_run(
-    root: nn.Module,
-    names: Mapping[int, str],
-    call: Call,
-    batch: Any,
-    variants: Sequence[TraceVariant],
-    randomness: KeyedRandomness,
-) -> SideEffectRun | None:
-    """The second run of a step that keeps numbers of the model; made before the step may write into its batch.
-
-    Arguments as for ``SideEffectRun``, with the traces of all microbatches.
-    """
-    if len(variants) > 1 or not variants[0].recording.numbers_kept:
-        return None
-    return SideEffectRun(root, names, call, batch, variants[0], randomness)
 
 
 class _Buffers:

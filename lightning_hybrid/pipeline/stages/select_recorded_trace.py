@@ -35,6 +35,8 @@ from lightning_hybrid.step.instrument.instrument_step import InstrumentedReplay,
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ModuleSnapshot
 from lightning_hybrid.step.objects.bounded_lru_dict import BoundedLRUDict
 from lightning_hybrid.step.objects.pytree import flatten, tensors_inside
+from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
+from lightning_hybrid.step.replay.rerun_step_for_side_effects import SideEffectReplay
 from lightning_hybrid.step.replay.trace_tree_and_dry_run import TraceTree, UnknownTrace
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun
@@ -89,6 +91,32 @@ class Call:
             contextlib.redirect_stdout(io.StringIO()),
         ):
             yield current
+
+    def rerun(
+        self,
+        root: nn.Module,
+        names: Mapping[int, str],
+        batch: Any,
+        variant: TraceVariant,
+        randomness: KeyedRandomness,
+        contents: Mapping[int, Tensor],
+        around: AbstractContextManager[Any] | None = None,
+    ) -> StageRun:
+        """Run the step on a batch without the model's arithmetic; its effects on the modules stay.
+
+        Args:
+            root: The user's module.
+            names: FQN by id of its parameters and tracked buffers.
+            batch: The batch.
+            variant: The trace of the step.
+            randomness: Keys its random numbers.
+            contents: What reads of values of the model return, by index, in their shapes.
+            around: Entered around the step.
+        """
+        replay = SideEffectReplay(variant.recording, variant.assignment, root, randomness)
+        replay.contents = contents
+        with self.dry_run(root, [replay], randomness) as current, around or contextlib.nullcontext():
+            return replay.run(lambda: self.on(batch), {}, names, current)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def join_arguments(
     if len(arguments) == 1:
         return arguments[0]
     total = sum(weights) or 1.0
-    columns = [column for column in zip(*(flatten(each)[0] for each in arguments), strict=False) if _is_made(column)]
+    columns = _made_columns(arguments)
     counted = Counter(_rows(column) for column in columns if not _is_along_another_dim(column, counts))
     rows = frozenset(
         _rows(column) for column in columns if selects or counted[_rows(column)] > 1 or not any(map(_has_mean, column))
@@ -265,6 +265,11 @@ def _rows(outputs: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(output.shape[0] if output.dim() else 0 for output in outputs)
 
 
+def _made_columns(arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """The arguments, each of all microbatches, that these have made."""
+    return [column for column in zip(*(flatten(each)[0] for each in arguments), strict=False) if _is_made(column)]
+
+
 def _is_made(column: Sequence[Any]) -> bool:
     """Whether the microbatches have made tensors of rows, none of which is a tensor of the module."""
     if not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in column):
@@ -285,8 +290,7 @@ def _is_along_another_dim(column: Sequence[Tensor], counts: Sequence[int | None]
 
 def differ_in_rows(arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], counts: Sequence[int | None]) -> bool:
     """Whether microbatches of as many samples have tensors of different numbers of rows: a mask selects these."""
-    columns = (column for column in zip(*(flatten(each)[0] for each in arguments), strict=False) if _is_made(column))
-    pairs = [set(zip(counts, _rows(column), strict=True)) for column in columns]
+    pairs = [set(zip(counts, _rows(column), strict=True)) for column in _made_columns(arguments)]
     return None not in counts and any(len(each) > len({count for count, _ in each}) for each in pairs)
 
 

@@ -247,8 +247,9 @@ class BatchScalars:
 
 def _is_scaled_by_number(call: _Call) -> bool:
     """Whether an operand of a product or quotient is no value of the model: it may be a number of the batch."""
-    numbers = (leaf for leaf in call.leaves if isinstance(leaf, int | float | Tensor) and not isinstance(leaf, _Index))
-    return call.node.name in SCALED and any(True for _ in numbers)
+    return call.node.name in SCALED and any(
+        isinstance(leaf, int | float | Tensor) and not isinstance(leaf, _Index) for leaf in call.leaves
+    )
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -47,22 +47,9 @@ def reduction_of(value: int, graph: StepGraph, size: int) -> str:
     made = makers.get(node.inputs[0])
     if not size or not shape or shape[0] % size or (made is not None and made.name in ("stack", "cat")):
         return ""
-    if not _reads_units(node.inputs[0], graph):
+    if node.inputs[0] not in graph.of_units:
         return ""  # of parameters alone: equal in all microbatches
     return "sum" if node.name in SUMS or node.averages == "sum" else _EXTREMES.get(node.name, "")
-
-
-def _reads_units(value: int, graph: StepGraph) -> bool:
-    """Whether a value depends on the result of a unit, and so on the samples."""
-    pending, seen = [value], set[int]()
-    while pending:
-        node = graph.makers.get(pending.pop())
-        if node is not None and node.index not in seen:
-            seen.add(node.index)
-            if node.unit is not None:
-                return True
-            pending += node.inputs
-    return False
 
 
 def matching_values(local: StepGraph, full: StepGraph) -> dict[int, int]:

@@ -15,6 +15,8 @@ from torch import nn
 
 from lightning_hybrid.patching import replaced_forwards
 
+_ORIGINAL = "_torchdynamo_orig_callable"  # attribute of a compiled function
+
 
 class EagerSwitch:
     """A switch: while it is on, ``torch.compile`` compiles nothing and compiled functions run eagerly."""
@@ -77,18 +79,18 @@ def compiled_wrappers(root: nn.Module, units: Iterable[nn.Module]) -> dict[str, 
 
 def has_compiled_methods(root: nn.Module) -> bool:
     """Whether a method of a module is a function that the user compiled, which may call any layer."""
-    functions = (
-        (value, owner is module)
-        for module in root.modules()
-        for owner in (module, *type(module).__mro__)
-        for value in vars(owner).values()
-        if isinstance(value, FunctionType)
+    modules = list(root.modules())
+    classes = {owner for kind in set(map(type, modules)) for owner in kind.__mro__}
+    of_instances = [original for module in modules for original in _compiled_functions(module)]
+    return any(map(_compiled_functions, classes)) or any(
+        isinstance(getattr(original, "__self__", None), nn.Module) for original in of_instances
     )
-    for function, is_on_instance in functions:
-        original = vars(function).get("_torchdynamo_orig_callable")
-        if original is not None and (not is_on_instance or isinstance(getattr(original, "__self__", None), nn.Module)):
-            return True
-    return False
+
+
+def _compiled_functions(owner: Any) -> list[Any]:
+    """What the user compiled to functions that are attributes of a class or an object."""
+    functions = (vars(value) for value in vars(owner).values() if isinstance(value, FunctionType))
+    return [each[_ORIGINAL] for each in functions if each.get(_ORIGINAL) is not None]
 
 
 def compiled_modules(root: nn.Module, units: Iterable[nn.Module] = ()) -> set[int]:

@@ -162,8 +162,6 @@ class LayoutChooser:
                 how = {"compares": compares, "is_written": is_written, "has_room": has_room}
                 runner.decide(setting.module.training_step, args, context, **how)
 
-        from lightning_hybrid.pipeline.loss_weights.compare_gradients import describe_uncompared
-
         if fit is None:
             decide()
             return
@@ -172,6 +170,8 @@ class LayoutChooser:
         except RankOutOfMemory:
             if runner.can_share_batches or fit.can_double(runner, args[0]):
                 raise
+            from lightning_hybrid.pipeline.loss_weights.compare_gradients import describe_uncompared
+
             self._execution.abandon()
             fit.guard(partial(decide, has_room=False))  # a microbatch of one sample may fit where two samples do not
             rank_zero_warn(describe_uncompared())
@@ -231,10 +231,8 @@ class LayoutChooser:
                 raise
             error = raised
         if has_replicas:
-            from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
-
-            runner, was_split = self._run.runner, not self._is_unsplit
-            assert isinstance(runner, StepRunner)
+            runner, was_split = self._run.staged_runner, not self._is_unsplit
+            assert runner is not None
             with world.as_launcher():
                 fails, self._is_unsplit = world.any_of(error is not None, "training_step" in runner.unsplit_step_names)
             if self._is_unsplit and was_split and not fails:

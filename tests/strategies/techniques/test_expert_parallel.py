@@ -44,12 +44,14 @@ class OnlyExperts(Experts):
         self.head = torch.nn.Identity()
 
 
-class ClipsItself(Balanced):
-    """By values and the norm of the gradients, in a step that calls its optimizer; a hook reads these."""
-
+class ByHand(Balanced):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
+
+
+class ClipsItself(ByHand):
+    """By values and the norm of the gradients, in a step that calls its optimizer; a hook reads these."""
 
     def training_step(self, batch, batch_idx):
         optimizer, loss = self.optimizers(), self.loss(batch)
@@ -65,12 +67,8 @@ class ClipsItself(Balanced):
         assert float(torch.stack(norms).norm()) < 0.05
 
 
-class StepsInTwo(Balanced):
+class StepsInTwo(ByHand):
     """Two backwards before a step, the first of which leaves an average to which the second one adds."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         optimizer, loss = self.optimizers(), self.loss(batch)
