@@ -7,7 +7,7 @@ them to ``.grad`` when its backward runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ class GradientHandoff:
         expected_seed: float,
         shown: bool = True,
         can_roll_back: bool = False,
+        summed_later: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
         """Begin a step.
 
@@ -34,8 +35,11 @@ class GradientHandoff:
             shown: Whether user code may read the old gradients before they are cleared; otherwise their memory is
                 freed before the step needs it.
             can_roll_back: Whether the step may be rolled back, which restores the gradients of earlier batches.
+            summed_later: Parameters whose gradients are summed over several ranks after a later batch, with the number
+                of ranks. Their sum of an earlier step, where ``zero_grad`` keeps it, is divided by that number.
         """
         self._parameters = parameters
+        self._summed_later = summed_later or {}
         self._zeroed_later = zeroed_before_backward
         self._seeded = expected_seed
         self._before: list[Tensor | None] = []
@@ -81,6 +85,9 @@ class GradientHandoff:
                     " with accumulate_grad_batches and pipeline stages scale it inside training_step"
                 )
             return
+        for parameter, num_ranks in self._summed_later.items():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad / num_ranks
         for parameter, grad in zip(self._parameters, self._new, strict=True):
             if grad is not None:
                 if not exact:

@@ -32,6 +32,10 @@ class TiedParameters:
                 sets.setdefault((ranks, parameters[name].dtype), []).append(parameters[name])
         self._sets = [(ranks, members) for (ranks, _), members in sets.items()]
 
+    def num_owners(self) -> dict[nn.Parameter, int]:
+        """Returns the number of ranks whose gradients are summed into that of each parameter."""
+        return {parameter: len(ranks) for ranks, members in self._sets for parameter in members}
+
     def sum_gradients(self) -> None:
         """Replace each gradient by the sum over its owners, added in the order of their ranks on every one.
 

@@ -100,12 +100,14 @@ class StepExecution:
         unused = trainer.fit_loop._skip_backward
         is_first = trainer.fit_loop.epoch_loop.batch_idx % accumulated == 0
         is_guarded = self.fit is not None and self.fit.begin(runner, args[0])
+        tied = self._owner.optimization.tied
         deposit = GradientHandoff(
             [p for _, p in parameters_of(modules_in(setting.module)) if not is_absent(p)],
             zeroed_before_backward=is_first or unused,
             expected_seed=seed_factor,
             shown=unused or old_gradients_are_read(trainer),
             can_roll_back=runner.can_roll_back_step or is_guarded,
+            summed_later=None if self.is_syncing or tied is None else tied.num_owners(),
         )
         restore_feedback = keep_feedback(self._run, self._owner.optimization.reducers, runner.can_roll_back_step)
         weight = setting.options.microbatch_weight

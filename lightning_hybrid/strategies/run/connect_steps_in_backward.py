@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback
 from torch.optim import Optimizer
 
 from lightning_hybrid.errors import BackwardStepError
@@ -14,7 +13,7 @@ from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
 from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import has_adascale
-from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import LIBRARY_PREFIXES
+from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import overrides
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import skips_missing_gradients, steps_independently
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ def check_setting(setting: Setting) -> None:
         )
     for user in (setting.module, *trainer.callbacks):
         for hook in _HOOKS:
-            if not getattr(type(user), hook, Callback).__module__.startswith(LIBRARY_PREFIXES):
+            if overrides(user, hook):
                 raise _refusal(f"{type(user).__name__}.{hook} may read gradients, which are freed then", "remove it")
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities import grad_norm
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
@@ -257,8 +257,23 @@ class Followed(Regression):
         return [Follows(), EarlyStopping("val_loss", patience=1, min_delta=10.0)]
 
 
+class ReadsInLambda(Regression):
+    """The hook that reads the outputs is a function on an instance."""
+
+    training_step = ReadsOutputs.training_step
+
+    def configure_callbacks(self):
+        return [LambdaCallback(on_train_batch_end=log_error)]
+
+
+def log_error(trainer, module, outputs, batch, batch_idx):
+    module.log("error", (outputs["out"] - batch[1]).abs().max())
+
+
 # Hooks compute from the samples of their replica, as under DDP.
-@pytest.mark.parametrize(("module", "layout"), [(ReadsOutputs, STAGES), (StacksOutputs, STAGES), (Followed, BOTH)])
+@pytest.mark.parametrize(
+    ("module", "layout"), [(ReadsOutputs, STAGES), (ReadsInLambda, STAGES), (StacksOutputs, STAGES), (Followed, BOTH)]
+)
 def test_step_outputs_reach_hooks(worlds, module, layout):
     report = check(worlds, module, layout, epochs=3, steps=2)
     assert report.outcome == "same", str(report)
