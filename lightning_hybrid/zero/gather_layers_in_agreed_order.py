@@ -98,7 +98,9 @@ class GatherRounds:
         return False
 
 
-def agree_on_step(trained: Mapping[str, bool], ranks: ShardRanks, device: torch.device, num_microbatches: int) -> bool:
+def agree_on_step(
+    trained: Mapping[str, bool], ranks: ShardRanks, device: torch.device, num_microbatches: int, *, has_hooks: bool
+) -> tuple[bool, bool]:
     """Check that all ranks train the same parameters, on which their messages depend. Collective over ``ranks``.
 
     Args:
@@ -106,19 +108,21 @@ def agree_on_step(trained: Mapping[str, bool], ranks: ShardRanks, device: torch.
         ranks: That shard the parameters, and replicate the shards.
         device: Of this rank.
         num_microbatches: Of the step on this rank.
+        has_hooks: Whether hooks of the user on this rank get gradients of earlier batches.
 
     Returns:
-        Whether all ranks have the same number of microbatches.
+        Whether all ranks have the same number of microbatches, and whether any of them has such hooks.
 
     Raises:
         RanksDiffer: They train different parameters; raised on every rank.
     """
     digest = zlib.crc32(bytes(trained.values()))
-    votes = torch.tensor([digest, -digest, num_microbatches, -num_microbatches], dtype=torch.int64, device=device)
+    row = [digest, -digest, num_microbatches, -num_microbatches, int(has_hooks)]
+    votes = torch.tensor(row, dtype=torch.int64, device=device)
     for those in (ranks.shard, ranks.replicate):
         if those.size() > 1:
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=those)
-    highest, lowest, most, fewest = votes.tolist()
+    highest, lowest, most, fewest, any_hooks = votes.tolist()
     if highest != -lowest:
         frozen = [name for name, takes in trained.items() if not takes]
         raise RanksDiffer(
@@ -127,4 +131,4 @@ def agree_on_step(trained: Mapping[str, bool], ranks: ShardRanks, device: torch.
             " set zero_stage=0",
             entry="frozen-differ",
         )
-    return bool(most == -fewest)
+    return bool(most == -fewest), bool(any_hooks)

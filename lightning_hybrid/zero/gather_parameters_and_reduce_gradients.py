@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.mesh import Mesh
@@ -250,7 +251,20 @@ class ZeroSharding:
     def _agree(self, num_microbatches: int) -> None:
         """Agree with the ranks of the shard on the messages of a step."""
         trained = {name: p.requires_grad for group in self._all for name, p in group.parameters.items()}
-        self._same_microbatches = agree_on_step(trained, self._ranks, self._device, num_microbatches)
+        accumulated = [(group, name) for group in self._all for name, p in group.parameters.items() if p.requires_grad]
+        hooked = [
+            g.parameters[name].grad is not None and _has_hooks_after(g.parameters[name]) for g, name in accumulated
+        ]
+        self._same_microbatches, any_hooks = agree_on_step(
+            trained, self._ranks, self._device, num_microbatches, has_hooks=any(hooked)
+        )
+        if any_hooks:
+            votes = torch.tensor(hooked, dtype=torch.int32, device=self._device)
+            for ranks in (self._ranks.shard, self._ranks.replicate):
+                dist.all_reduce(votes, dist.ReduceOp.MAX, group=ranks)
+            for (group, name), is_hooked in zip(accumulated, votes.tolist(), strict=True):
+                if is_hooked:
+                    group.gather_accumulated(name)
         if trained == self._trained:
             return
         self._trained = trained
@@ -266,6 +280,9 @@ class ZeroSharding:
 
     def before_backward(self, stage: int, is_last: bool) -> None:
         """Begin a backward of a stage of this rank; the last one completes the gradients of the step."""
+        if is_last:
+            for group in self._groups.get(stage, []):
+                group.show_accumulated()
         if is_last or self._by_layer:
             self._reductions.begin(list(reversed(self._groups.get(stage, []))))
 
@@ -414,8 +431,7 @@ class ZeroSharding:
         """Whether hooks of the user, which may read parameters, get the gradients of this layer's."""
         with torch._C.DisableTorchFunction():
             for parameter in itertools.chain(*(group.parameters.values() for group in self._layers[fqn])):
-                after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-                if parameter._backward_hooks or not all(isinstance(h, GradientHook) for h in after.values()):
+                if parameter._backward_hooks or _has_hooks_after(parameter):
                     return True
         return False
 
@@ -444,6 +460,13 @@ class ZeroSharding:
         self._hooks = {}
         for group in self._all:
             group.invalidate_lost()
+
+
+def _has_hooks_after(parameter: Tensor) -> bool:
+    """Whether hooks of the user run after the gradient of a parameter is accumulated."""
+    with torch._C.DisableTorchFunction():
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return not all(isinstance(hook, GradientHook) for hook in hooks.values())
 
 
 def _unchanged(output: Any) -> Any:

@@ -86,6 +86,8 @@ class ParameterGroup:
         self._full: dict[str, Tensor] = {}
         self._gathering: tuple[dist.Work, Tensor] | None = None
         self._gradients: dict[str, Tensor | None] = {}  # this rank's shards, while parameters are full
+        self._accumulated: dict[str, Tensor] = {}  # full gradients of earlier batches, of which hooks see the sum
+        self._unused: dict[str, Tensor] = {}  # those of parameters that this rank has not gathered
         self.is_full = False
         self._is_pinned = False
         self._state_at_pin: dict[str, tuple[int, int]] = {}
@@ -226,7 +228,7 @@ class ParameterGroup:
             if gradient is not None and name in self._placements:
                 gradient = self._shards.shown_gradient(gradient)
             self.parameters[name].grad = gradient
-        self._gradients = {}
+        self._gradients, self._accumulated, self._unused = {}, {}, {}
         if not self.keeps_full and not self._is_pinned:
             self._full = {}
         self.is_full = False
@@ -336,6 +338,27 @@ class ParameterGroup:
 
     @torch.no_grad()
     @below_read_guards
+    def gather_accumulated(self, name: str) -> None:
+        """Gather the gradient of earlier batches, before a step: a hook of the user gets it too; collective."""
+        parameter = self.parameters[name]
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if (placement := self._placements.get(name)) is not None:
+            gradient = AxisSharding(self._ranks.shard, self._placements).unshard(gradient, placement)
+        self._accumulated[name] = gradient.to(self._empty.device)
+
+    @below_read_guards
+    def show_accumulated(self) -> None:
+        """Let the last backward of a step add to what `gather_accumulated` has gathered."""
+        for name, gradient in self._accumulated.items():
+            if self.parameters[name].shape == gradient.shape:
+                self.parameters[name].grad = gradient
+                self._gradients[name] = None
+            else:
+                self._unused[name] = gradient
+        self._accumulated = {}
+
+    @torch.no_grad()
+    @below_read_guards
     def launch_reduce(self) -> None:
         """Start to reduce this rank's gradients, and drop them; does not wait."""
         if not self.trained or self.messages.is_launched:
@@ -346,6 +369,8 @@ class ParameterGroup:
             if name not in self._gradients:  # not gathered, so not used: a gradient here is of earlier batches
                 self._set_gradient_aside(name, parameter)
             gradient, parameter.grad = parameter.grad, None
+            if name in self._unused:
+                gradient, self._gradients[name] = self._unused.pop(name), None
             if gradient is not None:
                 if self.observer is not None:
                     self.observer.before_reduce(parameter, gradient)

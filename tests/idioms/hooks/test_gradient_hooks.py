@@ -205,3 +205,19 @@ def test_matches_one_process(worlds, module, layout):
 def test_see_the_gradient_of_all_microbatches(worlds, module, layout):
     report = check(worlds, module, layout, num_microbatches=2)
     assert report.outcome == "same", str(report)
+
+
+ZERO2 = Layout("ZeRO-2", devices=2, strategy={"zero_stage": 2})
+BATCHES = [
+    ZERO2,
+    BY_LAYER,
+    *(pytest.param(each, marks=pytest.mark.slow) for each in (REPLICAS, BY_LAYER_PP2, TP2, ZERO)),
+]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", BATCHES)
+def test_see_the_gradient_of_accumulated_batches(worlds, layout, num_microbatches):
+    options = {"trainer": {"accumulate_grad_batches": 2}, "num_microbatches": num_microbatches}
+    report = check(worlds, Accumulated, layout, steps=4, **options)
+    assert report.outcome == "same", str(report)
