@@ -10,10 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hybrid.collectives.exchange_and_compare_step_numbers import StepBroken
 from lightning_hybrid.errors import StepError
+from lightning_hybrid.pipeline.evaluation_trials import EvaluationTrials
+from lightning_hybrid.pipeline.join_results import join_results
 from lightning_hybrid.pipeline.loss_weights.check_loss_is_microbatch_mean import LossWeighting
 from lightning_hybrid.pipeline.loss_weights.microbatch_weights_of_means import (
     ComparedLoss,
@@ -23,11 +25,10 @@ from lightning_hybrid.pipeline.loss_weights.microbatch_weights_of_means import (
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
 from lightning_hybrid.pipeline.results.log_run import LogRuns
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
-from lightning_hybrid.pipeline.results.prepare_step_outputs_for_hooks import check_content, detached, returned_batch
 from lightning_hybrid.pipeline.results.result_exchange import StepResultExchange
 from lightning_hybrid.pipeline.run_evaluation_steps_unpartitioned import UnpartitionedSteps
 from lightning_hybrid.pipeline.runtime.cached_schedule_programs import Programs
-from lightning_hybrid.pipeline.runtime.executor import Executor, Job, Outcome, fill_placeholders
+from lightning_hybrid.pipeline.runtime.executor import Executor, Job, Outcome
 from lightning_hybrid.pipeline.runtime.parameter_gradients import split_weight
 from lightning_hybrid.pipeline.runtime.step_rollback import StepSnapshot
 from lightning_hybrid.pipeline.runtime.transport import Transport
@@ -41,10 +42,12 @@ from lightning_hybrid.pipeline.stages.select_recorded_trace import Call, ChosenT
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.pipeline.step_runner_interface_and_results import MicrobatchRunner, StepResult, TrainContext
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.batch.merge_outputs import join
-from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter, sizes_of, split
-from lightning_hybrid.step.objects.pytree import map_leaves
-from lightning_hybrid.step.recording.values_kept_on_modules import refuse_absent_numbers
+from lightning_hybrid.step.batch.split_batch_into_microbatches import (
+    BatchSplitter,
+    copied_batch,
+    sizes_of,
+    split,
+)
 from lightning_hybrid.step.replay.execute_stage_by_rerunning_step import StageRun
 
 _OBJECTIVES = frozenset({"training_step", "validation_step", "test_step"})
@@ -103,7 +106,7 @@ class StepRunner(MicrobatchRunner):
         self._loss_shares = LossMeanWeights(root, plan, self._traces, randomness)
         self._log_runs = LogRuns(root, plan, self._traces, randomness)
         self._transport, self._programs = transport, Programs(plan, transport)
-        self._unsplit = UnsplitSteps(self._traces, warn_unsplit)
+        self._unsplit, self._trials = UnsplitSteps(self._traces, warn_unsplit), EvaluationTrials(self._trial)
         self._chosen: ChosenTraces | None = None  # for the training batch that comes next
         self._agree_on_broken_step: Callable[[bool], bool] | None = None  # a step that diverges ends the run if None
         self.has_weighted_means, self.recorded_means = False, frozenset[int]()
@@ -217,6 +220,8 @@ class StepRunner(MicrobatchRunner):
         elif train is None and self._loss_shares.are_incomparable(chosen.variants):
             # Such means have no common weights; evaluation needs no backward, so its batches are unsplit from now on.
             self._unsplit.names.add(name)
+        elif train is None and (differing := self._trials.differing(call, chosen, self.splitter)):
+            self._unsplit.adopt(name, differing)
         if name in self._unsplit.names and len(chosen.microbatches) > 1:
             return self.run(
                 name, step, args, step_number=step_number, context=context, train=train, share_output=share_output
@@ -227,6 +232,19 @@ class StepRunner(MicrobatchRunner):
             if train is not None:
                 raise
             return self._evaluate_again(call, batch, broken, share_output=share_output)
+
+    def _trial(self, call: Call, batch: Any, count: int) -> StepResult:
+        """Run a step of evaluation on a batch in so many microbatches, and undo it."""
+        microbatches, weights = split(copied_batch(batch), count, self.splitter)
+        with self._metrics.local_copies():
+            variants = self._traces.choose(call, microbatches)
+            log_run = self._log_runs.of(call, batch, variants)
+        chosen = ChosenTraces(batch, call.number, microbatches, weights, variants, log_run)
+        snapshot = self._snapshot(call, chosen)
+        try:
+            return self._run_in_stages(call, chosen, self._weights(call, chosen, None), None, share_output=True)
+        finally:
+            snapshot.restore()
 
     def _evaluate_again(self, call: Call, batch: Any, broken: StepBroken, *, share_output: bool) -> StepResult:
         """Run a step of evaluation that has left its trace, by another one if there is one, or else unpartitioned."""
@@ -467,33 +485,13 @@ class StepRunner(MicrobatchRunner):
         appended: AppendedEntries | None,
         side_effects: SideEffectRun | None,
     ) -> StepResult:
-        """Exchange the results of the ranks, fill absent tensors, and join the microbatches."""
-        variants, microbatches = chosen.variants, chosen.microbatches
-        runs = [outcome.runs[index] for index in range(len(variants))]
+        """Exchange the results of the ranks, and join the microbatches."""
         logged, content = exchange.finish(outcome.runs)
-        if train and len(variants) > 1:  # once: later batches log the same keys
+        if train and len(chosen.variants) > 1:  # once: later batches log the same keys
             for text in exchange.warnings():
                 self._warn(text)
             self.weighting = self.weighting._replace(unexplained=())
-        outputs = []
-        for run, values in zip(runs, content, strict=True):
-            fill_placeholders(run, values)
-            if not train or not isinstance(run.result, Tensor):  # a bare loss is joined below
-                outputs.append(map_leaves(detached, run.result))
-        loss = None
-        if train:
-            losses = [values[variant.loss] for values, variant in zip(content, variants, strict=True)]
-            total = sum(float(loss) * weight for loss, weight in zip(losses, weights, strict=True))
-            loss = losses[0].new_tensor(total)
-        name, sizes = variants[0].recording.graph.step, sizes_of(microbatches)
-        output = join(outputs, weights, sizes, step=name) if outputs else loss
-        if side_effects is not None:
-            returned = map_leaves(detached, side_effects.returned(content[0]))
-            output = returned if outputs else loss
-        if appended is not None:
-            appended.put(appended.evenly(len(variants), content), weights, sizes)
-        check_content(name, output)
-        if read_at := next((run.numbers_read for run in runs if run.numbers_read), ""):
-            refuse_absent_numbers(self._root, [variant.recording for variant in variants], read_at)
-        output = returned_batch(chosen.batch, microbatches, [run.result for run in runs], output)
+        output, loss = join_results(
+            self._root, chosen, outcome, content, weights, train=train, appended=appended, side_effects=side_effects
+        )
         return StepResult(output, loss, logged)

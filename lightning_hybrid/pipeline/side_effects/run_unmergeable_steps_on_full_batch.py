@@ -58,14 +58,15 @@ class UnsplitSteps:
                     is_returned=is_returned,
                 )
             if self._reasons[key]:
-                return self._adopt(call.name, self._reasons[key])
+                return self.adopt(call.name, self._reasons[key])
         if line := self._branches_at(call, variants, batch, microbatches):
-            return self._adopt(
+            return self.adopt(
                 call.name, f"{line}: a microbatch takes a branch, by its content, that its batch does not take"
             )
         return False
 
-    def _adopt(self, name: str, reason: str) -> bool:
+    def adopt(self, name: str, reason: str) -> bool:
+        """Split no batch of a step from now on, for this reason; returns True."""
         self._warn(name, reason)
         self.names.add(name)
         return True
