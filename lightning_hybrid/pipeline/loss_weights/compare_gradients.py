@@ -89,6 +89,7 @@ def compare_gradients(
     parameters = [p for p in root.parameters() if p.requires_grad]
     run = _Run(root, step, context, around_backward, parameters)
     is_nonlinear |= any(map(has_backward_hooks, root.modules()))
+    is_nonlinear |= any(getattr(module, "scale_grad_by_freq", False) for module in root.modules())  # of an embedding
     if calls_hooks:
         is_nonlinear |= any(parameter._backward_hooks for parameter in parameters)
     if not any_rank(is_nonlinear and all(samples)):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
@@ -92,6 +93,20 @@ def describe_batch_norm(setting: Setting, batch: RecordedBatch | None) -> list[s
         f"BatchNorm: {layers} layer{'s' * (layers != 1)} with statistics of {size} samples, a microbatch, where one"
         f" process takes {batch.samples}; {advice}"
     ]
+
+
+def describe_embeddings(setting: Setting) -> list[str]:
+    """Return the lines on embeddings that count or rescale the words of each replica's batch."""
+    words = {n: m for n, m in setting.module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    counts = [name for name, module in words.items() if module.scale_grad_by_freq]
+    rescales = [name for name, module in words.items() if module.max_norm is not None]
+    count = setting.layout.data_parallel_size
+    of_replicas = {
+        f"scale_grad_by_freq=True counts the words of a replica's batch, not of all {count}": counts,
+        f"max_norm rescales rows on the replica that looks them up: the weights of {count} replicas differ, as under"
+        " DDP": rescales,
+    }
+    return [f"{name}: {text}" for text, names in of_replicas.items() for name in names if count > 1]
 
 
 def predicted_bubble(run: Run, assignment: Assignment, num_microbatches: int) -> float:

@@ -17,6 +17,7 @@ from lightning_hybrid.step.objects.repeated_layers import shortened
 from lightning_hybrid.strategies.description.describe_batch_and_environment import (
     describe_batch,
     describe_batch_norm,
+    describe_embeddings,
     describe_memory,
     describe_parameters,
     format_bytes,
@@ -97,7 +98,8 @@ def describe_run(run: Run, partition: ModulePartition | None, optimizers: Sequen
         memory: list[RankMemory] | None = None
         with only_informs("the estimated memory"):
             memory, expected = _expected_memory(run, optimizers, count, rank_of)
-        head += [describe_batch(run, batch, first), *describe_batch_norm(setting, batch), describe_parameters(setting)]
+        head += [describe_batch(run, batch, first), *describe_batch_norm(setting, batch)]
+        head += [*describe_embeddings(setting), describe_parameters(setting)]
         is_upper_bound = layout.tensor_parallel_size * layout.context_parallel_size > 1
         if memory is not None:
             rest.append(describe_memory(memory_of_ranks(memory, run), is_upper_bound=is_upper_bound))

@@ -192,8 +192,20 @@ class ModuleHookClipsNorm(Plain):
         )
 
 
+class WordsByFrequency(Plain):
+    """The gradient of a row is divided by how often the batch has its word."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(3, FEATURES, scale_grad_by_freq=True)
+
+    def changed(self, h):
+        return h + self.words((3 * h[:, 0].sigmoid()).long())
+
+
 SPLIT = [Routers, RoutersAndMask, ClampsSamples, HookAdds, ParameterHooks, ScaledByCount, Penalized, LaterUneven]
 UNSPLIT = [
+    WordsByFrequency,
     HookClipsNorm,
     ModuleHookClipsNorm,
     Sum,

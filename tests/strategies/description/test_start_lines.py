@@ -23,6 +23,7 @@ from lightning_hybrid.memory.estimate_rank_memory import RankMemory
 from lightning_hybrid.strategies.description.describe_batch_and_environment import (
     describe_batch,
     describe_batch_norm,
+    describe_embeddings,
     describe_environment,
     describe_memory,
     describe_offload_on_cpu,
@@ -389,3 +390,12 @@ def test_loggers_and_progress_bar_match_one_process(worlds, tmp_path):
     for kind in ("csv", "board"):
         for row, known in zip(found[kind], expected[kind], strict=True):
             assert row == pytest.approx(known, rel=1e-6)
+
+
+@pytest.mark.parametrize(("replicas", "num_lines"), [(1, 0), (2, 2)])
+def test_embeddings_that_differ_between_replicas_are_named(replicas, num_lines):
+    words = torch.nn.Sequential(
+        torch.nn.Embedding(4, 2, max_norm=1.0), torch.nn.Embedding(4, 2, scale_grad_by_freq=True)
+    )
+    setting = SimpleNamespace(module=words, layout=SimpleNamespace(data_parallel_size=replicas))
+    assert [line[:2] for line in describe_embeddings(setting)] == ["1:", "0:"][:num_lines]
