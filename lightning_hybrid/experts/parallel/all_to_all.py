@@ -143,6 +143,10 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         _ = ctx.saved_tensors
         message: _AsyncAllToAll = ctx.message
+        if torch.is_grad_enabled():  # this gradient will be differentiated too, as by a gradient penalty
+            reverse = message.reversed()
+            message.gradients = reverse.wait_for(reverse.launch(gradients[0], True))
+            return gradients[0].new_zeros(()).expand(gradients[0].shape), None
         message.gradients, message.work = message.ranks.all_to_all(gradients[0], message.received, message.sent)
         # The buffer has another shape than the gradient that autograd expects here, so it is passed by the message.
         return gradients[0].new_zeros(()).expand(gradients[0].shape), None

@@ -53,7 +53,16 @@ def inputs(which, rank):
     return hidden, weights
 
 
-def run_shared(name, chunks):
+def loss_of(out, hidden, penalized):
+    """A sum, with the norm of its own gradient."""
+    loss = out.square().sum()
+    if penalized:
+        [gradient] = torch.autograd.grad(loss, hidden, create_graph=True)
+        loss = loss + gradient.square().sum()
+    return loss
+
+
+def run_shared(name, chunks, penalized):
     rank, size = dist.get_rank(), dist.get_world_size()
     module, which = Experts(), CHOICES[name](rank)
     call = torch.zeros(3, WIDTH), torch.zeros(3, TOP).long(), torch.zeros(3, TOP)
@@ -72,16 +81,16 @@ def run_shared(name, chunks):
             rows, counts, lambda *given: adapter.compute(module, module.forward, *given), trains=True
         ),
     )
-    out.square().sum().backward()
-    assert ranks.num_exchanges == 4 * chunks
+    loss_of(out, hidden, penalized).backward()
+    assert penalized or ranks.num_exchanges == 4 * chunks
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
     return out.detach(), hidden.grad, weights.grad, gradients
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize(("chunks", "penalized"), [(1, False), (2, False), (1, True), (2, True)])
 @pytest.mark.parametrize("name", list(CHOICES))
-def test_matches_one_process(worlds, name, chunks):
-    ranks = worlds.run(2, run_shared, name, chunks)
+def test_matches_one_process(worlds, name, chunks, penalized):
+    ranks = worlds.run(2, run_shared, name, chunks, penalized)
     module = Experts()
     for rank, (out, of_hidden, of_weights, _) in enumerate(ranks):
         which = CHOICES[name](rank)
@@ -89,7 +98,7 @@ def test_matches_one_process(worlds, name, chunks):
         expected = module(hidden, which, weights)
         torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-12)
         if which.numel():
-            expected.square().sum().backward()
+            loss_of(expected, hidden, penalized).backward()
             torch.testing.assert_close(of_hidden, hidden.grad, rtol=1e-11, atol=1e-12)
             torch.testing.assert_close(of_weights, weights.grad, rtol=1e-11, atol=1e-12)
     for number, parameter in enumerate(module.parameters()):
