@@ -9,6 +9,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 
+_ALIGNED = 4
+
+
 def grouped_product(first: Tensor, second: Tensor, offsets: Tensor | None) -> Tensor:
     """Computes ``torch.nn.functional.grouped_mm``; of fake tensors, a tensor of the right shape.
 
@@ -16,7 +19,15 @@ def grouped_product(first: Tensor, second: Tensor, offsets: Tensor | None) -> Te
         first: Of shape [G, M, K], or [M, K] whose rows (columns if ``second`` has two dims as well) are in groups.
         second: Of shape [G, K, N], or [K, N] whose columns (rows) are in groups.
         offsets: Of shape [G], the end of each group; what comes after the last one is 0 in the result.
+
+    Raises:
+        RuntimeError: Rows of an operand are no multiples of 16 bytes, which torch refuses too.
     """
+    for each in (first, second):
+        # As torch's kernels, which read 16 bytes at once, of numbers of at most 4 bytes.
+        row, column = each.stride()[-2:]
+        if (row if column == 1 else column) % _ALIGNED:
+            raise RuntimeError("strides should be multiple of 16 bytes")
     dims = first.dim(), second.dim()
     if dims == (3, 3) or offsets is None:
         return torch.bmm(first, second)

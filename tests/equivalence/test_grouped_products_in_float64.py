@@ -35,5 +35,12 @@ def test_shapes_of_fake_tensors(first, second, offsets):
 
 
 def test_rows_after_the_last_group_are_zero():
-    found = grouped_product(torch.ones(10, 2), torch.ones(3, 2, 4), OFFSETS)
-    assert found.sum(1).tolist() == [8.0] * 8 + [0.0] * 2
+    found = grouped_product(torch.ones(10, 4), torch.ones(3, 4, 4), OFFSETS)
+    assert found.sum(1).tolist() == [16.0] * 8 + [0.0] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rows_are_multiples_of_16_bytes_as_for_the_kernel(dtype):
+    first, second = torch.ones(8, 5, dtype=dtype), torch.ones(3, 5, 4, dtype=dtype)
+    with DeterministicMode(dtype), pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+        grouped_mm(first, second, offs=OFFSETS)
