@@ -87,11 +87,14 @@ class Recomputation:
         if policy == "full":
             return self._checkpointed(fqn, forward)
         is_gathered = fqn in self._gathered_layers  # its parameters would be gathered by those ranks that repeat it
-        if isinstance(self.budget, BudgetedCompiledLayers | BudgetedOperationsOrLayers) and not is_gathered:
+        gatherer = self._gatherer if is_gathered else None
+        if isinstance(self.budget, BudgetedOperationsOrLayers):
+            return self.budget.choosing(forward, fqn, partial(self._checkpointed, fqn), gatherer)
+        if isinstance(self.budget, BudgetedCompiledLayers) and not is_gathered:
             return self.budget.choosing(forward, fqn, partial(self._checkpointed, fqn))
         share = policy if isinstance(policy, float) else SELECTIVE_SHARE
         checkpointing = self.budget or self._selective.setdefault(share, SelectiveCheckpointing(share))
-        return checkpointing.wrap(forward, fqn, self._gatherer if is_gathered else None)
+        return checkpointing.wrap(forward, fqn, gatherer)
 
     def _checkpointed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         layer = self._layers[fqn]

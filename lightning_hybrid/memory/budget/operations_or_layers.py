@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_hybrid.errors import RecomputeError
 from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers
 from lightning_hybrid.memory.budget.compiled_layers import BudgetedCompiledLayers, Forward
+from lightning_hybrid.memory.selective_activation_checkpointing import ParameterGatherer
 
 
 class BudgetedOperationsOrLayers(BudgetedLayers):
@@ -27,9 +28,15 @@ class BudgetedOperationsOrLayers(BudgetedLayers):
         self._by_layer = BudgetedCompiledLayers(device, budget, name)
         self._refusal: RecomputeError | None = None  # of the choice by operations: layers are chosen from then on
 
-    def choosing(self, forward: Forward, fqn: str, checkpointed: Callable[[Forward], Forward]) -> Forward:
+    def choosing(
+        self,
+        forward: Forward,
+        fqn: str,
+        checkpointed: Callable[[Forward], Forward],
+        gatherer: ParameterGatherer | None = None,
+    ) -> Forward:
         """Wrap the forward of a layer; ``checkpointed`` wraps one so that it is repeated in the backward."""
-        by_operation, by_layer = self.wrap(forward, fqn), self._by_layer.choosing(forward, fqn, checkpointed)
+        by_operation, by_layer = self.wrap(forward, fqn, gatherer), self._by_layer.choosing(forward, fqn, checkpointed)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return (by_operation if self._refusal is None else by_layer)(*args, **kwargs)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.errors import is_out_of_memory
 from lightning_hybrid.parts.step_hooks import without_registrations
 from lightning_hybrid.pipeline.loss_weights.compare_gradients import GradientMatch, describe_difference
 from lightning_hybrid.pipeline.results.log_capture import LogCapture
@@ -190,11 +191,13 @@ def _losses_of(
     context: Callable[[], AbstractContextManager[Any]],
     is_fatal: Callable[[Exception], bool] | None,
     origin: Callable[[Any], Any],
+    *,
+    with_graph: bool = False,
 ) -> list[_Result] | None:
     """The loss and the logged means of each part, partition by partition; None if they cannot be compared.
 
     A step that fails after the first ``count + 1`` runs leaves complete results of the first two partitions (the batch,
-    and its even split) only.
+    and its even split) only. One that fails without a graph, as it takes a gradient itself, is run again with one.
     """
     found: list[_Result] = []
     with contextlib.ExitStack() as stack:
@@ -208,21 +211,23 @@ def _losses_of(
                 of_parts = []
                 for part in parts:
                     logs = LogCapture(1)
-                    with torch.no_grad(), context(), logs.microbatch(root, 0, origin):
+                    with torch.set_grad_enabled(with_graph), context(), logs.microbatch(root, 0, origin):
                         loss = find_loss(step(part))
                         if not isinstance(loss, Tensor) or loss.numel() != 1:
                             return None
                         dtype = rounded_as(loss)
-                    of_parts.append(_Result(float(loss), dtype, _numbers(logs)))
+                    of_parts.append(_Result(float(loss.detach()), dtype, _numbers(logs)))
                 found += of_parts
             if not before.are_unchanged():
                 return None
-        except Exception as error:  # the step needs gradients, more samples, or more memory than there is
+        except Exception as error:  # the step needs a graph, more samples, or more memory than there is
             if is_fatal is not None and is_fatal(error):
                 raise
-            if len(found) <= count or not before.are_unchanged():
+            if is_out_of_memory(error) or (found and (len(found) <= count or not before.are_unchanged())):
                 return None
-    return found
+    if not found and not with_graph:
+        return _losses_of(root, step, partitions, count, randomness, context, is_fatal, origin, with_graph=True)
+    return found or None
 
 
 def _numbers(logs: LogCapture) -> dict[Key, float]:

@@ -61,7 +61,7 @@ def budgeted_layers(
     name, communicates = f"recompute={recompute!r}", _communication_in_layers(world.layout, options, syncs_norms)
     if options.compile is None:
         return (BudgetedLayers if communicates else BudgetedOperationsOrLayers)(device, nbytes, name)
-    if communicates:
+    if communicates := communicates or "zero_stage=3" * (options.zero_stage == 3):
         raise RecomputeError(
             f"recompute={recompute!r} is a budget, by which each rank chooses the compiled layers that it recomputes in"
             f" full, and with {communicates} a layer that is recomputed communicates with other ranks; leave compile"
@@ -77,7 +77,6 @@ def _communication_in_layers(layout: ParallelLayout, options: Options, syncs_nor
         f"tensor_parallel_size={layout.tensor_parallel_size}": layout.tensor_parallel_size > 1,
         f"context_parallel_size={layout.context_parallel_size}": layout.context_parallel_size > 1,
         f"expert_parallel_size={layout.expert_parallel_size}": layout.expert_parallel_size > 1,
-        "zero_stage=3": options.zero_stage == 3,
         "sync_batchnorm=True": syncs_norms,
     }
     return next((name for name, is_set in causes.items() if is_set), "")

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 
-from harness.fits import Run, fit, refusal
+from harness.fits import Run, assert_bitwise_equal, fit, refusal
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import ActivationCheckpointing
 from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter, bytes_by_kind, find_holders
@@ -224,3 +225,13 @@ def test_a_compiled_step_runs_in_profiled_batches(worlds):
     [plain] = worlds.run(1, fit, run, timeout=180)
     [other] = worlds.run(1, fit, with_budget(run, "1GB"), timeout=180)
     assert all(torch.equal(a, b) for a, b in zip(plain.losses, other.losses, strict=True))
+
+
+def fit_with_unlike_budgets(run):
+    return fit(with_budget(run, ("411035B", "1 GiB")[dist.get_rank()]))
+
+
+def test_ranks_of_a_shard_recompute_unlike_layers(worlds):
+    """Under ZeRO-3 by layer, those that repeat a layer gather it again."""
+    run = replace(LARGE, callback=None, dp=2, strategy={"zero_stage": 3, "reshard_after_forward": True})
+    assert_bitwise_equal(worlds.run(2, fit_with_unlike_budgets, run), worlds.run(2, fit, run))
