@@ -94,7 +94,6 @@ def estimate_rank_memory(
     working: int = 0,
     zero_stage: int = 0,
     per_layer: bool = False,
-    shards_states_only: bool = False,
     offloaded: Mapping[str, Place] | None = None,
 ) -> RankMemory:
     """Estimate the memory of one rank, or of one of its stages.
@@ -105,15 +104,13 @@ def estimate_rank_memory(
         working: Bytes of the layer that runs, and of messages.
         zero_stage: 0 to 3; up to 2, the memory of full parameters is kept between steps.
         per_layer: Whether ZeRO gathers and reduces layer by layer, two at a time, or all layers once per step.
-        shards_states_only: Whether parameters and gradients stay full, as under manual optimization with ZeRO-1 or 2.
         offloaded: Where "parameters", "gradients" or "optimizer_states" are, if not on the compute device.
     """
     members = list(parameters)
     trained = [each for each in members if each.is_trained]
-    keeps_full = zero_stage < 3 or shards_states_only
-    full_gradients = shards_states_only or not zero_stage
+    keeps_full = zero_stage < 3
     gathered = 0
-    if zero_stage and not shards_states_only:
+    if zero_stage:
         by_layer: dict[str, int] = {}
         for each in members:
             size = (0 if keeps_full else each.nbytes) + (each.nbytes if each.is_trained else 0)
@@ -123,7 +120,7 @@ def estimate_rank_memory(
         gathered = outside + sum(layers[-2:] if per_layer else layers)
     return RankMemory(
         parameters=sum(each.nbytes if keeps_full else each.shard_bytes for each in members),
-        gradients=sum(each.nbytes if full_gradients else each.shard_bytes for each in trained),
+        gradients=sum(each.shard_bytes if zero_stage else each.nbytes for each in trained),
         optimizer_states=_sum([each.state_bytes for each in trained]),
         activations=activations,
         gathered=gathered,

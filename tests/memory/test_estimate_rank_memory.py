@@ -49,11 +49,6 @@ def test_zero_stages():
     assert by_layer.gathered == 80 + 2 * (400 + 400), "two layers at a time"
 
 
-def test_states_alone_are_sharded_under_manual_optimization():
-    found = estimate_rank_memory([parameter(400)], None, zero_stage=2, shards_states_only=True)
-    assert (found.parameters, found.gradients, found.optimizer_states, found.gathered) == (400, 400, 200, 0)
-
-
 def test_offloaded_states_are_not_in_the_memory_of_the_device():
     places = {"parameters": "files", "optimizer_states": "host"}
     rank = estimate_rank_memory([parameter(400)], 7, zero_stage=3, offloaded=places)

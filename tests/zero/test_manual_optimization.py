@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from harness.fits import trainer_of
 from lightning_hybrid import Hybrid3DStrategy
-from lightning_hybrid.zero.optimizer_states.sharded_manual_optimizer_step import numel_of_shard
 
 BY_LAYER = {"zero_stage": 3, "reshard_after_forward": True}
 WIDTH = 7  # shards of three ranks have different sizes
@@ -255,18 +254,6 @@ def test_states_of_shards_are_offloaded(worlds, tmp_path, case, where):
         for other, other_sizes in others:
             assert all(torch.equal(other[name], value) for name, value in state.items())
             assert other_sizes == sizes
-
-
-class Rank:
-    def __init__(self, rank, size):
-        self.rank, self.size = lambda: rank, lambda: size
-
-
-@pytest.mark.parametrize("shape", [(7, 5), (2, 9), (6,), ()])
-def test_files_are_sized_for_shards(shape):
-    p = torch.zeros(shape)
-    found = [numel_of_shard(p, Rank(rank, 3)) for rank in range(3)]
-    assert sum(found) == p.numel() if p.dim() else found == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

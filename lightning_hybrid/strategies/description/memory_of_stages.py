@@ -28,7 +28,6 @@ from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import gathers_per_layer
 from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import old_gradients_are_read
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import StateSizes
-from lightning_hybrid.zero.shard_dims_ranks_and_offsets import shard_placement
 
 _OVER_REPLICAS = ("dp_shard", "ep_shard")
 
@@ -51,7 +50,7 @@ def memory_of_stages(run: Run, optimizers: Sequence[Optimizer], num_microbatches
         here = ParameterOnRank(
             nbytes=_nbytes(parameter, stages.shape(name, parameter)),
             shard_bytes=_nbytes(parameter, stages.shape(name, parameter, sharded=True)),
-            state_bytes=_state_bytes(sizes, parameter, stages.shape_of_states(name, parameter)),
+            state_bytes=_state_bytes(sizes, parameter, stages.shape(name, parameter, sharded=True)),
             is_trained=parameter.requires_grad,
             layer=layers.get(name, ""),
         )
@@ -62,9 +61,8 @@ def memory_of_stages(run: Run, optimizers: Sequence[Optimizer], num_microbatches
             of_stage,
             activations,
             working=work + _of_optimizer_and_hooks(of_stage, run),
-            zero_stage=run.zero_stage if run.zero_shardings or setting.shards_manual_steps else 0,
+            zero_stage=run.zero_stage if run.zero_shardings else 0,
             per_layer=per_layer,
-            shards_states_only=setting.shards_manual_steps,
             offloaded=places_of(setting.options.offloaded, setting.device),
         )
         for of_stage, activations, work in zip(
@@ -105,7 +103,7 @@ def without_techniques(run: Run) -> Run:
     shardings = [] if run.parts is None else [each for each in run.parts.shardings if each.axis not in _OVER_REPLICAS]
     parts = LocalShards(run.setting.module, shardings) if shardings else None
     options = dataclasses.replace(run.setting.options, offload=None)
-    setting = dataclasses.replace(run.setting, shards_manual_steps=False, options=options)
+    setting = dataclasses.replace(run.setting, options=options)
     return dataclasses.replace(run, setting=setting, parts=parts, zero_shardings=(), zero=None, recomputation=None)
 
 
@@ -141,14 +139,6 @@ class _Stages:
     def shape(self, name: str, parameter: Tensor, *, sharded: bool = False) -> tuple[int, ...]:
         shardings = self._shardings if sharded else self._before_zero
         return shard_of(shardings, name, full_shape(parameter)).shape
-
-    def shape_of_states(self, name: str, parameter: Tensor) -> tuple[int, ...]:
-        shape = self.shape(name, parameter, sharded=True)
-        ranks = self._run.mesh.group("dp_shard") if self._run.setting.shards_manual_steps else None
-        if ranks is None or (placement := shard_placement(torch.Size(shape), ranks.size())) is None:
-            return shape
-        length = sum(length for _, length in placement.ranges(ranks.rank(), ranks.size()))
-        return (*shape[: placement.dim], length, *shape[placement.dim + 1 :])
 
     def layer_of(self, names: Iterable[str]) -> Mapping[str, str]:
         """The layer that a parameter belongs to, by the parameter's FQN."""

@@ -30,7 +30,6 @@ from lightning_hybrid.strategies.description.memory_of_stages import (
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.slow_links.connect_slow_links import describe_slow_links
 from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import has_adascale
-from lightning_hybrid.strategies.techniques.step_shards_in_manual_optimization import describe_manual_zero
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import describe_zero
 
 if TYPE_CHECKING:
@@ -146,8 +145,6 @@ def describe_techniques(run: Run, recomputed: str = "") -> list[str]:
         by_memory = options.reshard_after_forward == "auto" and not has_adascale(setting.trainer)
         size = run.mesh.size("dp_shard")
         lines.append(describe_zero(run.zero_stage, size, per_layer=per_layer, by_free_memory=by_memory))
-    if setting.shards_manual_steps:
-        lines.append(describe_manual_zero(options.zero_stage, setting.layout.data_shard_size))
     if options.offloaded:
         stores = (f"{what.replace('_', ' ')} {where}" for what, where in options.offloaded.items())
         lines.append(f"offloaded: {', '.join(stores)}")

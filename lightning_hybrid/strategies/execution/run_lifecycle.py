@@ -33,7 +33,7 @@ from lightning_hybrid.strategies.run.connect_reducers_and_optimizers import conn
 from lightning_hybrid.strategies.run.full_or_sharded_module_state import FullOrShardedState
 from lightning_hybrid.strategies.run.precision_loggers_and_world_around_steps import StepContexts
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
-from lightning_hybrid.strategies.run.run_setting_dataclass import Setting, shards_module
+from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.strategies.slow_links.connect_slow_links import (
     carry_slow_links,
     connect_slow_links,
@@ -46,7 +46,6 @@ from lightning_hybrid.strategies.start.warn_of_large_single_file import warn_of_
 from lightning_hybrid.strategies.state.refuse_partial_state_dict import check_is_full
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
 from lightning_hybrid.strategies.techniques.check_sync_batchnorm_argument import synced_norms
-from lightning_hybrid.strategies.techniques.step_shards_in_manual_optimization import can_shard_manual_steps
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import check_zero_replicas
 from lightning_hybrid.strategies.world.strategy_base_with_ranks import RankedStrategy
 
@@ -113,9 +112,6 @@ class RunLifecycle:
             contexts=StepContexts(trainer, module, world, precision),
             recompute=recompute,
             saved_activations=strategy.saved_activations,
-            shards_manual_steps=is_fitting
-            and can_shard_manual_steps(module, options)
-            and not shards_module(world.layout, shards_manual_steps=True),
             norms=norms,
             averages=WeightAverages(trainer),
             empty=None,
@@ -343,5 +339,5 @@ class RunLifecycle:
 
     def _close_run(self) -> None:
         self.execution.close()
-        self.run, self.optimization = self.run.close(), self.optimization.close()
+        self.run, self.optimization = self.run.close(), Optimization()
         self.state.follow(self.run, self.optimization)

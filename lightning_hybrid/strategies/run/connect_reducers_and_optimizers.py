@@ -34,7 +34,6 @@ from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import (
     has_adascale,
 )
 from lightning_hybrid.strategies.techniques.step_shards_in_manual_optimization import (
-    shard_optimizer_states,
     step_manual_shards,
 )
 from lightning_hybrid.strategies.techniques.use_fused_adam_on_cpu import fuse_steps
@@ -91,8 +90,6 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
     full = _step_full_parameters(run, owner, optimizers)
     watched = _watch_steps(run, owner, [optimizer for optimizer in optimizers if optimizer not in full])
     offloaded = _offload(run, optimizers, [*watched, *full])
-    shard = run.mesh.group("dp_shard")
-    sharded_steps = shard_optimizer_states(optimizers if setting.shards_manual_steps else [], shard, undo)
     if setting.is_manual:
         watched += _shard_manual_steps(run, optimizers)
     if has_adascale(setting.trainer):
@@ -102,7 +99,6 @@ def _connect_optimizers(run: Run, owner: RunOwner, optimizers: Sequence[Optimize
         tied=tied,
         buffers=_broadcast_buffers(run),
         offloaded=tuple(offloaded),
-        sharded_steps=tuple(sharded_steps),
         watched=tuple(watched),
         in_backward=connect_steps_in_backward(run, optimizers, watched, offloaded, reducers),
         connected=ConnectedOptimizers(
@@ -149,7 +145,7 @@ def _step_in_float32(run: Run, optimizers: Sequence[Optimizer]) -> None:
     if not isinstance(precision, HybridPrecision) or not precision.steps_in_float32:
         return
     fuse_steps(optimizers, run.until_end)
-    sharded = setting.is_manual and (setting.shards_manual_steps or run.zero is not None)
+    sharded = setting.is_manual and run.zero is not None
     check_random_rounding(precision, setting.device, setting.options.offloaded, shards_manual_steps=sharded)
     undo = precision.step_in_float32(
         optimizers,
@@ -235,12 +231,9 @@ def _offload(run: Run, optimizers: Sequence[Optimizer], watched: Sequence[Optimi
     from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
 
     layers = parameters_by_layer(setting.module, run.plan)
-    shared = run.mesh.group("dp_shard") if setting.shards_manual_steps else None
     offload, device = setting.options.offloaded, setting.device
     float32 = isinstance(setting.precision, HybridPrecision) and setting.precision.steps_in_float32
-    made = offload_states(
-        optimizers, layers, offload, device, watched, run.until_end, run.zero, shared, in_float32=float32
-    )
+    made = offload_states(optimizers, layers, offload, device, watched, run.until_end, run.zero, in_float32=float32)
     on_host = [each.host_optimizer for each in made if isinstance(each, LayerwiseStep) and each.host_optimizer]
     if float32 and on_host:  # copies of the optimizers step copies of the parameters
         run.until_end.callback(setting.mesh_precision.step_in_float32(on_host, {}, step=lambda: 0))

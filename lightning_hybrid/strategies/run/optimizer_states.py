@@ -78,15 +78,12 @@ class OptimizerStates:
             optimizer = optimizer._optimizer
         self.check_files()
         run = self._run
-        stepped = next((each for each in self._optimization.sharded_steps if each.optimizer is optimizer), None)
         is_full = run is None or run.plan is None or (run.plan.num_ranks == 1 and run.parts is None)
-        if stepped is None and is_full:
+        if is_full:
             return optimizer.state_dict()
         if self._world.is_disconnected:
             return {}
         self._world.rendezvous(f"the state of {type(optimizer).__name__}")
-        if stepped is not None:
-            return stepped.full_state()
         if not (of_each_copy or is_in_first_copy(self._world)):
             return {}
         assert run is not None and run.plan is not None
@@ -129,8 +126,6 @@ class OptimizerStates:
             self._check_masters(optimizer)
             if not made.offloaded:
                 _optimizer_to_device(optimizer, self._world.device)
-        for stepped in made.sharded_steps:
-            stepped.shard_states()
         for offloaded in made.offloaded:
             offloaded.adopt()
 
@@ -139,7 +134,6 @@ class OptimizerStates:
 
         run, local = self._run, self.local_states
         is_sharded = run is not None and (run.parts is not None or run.is_pipelined)
-        is_sharded |= bool(self._optimization.sharded_steps)
         entries = state.shapes(optimizer, local) if isinstance(state, SavedOptimizer) else state["state"]
         check_state_shapes(optimizer, entries, local.names_of(optimizer), is_sharded=is_sharded)
 
@@ -172,9 +166,7 @@ class OptimizerStates:
     def _state_to_pickle(self, optimizer: Optimizer) -> Any:
         local = type(optimizer).__getstate__(optimizer)
         run = self._run
-        is_sharded = any(stepped.optimizer is optimizer for stepped in self._optimization.sharded_steps)
-        if run is not None:
-            is_sharded |= run.parts is not None or (run.plan is not None and run.plan.num_ranks > 1)
+        is_sharded = run is not None and (run.parts is not None or (run.plan is not None and run.plan.num_ranks > 1))
         if not isinstance(local, dict) or "state" not in local or not is_sharded:
             return local
         if self._failed or self._world.is_disconnected:

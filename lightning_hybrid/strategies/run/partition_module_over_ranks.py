@@ -260,7 +260,7 @@ class ModulePartition:
         if experts is not None:
             shardings += experts.plan(shardings, shards)
         over_replicas: list[AxisSharding] = []
-        if self.run.zero_stage and setting.is_fitting and not setting.shards_manual_steps:
+        if self.run.zero_stage and setting.is_fitting:
             over_replicas = zero_shardings(setting.module, self.run.mesh, shardings)
             shardings += over_replicas
         self._set(

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
     from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
     from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
-    from lightning_hybrid.zero.optimizer_states.sharded_manual_optimizer_step import ShardedStep
     from lightning_hybrid.zero.optimizer_states.step_in_backward import StepsInBackward
 
 
@@ -177,7 +176,6 @@ class Optimization:
         tied: Sums gradients of parameters that several stages hold.
         buffers: Sends the buffers of the first replica to the others.
         offloaded: Optimizers whose states are offloaded.
-        sharded_steps: Optimizers that the module calls itself, and whose states replicas shard.
         watched: Optimizers whose steps read parameters of other ranks.
         in_backward: Steps parameters in the backward, if the user wants it.
         connected: The optimizers that all of this is connected to; None before there are any.
@@ -188,12 +186,7 @@ class Optimization:
     tied: TiedParameters | None = None
     buffers: ReplicaBufferBroadcast | None = None
     offloaded: tuple[OffloadedStates, ...] = ()
-    sharded_steps: tuple[ShardedStep, ...] = ()
     watched: tuple[Optimizer, ...] = ()
     in_backward: StepsInBackward | None = None
     connected: ConnectedOptimizers | None = None
     step_hooks: frozenset[int] = frozenset()
-
-    def close(self) -> Optimization:
-        """Return what outlives the run: states stay shards, which files and pickles must know."""
-        return Optimization(sharded_steps=self.sharded_steps)

@@ -21,17 +21,17 @@ from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
 
 
-def shards_module(layout: ParallelLayout, *, shards_manual_steps: bool = False) -> bool:
+def shards_module(layout: ParallelLayout) -> bool:
     """Return whether a rank holds a shard of the module only."""
-    over_replicas = (layout.data_shard_size > 1 and not shards_manual_steps) or layout.expert_parallel_size > 1
+    over_replicas = layout.data_shard_size > 1 or layout.expert_parallel_size > 1
     return layout.pipeline_parallel_size > 1 or layout.shards_layers or over_replicas
 
 
-def needs_runner(options: Options, layout: ParallelLayout, *, shards_manual_steps: bool = False) -> bool:
+def needs_runner(options: Options, layout: ParallelLayout) -> bool:
     """Return whether a runner of this package runs the steps; the user's step runs unchanged otherwise."""
     in_microbatches = (options.microbatches or 1) > 1 or options.microbatch_weight is not None
     in_microbatches |= options.microbatch is not None
-    return in_microbatches or shards_module(layout, shards_manual_steps=shards_manual_steps)
+    return in_microbatches or shards_module(layout)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,6 @@ class Setting:
         contexts: Entered around steps of the user.
         recompute: Activation checkpointing, by an option or a callback.
         saved_activations: Their offload and compression, by callbacks.
-        shards_manual_steps: Whether replicas shard the steps of optimizers that the module calls, and nothing else.
         norms: BatchNorm over the replicas, if the Trainer asks for it.
         averages: Copies of the module that callbacks keep.
         empty: The initial values of a module that was built without storage.
@@ -62,7 +61,6 @@ class Setting:
     contexts: StepContexts
     recompute: Recompute | None
     saved_activations: ActivationRequests
-    shards_manual_steps: bool
     norms: SyncedBatchNorm | None
     averages: WeightAverages
     empty: EmptyInit | None
@@ -91,12 +89,12 @@ class Setting:
     @property
     def needs_runner(self) -> bool:
         """Whether a runner of this package runs the steps."""
-        return needs_runner(self.options, self.layout, shards_manual_steps=self.shards_manual_steps)
+        return needs_runner(self.options, self.layout)
 
     @property
     def shards_module(self) -> bool:
         """Whether a rank holds a shard of the module only."""
-        return shards_module(self.layout, shards_manual_steps=self.shards_manual_steps)
+        return shards_module(self.layout)
 
     @property
     def mesh_precision(self) -> HybridPrecision:
@@ -110,7 +108,7 @@ class Setting:
 
         Where no rank holds shards, sizes of states are for the start table alone: no code of the user runs for it.
         """
-        plugin, runs_user_code = self.precision, self.shards_module or self.shards_manual_steps
+        plugin, runs_user_code = self.precision, self.shards_module
         if not isinstance(plugin, HybridPrecision):
             return {"runs_user_code": runs_user_code}
         float32 = {"in_float32": plugin.steps_in_float32, "copies": plugin.master_weights}

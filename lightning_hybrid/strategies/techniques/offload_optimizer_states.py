@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
@@ -21,7 +19,6 @@ from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSha
 from lightning_hybrid.zero.optimizer_states.offloaded_all_parameters_step import AllParametersStep
 from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
-from lightning_hybrid.zero.optimizer_states.sharded_manual_optimizer_step import numel_of_shard
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import why_not_layerwise
 
 
@@ -47,15 +44,14 @@ def offload_states(
     watched: Sequence[Optimizer],
     until: contextlib.ExitStack,
     zero: ZeroSharding | None,
-    shared_by: dist.ProcessGroup | None = None,
     *,
     in_float32: bool = False,
 ) -> list[OffloadedStates]:
     """Step layer by layer, if states are offloaded to the host or a file.
 
     ``watched`` are optimizers that may combine all parameters in their step; ``zero`` may have parameters in files too;
-    ``shared_by`` are ranks that shard the steps of parameters which each of them holds in full; ``in_float32`` tells
-    that bfloat16 parameters are stepped in float32, so that their states have another dtype than they.
+    ``in_float32`` tells that bfloat16 parameters are stepped in float32, so that their states have another dtype than
+    they.
     """
     devices, where = StorageDevices.of(offload, device), offload.get("optimizer_states")
     regions = {} if zero is None else zero.regions
@@ -69,8 +65,7 @@ def offload_states(
         if in_float32 and folder is not None:  # a file has room for states of the parameters' dtype
             why = why or "steps bfloat16 parameters in float32"
         if not why:
-            numel = Tensor.numel if shared_by is None else partial(numel_of_shard, ranks=shared_by)
-            step = LayerwiseStep(optimizer, layers, folder, regions, states_on=devices.states, numel=numel)
+            step = LayerwiseStep(optimizer, layers, folder, regions, states_on=devices.states)
             fuse_steps([] if step.host_optimizer is None else [step.host_optimizer], until)
             offloaded.append(step)
         else:

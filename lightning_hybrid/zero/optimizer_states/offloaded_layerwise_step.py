@@ -7,7 +7,7 @@ another device, are in memory meanwhile; the new values go back to the device of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -41,7 +41,6 @@ class LayerwiseStep(OffloadedStates):
         regions: Mapping[int, Region] | None = None,
         *,
         states_on: torch.device = HOST,
-        numel: Callable[[Tensor], int] = Tensor.numel,
     ) -> None:
         """Replace the optimizer's step.
 
@@ -52,13 +51,12 @@ class LayerwiseStep(OffloadedStates):
             folder: For the file; None for memory.
             regions: Regions of files that hold the parameters themselves, by their ids.
             states_on: Device of the states, and of the step.
-            numel: Number of elements of a parameter that are stepped here.
 
         Raises:
             OffloadError: There is no room in the folder, or it cannot be written.
         """
         self._all_layers = [list(layer) for layer in layers]
-        self._folder, self._by_id, self._numel = folder, dict(regions or {}), numel
+        self._folder, self._by_id = folder, dict(regions or {})
         self._layers: list[list[Tensor]] = []
         self._regions: list[set[Region]] = []
         self._layer_of: dict[int, int] = {}  # by id of a parameter
@@ -102,7 +100,7 @@ class LayerwiseStep(OffloadedStates):
             sizes |= {id(p): of_group for p in group["params"]}
         lengths = []
         for members in layers:
-            ends = [0, *accumulate(_bytes_of(p, sizes[id(p)], self._numel(p)) for p in members)]
+            ends = [0, *accumulate(_bytes_of(p, sizes[id(p)]) for p in members)]
             self._offsets |= {id(p): start for p, start in zip(members, ends[:-1], strict=True)}
             lengths.append(ends[-1])
         if self.file is None:
@@ -241,5 +239,5 @@ class LayerwiseStep(OffloadedStates):
         super().close()
 
 
-def _bytes_of(p: Tensor, sizes: Sequence[int | None], numel: int) -> int:
-    return sum(aligned(numel * (size or p.element_size())) for size in sizes)
+def _bytes_of(p: Tensor, sizes: Sequence[int | None]) -> int:
+    return sum(aligned(p.numel() * (size or p.element_size())) for size in sizes)
