@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-
 _ALIGNED = 4
 
 
