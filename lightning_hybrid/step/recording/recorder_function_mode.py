@@ -15,6 +15,7 @@ from lightning_hybrid.step.batch_means.mean_ops_and_denominators import averages
 from lightning_hybrid.step.guards.track_reads_of_unguarded_state import UnguardedReads
 from lightning_hybrid.step.module_state.attribute_tensors_and_computed_weights import values_on_unit
 from lightning_hybrid.step.module_state.state_snapshots_and_reachable_leaves import ArgumentSnapshot
+from lightning_hybrid.step.objects.op_names import TEXT_READS
 from lightning_hybrid.step.objects.pytree import Spec, flatten, register_container_class
 from lightning_hybrid.step.objects.tensor_storage_and_subclasses import storage_id
 from lightning_hybrid.step.recording.check_kept_values_mergeable import selects_rows
@@ -38,7 +39,7 @@ from lightning_hybrid.step.standins.count_flops_bytes_and_draws import CostCount
 from lightning_hybrid.step.standins.fake_kernel_fallback import NO_FAKE_KERNEL
 from lightning_hybrid.step.standins.tensors_saved_for_backward import SavedTensors
 from lightning_hybrid.step.tracing.finiteness_checks import answer_if_finite
-from lightning_hybrid.step.tracing.intercept_step_operations import TEXT_READS, StepMode, user_line
+from lightning_hybrid.step.tracing.intercept_step_operations import StepMode, user_line
 from lightning_hybrid.step.tracing.op_signature import signature_of
 from lightning_hybrid.step.tracing.recording_dataclasses import Leaf, Recording, Template, returned_values
 from lightning_hybrid.step.tracing.refuse_backward_functorch_missing_loss import (

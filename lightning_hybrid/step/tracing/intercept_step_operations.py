@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hybrid.errors import ControlFlowError
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.randomness.random_number_ops import draws
+from lightning_hybrid.step.objects.op_names import CONTENT_READS, NUMBER_READS, READS, TEXT_READS
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.objects.source_folders import PACKAGE, TORCH
 from lightning_hybrid.step.standins.absent_arrays_and_lists import content_message, stand_in_for_content
@@ -45,13 +46,8 @@ _METADATA = frozenset(
         "dim_order", "register_post_accumulate_grad_hook",
     }
 )  # fmt: skip
-_NUMBER_READS = frozenset({"item", "__float__", "__complex__"})
-TEXT_READS = frozenset({"__repr__", "__str__", "__format__"})
-_BRANCH_READS = frozenset({"__bool__", "__int__", "__index__", "__contains__", "is_nonzero", "equal", "allclose"})
 _DECIDING = frozenset({"__bool__", "__int__", "__index__", "is_nonzero"})
-_CONTENT_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 _ARGUMENT_CHECKS = "torch.distributions."  # its branches on tensors check whether arguments are valid, and raise if not
-_READS = _NUMBER_READS | TEXT_READS | _BRANCH_READS | _CONTENT_READS
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities")
 
@@ -148,7 +144,7 @@ class StepMode(TorchFunctionMode, ABC):
             if name == "register_hook" and self.is_elsewhere(args[0]):
                 return RemovableHandle(OrderedDict())
             return self._shape_query(func, args, kwargs) if name in SHAPE_METHODS else func(*args, **kwargs)
-        elif name in _READS:
+        elif name in READS:
             return self._read(name, func, args, kwargs)
         elif name.startswith("_foreach_"):
             return self._foreach(name, func, args, kwargs)
@@ -215,7 +211,7 @@ class StepMode(TorchFunctionMode, ABC):
         if self.guesses is not None:
             self.has_guessed = True
             return answer_guessed_read(name, absent[0], next(self.guesses))
-        if name in _NUMBER_READS:
+        if name in NUMBER_READS:
             self.numbers_read = line
             self.values_read.update(dict.fromkeys(values))
             if self.absent_number is not None and (answer is None or name != "item"):
@@ -227,7 +223,7 @@ class StepMode(TorchFunctionMode, ABC):
             return "nan"
         if name in TEXT_READS:
             return f"absent{tuple(absent[0].shape)}"
-        if name in _CONTENT_READS:
+        if name in CONTENT_READS:
             if name not in ("tolist", "numpy") or any(self.is_dynamic(value) for value in values):
                 raise ControlFlowError(content_message(line, name), entry="content")
             self.numbers_read = line

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.errors import CannotShard
 from lightning_hybrid.randomness.random_number_ops import draws
+from lightning_hybrid.step.objects.op_names import names, operator_names
 from lightning_hybrid.step.objects.source_folders import PACKAGE, TENSOR, TORCH
 from lightning_hybrid.tensor.collectives.collectives_over_rank_groups import OneRank, Ranks
 from lightning_hybrid.tensor.plan.unit_plan import Rule, Site
@@ -39,29 +40,14 @@ Kwargs = dict[str, Any]
 
 _SITE_DEPTH = 3
 
-_QUERIES = frozenset(
-    {"size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "__len__", "requires_grad_"}
-)
+_QUERIES = names("size dim numel stride is_contiguous is_floating_point __len__ requires_grad_")
 _VIEWS = frozenset({"view", "reshape"})
 _CHANNELS = frozenset({"batch_norm", "group_norm", "instance_norm", "prelu"})
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 _REWRITTEN = _VIEWS | _CONVOLUTIONS | {"unflatten", "expand", "group_norm", "split", "narrow", "__getitem__"}
-BROADCAST = frozenset(
-    f"{pre}{name}{post}"
-    for name in ("add", "sub", "mul", "div", "truediv", "pow", "and", "or")
-    for pre, post in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))
-) | {
-    "where",
-    "masked_fill",
-    "masked_fill_",
-    "maximum",
-    "minimum",
-    "lerp",
-    "addcmul",
-    "rsub",
-    "true_divide",
-    "logical_and",
-}
+BROADCAST = operator_names(("add", "sub", "mul", "div", "truediv", "pow", "and", "or")) | names(
+    "where masked_fill masked_fill_ maximum minimum lerp addcmul rsub true_divide logical_and"
+)
 _ATTENTION = "scaled_dot_product_attention"
 _BATCHED = "baddbmm"  # its addend has batch and heads in one dim
 

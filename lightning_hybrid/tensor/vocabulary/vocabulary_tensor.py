@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from lightning_hybrid.step.instrument.intercept_or_refuse_autograd_functions import NotIntercepted
+from lightning_hybrid.step.objects.op_names import CONTENT_READS, names
 from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
 from lightning_hybrid.tensor.vocabulary.sharded_embedding import embedding_rows
 from lightning_hybrid.tensor.vocabulary.sharded_losses import LOSS_RULES, gather_rows
@@ -29,23 +30,9 @@ from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import
 from lightning_hybrid.tensor.vocabulary.vocabulary_sharded_op_rules import rule_of
 
 # Operations that need the memory of the full tensor.
-_OF_CONTENT = frozenset(
-    {
-        "tolist",
-        "numpy",
-        "__array__",
-        "__dlpack__",
-        "__repr__",
-        "__format__",
-        "__deepcopy__",
-        "__reduce_ex__",
-        "data_ptr",
-        "storage",
-        "untyped_storage",
-        "share_memory_",
-        "pin_memory",
-        "__contains__",
-    }
+_OF_CONTENT = CONTENT_READS | names(
+    "__repr__ __format__ __deepcopy__ __reduce_ex__ data_ptr storage untyped_storage share_memory_ pin_memory"
+    " __contains__"
 )
 
 
