@@ -6,15 +6,17 @@ from lightning_hybrid.namespaces.detect_lightning_namespace import public_names
 from lightning_hybrid.namespaces.lightning_namespaces import PUBLIC
 
 if TYPE_CHECKING:
-    from lightning_hybrid.callbacks.activation_checkpointing import ActivationCheckpointing
-    from lightning_hybrid.callbacks.activation_offload_and_compression import ActivationCompression, ActivationOffload
+    from lightning_hybrid.callbacks.activations import (
+        ActivationCheckpointing,
+        ActivationCompression,
+        ActivationOffload,
+    )
     from lightning_hybrid.callbacks.adascale import AdaScale
     from lightning_hybrid.callbacks.expert_load import ExpertLoadMonitor
     from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
     from lightning_hybrid.callbacks.pipeline_timeline import PipelineTimeline
     from lightning_hybrid.callbacks.run_plot import RunPlot
-    from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
-    from lightning_hybrid.callbacks.slow_links.local_sgd import LocalSGD
+    from lightning_hybrid.callbacks.slow_link_callbacks import GradientCompression, LocalSGD
     from lightning_hybrid.precision.hybrid import HybridPrecision
     from lightning_hybrid.strategies.hybrid3d import Hybrid3DStrategy
 

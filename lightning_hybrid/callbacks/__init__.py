@@ -5,8 +5,11 @@ from typing import TYPE_CHECKING
 from lightning_hybrid.namespaces.detect_lightning_namespace import public_names
 
 if TYPE_CHECKING:
-    from lightning_hybrid.callbacks.activation_checkpointing import ActivationCheckpointing
-    from lightning_hybrid.callbacks.activation_offload_and_compression import ActivationCompression, ActivationOffload
+    from lightning_hybrid.callbacks.activations import (
+        ActivationCheckpointing,
+        ActivationCompression,
+        ActivationOffload,
+    )
     from lightning_hybrid.callbacks.adascale import AdaScale
     from lightning_hybrid.callbacks.expert_load import ExpertLoadMonitor
     from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
@@ -15,8 +18,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.callbacks.monitors.throughput_monitor import ThroughputMonitor
     from lightning_hybrid.callbacks.pipeline_timeline import PipelineTimeline
     from lightning_hybrid.callbacks.run_plot import RunPlot
-    from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression
-    from lightning_hybrid.callbacks.slow_links.local_sgd import LocalSGD
+    from lightning_hybrid.callbacks.slow_link_callbacks import GradientCompression, LocalSGD
 
 __all__ = [
     "ActivationCheckpointing",

@@ -18,9 +18,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_hybrid.callbacks.draw_expert_loads import LoadHistory, draw_loads
+from lightning_hybrid.callbacks.expert_load_plot import LoadHistory, draw_loads
 from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
-from lightning_hybrid.callbacks.write_and_log_pictures import log_picture
+from lightning_hybrid.callbacks.pictures import log_picture
 from lightning_hybrid.experts.metrics import balance_of, entropy_of_load, shares_of
 from lightning_hybrid.experts.moe.moe_layer import MoE
 from lightning_hybrid.experts.moe.upcycling import UpcycledMLP

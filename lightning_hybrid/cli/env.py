@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lightning_hybrid.cli.exit_status_and_json_output import OK, print_json
+from lightning_hybrid.cli.command import OK, add_command, print_json
 from lightning_hybrid.version import __version__
 
 _PACKAGES = ("torch", "lightning", "pytorch-lightning", "torchmetrics", "jsonargparse", "numpy", "transformers")
@@ -34,16 +34,15 @@ exit status: 0 ok; 1 torch or lightning is missing"""
 
 def add_to(commands: Any) -> None:
     """Add the subcommand to the subparsers of argparse."""
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "env",
-        help="versions, processors and devices: what a bug report needs",
+        run,
+        text="versions, processors and devices: what a bug report needs",
         description="Prints versions, processors, devices, backends, compiler, and the environment variables that"
         " change how ranks run; none that may be a secret.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        example=_EXAMPLE,
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:

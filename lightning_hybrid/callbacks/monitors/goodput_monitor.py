@@ -10,8 +10,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hybrid.callbacks.adascale import GradientNoise
-from lightning_hybrid.callbacks.monitors.logged_series import Series, keep_series
-from lightning_hybrid.callbacks.write_and_log_pictures import log_picture
+from lightning_hybrid.callbacks.monitors.series import Series, keep_series
+from lightning_hybrid.callbacks.pictures import log_picture
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 

@@ -8,13 +8,7 @@ from lightning_hybrid.experts.parallel.find_and_prove_shardable_experts import F
 
 
 def describe_experts(found: FoundExperts, size: int, tensor_size: int) -> str:
-    """Describes which experts are sharded and which are not, one line per kind of module.
-
-    Args:
-        found: Experts of the user's module.
-        size: Number of expert-parallel ranks.
-        tensor_size: Number of tensor ranks.
-    """
+    """Describes which experts are sharded and which are not, one line per kind of module."""
     by_kind: dict[tuple[str, int], list[str]] = {}
     for fqn, adapter in found.adapters.items():
         by_kind.setdefault((adapter.what, adapter.num_experts), []).append(fqn)

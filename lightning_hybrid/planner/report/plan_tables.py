@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from lightning_hybrid.planner.report.planned_run import PlannedRun, rank_name
 from lightning_hybrid.planner.search.layout_options import spelled
-from lightning_hybrid.planner.search.plans_and_rejections import (
-    TIE,
-    Plan,
-    duration,
-    gigabytes,
-)
+from lightning_hybrid.planner.search.plans_and_rejections import TIE, Plan
 from lightning_hybrid.planner.search.rejected_families import larger_than_device, largest_difference, slower_than
+from lightning_hybrid.text import columns, sized, timed, wrap
 
-_WIDTH = 120  # characters of a line
 _LEAST_SHARE = 0.005  # of a total, below which a term is left out
 
 
 def plans_table(run: PlannedRun, most: int = 5) -> str:
-    """Return the best plans, the reasons against other families, and the Trainer of the first plan.
-
-    Args:
-        run: The search.
-        most: Plans at most.
-    """
+    """Return the best plans, the reasons against other families, and the Trainer of the first plan."""
     lines = [run.title, "", *ranked_lines(run, most), ""]
     lines += [
         f"why not{run.compared_samples(most)}",
-        *wrapped_columns([(f"  {rejection.family}", rejection.reason) for rejection in run.result.rejected], 1),
+        *columns([(f"  {rejection.family}", rejection.reason) for rejection in run.result.rejected], wrapped=1),
         "",
     ]
     lines += [run.trainer_arguments(run.result.best)]
@@ -38,25 +27,20 @@ def plans_table(run: PlannedRun, most: int = 5) -> str:
 
 
 def ranked_lines(run: PlannedRun, most: int = 5) -> list[str]:
-    """Return the best plans, each with its layout broken to lines of 120 characters, below a heading.
-
-    Args:
-        run: The search.
-        most: Plans at most.
-    """
+    """Return the best plans, each with its layout broken to lines of 120 characters, below a heading."""
     _, unit = run.rate(run.result.best)
     rows: list[tuple[str, ...]] = [("", "layout", "samples", "step", "memory", unit, "why")]
     for number, plan in enumerate(run.result.plans[:most], start=1):
         assert plan.time is not None
         rate, _ = run.rate(plan)
-        step = f"{duration(plan.time.seconds)} ± {plan.time_error:.0%}"
-        memory = f"{gigabytes(plan.memory.least)} ± {plan.memory_error:.0%}"
+        step = f"{timed(plan.time.seconds)} ± {plan.time_error:.0%}"
+        memory = f"{sized(plan.memory.least)} ± {plan.memory_error:.0%}"
         samples = f"{plan.time.samples:,}"
         reason = why(plan, run.result.best)
         rows.append((str(number), spelled(plan.layout), samples, step, memory, number_of(rate), reason))
     if not run.has_several_batches(most):
         rows = [(*row[:2], *row[3:]) for row in rows]
-    return wrapped_columns(rows, 1)
+    return columns(rows, wrapped=1)
 
 
 def number_of(rate: float) -> str:
@@ -77,19 +61,14 @@ def why(plan: Plan, best: Plan) -> str:
     own, other = plan.time, best.time
     name = largest_difference(own, other)
     more = own.terms.get(name, 0.0) * other.samples / own.samples - other.terms.get(name, 0.0)
-    return f"{ratio:.0%} slower: {name} +{duration(more)}"
+    return f"{ratio:.0%} slower: {name} +{timed(more)}"
 
 
 def explained_layout(run: PlannedRun, plan: Plan) -> str:
-    """Return one layout in detail, against the chosen plan: time by term, memory by rank.
-
-    Args:
-        run: The search.
-        plan: Of the layout.
-    """
+    """Return one layout in detail, against the chosen plan: time by term, memory by rank."""
     best = run.result.best
     against = f"{spelled(plan.layout)} against the chosen {spelled(best.layout)}"
-    lines = [run.title, "", *_wrapped(against, _WIDTH), "", *_wrapped(_verdict(plan, best), _WIDTH)]
+    lines = [run.title, "", *wrap(against), "", *wrap(_verdict(plan, best))]
     if plan.time is not None:
         assert best.time is not None
         scale = best.time.samples / plan.time.samples
@@ -119,8 +98,8 @@ def _terms(heading: str, own: Mapping[str, float], other: Mapping[str, float]) -
     for name in dict.fromkeys([*own, *other]):
         values = own.get(name, 0.0), other.get(name, 0.0)
         if any(value > _LEAST_SHARE * total for value, total in zip(values, totals, strict=True)):
-            rows.append((f"  {name}", *map(duration, values)))
-    return columns([*rows, ("  in all", *map(duration, totals))])
+            rows.append((f"  {name}", *map(timed, values)))
+    return columns([*rows, ("  in all", *map(timed, totals))])
 
 
 def _memory(rank: int, own: Mapping[str, float], plan: Plan, best: Plan) -> list[str]:
@@ -133,39 +112,8 @@ def _memory(rank: int, own: Mapping[str, float], plan: Plan, best: Plan) -> list
     for name in dict.fromkeys([*own, *largest]):
         values = own.get(name, 0.0), largest.get(name, 0.0)
         if any(value > _LEAST_SHARE * total for value, total in zip(values, totals, strict=True)):
-            rows.append((f"  {name}", *map(gigabytes, values)))
-    rows.append(("  in all", *map(gigabytes, totals)))
+            rows.append((f"  {name}", *map(sized, values)))
+    rows.append(("  in all", *map(sized, totals)))
     needed = totals[0] - plan.memory.spare(rank), totals[1] - best.memory.spare(peak)
-    rows.append(("  needed, without what the allocator gives back", *map(gigabytes, needed)))
-    return columns([*rows, ("  of a device", gigabytes(best.memory.capacity), "")])
-
-
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines with aligned columns."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def wrapped_columns(rows: Sequence[Sequence[str]], column: int) -> list[str]:
-    """Return rows as `columns` does, in lines of 120 characters, for which the cells of one column are broken.
-
-    Args:
-        rows: Of cells.
-        column: Its cells are broken behind commas and spaces.
-    """
-    others = [max(len(row[other]) for row in rows) + 2 for other in range(len(rows[0])) if other != column]
-    width = max(24, _WIDTH - sum(others))
-    lines: list[tuple[str, ...]] = []
-    for row in rows:
-        for number, part in enumerate(_wrapped(row[column], width)):
-            lines.append(tuple(part if i == column else "" if number else cell for i, cell in enumerate(row)))
-    return columns(lines)
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    lines = [""]
-    for word in re.split(r"(?<=[ ,])", text):
-        if lines[-1] and len(lines[-1]) + len(word.rstrip()) > width:
-            lines.append("")
-        lines[-1] += word
-    return [line.rstrip() for line in lines]
+    rows.append(("  needed, without what the allocator gives back", *map(sized, needed)))
+    return columns([*rows, ("  of a device", sized(best.memory.capacity), "")])

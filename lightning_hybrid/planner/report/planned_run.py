@@ -69,19 +69,11 @@ class PlannedRun:
         )
 
     def has_several_batches(self, most: int) -> bool:
-        """Return whether the best plans differ in the samples of a step.
-
-        Args:
-            most: Plans at most.
-        """
+        """Return whether the best plans differ in the samples of a step."""
         return len({plan.layout.batch for plan in self.result.plans[:most]}) > 1
 
     def compared_samples(self, most: int) -> str:
-        """Return for which samples the reasons give times, where the best plans differ in those of a step.
-
-        Args:
-            most: Plans at most.
-        """
+        """Return for which samples the reasons give times, where the best plans differ in those of a step."""
         samples = self.result.best.layout.batch
         return f", times of {samples:,} samples" if self.has_several_batches(most) else ""
 
@@ -92,11 +84,7 @@ class PlannedRun:
         return plan.time.samples_per_second * positions, "tokens/s" if positions > 1 else "samples/s"
 
     def content(self, most: int = 5) -> dict[str, Any]:
-        """Return the plans as plain values.
-
-        Args:
-            most: Plans at most.
-        """
+        """Return the plans as plain values."""
         return {
             "model": {
                 "name": self.costs.name,

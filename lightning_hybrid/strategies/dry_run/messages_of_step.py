@@ -18,7 +18,7 @@ from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.schedule.linked_stages_and_messages import Portals
 from lightning_hybrid.schedule.program import Program, Receive, Send, lower
 from lightning_hybrid.step.standins.absent_tensors import full_shape
-from lightning_hybrid.strategies.description.memory_of_stages import zero_gathers_per_layer
+from lightning_hybrid.strategies.description.stage_memory import zero_gathers_per_layer
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import stage_of_gradient
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import members_of_groups

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_hybrid.callbacks.slow_links.callback_with_state_of_run import SlowLinkCallback
+from lightning_hybrid.callbacks.slow_link_callbacks import SlowLinkCallback
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.shared_memory.point_to_point_transfers import transfers_of
 

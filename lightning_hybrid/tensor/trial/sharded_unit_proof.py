@@ -370,14 +370,7 @@ def _runs_without_modes(proof: Proof) -> bool:
 
 
 def prove_cached(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: UnitPlan) -> UnitPlan | None:
-    """Proves a plan of a structurally equal unit for this unit; returns it with its costs, or None if it fails.
-
-    Args:
-        unit: The user's unit.
-        args: Arguments of one call.
-        kwargs: Its keyword arguments.
-        plan: The plan.
-    """
+    """Proves a plan of a structurally equal unit for this unit; returns it with its costs, or None if it fails."""
     began = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
         least = 1

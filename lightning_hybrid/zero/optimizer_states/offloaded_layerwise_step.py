@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.host_copies import HostCopies
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.zero.devices_storing_local_shards import HOST
 from lightning_hybrid.zero.memory_mapped_states import Region, StateFile, aligned, state_tensors
-from lightning_hybrid.zero.optimizer_states.host_step_pipeline import CudaCopies, HostStepPipeline
+from lightning_hybrid.zero.optimizer_states.host_step_pipeline import HostStepPipeline
 from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
 from lightning_hybrid.zero.optimizer_states.step_parameter_subset import only_parameters, without_step_hooks
 from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import (
@@ -113,7 +114,7 @@ class LayerwiseStep(OffloadedStates):
         devices = {p.device for members in self._layers for p in members}
         if self._states_on.type != "cpu" or {device.type for device in devices} != {"cuda"} or len(devices) > 1:
             return None
-        return HostStepPipeline(self._optimizer, CudaCopies(devices.pop()))
+        return HostStepPipeline(self._optimizer, HostCopies(devices.pop()))
 
     @property
     def host_optimizer(self) -> Optimizer | None:

@@ -13,7 +13,7 @@ from harness.fits import EACH_SHARDING, Run, check, fit, reference_of, refusal
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks.monitors.memory_of_tensors import bytes_by_kind, find_holders
 from lightning_hybrid.errors import QuantizedStatesError
-from lightning_hybrid.strategies.description.memory_of_stages import memory_of_stages
+from lightning_hybrid.strategies.description.stage_memory import memory_of_stages
 from lightning_hybrid.strategies.optimizer_steps.refuse_quantized_states import check_quantized_states
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import (
     StateSizes,
