@@ -10,9 +10,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from harness.fits import Run, fit
-from lightning_hybrid.zero import sharded_parameter_group as of_groups
-from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
-from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
+from lightning_hybrid.zero import group as of_groups
+from lightning_hybrid.zero.group import ParameterGroup
+from lightning_hybrid.zero.sharding import ZeroSharding
 
 BY_LAYER = {"zero_stage": 3, "reshard_after_forward": True}
 

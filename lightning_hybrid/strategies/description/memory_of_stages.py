@@ -18,6 +18,7 @@ from lightning_hybrid.memory.estimate_rank_memory import (
     estimate_rank_memory,
     working_bytes,
 )
+from lightning_hybrid.optimizers.trial import StateSizes
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 from lightning_hybrid.parts.shard_boxes import shard_of
 from lightning_hybrid.schedule.microbatches_in_flight import in_flight_at_peak
@@ -27,7 +28,6 @@ from lightning_hybrid.step.standins.absent_tensors import full_shape
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import gathers_per_layer
 from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import old_gradients_are_read
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import StateSizes
 
 _OVER_REPLICAS = ("dp_shard", "ep_shard")
 

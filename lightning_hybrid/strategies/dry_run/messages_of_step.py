@@ -22,7 +22,7 @@ from lightning_hybrid.strategies.description.memory_of_stages import zero_gather
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import stage_of_gradient
 from lightning_hybrid.strategies.techniques.zero_shardings_and_layer_groups import members_of_groups
-from lightning_hybrid.zero.shard_dims_ranks_and_offsets import numel_of_largest_shard
+from lightning_hybrid.zero.ranks import numel_of_largest_shard
 
 Operation = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 _BUCKET_BYTES, _FIRST_BUCKET_BYTES = 25 * 2**20, 2**20  # defaults of GradientReducer

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
     from lightning_hybrid.strategies.run.partition_module_over_ranks import ModulePartition
     from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
-    from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
+    from lightning_hybrid.zero.sharding import ZeroSharding
 
 
 class RunOwner(Protocol):
@@ -362,7 +362,6 @@ def _chunk_losses(run: Run, partition: ModulePartition | None) -> Run:
         return run
     from lightning_hybrid.memory.chunked_loss.find_output_heads import find_output_heads
     from lightning_hybrid.memory.chunked_loss.output_heads import ChunkedLoss
-    from lightning_hybrid.zero.gather_layer_for_other_code import gathered_for_other_code
 
     sharded = {name for axis in (() if run.shards is None else run.shards.shardings) for name in axis.placements}
     is_compiled, counted = setting.options.compile is not None, option is not True
@@ -373,7 +372,7 @@ def _chunk_losses(run: Run, partition: ModulePartition | None) -> Run:
     losses = ChunkedLoss(
         heads,
         option if counted else None,
-        around=gathered_for_other_code(run.zero),
+        around=lambda module: nullcontext() if run.zero is None else run.zero.gathered(module),
         inform=logging.getLogger("lightning.pytorch").info if is_first else lambda _: None,
         warn=warnings.warn if is_first else lambda _: None,
     )

@@ -45,8 +45,8 @@ from lightning_hybrid.strategies.user_code.hooks_of_optimizer_steps import (
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import around_validation
 
 if TYPE_CHECKING:
+    from lightning_hybrid.optimizers.offloaded import OffloadedStates
     from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-    from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
 
 
 def connect_optimizers(
@@ -227,8 +227,8 @@ def _offload(run: Run, optimizers: Sequence[Optimizer], watched: Sequence[Optimi
     setting = run.setting
     if not setting.options.offloaded:
         return []
+    from lightning_hybrid.optimizers.layer_step import LayerwiseStep
     from lightning_hybrid.strategies.techniques.offload_optimizer_states import offload_states, parameters_by_layer
-    from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
 
     layers = parameters_by_layer(setting.module, run.plan)
     offload, device = setting.options.offloaded, setting.device

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from lightning_hybrid.errors import BackwardStepError
+from lightning_hybrid.optimizers.trial import skips_missing_gradients, steps_independently
 from lightning_hybrid.replicate.gradient_reducer import GradientReducer
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
 from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import has_adascale
 from lightning_hybrid.strategies.user_code.detect_overridden_user_hooks import overrides
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import skips_missing_gradients, steps_independently
 
 if TYPE_CHECKING:
-    from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
-    from lightning_hybrid.zero.optimizer_states.step_in_backward import StepsInBackward
+    from lightning_hybrid.optimizers.in_backward import StepsInBackward
+    from lightning_hybrid.optimizers.offloaded import OffloadedStates
 
 # Hooks that run when some parameters are stepped already, and gradients are freed, and may read or change both.
 _HOOKS = (
@@ -55,9 +55,9 @@ def connect_steps_in_backward(
     setting = run.setting
     if not setting.options.optimizer_in_backward:
         return None
+    from lightning_hybrid.optimizers.in_backward import InPlaceSubsetStep, StepsInBackward
+    from lightning_hybrid.optimizers.layer_step import LayerwiseStep
     from lightning_hybrid.strategies.techniques.offload_optimizer_states import parameters_by_layer
-    from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
-    from lightning_hybrid.zero.optimizer_states.step_in_backward import InPlaceSubsetStep, StepsInBackward
 
     check_setting(setting)
     if any(reducer.observer is not None for reducer in reducers.values()) or has_adascale(setting.trainer):

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lightning_hybrid.memory.recompute_layers import Recomputation
     from lightning_hybrid.memory.saved_activations.hook_saved_tensors_of_layers import LayerActivations
     from lightning_hybrid.mesh import Mesh
+    from lightning_hybrid.optimizers.in_backward import StepsInBackward
+    from lightning_hybrid.optimizers.offloaded import OffloadedStates
     from lightning_hybrid.parts.gather_on_read import ReadGuards
     from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
     from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
@@ -32,9 +34,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.strategies.techniques.compile_layers_with_torch import CompiledUnits
     from lightning_hybrid.strategies.user_code.full_parameters_in_hooks import HookReads
     from lightning_hybrid.tensor.runtime.sharded_model import ShardedModel
-    from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
-    from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
-    from lightning_hybrid.zero.optimizer_states.step_in_backward import StepsInBackward
+    from lightning_hybrid.zero.sharding import ZeroSharding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from lightning_hybrid.strategies.slow_links.parameter_states_in_checkpoints impo
     save_states,
 )
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
-from lightning_hybrid.zero.compressed_gradient_messages import CompressedGradientMessages
+from lightning_hybrid.zero.compressed import CompressedGradientMessages
 
 
 def connect_gradient_compression(callback: GradientCompression, run: Run, reducers: Reducers) -> None:

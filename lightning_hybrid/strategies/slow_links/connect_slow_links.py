@@ -13,13 +13,13 @@ from lightning_hybrid.callbacks.slow_links.callback_with_state_of_run import Slo
 from lightning_hybrid.errors import LayoutError
 from lightning_hybrid.namespaces.converted_objects import convert
 from lightning_hybrid.namespaces.lightning_namespaces import namespace_of
-from lightning_hybrid.precision.message_dtypes import message_dtypes
-from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import (
+from lightning_hybrid.optimizers.trial import (
     INDEPENDENT,
     can_step_shards,
     combines_parameters,
 )
+from lightning_hybrid.precision.message_dtypes import message_dtypes
+from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 
 if TYPE_CHECKING:
     from lightning_hybrid.callbacks.slow_links.gradient_compression import GradientCompression

@@ -13,7 +13,7 @@ from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
 
 if TYPE_CHECKING:
-    from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
+    from lightning_hybrid.zero.sharding import ZeroSharding
 
 
 def connect_adascale(

@@ -10,16 +10,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.optimizers.full_step import AllParametersStep
+from lightning_hybrid.optimizers.layer_step import LayerwiseStep
+from lightning_hybrid.optimizers.offloaded import OffloadedStates
+from lightning_hybrid.optimizers.trial import why_not_layerwise
 from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.strategies.techniques.use_fused_adam_on_cpu import fuse_steps
-from lightning_hybrid.zero.devices_storing_local_shards import StorageDevices
-from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
-from lightning_hybrid.zero.optimizer_states.offloaded_all_parameters_step import AllParametersStep
-from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
-from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import why_not_layerwise
+from lightning_hybrid.zero.sharding import ZeroSharding
+from lightning_hybrid.zero.storage import StorageDevices
 
 
 def parameters_by_layer(module: nn.Module, plan: StagePlan | None) -> list[list[nn.Parameter]]:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_hybrid.optimizers.trial import can_step_shards, combines_parameters
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
-from lightning_hybrid.zero.optimizer_states.sharded_manual_optimizer_step import ShardedStep
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import can_step_shards, combines_parameters
+from lightning_hybrid.zero.manual_step import ShardedStep
 
 
 def step_manual_shards(

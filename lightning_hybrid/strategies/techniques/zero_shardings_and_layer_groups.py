@@ -20,16 +20,16 @@ from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import stage_of_gradient
-from lightning_hybrid.zero.devices_storing_local_shards import StorageDevices
-from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks, bytes_of_shards, shard_placement
-from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
+from lightning_hybrid.zero.group import ParameterGroup
+from lightning_hybrid.zero.ranks import ShardRanks, bytes_of_shards, shard_placement
+from lightning_hybrid.zero.storage import StorageDevices
 
 if TYPE_CHECKING:
     from lightning_hybrid.experts.parallel.run_modules_with_sharded_experts import ShardedExperts
+    from lightning_hybrid.optimizers.state_file import Region
     from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
     from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import StagePlan
-    from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import Stage, ZeroSharding
-    from lightning_hybrid.zero.memory_mapped_states import Region
+    from lightning_hybrid.zero.sharding import Stage, ZeroSharding
 
 # Share of the memory free at the start of a run that full layers and their gradients may take.
 _FREE_MEMORY_SHARE = 0.25
@@ -113,7 +113,7 @@ def shard_over_replicas(
     (collective); ``guards``: of a run whose steps were not recorded, None where a recording shows what they read;
     ``dtypes``: of messages, as fields of `ShardRanks`.
     """
-    from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
+    from lightning_hybrid.zero.sharding import ZeroSharding
 
     ranks = ShardRanks(mesh.group("dp_shard"), mesh.group("dp_replicate"), **dtypes)
     expert_ranks = ranks
@@ -193,7 +193,7 @@ def _regions_for(where: str | None, sizes: Sequence[int]) -> Iterator[Region]:
     """Yield a region of a file for each group of parameters, if they are offloaded to one."""
     if where is None or where == "cpu":
         return
-    from lightning_hybrid.zero.memory_mapped_states import StateFile
+    from lightning_hybrid.optimizers.state_file import StateFile
 
     file = StateFile(where.removeprefix("disk:"), sizes, content="the parameters")
     yield from file.regions()

@@ -38,7 +38,7 @@ from lightning_hybrid.step.standins.absent_tensors import (
     is_absent,
 )
 from lightning_hybrid.step.tracing.intercept_step_operations import user_line
-from lightning_hybrid.zero.gather_parameters_and_reduce_gradients import ZeroSharding
+from lightning_hybrid.zero.sharding import ZeroSharding
 
 _MOST_OBJECTS, _MOST_ITEMS = 10_000, 100
 _LEAVES = (str, bytes, int, float, Tensor, type, ModuleType, numpy.ndarray, numpy.generic)

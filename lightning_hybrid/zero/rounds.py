@@ -21,9 +21,9 @@ from lightning_hybrid.errors import RanksDiffer
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import below_read_guards
 from lightning_hybrid.shared_memory.async_all_gather_of_numbers import start_all_gather
-from lightning_hybrid.zero.launch_gradient_reductions_in_order import Reductions
-from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks
-from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
+from lightning_hybrid.zero.group import ParameterGroup
+from lightning_hybrid.zero.ranks import ShardRanks
+from lightning_hybrid.zero.reductions import Reductions
 
 _NONE = -1.0
 _DONE = -2.0

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from lightning_hybrid.zero.devices_storing_local_shards import HOST
-from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
-from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
-from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import replace_step
+from lightning_hybrid.optimizers.offloaded import OffloadedStates
+from lightning_hybrid.optimizers.replacement import replace_step
+from lightning_hybrid.optimizers.state_file import HOST, Region, StateFile
 
 
 class AllParametersStep(OffloadedStates):

@@ -33,16 +33,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.optimizers.state_file import Region
 from lightning_hybrid.parts.gather_on_read import GatherCallbacks, ReadGuards
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
 from lightning_hybrid.step.objects.pytree import tensors_inside
-from lightning_hybrid.zero.gather_layers_in_agreed_order import GatherRounds, agree_on_step
-from lightning_hybrid.zero.launch_gradient_reductions_in_order import Reductions
-from lightning_hybrid.zero.memory_mapped_states import Region
-from lightning_hybrid.zero.parameter_views_saved_for_backward import ParameterView, SavedViews, view_of
-from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks
-from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
+from lightning_hybrid.zero.group import ParameterGroup
+from lightning_hybrid.zero.ranks import ShardRanks
+from lightning_hybrid.zero.reductions import Reductions
+from lightning_hybrid.zero.rounds import GatherRounds, agree_on_step
+from lightning_hybrid.zero.saved_views import ParameterView, SavedViews, view_of
 
 Stage = int | None  # None: gradients are complete only after all stages of this rank
 
@@ -110,11 +110,11 @@ class ZeroSharding:
         """Groups of parameters, each with the messages in which its gradients are reduced."""
         return self._all
 
-    def step_in_backward(self, step: Callable[[ParameterGroup], None]) -> None:
-        """Call ``step`` with each group of one stage once its averages are in its shards, also in the backward."""
+    def step_in_backward(self, step: Callable[[AbstractContextManager[list[nn.Parameter]]], None]) -> None:
+        """Call ``step`` with the shards of each group of one stage once averages are in them, also in the backward."""
         for stage, members in self._groups.items():
             for group in members if stage is not None else ():  # the others are summed over stages
-                group.on_averages = step
+                group.on_averages = lambda group: step(group.reduced_shards())
 
     def gather_in_rounds(self, mesh: Mesh) -> None:
         """Let ranks call layers in different orders, by ``GatherRounds``."""
@@ -410,6 +410,21 @@ class ZeroSharding:
                 self._in_backward.add(fqn)
             for group in groups if frees and not is_in_backward else ():
                 group.free()
+
+    @contextlib.contextmanager
+    def gathered(self, module: nn.Module) -> Iterator[None]:
+        """Gather a module for code that uses its parameters, and saves them for a backward, outside of its forward.
+
+        Where ranks gather layer by layer, the context is collective, as a forward of the layer is.
+        """
+        # The groups without a layer are gathered for the whole step.
+        fqns = dict.fromkeys(self._group_of[id(p)].fqn for p in module.parameters() if id(p) in self._group_of)
+        missing = [fqn for fqn in fqns if fqn and fqn not in self.running_layers]
+        with contextlib.ExitStack() as stack:
+            for fqn in missing:
+                stack.enter_context(self.inside(fqn))
+            stack.enter_context(self.saved_views(missing).of_layer())
+            yield
 
     def _gather_in_backward(self, fqn: str, first_node: int, output: Any) -> Any:
         """Let a backward that reaches an output of a layer gather the layer; its nodes begin with this number."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.optimizers.state_file import Region, StateFile
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
 
 
 class OffloadedStates(ABC):

@@ -19,9 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_hybrid.zero.memory_mapped_states import Region, aligned
-
-HOST = torch.device("cpu")
+from lightning_hybrid.optimizers.state_file import HOST, Region, aligned
 
 
 @dataclass(frozen=True)

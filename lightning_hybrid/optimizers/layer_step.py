@@ -16,18 +16,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.zero.devices_storing_local_shards import HOST
-from lightning_hybrid.zero.memory_mapped_states import Region, StateFile, aligned, state_tensors
-from lightning_hybrid.zero.optimizer_states.host_step_pipeline import CudaCopies, HostStepPipeline
-from lightning_hybrid.zero.optimizer_states.offloaded_states_base import OffloadedStates
-from lightning_hybrid.zero.optimizer_states.step_parameter_subset import only_parameters, without_step_hooks
-from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import (
+from lightning_hybrid.optimizers.host_pipeline import CudaCopies, HostStepPipeline
+from lightning_hybrid.optimizers.offloaded import OffloadedStates
+from lightning_hybrid.optimizers.replacement import (
     STEP_HOOKS,
     call_step_hooks,
     step_after_closure,
 )
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import skips_missing_gradients, state_element_sizes
+from lightning_hybrid.optimizers.state_file import HOST, Region, StateFile, aligned, state_tensors
+from lightning_hybrid.optimizers.subset import only_parameters, without_step_hooks
+from lightning_hybrid.optimizers.trial import skips_missing_gradients, state_element_sizes
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 
 class LayerwiseStep(OffloadedStates):

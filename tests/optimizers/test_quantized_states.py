@@ -13,14 +13,14 @@ from harness.fits import EACH_SHARDING, Run, check, fit, reference_of, refusal
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks.monitors.memory_of_tensors import bytes_by_kind, find_holders
 from lightning_hybrid.errors import QuantizedStatesError
-from lightning_hybrid.strategies.description.memory_of_stages import memory_of_stages
-from lightning_hybrid.strategies.optimizer_steps.refuse_quantized_states import check_quantized_states
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import (
+from lightning_hybrid.optimizers.trial import (
     StateSizes,
     can_step_shards,
     has_low_bit_states,
     steps_full_parameters,
 )
+from lightning_hybrid.strategies.description.memory_of_stages import memory_of_stages
+from lightning_hybrid.strategies.optimizer_steps.refuse_quantized_states import check_quantized_states
 from models.quantized_optimizers import MODULES, By8bit, ByBitsandbytes, Uncompiled
 
 NAMES = list(MODULES)

@@ -10,9 +10,9 @@ from torch import nn
 
 from harness.fits import Run, fit
 from harness.verification import check
+from lightning_hybrid.optimizers.layer_step import LayerwiseStep
+from lightning_hybrid.optimizers.trial import can_step_shards, steps_full_parameters
 from lightning_hybrid.verify import Layout
-from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import can_step_shards, steps_full_parameters
 from models.hand_written import Tied
 from models.regression import ManualStep, Regression
 

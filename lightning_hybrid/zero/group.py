@@ -12,20 +12,21 @@ dtype, rank by rank, each rank's shard padded to the size of the largest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.optimizers.state_file import Region
 from lightning_hybrid.parts.gather_on_read import GatherCallbacks, below_read_guards, guard, unguard
 from lightning_hybrid.parts.parameter_shard_placement import Shard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
-from lightning_hybrid.zero.devices_storing_local_shards import StorageDevices, StoredShards
-from lightning_hybrid.zero.gradient_reduce_scatter import GradientMessages, GradientObserver
-from lightning_hybrid.zero.memory_mapped_states import Region
-from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks, numel_of_largest_shard, offsets_of
+from lightning_hybrid.zero.messages import GradientMessages, GradientObserver
+from lightning_hybrid.zero.ranks import ShardRanks, numel_of_largest_shard, offsets_of
+from lightning_hybrid.zero.storage import StorageDevices, StoredShards
 
 # torch 2.13 gave the collectives on single tensors new names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -418,6 +419,45 @@ class ParameterGroup:
                 self.observer.after_reduce(self.parameters[name], new)
         if self.on_averages is not None:
             self.on_averages(self)
+
+    @contextlib.contextmanager
+    def reduced_shards(self) -> Iterator[list[nn.Parameter]]:
+        """Let parameters hold this rank's shards inside, and their averaged gradients, in the middle of a step.
+
+        What is written to the shards is kept; a gradient that is None at the end is freed.
+
+        Yields:
+            The parameters that have a gradient.
+        """
+        names = [name for name, gradient in self._gradients.items() if gradient is not None]
+        parameters = [self.parameters[name] for name in names]
+        full = [parameter.data for parameter in parameters]
+        unguard(parameters, "replicas")
+        self._show_shards(names)
+        try:
+            yield parameters
+        finally:
+            for name, parameter, data in zip(names, parameters, full, strict=True):
+                if parameter.grad is None:
+                    self._gradients[name] = None
+                parameter.grad = None
+                shard, parameter.data = parameter.data, data
+                if name in self._placements and self.is_full and self.has_own_shards:
+                    # What `reshard` writes back to the shard.
+                    self._shard_of(name, self._full[name], self._rank).copy_(shard)
+            self.gather_on_read()
+
+    @below_read_guards
+    def _show_shards(self, names: list[str]) -> None:
+        if self.is_full and self.has_own_shards:  # with what the step has written
+            self._copy_rebound()
+            self._write_back()
+        for name in names:
+            parameter = self.parameters[name]
+            parameter.grad = None
+            if name in self._placements:
+                parameter.data = self._shards.shown(name)
+            parameter.grad = self._gradients[name]
 
     def _shard_of(self, name: str, full: Tensor, rank: int) -> Tensor:
         placement = self._placements.get(name)

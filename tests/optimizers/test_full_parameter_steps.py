@@ -8,9 +8,9 @@ from torch import nn
 from harness.fits import EACH_SHARDING, Run, check, fit, reference_of
 from harness.live_storages import LiveStorages
 from lightning_hybrid.collectives import exchange_tensors
+from lightning_hybrid.optimizers.owner_step import OwnerStep
 from lightning_hybrid.parts.parameter_shard_placement import Piece, Shard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
-from lightning_hybrid.zero.optimizer_states.full_parameter_step_at_owner import OwnerStep
 from models.full_parameter_optimizers import MODULES, ByShampoo, ManuallyByAdafactor, ManuallyByLamb, ManuallyByMuon
 from models.mixtures import Mixtral
 

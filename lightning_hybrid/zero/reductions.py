@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
+from lightning_hybrid.zero.group import ParameterGroup
 
 
 class Reductions:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.optimizers.replacement import step_after_closure
 from lightning_hybrid.parts.parameter_shard_placement import Shard, join, padded
-from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import step_after_closure
-from lightning_hybrid.zero.sharded_parameter_group import all_gather_single
+from lightning_hybrid.zero.group import all_gather_single
 
 
 class ShardedStep:

@@ -28,6 +28,9 @@ _POPULATE_WRITE = 23  # Linux 5.14: one call faults all pages in, which is faste
 _FILES: weakref.WeakSet[StateFile] = weakref.WeakSet()
 
 
+HOST = torch.device("cpu")
+
+
 class StateFile:
     """One file of several regions, each with a mapping of its own.
 

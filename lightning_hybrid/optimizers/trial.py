@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lightning_hybrid.optim.trust_ratio import SHARD_METHODS, TrustRatioOptimizer
+from lightning_hybrid.optimizers.replacement import STEP_HOOKS
+from lightning_hybrid.optimizers.state_file import state_tensors
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.step.objects.tensor_subclasses_as_dicts import holds_tensors, inner_tensors
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
-from lightning_hybrid.zero.memory_mapped_states import state_tensors
-from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import STEP_HOOKS
 
 # Attribute by which an optimizer class declares that its step of a parameter reads no other one.
 INDEPENDENT = "steps_parameters_independently"

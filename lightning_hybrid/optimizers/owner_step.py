@@ -22,15 +22,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.collectives.exchange_tensors import TensorSpec, exchange_tensors
-from lightning_hybrid.parts.parameter_owners import axes_of
-from lightning_hybrid.parts.parameter_shard_placement import Shard, join, shard_tensor
-from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
-from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import (
+from lightning_hybrid.optimizers.replacement import (
     STEP_HOOKS,
     call_step_hooks,
     step_after_closure,
 )
+from lightning_hybrid.parts.parameter_owners import axes_of
+from lightning_hybrid.parts.parameter_shard_placement import Shard, join, shard_tensor
+from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
+from lightning_hybrid.step.standins.absent_tensors import is_absent
 
 _FLAG = TensorSpec((1,), torch.uint8)
 _Gathered = tuple[Tensor, Tensor, Tensor]  # a parameter's value, its gradient, and whether it has one, of shape (1,)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -26,13 +27,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.errors import BackwardStepError
+from lightning_hybrid.optimizers.replacement import step_after_closure
+from lightning_hybrid.optimizers.subset import only_parameters, without_step_hooks
 from lightning_hybrid.parts.gather_on_read import below_read_guards
 from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.zero.optimizer_states.step_parameter_subset import only_parameters, without_step_hooks
-from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import step_after_closure
-from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
-from lightning_hybrid.zero.show_reduced_shards import reduced_shards
 
 
 class SubsetStep(Protocol):
@@ -141,10 +140,10 @@ class StepsInBackward:
         self._stepped.update(map(id, ready))
 
     @torch.no_grad()
-    def step_shards(self, group: ParameterGroup) -> None:
-        """Step this rank's shards of a ZeRO group, whose gradients have been reduced."""
+    def step_shards(self, shown: AbstractContextManager[Sequence[nn.Parameter]]) -> None:
+        """Step parameters that hold shards, and their final gradients, inside a context."""
         if self._is_last:
-            with reduced_shards(group) as parameters:
+            with shown as parameters:
                 self.step(parameters)
 
     def _check_unstepped(self, parameters: Sequence[Tensor]) -> None:

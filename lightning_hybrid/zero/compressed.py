@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_hybrid.gradient_compression.compressed_average import CompressedAverage, PendingSum
 from lightning_hybrid.parts.parameter_shard_placement import Shard
-from lightning_hybrid.zero.gradient_reduce_scatter import GradientMessages
+from lightning_hybrid.zero.messages import GradientMessages
 
 
 class _Rows:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hybrid.optimizers.host_pipeline import HostStepPipeline
+from lightning_hybrid.optimizers.in_backward import StepsInBackward
+from lightning_hybrid.optimizers.layer_step import LayerwiseStep
 from lightning_hybrid.strategies.techniques.use_fused_adam_on_cpu import fuse_steps
-from lightning_hybrid.zero.optimizer_states.host_step_pipeline import HostStepPipeline
-from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
-from lightning_hybrid.zero.optimizer_states.step_in_backward import StepsInBackward
 
 
 class Copies:

@@ -13,7 +13,7 @@ from harness.resident_file import resident_bytes
 from harness.simulated_host import SimulatedHost
 from harness.zero_runs import KINDS, SUBSETS, assert_bits, assert_same_bits, with_offload
 from lightning_hybrid.errors import OffloadError
-from lightning_hybrid.zero.optimizer_states.offloaded_all_parameters_step import AllParametersStep
+from lightning_hybrid.optimizers.full_step import AllParametersStep
 from models.optimizers import Lamb
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hybrid.step.standins.tensors_saved_for_backward import PackedByOuterHooks
-from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
+from lightning_hybrid.zero.group import ParameterGroup
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 

@@ -5,7 +5,7 @@ import warnings
 import torch
 from torch import nn
 
-from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import replace_step, step_after_closure
+from lightning_hybrid.optimizers.replacement import replace_step, step_after_closure
 
 
 def test_a_scheduler_accepts_a_step_that_is_replaced_twice():

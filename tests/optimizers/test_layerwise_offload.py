@@ -15,9 +15,9 @@ from harness.simulated_host import SimulatedHost
 from harness.zero_runs import KINDS, SUBSETS, assert_bits, assert_same_bits, with_offload
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.errors import OffloadError
-from lightning_hybrid.zero.memory_mapped_states import Region, StateFile
-from lightning_hybrid.zero.optimizer_states.offloaded_layerwise_step import LayerwiseStep
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import steps_independently
+from lightning_hybrid.optimizers.layer_step import LayerwiseStep
+from lightning_hybrid.optimizers.state_file import Region, StateFile
+from lightning_hybrid.optimizers.trial import steps_independently
 from models.cases import make
 from models.hugging_face import GPT2
 

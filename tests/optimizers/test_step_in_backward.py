@@ -14,8 +14,8 @@ from harness.trainer_runs import lines_of_lightning
 from harness.zero_runs import assert_bits
 from lightning_hybrid import Hybrid3DStrategy, HybridPrecision
 from lightning_hybrid.errors import BackwardStepError
-from lightning_hybrid.zero.optimizer_states.step_in_backward import InPlaceSubsetStep, StepsInBackward
-from lightning_hybrid.zero.optimizer_states.try_optimizer_step import skips_missing_gradients
+from lightning_hybrid.optimizers.in_backward import InPlaceSubsetStep, StepsInBackward
+from lightning_hybrid.optimizers.trial import skips_missing_gradients
 from models.full_parameter_optimizers import ByMuon
 
 

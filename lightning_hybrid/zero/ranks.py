@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_hybrid.optimizers.state_file import aligned
 from lightning_hybrid.parts.parameter_shard_placement import Shard
-from lightning_hybrid.zero.memory_mapped_states import aligned
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.parts.parameter_shard_placement import Shard
-from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks, numel_of_largest_shard, offsets_of
+from lightning_hybrid.zero.ranks import ShardRanks, numel_of_largest_shard, offsets_of
 
 # torch 2.13 gave the collectives on single tensors new names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import STEP_HOOKS
+from lightning_hybrid.optimizers.replacement import STEP_HOOKS
 
 _SLOTS = 4  # layers whose pinned copies are alive: two being copied, one stepped, one waiting
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import STEP_HOOKS
+from lightning_hybrid.optimizers.replacement import STEP_HOOKS
 
 
 @contextlib.contextmanager
