@@ -1,7 +1,7 @@
 """Offloaded optimizer states: the base class that checks their files, and reads them back at the end.
 
-A step that treats each parameter by itself runs layer by layer (``offloaded_layerwise_step``), any other one with all
-states at once (``offloaded_all_parameters_step``).
+A step that treats each parameter by itself runs layer by layer (``layer_step``), any other one with all
+states at once (``full_step``).
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.strict_group import as_on_gpus
+from lightning_hybrid.optimizers import full_step as offload_at_once
+from lightning_hybrid.optimizers import layer_step as offload
 from lightning_hybrid.optimizers.state_file import Region
 from lightning_hybrid.shared_memory import peer_sockets as streams
 from lightning_hybrid.zero import storage as homes
-from lightning_hybrid.zero.optimizer_states import offloaded_all_parameters_step as offload_at_once
-from lightning_hybrid.zero.optimizer_states import offloaded_layerwise_step as offload
 
 PRETENDED = torch.device("xpu", 0)
 CPU = torch.device("cpu")
