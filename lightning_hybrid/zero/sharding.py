@@ -38,6 +38,7 @@ from lightning_hybrid.parts.gather_on_read import GatherCallbacks, ReadGuards
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.gradient_hook_with_idle_flag import GradientHook
 from lightning_hybrid.step.objects.pytree import tensors_inside
+from lightning_hybrid.techniques.technique import Active
 from lightning_hybrid.zero.group import ParameterGroup
 from lightning_hybrid.zero.ranks import ShardRanks
 from lightning_hybrid.zero.reductions import Reductions
@@ -47,13 +48,15 @@ from lightning_hybrid.zero.saved_views import ParameterView, SavedViews, view_of
 Stage = int | None  # None: gradients are complete only after all stages of this rank
 
 
-class ZeroSharding:
+class ZeroSharding(Active):
     """Gathers, frees and reduces the parameters of one rank's stages, sharded over the ranks of a shard group.
 
     Attributes:
         per_layer: Whether each layer is gathered separately (the second policy).
         running_layers: FQNs of layers whose forward runs.
     """
+
+    reduces_gradients = True
 
     def __init__(
         self,
@@ -190,7 +193,7 @@ class ZeroSharding:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def step(self, *, num_microbatches: int = 0) -> Iterator[None]:
+    def step(self, num_microbatches: int = 0) -> Iterator[None]:
         """Run a step inside; collective over the ranks of the shard, unless an evaluation keeps all parameters full.
 
         Args:
@@ -223,7 +226,7 @@ class ZeroSharding:
                 group.reshard()
 
     @contextlib.contextmanager
-    def full_step(self, are_averaged: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    def user_step(self, are_averaged: Callable[[], bool] = lambda: True) -> Iterator[None]:
         """Keep parameters and gradients full inside, for a step that calls backwards and optimizers itself; collective.
 
         It may read and write them between any two of its lines.

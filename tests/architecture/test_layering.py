@@ -26,7 +26,7 @@ FLOORS = [
     {"equivalence/narrow", "step/batch_means", "step/instrument", "step/guards"},
     {"step/recording", "full_params"},
     {"step/replay"},
-    {"optimizers"},
+    {"optimizers", "techniques"},
     {"pipeline/stages", "tensor/plan", "zero", "experts/moe", "memory", "replicate"},
     {"tensor", "tensor/collectives", "tensor/shard_state", "optimizers", "experts/parallel"},
     {"experts"},

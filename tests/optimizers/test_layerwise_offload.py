@@ -130,12 +130,12 @@ class CountsResident(Callback):
 
 class ResidentParameters(CountsResident):
     def on_train_start(self, trainer, pl_module):
-        [file] = {region.file for region in trainer.strategy.run.zero.regions.values()}
+        [file] = {region.file for region in trainer.strategy.run.active.regions.values()}
         assert resident_bytes(file) == 0
         self.count(file)
 
     def on_train_batch_end(self, trainer, *_):
-        assert {resident_bytes(region.file) for region in trainer.strategy.run.zero.regions.values()} == {0}
+        assert {resident_bytes(region.file) for region in trainer.strategy.run.active.regions.values()} == {0}
 
 
 @pytest.mark.parametrize("where", [all_on_disk, pytest.param(parameters_on_disk, marks=pytest.mark.slow)])
@@ -155,7 +155,7 @@ class CutsOff(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if batch_idx == self.batch:
-            [file] = {region.file for region in trainer.strategy.run.zero.regions.values()}
+            [file] = {region.file for region in trainer.strategy.run.active.regions.values()}
             os.ftruncate(file._file.fileno(), 0)
             if self.saves:
                 trainer.save_checkpoint("nowhere.ckpt")

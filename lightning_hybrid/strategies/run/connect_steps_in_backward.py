@@ -68,7 +68,7 @@ def connect_steps_in_backward(
         name = type(optimizer).__name__
         raise _refusal(f"{name} steps full parameters, whose shards go to their owners", "use an elementwise optimizer")
     is_partitioned = run.plan is not None and run.plan.is_partitioned
-    is_local = run.zero is None and run.mesh.size("data") == 1 and not is_partitioned
+    is_local = not run.active.reduces_gradients and run.mesh.size("data") == 1 and not is_partitioned
     steps = StepsInBackward(
         optimizer,
         next((each for each in offloaded if isinstance(each, LayerwiseStep)), None) or InPlaceSubsetStep(optimizer),
@@ -80,8 +80,7 @@ def connect_steps_in_backward(
         # With stages, those of None are summed over stages after they are averaged.
         if isinstance(reducer, GradientReducer) and (stage is not None or not is_partitioned):
             reducer.on_averages = steps.step
-    if run.zero is not None:
-        run.zero.step_in_backward(steps.step_shards)
+    run.active.step_in_backward(steps.step_shards)
     return steps
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -18,7 +19,6 @@ from lightning_hybrid.pipeline.stages.stages_of_parameters_and_buffers import St
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.recording.choose_units import choose_units
 from lightning_hybrid.strategies.techniques.use_fused_adam_on_cpu import fuse_steps
-from lightning_hybrid.zero.sharding import ZeroSharding
 from lightning_hybrid.zero.storage import StorageDevices
 
 
@@ -43,18 +43,17 @@ def offload_states(
     device: torch.device,
     watched: Sequence[Optimizer],
     until: contextlib.ExitStack,
-    zero: ZeroSharding | None,
+    regions: Mapping[int, Any],
     *,
     in_float32: bool = False,
 ) -> list[OffloadedStates]:
     """Step layer by layer, if states are offloaded to the host or a file.
 
-    ``watched`` are optimizers that may combine all parameters in their step; ``zero`` may have parameters in files too;
-    ``in_float32`` tells that bfloat16 parameters are stepped in float32, so that their states have another dtype than
-    they.
+    ``watched`` are optimizers that may combine all parameters in their step; ``regions`` are the parts of files in
+    which parameters are; ``in_float32`` tells that bfloat16 parameters are stepped in float32, so that their states
+    have another dtype than they.
     """
     devices, where = StorageDevices.of(offload, device), offload.get("optimizer_states")
-    regions = {} if zero is None else zero.regions
     if where is None and not regions and devices.between_steps == devices.states:
         return []
     folder = None if where is None or where == "cpu" else where.removeprefix("disk:")

@@ -16,7 +16,7 @@ _SIZES = {"pp": "pipeline_parallel_size", "cp": "context_parallel_size", "tp": "
 _NO_STAGES = re.compile(rf"(?:[;,]? or|;|\. To [^.,]+,) {re.escape(WITHOUT_STAGES)}")
 
 
-class Zero3Fallback:
+class Fallback:
     """The reason, equal on all ranks, why those along some axes hold ZeRO-3 shards and run the step unpartitioned.
 
     Attributes:
