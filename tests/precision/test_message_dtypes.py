@@ -175,10 +175,10 @@ def test_steps_in_the_backward_change_nothing(worlds, stage):
 
 def sent_bytes(run):
     """On a rank: bytes of all-gathers, and of all-to-alls in which gradients are reduced, of one fit."""
-    from lightning_hybrid.zero import sharded_parameter_group
+    from lightning_hybrid.zero import group
 
     counted = {"gathered": 0, "reduced": 0}
-    gather, exchange = sharded_parameter_group.all_gather_single, dist.all_to_all_single
+    gather, exchange = group.all_gather_single, dist.all_to_all_single
 
     def counting_gather(received, message, **kwargs):
         counted["gathered"] += message.nbytes
@@ -188,11 +188,11 @@ def sent_bytes(run):
         counted["reduced"] += message.nbytes
         return exchange(received, message, **kwargs)
 
-    sharded_parameter_group.all_gather_single, dist.all_to_all_single = counting_gather, counting_exchange
+    group.all_gather_single, dist.all_to_all_single = counting_gather, counting_exchange
     try:
         fit(run)
     finally:
-        sharded_parameter_group.all_gather_single, dist.all_to_all_single = gather, exchange
+        group.all_gather_single, dist.all_to_all_single = gather, exchange
     return counted
 
 

@@ -21,7 +21,7 @@ from lightning_hybrid.strategies.slow_links.parameter_states_in_checkpoints impo
     save_states,
 )
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
-from lightning_hybrid.zero.compressed_gradient_messages import CompressedGradientMessages
+from lightning_hybrid.zero.compressed import CompressedGradientMessages
 
 
 def connect_gradient_compression(callback: GradientCompression, run: Run, reducers: Reducers) -> None:
@@ -29,7 +29,7 @@ def connect_gradient_compression(callback: GradientCompression, run: Run, reduce
     setting, trainer = run.setting, run.setting.trainer
     method = callback.make_method()
     group, over_shards = run.mesh.group("data"), False
-    if run.zero is not None:
+    if run.gathered_shardings:
         over_shards = run.mesh.size("dp_replicate") == 1
         group = run.mesh.group("dp_shard" if over_shards else "dp_replicate")
     precision = setting.precision
@@ -47,13 +47,11 @@ def connect_gradient_compression(callback: GradientCompression, run: Run, reduce
         full_shapes={name: full_shape(p) for name, p in setting.module.named_parameters()},
         step=None if getattr(precision, "scaler", None) is None else lambda: trainer.global_step,
     )
-    if run.zero is None:
-        for reducer in reducers.values():
-            assert isinstance(reducer, GradientReducer)  # there are no experts
-            reducer.compression = average
-    else:
-        for each in run.zero.groups:
-            each.messages = CompressedGradientMessages.of(each.messages, average)
+    for reducer in reducers.values():
+        assert isinstance(reducer, GradientReducer)  # there are no experts
+        reducer.compression = average
+    for each in run.active.groups:
+        each.messages = CompressedGradientMessages.of(each.messages, average)
     state = CompressionState(run, average, over_shards=over_shards)
     state.load(callback.loaded)
     callback.loaded = {}
@@ -77,7 +75,7 @@ def _average_of(run: Run, reducers: Reducers) -> CompressedAverage | None:
     for reducer in reducers.values():
         if isinstance(reducer, GradientReducer) and reducer.compression is not None:
             return reducer.compression
-    messages = [] if run.zero is None else [group.messages for group in run.zero.groups]
+    messages = [group.messages for group in run.active.groups]
     return next((each.average for each in messages if isinstance(each, CompressedGradientMessages)), None)
 
 
@@ -180,5 +178,4 @@ class CompressionState:
 
     def _rows(self) -> dict[str, int]:
         """Numbers of elements of the largest shard of each parameter."""
-        assert self._run.zero is not None
-        return {name: size for group in self._run.zero.groups for name, size in group.messages.row_sizes.items()}
+        return {name: size for group in self._run.active.groups for name, size in group.messages.row_sizes.items()}
