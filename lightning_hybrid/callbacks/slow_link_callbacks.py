@@ -134,10 +134,8 @@ class GradientCompression(SlowLinkCallback):
     def make_method(self) -> Method:
         """Make the method that this callback names."""
         # Late: a run that compresses nothing loads none of these.
-        from lightning_hybrid.gradient_compression.low_precision import LowPrecision
         from lightning_hybrid.gradient_compression.power_sgd import PowerSGD
-        from lightning_hybrid.gradient_compression.quantized import Int8, OneBit
-        from lightning_hybrid.gradient_compression.top_k import TopK
+        from lightning_hybrid.gradient_compression.quantized import Int8, LowPrecision, OneBit, TopK
 
         if self.method == "powersgd":
             rate, warm = self.min_compression_rate, self.warm_start
