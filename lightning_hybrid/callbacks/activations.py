@@ -34,13 +34,7 @@ class ActivationCheckpointing(Callback):
         Raises:
             TypeError: The strategy is not of this package.
         """
-        strategy: Any = trainer.strategy
-        if not hasattr(strategy, "request_recomputation"):
-            raise TypeError(
-                "ActivationCheckpointing needs a strategy of lightning_hybrid, and the Trainer has"
-                f" {type(strategy).__name__}; set strategy='hybrid3d'"
-            )
-        strategy.request_recomputation(self.recompute)
+        _strategy_of(trainer, self).request_recomputation(self.recompute)
 
 
 class ActivationOffload(Callback):
@@ -70,7 +64,7 @@ class ActivationOffload(Callback):
         Raises:
             TypeError: The strategy is not of this package.
         """
-        _request(self, trainer)
+        _strategy_of(trainer, self).request_saved_activations(self.request)
 
 
 class ActivationCompression(Callback):
@@ -108,7 +102,7 @@ class ActivationCompression(Callback):
         Raises:
             TypeError: The strategy is not of this package.
         """
-        _request(self, trainer)
+        _strategy_of(trainer, self).request_saved_activations(self.request)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begins a measurement, if one is due."""
@@ -151,14 +145,14 @@ def _plain(fraction: Any) -> Any:
     return dict(fraction) if hasattr(fraction, "items") else list(fraction)
 
 
-def _request(callback: ActivationOffload | ActivationCompression, trainer: Trainer) -> None:
+def _strategy_of(trainer: Trainer, callback: Callback) -> Any:
     strategy: Any = trainer.strategy
     if not hasattr(strategy, "request_saved_activations"):
         raise TypeError(
             f"{type(callback).__name__} needs a strategy of lightning_hybrid, and the Trainer has"
             f" {type(strategy).__name__}; set strategy='hybrid3d'"
         )
-    strategy.request_saved_activations(callback.request)
+    return strategy
 
 
 def _activations_of(trainer: Trainer) -> Any:

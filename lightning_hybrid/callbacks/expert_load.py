@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.callbacks.expert_load_plot import LoadHistory, draw_loads
 from lightning_hybrid.callbacks.moe_upcycle import MoEUpcycle
-from lightning_hybrid.callbacks.pictures import log_picture
+from lightning_hybrid.callbacks.pictures import check_counts, log_picture, plot_path
 from lightning_hybrid.experts.metrics import balance_of, entropy_of_load, shares_of
 from lightning_hybrid.experts.moe.moe_layer import MoE
 from lightning_hybrid.experts.moe.upcycling import UpcycledMLP
@@ -29,7 +29,6 @@ from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.step.tracing.collect_side_outputs_of_modules import give_aside, taking_asides
 
-_SUFFIXES = (".png", ".svg", ".pdf")
 _WHAT = "ExpertLoadMonitor"
 
 
@@ -67,13 +66,8 @@ class ExpertLoadMonitor(Callback):
     """
 
     def __init__(self, path: str | Path | None = None, every_n_steps: int = 50) -> None:
-        self.path = None if path is None else Path(path)
-        if self.path is not None and self.path.suffix not in _SUFFIXES:
-            raise ValueError(f"path={str(path)!r} must end in {', '.join(_SUFFIXES)}; set path='expert_load.png'")
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int):
-            raise TypeError(f"every_n_steps={every_n_steps!r} must be an int")
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps} must be at least 1")
+        self.path = None if path is None else plot_path(path, "expert_load.png")
+        check_counts(every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self.history = LoadHistory()
         self._sums: dict[str, Tensor] = {}  # by layer [E + 3]: load of each expert, dropped, entropy, number of calls

@@ -10,6 +10,35 @@ from xml.etree import ElementTree
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 _DPI = 200
+_PLOTS = (".png", ".svg", ".pdf")
+
+
+def plot_path(path: str | Path, default: str) -> Path:
+    """Return the path of a plot that matplotlib writes; a ValueError, with a path to set, for another suffix."""
+    if (found := Path(path)).suffix not in _PLOTS:
+        raise ValueError(f"path={str(path)!r} must end in {', '.join(_PLOTS)}; set path={default!r}")
+    return found
+
+
+def check_counts(**counts: int) -> None:
+    """Check arguments that are numbers of steps or of something else.
+
+    Raises:
+        TypeError: One is no int.
+        ValueError: One is below 1.
+    """
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}={value!r} must be an int")
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+
+
+def save_plot(figure: Any, path: Path, loggers: Sequence[Any], name: str, step: int) -> None:
+    """Write a matplotlib figure to a file, and send it to the loggers that take images."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    log_picture(loggers, name, lambda: figure, step)
 
 
 def write_picture(svg: str, path: Path) -> None:

@@ -27,7 +27,7 @@ from lightning_hybrid.callbacks.lost_time.write_measurements import costs_of, wr
 from lightning_hybrid.callbacks.monitors.memory_monitor import MemoryMonitor
 from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter
 from lightning_hybrid.callbacks.monitors.series import gather_rows
-from lightning_hybrid.callbacks.pictures import figure_of, log_picture, write_picture
+from lightning_hybrid.callbacks.pictures import check_counts, figure_of, log_picture, write_picture
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.patching import around
 from lightning_hybrid.planner.costs.layer_costs import checksum_of_names
@@ -98,13 +98,7 @@ class PipelineTimeline(Callback):
                 raise ValueError(f"path={str(one)!r} must end in .svg, .png or .json; set path='timeline.svg'")
         if self.memory_path is not None and self.memory_path.suffix not in _PICTURES:
             raise ValueError(f"memory_path={str(memory_path)!r} must end in .svg or .png; set memory_path='memory.svg'")
-        for name, value in (("step", step), ("every_n_steps", every_n_steps)):
-            if name == "every_n_steps" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}={value!r} must be an int; steps are counted from 1")
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1; steps are counted from 1")
+        check_counts(step=step, **({} if every_n_steps is None else {"every_n_steps": every_n_steps}))
         if not isinstance(rebalance, bool):
             raise TypeError(f"rebalance={rebalance!r} must be True or False")
         if rebalance and isinstance(ranks, Mapping) and "pipeline" in ranks:

@@ -14,12 +14,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_hybrid.callbacks.monitors.series import Series
-from lightning_hybrid.callbacks.pictures import log_picture
+from lightning_hybrid.callbacks.pictures import log_picture, plot_path
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 
-_SUFFIXES = (".png", ".svg", ".pdf")
 _INK, _MUTED, _LOSS, _RATE = "#222222", "#777777", "#4c78a8", "#54a24b"
 _ON_DEVICE = 64  # losses that are copied to the host together: each copy waits for a GPU
 _BLUE, _ORANGE, _GREEN, _RED = "#4c78a8", "#f58518", "#54a24b", "#e45756"
@@ -48,9 +47,7 @@ class RunPlot(Callback):
     """
 
     def __init__(self, path: str | Path = "run.png") -> None:
-        self.path = Path(path)
-        if self.path.suffix not in _SUFFIXES:
-            raise ValueError(f"path={str(path)!r} must end in {', '.join(_SUFFIXES)}; set path='run.png'")
+        self.path = plot_path(path, "run.png")
         self.steps: list[int] = []
         self.losses: list[float] = []
         self.rates: list[float] = []

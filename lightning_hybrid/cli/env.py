@@ -10,10 +10,10 @@ import re
 import shutil
 import subprocess
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from lightning_hybrid.cli.command import OK, add_command, print_json
+from lightning_hybrid.planner.hardware.hardware import processor_name
 from lightning_hybrid.version import __version__
 
 _PACKAGES = ("torch", "lightning", "pytorch-lightning", "torchmetrics", "jsonargparse", "numpy", "transformers")
@@ -62,7 +62,7 @@ def describe_environment() -> dict[str, Any]:
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "packages": {name: _version(name) for name in _PACKAGES},
         "os": platform.platform(),
-        "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "usable cores": usable_cores()},
+        "cpu": {"model": processor_name(), "cores": os.cpu_count(), "usable cores": usable_cores()},
         "memory": {"total GiB": _gib(_total_memory()), "shared memory free GiB": _gib(_free_shared_memory())},
         **_torch_report(),
         "C++ compiler": _compiler(),
@@ -102,14 +102,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_model() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
 
 
 def usable_cores() -> int:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.callbacks.monitors.memory_of_tensors import Holder, PeakMeter, bytes_by_kind, find_holders
 from lightning_hybrid.callbacks.monitors.series import Series, gather_rows, keep_series
-from lightning_hybrid.callbacks.pictures import log_picture
+from lightning_hybrid.callbacks.pictures import check_counts, log_picture, plot_path, save_plot
 from lightning_hybrid.errors import causes_of, is_out_of_memory
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note
@@ -23,7 +23,6 @@ from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.text import sized
 
-_SUFFIXES = (".png", ".svg", ".pdf")
 MEASURED = ("parameters", "gradients", "optimizer_states", "rest", "peak")
 _UNKNOWN, _WHAT = -1, "MemoryMonitor"
 PREDICTED = ("parameters", "gradients", "optimizer_states", "activations", "gathered", "total")
@@ -80,15 +79,9 @@ class MemoryMonitor(Callback):
         num_largest: int = 5,
         folder: str | Path | None = None,
     ) -> None:
-        self.path = None if path is None else Path(path)
-        if self.path is not None and self.path.suffix not in _SUFFIXES:
-            raise ValueError(f"path={str(path)!r} must end in {', '.join(_SUFFIXES)}; set path='memory.png'")
-        numbers = {"step": step, "num_largest": num_largest}
-        for name, value in (numbers if every_n_steps is None else numbers | {"every_n_steps": every_n_steps}).items():
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}={value!r} must be an int")
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        self.path = None if path is None else plot_path(path, "memory.png")
+        check_counts(step=step, num_largest=num_largest)
+        check_counts(**({} if every_n_steps is None else {"every_n_steps": every_n_steps}))
         self.step, self.every_n_steps, self.num_largest = step, every_n_steps, num_largest
         self.folder = None if folder is None else Path(folder)
         self.measured: list[dict[str, int]] = []
@@ -202,9 +195,7 @@ class MemoryMonitor(Callback):
             return
         figure = draw_rank_memory(self.measured, step)
         path = self.path if self.every_n_steps is None else self.path.with_stem(f"{self.path.stem}-{step}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-        log_picture(trainer.loggers, "memory", lambda: figure, step)
+        save_plot(figure, path, trainer.loggers, "memory", step)
 
     # -- errors -------------------------------------------------------------------------------------------------------
 
