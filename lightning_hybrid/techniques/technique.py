@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 
@@ -154,6 +155,10 @@ class Technique:
     def of_rank(self, shardings: Mapping[int, AxisSharding]) -> Technique:
         """Return it as another rank has it, with these shardings by the ids of those here."""
         return self
+
+    def step_in_user_step(self, run: Any, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        """Connect optimizers that the user's step calls; return those that step full parameters on every rank."""
+        return []
 
     def gathers_per_layer(self, run: Any) -> bool:
         """Return whether parameters are full one layer after the other."""

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.gradient_compression.compressed_average import CompressedAverage
 from lightning_hybrid.optimizers.state_file import Region
 from lightning_hybrid.parts.gather_on_read import GatherCallbacks, below_read_guards, guard, unguard
 from lightning_hybrid.parts.parameter_shard_placement import Shard
@@ -419,6 +420,12 @@ class ParameterGroup:
                 self.observer.after_reduce(self.parameters[name], new)
         if self.on_averages is not None:
             self.on_averages(self)
+
+    def compress(self, average: CompressedAverage) -> None:
+        """Average gradients in compressed form from now on; sparse ones are sent as they are."""
+        from lightning_hybrid.zero.compressed import CompressedGradientMessages
+
+        self.messages = CompressedGradientMessages.of(self.messages, average)
 
     @contextlib.contextmanager
     def reduced_shards(self) -> Iterator[list[nn.Parameter]]:

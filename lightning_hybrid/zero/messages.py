@@ -9,7 +9,7 @@ each row that a rank has: to an optimizer a missing row is not a zero one.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ class GradientMessages:
 
     Attributes:
         is_launched: Whether a message has been sent, and `finish` has not read the result.
+        average: Averages in compressed form, if gradients are compressed.
         is_local: Whether gradients are averaged inside one copy of the model only, and not over copies.
     """
 
@@ -67,6 +68,7 @@ class GradientMessages:
         self._total: Tensor | None = None  # this rank's row, summed over the shard's ranks
         self._device_type, self._dtype = "", torch.float32
         self.is_launched = self.is_local = False
+        self.average: Any = None
 
     @property
     def row_sizes(self) -> Mapping[str, int]:

@@ -45,7 +45,7 @@ from lightning_hybrid.strategies.start.warn_of_large_single_file import warn_of_
 from lightning_hybrid.strategies.state.refuse_partial_state_dict import check_is_full
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
 from lightning_hybrid.strategies.techniques.check_sync_batchnorm_argument import synced_norms
-from lightning_hybrid.strategies.techniques.zero import Zero
+from lightning_hybrid.strategies.techniques.order import check_techniques
 from lightning_hybrid.strategies.world.strategy_base_with_ranks import RankedStrategy
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class RunLifecycle:
             check_scripted(module)
         norms = None
         if is_fitting:
-            Zero.check(options, world.mesh, precision, is_manual=not module.automatic_optimization)
+            check_techniques(options, world.mesh, precision, is_manual=not module.automatic_optimization)
             norms = synced_norms(strategy._layer_sync, world.mesh, options.verify_first_step)
         self.state, self._files = state, files
         self._partition: ModulePartition | None = None  # of a layout that is not announced yet

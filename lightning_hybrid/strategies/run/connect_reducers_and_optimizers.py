@@ -34,7 +34,6 @@ from lightning_hybrid.strategies.techniques.connect_or_refuse_adascale import (
     has_adascale,
 )
 from lightning_hybrid.strategies.techniques.use_fused_adam_on_cpu import fuse_steps
-from lightning_hybrid.strategies.techniques.zero import step_manual_shards
 from lightning_hybrid.strategies.user_code.hooks_of_optimizer_steps import (
     read_in_later_hooks,
     step_hooks,
@@ -118,7 +117,7 @@ def _parts_of_norms(run: Run) -> LocalShards | None:
     """Return what of each gradient this rank has when it is clipped, and which ranks count it."""
     if not run.setting.is_manual:
         return run.parts
-    # ZeRO has gathered its shards, so that each replica clips full gradients, but for those of experts.
+    # Shards over replicas are gathered, so that each replica clips full gradients, but for those of experts.
     gathered = run.gathered_shardings if run.experts is not None else ()
     counted_once = [dataclasses.replace(sharding, placements={}) for sharding in gathered]
     return LocalShards(run.setting.module, [*_shardings_in_step(run), *counted_once])
@@ -217,7 +216,7 @@ def _read_full_parameters(run: Run, owner: RunOwner, optimizers: Sequence[Optimi
 
 
 def _shardings_in_step(run: Run) -> list[AxisSharding]:
-    """The shardings that remain while a step of manual optimization runs: ZeRO has gathered its shards then."""
+    """The shardings that remain while a step of manual optimization runs: the others are gathered then."""
     gathered = run.gathered_shardings
     return [] if run.parts is None else [s for s in run.parts.shardings if not any(s is g for g in gathered)]
 
@@ -243,14 +242,12 @@ def _offload(run: Run, optimizers: Sequence[Optimizer], watched: Sequence[Optimi
 
 def _shard_manual_steps(run: Run, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     """Let optimizers that the module calls itself step full or sharded parameters."""
-    setting, undo = run.setting, run.until_end
-    gathered = run.gathered_shardings
-    full = step_manual_shards(optimizers, setting.module, gathered, undo) if gathered else []
+    full = [each for technique in run.techniques for each in technique.step_in_user_step(run, optimizers)]
     if run.guards is not None:
         from lightning_hybrid.strategies.user_code.custom_optimizers_read_full_parameters import step_local_shards
 
         for optimizer in optimizers:  # outermost: no other replacement of a step is guarded
-            undo.callback(step_local_shards(optimizer, run.guards))
+            run.until_end.callback(step_local_shards(optimizer, run.guards))
     return full
 
 

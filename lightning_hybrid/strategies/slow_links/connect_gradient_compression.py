@@ -21,11 +21,10 @@ from lightning_hybrid.strategies.slow_links.parameter_states_in_checkpoints impo
     save_states,
 )
 from lightning_hybrid.strategies.techniques.build_gradient_reducers import Reducers
-from lightning_hybrid.zero.compressed import CompressedGradientMessages
 
 
 def connect_gradient_compression(callback: GradientCompression, run: Run, reducers: Reducers) -> None:
-    """Let the reducers of a run, or ZeRO, average gradients in compressed form, and keep the state in checkpoints."""
+    """Average gradients over replicas in compressed form, and keep the state of that in checkpoints."""
     setting, trainer = run.setting, run.setting.trainer
     method = callback.make_method()
     group, over_shards = run.mesh.group("data"), False
@@ -51,7 +50,7 @@ def connect_gradient_compression(callback: GradientCompression, run: Run, reduce
         assert isinstance(reducer, GradientReducer)  # there are no experts
         reducer.compression = average
     for each in run.active.groups:
-        each.messages = CompressedGradientMessages.of(each.messages, average)
+        each.compress(average)
     state = CompressionState(run, average, over_shards=over_shards)
     state.load(callback.loaded)
     callback.loaded = {}
@@ -75,8 +74,7 @@ def _average_of(run: Run, reducers: Reducers) -> CompressedAverage | None:
     for reducer in reducers.values():
         if isinstance(reducer, GradientReducer) and reducer.compression is not None:
             return reducer.compression
-    messages = [group.messages for group in run.active.groups]
-    return next((each.average for each in messages if isinstance(each, CompressedGradientMessages)), None)
+    return next((group.messages.average for group in run.active.groups if group.messages.average is not None), None)
 
 
 def _copies_beside_other_parameters(run: Run) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,13 +11,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.errors import LayoutError
+from lightning_hybrid.errors import LayoutError, PrecisionError
 from lightning_hybrid.memory.free_memory import free_bytes
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.gather_on_read import can_guard
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding
 from lightning_hybrid.parts.shard_boxes import shard_of
-from lightning_hybrid.precision.message_dtypes import check_gather_dtype, message_dtypes
+from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 from lightning_hybrid.step.standins.absent_tensors import full_shape, is_absent
 from lightning_hybrid.strategies.options.strategy_options import Options
@@ -60,7 +59,7 @@ class Zero(Technique):
 
         Raises:
             LayoutError: There is one replica.
-            PrecisionError: Messages of a dtype are wanted that nothing sends.
+            PrecisionError: Nothing is gathered in ``gather_dtype``, or a step would read the rounded values.
         """
         if options.zero_stage and mesh.size("dp_shard") == 1:
             raise LayoutError(
@@ -69,7 +68,20 @@ class Zero(Technique):
                 " devices, or fewer pipeline stages or tensor ranks",
                 entry="zero-replicas",
             )
-        check_gather_dtype(precision, zero_stage=options.zero_stage, is_manual=is_manual)
+        if (dtype := message_dtypes(precision)["gather_dtype"]) is None:
+            return
+        if not options.zero_stage:
+            raise PrecisionError(
+                f"gather_dtype={dtype} is for parameters that ZeRO gathers, but zero_stage=0 gathers none;"
+                " set zero_stage=1, 2 or 3, or leave it out",
+                entry="precision-message-unused",
+            )
+        if is_manual:
+            raise PrecisionError(
+                f"gather_dtype={dtype}: in manual optimization optimizers step full parameters, of which"
+                " the gathered values would be rounded; leave it out, or use automatic optimization",
+                entry="precision-message-unused",
+            )
 
     def place(self, run: Any, earlier: Sequence[AxisSharding]) -> Sequence[AxisSharding]:
         """Shard each parameter over the ranks of a shard, or those of them that have the same experts."""
@@ -140,6 +152,19 @@ class Zero(Technique):
         if run.recomputation is not None:
             gather_in_recomputation(run.recomputation, active)
         return active
+
+    def step_in_user_step(self, run: Any, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        """Let optimizers step local shards of parameters, which are full meanwhile, or full ones on every rank."""
+        from lightning_hybrid.optimizers.trial import can_step_shards, combines_parameters
+        from lightning_hybrid.zero.manual_step import ShardedStep
+
+        named = dict(run.setting.module.named_parameters())
+        full = [each for each in optimizers if combines_parameters(each) or not can_step_shards(each)]
+        for optimizer in optimizers if self.shardings else ():
+            for sharding in self.shardings if optimizer not in full else ():  # of experts too, over other ranks
+                placements = {id(named[name]): placement for name, placement in sharding.placements.items()}
+                run.until_end.callback(ShardedStep(optimizer, sharding.group, placements).close)
+        return full if self.shardings else []
 
     def gathers_per_layer(self, run: Any) -> bool:
         """Return whether layers are gathered one by one, in a run that is built or only planned."""
@@ -302,25 +327,3 @@ def _owned_outside_layers(module: nn.Module, layers: Mapping[str, nn.Module]) ->
 
 def _full_bytes(parameter: nn.Parameter) -> int:
     return math.prod(full_shape(parameter)) * parameter.element_size()
-
-
-def step_manual_shards(
-    optimizers: Sequence[Optimizer], module: nn.Module, shardings: Sequence[AxisSharding], until: contextlib.ExitStack
-) -> list[Optimizer]:
-    """Let optimizers that the module calls itself step local shards of parameters, which are full meanwhile.
-
-    Returns the optimizers that combine or need full parameters: they step those on every rank.
-    """
-    from lightning_hybrid.optimizers.trial import can_step_shards, combines_parameters
-    from lightning_hybrid.zero.manual_step import ShardedStep
-
-    named = dict(module.named_parameters())
-    full = []
-    for optimizer in optimizers:
-        if combines_parameters(optimizer) or not can_step_shards(optimizer):
-            full.append(optimizer)
-            continue
-        for sharding in shardings:  # of experts, over other ranks: the step of one runs in that of the other
-            placements = {id(named[name]): placement for name, placement in sharding.placements.items()}
-            until.callback(ShardedStep(optimizer, sharding.group, placements).close)
-    return full
