@@ -38,6 +38,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
+def spanned(names: Sequence[str]) -> str:
+    """Return the names of neighbours in short: the only one, or the first, the last and their number."""
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+
+
 def columns(rows: Sequence[Sequence[str]], *, right: int | None = None, wrapped: int | None = None) -> list[str]:
     """Return rows of cells as lines with aligned columns.
 

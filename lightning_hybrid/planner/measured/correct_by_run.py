@@ -21,7 +21,7 @@ from lightning_hybrid.planner.search.search_layouts import cluster_of
 from lightning_hybrid.planner.time.predict_time import predict_time
 from lightning_hybrid.schedule.measured.lost_time_by_cause import TimeByCause
 from lightning_hybrid.schedule.measured.measured_costs_file import MeasuredCosts, load_measured_costs
-from lightning_hybrid.text import sized, timed
+from lightning_hybrid.text import counted, sized, timed
 
 FIRST_STEPS = 3  # of a run, which are slower than the others: lazy states, caches, compilation
 FEWEST_STEPS = 3  # whose spread is known
@@ -187,9 +187,9 @@ def _correction(
         correction = dataclasses.replace(correction, spread=spread)
     of_memory, about_memory = _of_memory(memory.tensors, max(measured.peak_memory, default=0))
     correction = dataclasses.replace(correction, memory=of_memory)
-    count = f"{len(steps)} steps" if len(steps) > 1 else "1 step"
     words = (
-        f"{timed(step.step_seconds)} of a step (median of {count}) against {timed(predicted.seconds)} predicted,"
+        f"{timed(step.step_seconds)} of a step (median of {counted(len(steps), 'step')}) against"
+        f" {timed(predicted.seconds)} predicted,"
         f" {spelled(layout)}; {_words(correction)}{about_memory}"
     )
     return correction, words

@@ -31,7 +31,7 @@ from lightning_hybrid.strategies.description.start_lines import (
 )
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.slow_links.connect_slow_links import describe_slow_links
-from lightning_hybrid.text import columns, sized
+from lightning_hybrid.text import columns, sized, spanned
 
 if TYPE_CHECKING:
     from lightning_hybrid.strategies.description.recomputation_under_budget import ExpectedRecomputation
@@ -232,8 +232,7 @@ def _units(assignment: Assignment, stage: int) -> str:
     units = list(dict.fromkeys(node.unit for node in nodes if node.unit is not None))
     if not units:
         return "(glue)"
-    first, last = shortened(units[0]), shortened(units[-1])
-    return first if len(units) == 1 else f"{first} .. {last} ({len(units)})"
+    return spanned([shortened(unit) for unit in units])
 
 
 @only_informs("the start table")

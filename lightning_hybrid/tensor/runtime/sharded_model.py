@@ -37,6 +37,7 @@ from lightning_hybrid.tensor.shard_state.full_parameter_reads import FullParamet
 from lightning_hybrid.tensor.shard_state.tensor_parallel_random_draws import AroundDraw
 from lightning_hybrid.tensor.vocabulary.vocabulary_ranges_and_local_shard import Vocabulary
 from lightning_hybrid.tensor.vocabulary.vocabulary_tensor import represent
+from lightning_hybrid.text import spanned
 
 # Attributes of a parameter that are equal for its shard, or belong to the shard.
 _OF_SHARD = frozenset({"grad", "requires_grad", "is_leaf", "grad_fn", "_backward_hooks", "device", "dtype", "layout"})
@@ -267,10 +268,10 @@ class ShardedModel:
                 reasons.setdefault(where, []).append(fqn)
         self._unproved = dict.fromkeys(self._unproved, "")
         for where, fqns in reasons.items():
-            which = fqns[0] if len(fqns) == 1 else f"{fqns[0]} .. {fqns[-1]} ({len(fqns)})"
             self._warn(
-                f"{which}: some batches run unsharded, with full weights on every tensor rank. They run code for which"
-                f" the check of the sharded layer against the full one has failed ({where}); other batches run sharded"
+                f"{spanned(fqns)}: some batches run unsharded, with full weights on every tensor rank. They run code"
+                " for which the check of the sharded layer against the full one has failed"
+                f" ({where}); other batches run sharded"
             )
 
     def forget(self) -> None:
