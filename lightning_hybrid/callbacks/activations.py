@@ -1,4 +1,7 @@
-"""Callback that enables activation checkpointing; `Hybrid3DStrategy(recompute=...)` is equivalent."""
+"""Callbacks for saved activations: recomputed, offloaded, compressed.
+
+`Hybrid3DStrategy(recompute=...)` is equivalent to the first.
+"""
 
 from __future__ import annotations
 

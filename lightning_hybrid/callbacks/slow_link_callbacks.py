@@ -1,4 +1,7 @@
-"""Base class of callbacks that change what replicas send, and whose state is that of a run and its layout."""
+"""Callbacks for slow links between replicas: compressed gradients, and steps without communication.
+
+Both change what replicas send, and have a state of the run and its layout.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A table of what a checkpoint contains, a folder or one file, for `lightning-hybrid checkpoint inspect`."""
+"""What a checkpoint contains, in a table, and what is wrong with one."""
 
 from __future__ import annotations
 

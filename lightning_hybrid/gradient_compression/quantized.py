@@ -1,4 +1,6 @@
-"""Sums of quantized gradients: 8 bits per element, or the sign alone.
+"""Sums of gradients in fewer bits: half precision, the largest elements, 8 bits per element, or the sign alone.
+
+Quantized:
 
     addends of a rank   [row of rank 0 | row of rank 1 | ...]    quantized, block by block, and exchanged (all-to-all)
     sum of a row        on its rank, in full precision           quantized, and gathered (all-gather)

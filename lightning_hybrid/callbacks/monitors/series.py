@@ -1,4 +1,4 @@
-"""A row of numbers of every rank, gathered."""
+"""What monitors measure: rows of all ranks, gathered, and series over the steps, which draw a run without a logger."""
 
 from __future__ import annotations
 

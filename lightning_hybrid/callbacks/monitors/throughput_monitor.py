@@ -272,6 +272,12 @@ def _tokens_of(batch: Any) -> int | None:
     return None
 
 
+# FLOPs of a training step, counted while the step of the user runs on this rank.
+# Only the forward is counted as it runs; the FLOPs of its backward follow from the operands that require a gradient. So
+# layers that are recomputed in the backward count once, as the definition of MFU has it (Chowdhery et al., "PaLM",
+# arXiv 2204.02311, appendix B).
+
+
 class StepFlopCounter(TorchDispatchMode):
     """Counts the FLOPs of forwards that run inside, and of their backwards; not the kernels of a backward itself.
 

@@ -1,7 +1,16 @@
-"""Exact codes of few bits: signs, masks, tensors of two values, and integers of a small range (Gist, Jain et al. 2018).
+"""The encoding of a saved tensor: exact bits where the backward needs no more, quantized, or unchanged.
 
-A tensor of two values (a dropout mask, scaled or not) takes one bit per value. Integers (the indices of max-pooling)
-take as many bytes as their range needs.
+saved tensor                                          encoding
+result of ReLU, saved by ReLU                         one bit: its backward needs the sign
+dropout and other masks, of two values                one bit per value, exact
+integers: indices of max-pooling, tokens              distances from the smallest, exact
+result of log-softmax or logsumexp, saved by it       none: the backward takes its exponential
+inputs of attention and logsumexp                     quantized to 8 bits at least, for the same reason
+statistics, data: floating point, outside the graph   none
+other results of the graph: activations               quantized in groups
+
+Exact codes are those of Gist (Jain et al. 2018): a tensor of two values (a dropout mask, scaled or not) takes one bit
+per value; integers take as many bytes as their range needs.
 """
 
 from __future__ import annotations
@@ -97,6 +106,12 @@ def pack_integers(flat: Tensor) -> tuple[Tensor, Tensor] | None:
 def unpack_integers(codes: Tensor, low: Tensor) -> Tensor:
     """Returns the integers, of shape (n,), from the results of ``pack_integers``."""
     return codes.to(low.dtype) + low
+
+
+# Quantization of a tensor in groups, with stochastic rounding (ActNN, Chen et al. 2021, section 4.1).
+# Each group of 256 neighbours in memory has its minimum and maximum, and 2^bits levels between them. A value is rounded
+# up with the probability of its distance from the level below, so that its expectation is the value itself, and that of
+# a gradient that is linear in it is the exact gradient.
 
 
 def quantize(flat: Tensor, bits: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

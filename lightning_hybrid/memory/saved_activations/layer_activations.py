@@ -287,6 +287,11 @@ def _is_of_parameter(tensor: Tensor) -> bool:
     return isinstance(base, nn.Parameter)
 
 
+# The error that compression causes in the gradients of a layer, measured in its backward.
+# In one microbatch the layer keeps its saved tensors exactly too. When the gradient of its output arrives, the
+# gradients of its parameters are computed twice: from the exact tensors, and from the compressed ones.
+
+
 class GradientError:
     """Measures one layer in a microbatch, the next one when it is asked again.
 

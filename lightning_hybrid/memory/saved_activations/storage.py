@@ -1,4 +1,7 @@
-"""A storage that autograd has saved: encoded and moved away, and restored when the backward needs it."""
+"""A storage that autograd has saved: encoded and moved away, and restored when the backward needs it.
+
+With hooks on saved tensors torch does not check whether one was written to meanwhile; `Unchanged` does.
+"""
 
 from __future__ import annotations
 

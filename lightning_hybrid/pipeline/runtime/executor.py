@@ -384,6 +384,11 @@ def fill_placeholders(run: StageRun, content: Mapping[int, Tensor]) -> None:
             fill(placeholder, content[index].clone())
 
 
+# Reads of parameters of other stages by code of the user that runs in a backward: hooks on gradients.
+# A stage runs its backward while others do something else, so the content cannot be asked for there. The step is undone
+# and runs on shards from then on.
+
+
 class AbsentParameterReads(TorchFunctionMode):
     """Raises where a function reads a parameter that is on another stage, while it is entered."""
 

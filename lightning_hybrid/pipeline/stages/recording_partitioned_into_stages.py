@@ -111,6 +111,12 @@ class TraceVariant:
         return {}
 
 
+# Missing gradients at a stage boundary: None is sent back as None and not as zeros.
+# An optimizer skips a parameter without a gradient; with a zero gradient it applies weight decay. For such a value, a
+# NaN with bits that no operation produces is sent back. Receivers check for it in the first batch of each trace, and
+# from then on for the values that had no gradient in that batch: on a GPU each check waits for the message.
+
+
 class MissingGradients:
     """Encodes and decodes the missing gradients of one trace.
 

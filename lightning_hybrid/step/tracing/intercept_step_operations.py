@@ -360,6 +360,12 @@ def user_line() -> str:
     return "unknown line"
 
 
+# A canonical operand order for comparisons, whichever reflected method Python called.
+# For ``a <= b`` Python calls ``b >= a`` first where the class of ``b`` is derived from that of ``a``; stand-ins are of
+# a derived class. So ``le`` of two present tensors is ``ge`` where ``b`` is absent: in a recording, or on another
+# stage.
+
+
 def in_canonical_order(
     name: str, func: Callable[..., Any], args: Any, mark_of: Callable[[Tensor], int | None], parameters: Container[int]
 ) -> tuple[str, Callable[..., Any], Any]:
@@ -385,6 +391,10 @@ def in_canonical_order(
 
 
 COMPARISONS = frozenset(_SWAPPED)
+
+
+# Operations whose result depends on shapes alone: they run on every rank with real memory.
+# User code builds masks with them once and caches these: so they must not be nodes of the step graph.
 
 
 def run_fill_op(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -1,4 +1,7 @@
-"""The table that is printed when a run starts, or its layout has changed: stages, messages and techniques."""
+"""The table that is printed when a run starts, or its layout has changed: stages, messages and techniques.
+
+One that is long goes to a file.
+"""
 
 from __future__ import annotations
 

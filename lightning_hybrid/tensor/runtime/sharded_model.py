@@ -321,6 +321,10 @@ class Branches:
         return lines
 
 
+# Buffers of a sharded unit: each tensor rank updates its shard, and all of them have the full buffers after a forward.
+# So code outside of units, checkpoints and forwards that run unsharded read what a single process would have.
+
+
 class ShardedBuffers:
     """The buffers of one unit that its plan shards over tensor ranks."""
 

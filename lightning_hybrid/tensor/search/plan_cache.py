@@ -155,6 +155,11 @@ def _fits_unit(plan: UnitPlan, unit: nn.Module, size: int, context: int, keep_re
     return plan.context == context and same_storage
 
 
+# Tensor plans as readable JSON, and back, checked against the types of the dataclass fields.
+# A dataclass is an object that names its class, and its keys are the names of the fields or their metadata ``"key"``. A
+# mapping with keys other than str is a list of pairs; a value typed as `object` consists of tuples, str and numbers.
+
+
 def to_json(plan: UnitPlan) -> dict[str, Any]:
     """Converts a plan to objects that the json module writes.
 
@@ -256,6 +261,11 @@ def _plain(value: Any) -> Any:
     if type(value) not in _PLAIN:
         raise ValueError(f"{value!r} instead of text or a number")
     return value
+
+
+# A digest of the structure of a unit: the key of its plan in the cache.
+# Units with one digest have classes with the same code, the same attributes, shapes and arguments, and the same
+# requests. Weights and functions of other modules are not part of it: a plan that is read under a key is proved again.
 
 
 def digest_of(

@@ -183,6 +183,11 @@ def _with_context(plan: UnitPlan, search: GroupSearch, proof: Proof, sequence_pa
     return replace(plan, num_trials=plan.num_trials + wide_proof.ranks.num_trials + proof.ranks.num_trials)
 
 
+# The search for ring attention, where context ranks cannot exchange positions for heads.
+# Nothing but attention mixes positions: the linears of all groups run on local positions, as they do over tensor ranks
+# alone, and the search only proves that.
+
+
 def with_ring_attention(
     plan: UnitPlan, proof: Proof, prove: Callable[..., Proof | str], sequence_parallel: SequenceParallel
 ) -> UnitPlan:

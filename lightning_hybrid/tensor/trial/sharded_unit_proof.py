@@ -395,6 +395,12 @@ def prove_cached(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     return replace(plan, calls=proof.calls, num_trials=num_trials, seconds=time.perf_counter() - began)
 
 
+# Examples whose positions differ so much that a layer of local positions would decide otherwise than the full layer.
+# Random numbers of one scale reach few thresholds: `torch.where(h.abs().max() > 50, h / 2, h)` is `h` on each rank and
+# in the full layer, until an outlier comes. In these examples one rank has an outlier, one has almost zeros, or all
+# positions are equal, as where all tokens go to one expert.
+
+
 def outlier_examples(example: Example, leaf_index: int, dim: int) -> Iterator[tuple[str, Example]]:
     """Yields examples of the same shapes, each with its description.
 
