@@ -27,8 +27,8 @@ from recompute import Made
 from side_by_side import Turn, Variant, compare, fit, print_table, ratios, verdict
 from small_gpt import SmallGPT, batch_of, loss_of
 
-from lightning_hybrid.memory.saved_activations.files import ActivationFile
 from lightning_hybrid.memory.saved_activations.layer_activations import LayerActivations, Moving
+from lightning_hybrid.memory.saved_activations.places import ActivationFile
 from lightning_hybrid.memory.saved_activations.requests import Compression
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 

@@ -30,8 +30,7 @@ from lightning_hybrid.planner.hardware.hardware import Hardware, load_hardware, 
 from lightning_hybrid.planner.measured.correct_by_run import corrected_by
 from lightning_hybrid.planner.number_format_of_precision import number_format_of
 from lightning_hybrid.planner.report.html_report import html_report
-from lightning_hybrid.planner.report.plan_tables import explained_layout, plans_table
-from lightning_hybrid.planner.report.planned_run import PlannedRun
+from lightning_hybrid.planner.report.planned_run import PlannedRun, explained_layout, plans_table
 from lightning_hybrid.planner.search.layout_options import check_options, fixed_fields, layout_from_options
 from lightning_hybrid.planner.search.plans_and_rejections import OBJECTIVES, Plan
 from lightning_hybrid.planner.search.search_layouts import check_cluster, cluster_of, predict_plan, search_layouts

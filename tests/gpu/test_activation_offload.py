@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.memory.saved_activations.files import ActivationFile
-from lightning_hybrid.memory.saved_activations.host_memory import HostMemory
 from lightning_hybrid.memory.saved_activations.layer_activations import LayerActivations, Moving
+from lightning_hybrid.memory.saved_activations.places import ActivationFile, HostMemory
 from lightning_hybrid.memory.saved_activations.requests import Compression
 
 pytestmark = [

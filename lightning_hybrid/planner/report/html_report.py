@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from lightning_hybrid.planner.report.plan_tables import number_of, why
-from lightning_hybrid.planner.report.planned_run import PlannedRun, rank_name
+from lightning_hybrid.planner.report.planned_run import PlannedRun, number_of, rank_name, why
 from lightning_hybrid.planner.search.layout_options import spelled
 from lightning_hybrid.planner.search.plans_and_rejections import Plan
 from lightning_hybrid.schedule import chain, make_schedule, simulate, to_svg

@@ -16,8 +16,7 @@ from lightning_hybrid.tensor.plan.unit_plan import NOT_A_MULTIPLE, Group, Linear
 from lightning_hybrid.tensor.requests.plan_requests_by_unit import Origin, UnitRequests
 from lightning_hybrid.tensor.requests.user_plan import Request
 from lightning_hybrid.tensor.runtime.parallel_multihead_attention import attention_placements
-from lightning_hybrid.tensor.search.linear_group_trials import GroupTrials, StoredPlacements
-from lightning_hybrid.tensor.search.linear_group_variants import uneven_sizes, variants
+from lightning_hybrid.tensor.search.linear_group_variants import GroupTrials, StoredPlacements, uneven_sizes, variants
 from lightning_hybrid.tensor.search.merge_group_plans_into_unit import GroupPlan
 from lightning_hybrid.tensor.search.search_context_parallel_exchanges import ONE_TENSOR_RANK
 from lightning_hybrid.tensor.search.search_sharding_of_unit_sequence import find_sequence, plan_sequence

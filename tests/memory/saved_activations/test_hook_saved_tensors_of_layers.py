@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.live_storages import LiveStorages
 from lightning_hybrid.errors import OffloadError
-from lightning_hybrid.memory.saved_activations.files import ActivationFile
 from lightning_hybrid.memory.saved_activations.layer_activations import LayerActivations, Moving
+from lightning_hybrid.memory.saved_activations.places import ActivationFile
 from lightning_hybrid.memory.saved_activations.requests import Compression
 
 CPU = torch.device("cpu")
