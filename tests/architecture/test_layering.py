@@ -17,7 +17,7 @@ FLOORS = [
     {"layout", "version"},
     {"schedule", "graph"},
     {"planner"},
-    {"shared_memory", "patching", "optim", "gloo_via_host"},
+    {"shared_memory", "patching", "optim"},
     {"mesh", "step", "step/objects"},
     {"randomness", "step/standins"},
     {"collectives", "equivalence", "gradient_compression", "step/deferred_init", "step/module_state"},
