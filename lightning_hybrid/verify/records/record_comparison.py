@@ -288,15 +288,11 @@ def _judge(
         return Difference(key, rank, _shown(expected), _shown(actual), math.inf, 0.0, shapes=shapes)
     if expected.numel() == 0 or torch.equal(expected, actual):
         return None
-    was, now = as_float64(expected), as_float64(actual)
-    apart = (now - was).abs()
-    apart[was.isnan() & now.isnan() | (was == now)] = 0.0  # infinities too
-    worst = int(apart.nan_to_num(math.inf, math.inf).argmax())
-    largest = float(apart.nan_to_num(math.inf, math.inf).max())
+    worst, was, now, largest = farthest(expected, actual)
     scale = _scale(key, expected, reference)
     floor = 0.0
     if noise is not None and noise.shape == expected.shape:
-        floor = float((as_float64(noise) - was).abs().nan_to_num(0.0, 0.0).max())
+        floor = float((as_float64(noise) - as_float64(expected)).abs().nan_to_num(0.0, 0.0).max())
     if key.what.startswith("metric") and key.name in reference.coarse:
         relative = max(relative, _COARSE)
     limit, unit = max(factor * floor, relative * scale + _last_digits(key, expected, reference)), scale or 1.0
@@ -305,12 +301,22 @@ def _judge(
         return None
     element = torch.unravel_index(torch.tensor(worst // (1 + expected.is_complex())), expected.shape)
     at = tuple(map(int, element))
-    return Difference(key, rank, float(was[worst]), float(now[worst]), largest / unit, floor / unit, at)
+    return Difference(key, rank, was, now, largest / unit, floor / unit, at)
+
+
+def farthest(expected: Tensor, actual: Tensor) -> tuple[int, float, float, float]:
+    """The element that differs most between two tensors of one shape: its index, both values, and their distance."""
+    was, now = as_float64(expected), as_float64(actual)
+    apart = (now - was).abs()
+    apart[was.isnan() & now.isnan() | (was == now)] = 0.0  # infinities too
+    apart = apart.nan_to_num(math.inf, math.inf)
+    worst = int(apart.argmax())
+    return worst, float(was[worst]), float(now[worst]), float(apart[worst])
 
 
 def _scale(key: Key, expected: Tensor, reference: RunRecord) -> float:
     """The size that a difference is relative to."""
-    size = _largest(expected)
+    size = largest_of(expected)
     if key.what == RESUMED:
         return _largest_update(reference.weights, key.name, expected)
     if _is_weight(key, reference):
@@ -318,7 +324,7 @@ def _scale(key: Key, expected: Tensor, reference: RunRecord) -> float:
     if key.what == _CHECKPOINT:
         # As below, for a moment of this gradient, or its square.
         alike = key.name.partition(" of ")[0]
-        others = [_largest(value) for name, value in reference.checkpoint.items() if name.startswith(f"{alike} of ")]
+        others = [largest_of(value) for name, value in reference.checkpoint.items() if name.startswith(f"{alike} of ")]
         return max(size, 1e-4 * max(others, default=0.0))
     if key.what == "gradient norm of":
         # A gradient that is zero except for rounding (a key's bias) has no significant digits to compare.
@@ -331,7 +337,7 @@ def _last_digits(key: Key, weight: Tensor, reference: RunRecord) -> float:
     if not _is_weight(key, reference) or not (weight.is_floating_point() or weight.is_complex()):
         return 0.0
     steps = min(key.step, len(reference.steps) + 1)
-    return _LAST_DIGITS * math.sqrt(steps) * torch.finfo(weight.dtype).eps * _largest(weight)
+    return _LAST_DIGITS * math.sqrt(steps) * torch.finfo(weight.dtype).eps * largest_of(weight)
 
 
 def _is_weight(key: Key, reference: RunRecord) -> bool:
@@ -339,7 +345,7 @@ def _is_weight(key: Key, reference: RunRecord) -> bool:
     return key.what in ("update of", "weights", RESUMED) or (key.what == _CHECKPOINT and key.name in reference.weights)
 
 
-def _largest(value: Tensor) -> float:
+def largest_of(value: Tensor) -> float:
     """The largest finite element."""
     return float(as_float64(value).abs().nan_to_num(0.0, 0.0, 0.0).max()) if value.numel() else 0.0
 
@@ -348,7 +354,7 @@ def _largest_update(before: Mapping[str, Tensor], name: str, weight: Tensor) -> 
     start = before.get(name)
     if start is None or start.shape != weight.shape or not weight.numel():
         return 0.0
-    return _largest(as_float64(weight) - as_float64(start))
+    return largest_of(as_float64(weight) - as_float64(start))
 
 
 def _number(value: float) -> Tensor:
