@@ -57,7 +57,7 @@ class Experiment:
 
 
 class Connection(Protocol):
-    """Makes the strategy of one run, and connects it with the Trainer."""
+    """Protocol: makes the strategy of one run, and connects it with the Trainer."""
 
     devices: int
 
@@ -71,7 +71,7 @@ class Connection(Protocol):
         """Complete the record after the run."""
 
 
-class LayoutConnection(Connection):
+class LayoutConnection:
     """Makes the strategy of a layout."""
 
     def __init__(self, layout: Layout, num_microbatches: int | None) -> None:
@@ -84,6 +84,12 @@ class LayoutConnection(Connection):
         registry = importlib.import_module(f"{pl.__name__}.strategies").StrategyRegistry
         entry = registry[self._layout.strategy_name]
         return entry["strategy"](**{**entry["init_params"], **self._layout.options(self._num_microbatches)})
+
+    def connect(self, trainer: Any, module: Any) -> None:
+        """Do nothing: the strategy is all that a layout sets."""
+
+    def finish(self, observed: RunRecord) -> None:
+        """Do nothing: the record is complete."""
 
 
 def namespace_of(module: Any) -> ModuleType:

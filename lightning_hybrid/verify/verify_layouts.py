@@ -108,15 +108,7 @@ class Verification:
         changed = _split_of_ranks(data_split, ranks[0])
         if plain is not None and plain.depends_on_microbatches and changed != data_split:
             plain = self.reference(changed)
-        judge = Judge(
-            ranks,
-            plain,
-            partial(self.reference_of_pieces, changed, plain),
-            replicas=changed.replicas,
-            splits_training=changed.num_microbatches != 1 or changed.shares > 1,
-            splits_evaluation=changed.num_microbatches != 1 and not changed.unsplit_steps >= EVALUATIONS,
-        )
-        found = judge.comparison()
+        found = Judge(ranks, plain, changed, partial(self.reference_of_pieces, changed, plain)).comparison()
         if report is not None and all(each.key.what == RESUMED for each in found.differences):
             return report
         return self._report_of(layout, ranks, found)

@@ -141,9 +141,11 @@ class FirstStepCheck:
     def _parameters_of_stages(self) -> Iterator[None]:
         """Context in which the first rank of a pipeline has all parameters; collective over its ranks."""
         plan, group = self._owner.run.plan, self._owner.setting.world.mesh.group("pp")
-        is_cut = plan is not None and plan.first is not None
+        if plan is None or plan.first is None:
+            yield
+            return
         filled = []
-        for name, parameter in self._owner.setting.module.named_parameters() if is_cut else ():
+        for name, parameter in self._owner.setting.module.named_parameters():
             owner = plan.ranks_of(name)[0]
             if owner > 0 and plan.rank == owner:
                 dist.send(on_group_device(parameter.detach().contiguous(), group), group=group, group_dst=0)

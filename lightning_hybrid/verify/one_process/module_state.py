@@ -23,7 +23,7 @@ from lightning_hybrid.verify.records.run_record_and_recorder import local_copies
 
 # By the dict that has it and its name: an attribute or a buffer of some module, and that dict.
 _State: TypeAlias = dict[tuple[int, str], tuple[dict[str, Any], Any]]
-_COMMON = frozenset({"_parameters", "_modules", "_buffers", "training"})
+_COMMON = frozenset({"_parameters", "_modules", "_buffers", "training", "_compiled_call_impl"})
 _DEPTH = 4
 
 
@@ -130,7 +130,7 @@ class ReplicaStates:
 
 def _is_own(name: str) -> bool:
     """Whether an attribute of this name is a replica's own, and not of torch or Lightning."""
-    return is_state(name) and name not in _COMMON and not name.endswith("_hooks")
+    return is_state(name) and name not in _COMMON and "_hooks" not in name
 
 
 def _agree(some: Tensor, other: Tensor) -> bool:

@@ -257,10 +257,9 @@ class PiecesRun(PlainRun):
             each = logged.setdefault((name, times[name]), _Logged())
             times[name] += 1
             each.what, each.kwargs, each.origin = value, kwargs, metrics.origin(value)
-            if not isinstance(value, Metric):
-                each.values[position] = float(value)
-            elif value._forward_cache is not None:
-                each.values[position] = float(value._forward_cache)
+            number: Any = getattr(value, "_forward_cache", None) if isinstance(value, Metric) else value
+            if number is not None and not math.isnan(number):
+                each.values[position] = float(number)
             if kwargs.get("batch_size") is not None:
                 each.sizes[position] = kwargs["batch_size"]
 
@@ -327,8 +326,9 @@ class PiecesRun(PlainRun):
 
 def _reduced(how: str, values: Sequence[float], weights: Sequence[float]) -> float:
     """The sum, the largest, the smallest or the weighted mean of values."""
-    if how in ("sum", "max", "min"):
-        return float({"sum": sum, "max": max, "min": min}[how](values))
+    plain: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
+    if how in plain:
+        return float(plain[how](values))
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
 
