@@ -15,7 +15,7 @@ from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.step.standins.absent_tensors import is_absent
 from lightning_hybrid.verify.one_process.first_step import OneProcessResult
-from lightning_hybrid.verify.records.record_comparison import as_float64, farthest, largest_of
+from lightning_hybrid.verify.records.record_comparison import as_float64, as_number, farthest, largest_of
 
 # Tolerance as a multiple of the noise floor: the perturbed run is one sample of many.
 _FACTOR = 20.0
@@ -118,7 +118,7 @@ def compare_first_step(
     batch_losses, noisy_losses, expected, (single_norm, norm_noise) = box[0]
     found = _Found(mesh.rank, _ROUNDING.get(precision, 1e-2))
     for loss, row, noisy in zip(losses, batch_losses, noisy_losses, strict=True):
-        found.add(0, "loss", _number(loss), _number(row[replica]), abs(noisy[replica] - row[replica]))
+        found.add(0, "loss", as_number(loss), as_number(row[replica]), abs(noisy[replica] - row[replica]))
     # Numbers below the last digit of the largest gradient are zeros that were rounded.
     last_digit = torch.finfo(torch.float64 if precision == "64-true" else torch.float32).eps
     smallest = max((largest for _, largest, _ in expected.values()), default=0.0) * last_digit
@@ -135,7 +135,7 @@ def compare_first_step(
             gradient = (gradient if gradient.layout == torch.strided else gradient.to_dense()).to(device)
         found.add(order, f"the gradient of {name}", gradient, reference, noise, stages.get(name, ()), smallest)
     if norm is not None:
-        found.add(len(parameters) + 1, "the norm of all gradients", _number(norm), _number(single_norm), norm_noise)
+        found.add(len(parameters) + 1, "the norm of all gradients", as_number(norm), as_number(single_norm), norm_noise)
     return found.merged(mesh, num_gradients=len(expected))
 
 
@@ -205,10 +205,6 @@ class _Found:
                 self._first = FirstDifference(order, what, self._rank, stages, value, was, apart / unit, noise / unit)
         elif noise <= _NOISE * size and apart > smallest:
             self._within = max(self._within, apart / (size or 1.0))
-
-
-def _number(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
 
 
 def _format(number: float) -> str:

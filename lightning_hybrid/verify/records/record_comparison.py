@@ -8,9 +8,9 @@ Differences of parameters are relative to their update: how far the reference mo
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -192,55 +192,42 @@ def _is_sharded(key: Key) -> bool:
 
 
 def _values(observed: RunRecord, losses: Sequence[float | None] | None = None) -> dict[Key, Tensor]:
-    return dict(_iterate_values(observed, losses))
-
-
-def _iterate_values(observed: RunRecord, losses: Sequence[float | None] | None) -> Iterator[tuple[Key, Tensor]]:
-    for name, weight in observed.start.items():
-        yield Key(0, 0, "initial weights of", name), weight
-    for index, step in enumerate(observed.steps):
-        loss = step.loss if losses is None else losses[index]
-        if loss is not None:
-            yield Key(index + 1, 0, "loss"), _number(loss)
-        for name, metric in step.metrics.items():
-            yield Key(index + 1, 1, "metric", name), _number(metric)
-        for name, norm in step.grad_norms.items():
-            yield Key(index + 1, 2, "gradient norm of", name), _number(norm)
-        for group, rate in enumerate(step.learning_rates):
-            yield Key(index + 1, 3, "learning rate of group", str(group)), _number(rate)
-        for name, weight in step.weights.items():
-            yield Key(index + 1, 4, "update of", name), weight
+    values: dict[Key, Any] = {Key(0, 0, "initial weights of", name): weight for name, weight in observed.start.items()}
+    for number, step in enumerate(observed.steps, 1):
+        loss = step.loss if losses is None else losses[number - 1]
+        rates = {str(group): rate for group, rate in enumerate(step.learning_rates)}
+        values |= _keyed(number, 0, "loss", {} if loss is None else {"": loss})
+        values |= _keyed(number, 1, "metric", step.metrics)
+        values |= _keyed(number, 2, "gradient norm of", step.grad_norms)
+        values |= _keyed(number, 3, "learning rate of group", rates)
+        values |= _keyed(number, 4, "update of", step.weights)
     for index, metrics in enumerate(observed.validations):
-        for name, metric in metrics.items():
-            yield Key(AT_THE_END - 1, index, f"metric after validation {index + 1}:", name), _number(metric)
-    for name, weight in observed.weights.items():
-        yield Key(AT_THE_END, 0, "weights", name), weight
-    for name, metric in observed.metrics.items():
-        yield Key(AT_THE_END, 1, "metric", name), _number(metric)
-    for name, buffer in observed.buffers.items():
-        yield Key(AT_THE_END, 2, "buffer", name), buffer
-    for name, metric in observed.tests.items():
-        yield Key(AT_THE_END, 3, "metric after test:", name), _number(metric)
-    for name, predicted in observed.predictions.items():
-        yield Key(AT_THE_END, 4, "prediction", name), predicted
-    for name, value in observed.checkpoint.items():
-        yield Key(AT_THE_END, 5, _CHECKPOINT, name), value
-    for name, weight in observed.resumed.items():
-        yield Key(AT_THE_END, 6, RESUMED, name), weight
+        values |= _keyed(AT_THE_END - 1, index, f"metric after validation {index + 1}:", metrics)
+    values |= _keyed(AT_THE_END, 0, "weights", observed.weights)
+    values |= _keyed(AT_THE_END, 1, "metric", observed.metrics)
+    values |= _keyed(AT_THE_END, 2, "buffer", observed.buffers)
+    values |= _keyed(AT_THE_END, 3, "metric after test:", observed.tests)
+    values |= _keyed(AT_THE_END, 4, "prediction", observed.predictions)
+    values |= _keyed(AT_THE_END, 5, _CHECKPOINT, observed.checkpoint)
+    values |= _keyed(AT_THE_END, 6, RESUMED, observed.resumed)
+    return {key: value if isinstance(value, Tensor) else as_number(value) for key, value in values.items()}
+
+
+def _keyed(step: int, order: int, what: str, named: Mapping[str, Any]) -> dict[Key, Any]:
+    return {Key(step, order, what, name): value for name, value in named.items()}
 
 
 def _of_replica(reference: RunRecord, replica: int) -> dict[Key, Tensor]:
+    """The values of a reference, with those that it has of this replica."""
     values = _values(reference)
-    for index, losses in enumerate(reference.replica_losses):
+    for number, losses in enumerate(reference.replica_losses, 1):
         if losses:
-            values[Key(index + 1, 0, "loss")] = _number(losses[min(replica, len(losses) - 1)])
-    if reference.replica_buffers:
-        for name, buffer in reference.replica_buffers[min(replica, len(reference.replica_buffers) - 1)].items():
-            values[Key(AT_THE_END, 2, "buffer", name)] = buffer
-    if reference.replica_predictions:
-        predictions = reference.replica_predictions[min(replica, len(reference.replica_predictions) - 1)]
+            values[Key(number, 0, "loss")] = as_number(losses[min(replica, len(losses) - 1)])
+    if buffers := reference.replica_buffers[replica : replica + 1] or reference.replica_buffers[-1:]:
+        values |= _keyed(AT_THE_END, 2, "buffer", buffers[0])
+    if predicted := reference.replica_predictions[replica : replica + 1] or reference.replica_predictions[-1:]:
         values = {key: value for key, value in values.items() if key.what != "prediction"}
-        values.update({Key(AT_THE_END, 4, "prediction", name): value for name, value in predictions.items()})
+        values |= _keyed(AT_THE_END, 4, "prediction", predicted[0])
     return values
 
 
@@ -357,7 +344,8 @@ def _largest_update(before: Mapping[str, Tensor], name: str, weight: Tensor) -> 
     return largest_of(as_float64(weight) - as_float64(start))
 
 
-def _number(value: float) -> Tensor:
+def as_number(value: float) -> Tensor:
+    """A scalar in float64."""
     return torch.tensor(value, dtype=torch.float64)
 
 
