@@ -51,7 +51,7 @@ class PieceGradients:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def add_to(self, sums: dict[str, Tensor]) -> None:
-        """Add the new gradients to these, by FQN, on the CPU."""
+        """Add the new gradients to these of the same shapes, by FQN, on the CPU."""
         for (name, _), gradient in zip(self._named, self._new, strict=True):
             if gradient is not None:
                 gradient = gradient.detach().to("cpu")

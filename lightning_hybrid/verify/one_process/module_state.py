@@ -88,7 +88,7 @@ class ReplicaStates:
         self._after = _fingerprints(self._state()) if self._states else {}
 
     def buffers(self) -> list[dict[str, Tensor]]:
-        """Copies of the buffers of each replica; empty if only one has run."""
+        """Copies of the buffers of each replica, with their shapes; empty if only one has run."""
         self.before_step()
         found = []
         for replica in sorted({0, *self._states}) if self._states else ():

@@ -333,7 +333,7 @@ def _is_weight(key: Key, reference: RunRecord) -> bool:
 
 
 def largest_of(value: Tensor) -> float:
-    """The largest finite element."""
+    """The largest finite element of a tensor of any shape."""
     return float(as_float64(value).abs().nan_to_num(0.0, 0.0, 0.0).max()) if value.numel() else 0.0
 
 
