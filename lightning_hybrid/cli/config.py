@@ -72,8 +72,7 @@ def _layout(cli: Any, given: Mapping[str, Any]) -> Layout | None:
     with usage_errors():
         resolved = resolve_names({**OPTION_DEFAULTS, **options}, others, OPTION_DEFAULTS)
         changed = {name: value for name, value in resolved.items() if value != OPTION_DEFAULTS[name]}
-        count, per_device = _num_devices(given), changed.pop("ranks_per_device", 1)
-        return layout_of_options(changed, None if count is None else count * per_device)
+        return layout_of_options(changed, _num_devices(given))
 
 
 def _strategy_options(strategy: Any) -> dict[str, Any] | None:

@@ -115,8 +115,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         objective: Plans sizes that are "auto" for the most samples per second ("throughput"), or the most samples that
             are computed at a time ("largest_batch"). None is "throughput", if memory is short.
         max_memory: Plans sizes that are "auto" with this memory of each device, such as "20GiB" or "80%".
-        process_group_backend: "nccl" or "gloo"; by device if None. On GPUs "gloo" communicates over the host.
-        ranks_per_device: Ranks that share each device; on a GPU they communicate over the host, for tests of layouts.
+        process_group_backend: "nccl" or "gloo"; by device if None. gloo sends no tensors of a GPU.
         timeout: Of collective operations.
         start_method: "popen" runs the script once per device; "fork" serves notebooks.
         accelerator: As in Lightning's own strategies; the Trainer sets it.
@@ -171,7 +170,6 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         strict_layout: bool = False,
         objective: Objective | None = None,
         max_memory: str | None = None,
-        ranks_per_device: int = 1,
         start_method: Literal["popen", "fork"] = "popen",
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,

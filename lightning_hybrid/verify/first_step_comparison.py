@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.parts.shard_and_unshard_parameters import LocalShards
 from lightning_hybrid.step.standins.absent_tensors import is_absent
-from lightning_hybrid.verify.one_process.one_process_step import OneProcessResult
-from lightning_hybrid.verify.records.record_comparison import as_float64
+from lightning_hybrid.verify.one_process.first_step import OneProcessResult
+from lightning_hybrid.verify.records.record_comparison import as_float64, as_number, farthest, largest_of
 
 # Tolerance as a multiple of the noise floor: the perturbed run is one sample of many.
 _FACTOR = 20.0
@@ -76,15 +76,6 @@ class Verdict:
     num_noise: int
 
 
-@dataclass(frozen=True)
-class _Expected:
-    """Dtype, largest element and noise of one gradient of the one process, as broadcast to all ranks."""
-
-    dtype: torch.dtype | None
-    largest: float
-    noise: float
-
-
 def precision_of(name: str, parameters: Sequence[Tensor]) -> str:
     """The precision whose rounding applies, by the dtypes of parameters of any shapes: float64 needs no "64-true"."""
     dtypes = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
@@ -121,153 +112,99 @@ def compare_first_step(
         precision: Result of ``precision_of``.
         parts: Local shards of the parameters.
     """
-    box: list[Any] = [None if single is None else _summary(single, parameters)]
+    box: list[Any] = [None if single is None else _summary(single)]
     if mesh.layout.world_size > 1:
         dist.broadcast_object_list(box, src=0)
     batch_losses, noisy_losses, expected, (single_norm, norm_noise) = box[0]
-    comparison = _RankComparison(mesh.rank, _ROUNDING.get(precision, 1e-2))
+    found = _Found(mesh.rank, _ROUNDING.get(precision, 1e-2))
     for loss, row, noisy in zip(losses, batch_losses, noisy_losses, strict=True):
-        comparison.number("loss", loss, row[replica], abs(noisy[replica] - row[replica]))
+        found.add(0, "loss", as_number(loss), as_number(row[replica]), abs(noisy[replica] - row[replica]))
     # Numbers below the last digit of the largest gradient are zeros that were rounded.
     last_digit = torch.finfo(torch.float64 if precision == "64-true" else torch.float32).eps
-    smallest = max((e.largest for e in expected.values()), default=0.0) * last_digit
-    for name, one in expected.items():
-        parameter = parameters[name]
+    smallest = max((largest for _, largest, _ in expected.values()), default=0.0) * last_digit
+    for order, (name, parameter) in enumerate(parameters.items(), 1):
+        dtype, _, noise = expected.get(name, (None, 0.0, 0.0))
         shape = parameter.shape if parts is None else parts.full_shape(name, parameter)
-        reference = _broadcast_reference(single, name, one, shape, mesh, device)
+        reference = None if dtype is None else _broadcast(single, name, torch.empty(shape, dtype=dtype, device=device))
         if is_absent(parameter):
-            comparison.skip()
-        else:
-            gradient = parameter.grad
-            if parts is not None and gradient is not None:
-                gradient = parts.full_state_of(parameter, gradient)
-            gradient = None if gradient is None else gradient.to(device)  # from the host, if it is offloaded there
-            comparison.gradient(name, gradient, reference, one, smallest, stages.get(name, ()))
+            continue
+        gradient = parameter.grad
+        if parts is not None and gradient is not None:
+            gradient = parts.full_state_of(parameter, gradient)
+        if gradient is not None:  # on the host, if it is offloaded there
+            gradient = (gradient if gradient.layout == torch.strided else gradient.to_dense()).to(device)
+        found.add(order, f"the gradient of {name}", gradient, reference, noise, stages.get(name, ()), smallest)
     if norm is not None:
-        comparison.number("the norm of all gradients", norm, single_norm, norm_noise)
-    return _merged(comparison, sum(one.dtype is not None for one in expected.values()), mesh)
+        found.add(len(parameters) + 1, "the norm of all gradients", as_number(norm), as_number(single_norm), norm_noise)
+    return found.merged(mesh, num_gradients=len(expected))
 
 
-def _broadcast_reference(
-    single: OneProcessResult | None, name: str, one: _Expected, shape: Sequence[int], mesh: Mesh, device: torch.device
-) -> Tensor | None:
-    """Broadcast the full gradient of one parameter from the first rank; None if it has none."""
-    if one.dtype is None:
-        return None
-    if single is not None:
-        gradient = single.gradients[name].to(device).contiguous()
-    else:
-        gradient = torch.empty(shape, dtype=one.dtype, device=device)
-    if mesh.layout.world_size > 1:
+def _broadcast(single: OneProcessResult | None, name: str, empty: Tensor) -> Tensor:
+    """Send a gradient of the one process to all ranks: one by one, as all of them may not fit."""
+    gradient = empty if single is None else single.gradients[name].to(empty.device).contiguous()
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(gradient, src=0)
     return gradient
 
 
-def _merged(comparison: _RankComparison, num_gradients: int, mesh: Mesh) -> Verdict:
-    rows: list[Any] = [(comparison.first, comparison.within, comparison.noisy)]
-    if mesh.layout.world_size > 1:
-        rows = [None] * mesh.layout.world_size
-        dist.all_gather_object(rows, (comparison.first, comparison.within, comparison.noisy))
-    differences = [first for first, _, _ in rows if first is not None]
-    return Verdict(
-        min(differences, key=lambda difference: (difference.order, difference.rank), default=None),
-        max(within for _, within, _ in rows),
-        num_gradients,
-        len(set().union(*(noisy for _, _, noisy in rows))),
-    )
-
-
-def _summary(single: OneProcessResult, parameters: Mapping[str, nn.Parameter]) -> tuple[Any, ...]:
-    expected = {}
-    squares = noisy_squares = 0.0
-    for name in parameters:
-        gradient = single.gradients.get(name)
-        if gradient is None:
-            expected[name] = _Expected(None, 0.0, 0.0)
-            continue
+def _summary(single: OneProcessResult) -> tuple[Any, ...]:
+    """What all ranks know of the one process: losses, then dtype, largest element and noise of each gradient, norms."""
+    expected: dict[str, tuple[torch.dtype, float, float]] = {}
+    squares = [0.0, 0.0]
+    for name, gradient in single.gradients.items():
         noisy = single.noisy_gradients.get(name, gradient)
-        expected[name] = _Expected(gradient.dtype, _largest(gradient), _largest(noisy - gradient))
-        squares += float(as_float64(gradient).square().sum())
-        noisy_squares += float(as_float64(noisy).square().sum())
-    norms = math.sqrt(squares), abs(math.sqrt(noisy_squares) - math.sqrt(squares))
-    return single.losses, single.noisy_losses, expected, norms
+        expected[name] = gradient.dtype, largest_of(gradient), largest_of(noisy - gradient)
+        squares = [s + float(as_float64(g).square().sum()) for s, g in zip(squares, (gradient, noisy), strict=True)]
+    norm, noisy_norm = map(math.sqrt, squares)
+    return single.losses, single.noisy_losses, expected, (norm, abs(noisy_norm - norm))
 
 
-class _RankComparison:
-    """The differences that one rank finds."""
+class _Found:
+    """What one rank finds: the first difference, the largest of those that are none, and the gradients of noise."""
 
     def __init__(self, rank: int, rounding: float) -> None:
-        self._rank, self._rounding, self._order = rank, rounding, 0
-        self.first: FirstDifference | None = None
-        self.within = 0.0
-        self.noisy: set[str] = set()
+        self._rank, self._rounding = rank, rounding
+        self._first: FirstDifference | None = None
+        self._within, self._noisy = 0.0, set[str]()
 
-    def skip(self) -> None:
-        """Count a number that only other ranks compare."""
-        self._order += 1
+    def merged(self, mesh: Mesh, num_gradients: int) -> Verdict:
+        """What all ranks have found; collective."""
+        own = self._first, self._within, self._noisy
+        rows: list[Any] = [own] * mesh.layout.world_size
+        if mesh.layout.world_size > 1:
+            dist.all_gather_object(rows, own)
+        differences = [first for first, _, _ in rows if first is not None]
+        first = min(differences, key=lambda difference: (difference.order, difference.rank), default=None)
+        noisy = set().union(*(noisy for _, _, noisy in rows))
+        return Verdict(first, max(within for _, within, _ in rows), num_gradients, len(noisy))
 
-    def number(self, what: str, value: float, reference: float, noise: float) -> None:
-        """Compare one number."""
-        both_nan = math.isnan(value) and math.isnan(reference)
-        apart = 0.0 if value == reference or both_nan else abs(value - reference)
-        apart = math.inf if math.isnan(apart) else apart
-        self._record(what, (), value, reference, apart, abs(reference), noise, 0.0)
-
-    def gradient(
+    def add(
         self,
-        name: str,
-        gradient: Tensor | None,
-        reference: Tensor | None,
-        one: _Expected,
-        smallest: float,
-        stages: tuple[int, ...],
-    ) -> None:
-        """Compare the full gradient of one parameter that this rank has, of the shape of its reference."""
-        what = f"the gradient of {name}"
-        if gradient is None or reference is None:
-            value, expected = (math.nan if g is None else _largest(g) for g in (gradient, reference))
-            self._record(what, stages, value, expected, 0.0 if gradient is reference else math.inf, 1.0, 0.0, 0.0)
-            return
-        gradient = gradient.to_dense() if gradient.layout != torch.strided else gradient
-        now, was = as_float64(gradient), as_float64(reference)
-        if not was.numel():
-            self.skip()
-            return
-        apart = (now - was).abs()
-        apart[(now == was) | (now.isnan() & was.isnan())] = 0.0
-        apart = apart.nan_to_num(math.inf, math.inf)
-        worst = int(apart.argmax())
-        if one.noise > _NOISE * one.largest:
-            self.noisy.add(name)
-        self._record(
-            what, stages, float(now[worst]), float(was[worst]), float(apart[worst]), one.largest, one.noise, smallest
-        )
-
-    def _record(
-        self,
+        order: int,
         what: str,
-        stages: tuple[int, ...],
-        value: float,
-        reference: float,
-        apart: float,
-        size: float,
+        actual: Tensor | None,
+        expected: Tensor | None,
         noise: float,
-        smallest: float,
+        stages: tuple[int, ...] = (),
+        smallest: float = 0.0,
     ) -> None:
-        self._order += 1
-        unit = size or 1.0
+        """Compare one number, or the full gradient of one parameter, with that of one process; None if it has none."""
+        if actual is None or expected is None:
+            value, was = (math.nan if each is None else largest_of(each) for each in (actual, expected))
+            apart, size, noise = 0.0 if actual is expected else math.inf, 1.0, 0.0
+        elif not expected.numel():
+            return
+        else:
+            _, was, value, apart = farthest(expected, actual)
+            size = largest_of(expected)
+            if what.startswith("the gradient") and noise > _NOISE * size:
+                self._noisy.add(what)
         if apart > max(_FACTOR * noise, self._rounding * size, smallest):
-            if self.first is None:
-                self.first = FirstDifference(
-                    self._order, what, self._rank, stages, value, reference, apart / unit, noise / unit
-                )
+            unit = size or 1.0
+            if self._first is None:
+                self._first = FirstDifference(order, what, self._rank, stages, value, was, apart / unit, noise / unit)
         elif noise <= _NOISE * size and apart > smallest:
-            self.within = max(self.within, apart / unit)
-
-
-def _largest(gradient: Tensor) -> float:
-    """The largest finite element."""
-    return float(as_float64(gradient).abs().nan_to_num(0.0, 0.0).max()) if gradient.numel() else 0.0
+            self._within = max(self._within, apart / (size or 1.0))
 
 
 def _format(number: float) -> str:

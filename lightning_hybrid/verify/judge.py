@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from lightning_hybrid.verify.one_process.pieces import EVALUATIONS, DataSplit
 from lightning_hybrid.verify.records.record_comparison import Difference, Margin, compare, is_step_number
 from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord
 from lightning_hybrid.verify.references import Reference, are_close, first_loss
@@ -58,24 +59,21 @@ class Judge:
         self,
         ranks: Sequence[RunRecord],
         plain: Reference | None,
+        data_split: DataSplit,
         pieces: Callable[[bool, bool], Reference],
-        *,
-        replicas: int,
-        splits_training: bool,
-        splits_evaluation: bool,
     ) -> None:
         """Set up the comparison.
 
         Args:
             ranks: The record of each rank of the layout.
             plain: The plain step on the full batch; None where the replicas' batches cannot be joined to one.
+            data_split: How the layout splits the data.
             pieces: Makes the reference that trains, and evaluates, on full batches of replicas or on microbatches.
-            replicas: Number of replicas.
-            splits_training: Whether the layout splits the training batches of a replica.
-            splits_evaluation: Whether it splits those of an evaluation.
         """
-        self._ranks, self._plain, self._pieces, self._replicas = ranks, plain, pieces, replicas
-        self._splits_training, self._splits_evaluation = splits_training, splits_evaluation
+        self._ranks, self._plain, self._pieces, self._replicas = ranks, plain, pieces, data_split.replicas
+        is_split = data_split.num_microbatches != 1
+        self._splits_training = is_split or data_split.shares > 1
+        self._splits_evaluation = is_split and not data_split.unsplit_steps >= EVALUATIONS
         self._made: dict[tuple[bool, bool], Comparison | None] = {}
 
     def comparison(self) -> Comparison:

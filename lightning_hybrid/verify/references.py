@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from lightning_hybrid.verify.layouts import Layout
-from lightning_hybrid.verify.one_process.one_process_run import OneProcessRun
 from lightning_hybrid.verify.one_process.pieces import EVALUATIONS, DataSplit
+from lightning_hybrid.verify.one_process.pieces_run import PiecesRun
 from lightning_hybrid.verify.one_process.plain_run import PlainRun
 from lightning_hybrid.verify.records.perturb_weights import perturbation
 from lightning_hybrid.verify.records.record_comparison import Difference, compare
@@ -95,7 +95,7 @@ def run_pieces(
         full_training: Whether to train on the replicas' full batches.
         full_evaluation: Whether to evaluate on these.
     """
-    make = partial(OneProcessRun, data_split, full_training=full_training, full_evaluation=full_evaluation)
+    make = partial(PiecesRun, data_split, full_training=full_training, full_evaluation=full_evaluation)
     if plain is None:
         return _measured(experiment, make)
     make = partial(make, precision=plain.precision)
@@ -104,28 +104,24 @@ def run_pieces(
     return replace(plain, observed=observed, noisy=noisy, failure=observed.failure or noisy.failure)
 
 
-def _measured(experiment: Experiment, make: Callable[..., PlainRun | OneProcessRun]) -> Reference:
+def _measured(experiment: Experiment, make: Callable[..., PlainRun | PiecesRun]) -> Reference:
     """Make a run in this process, and further runs that measure its noise and reproducibility."""
     noise = perturbation(experiment.precision)
-    connection = make(reseed=1)
+    connection = make()
     plain = run_once(experiment, connection)
     result = Reference(plain, plain, precision=experiment.precision, failure=plain.failure)
     if plain.failure is not None:
         return result
-    # If a run with other seeds and perturbed weights gives the same numbers, neither matters. Where they differ, or are
-    # likely to, one run for each shows which of them does.
-    if connection.moved_generators or noise > _LOST_IN_ROUNDING:
-        noisy = None
-    else:
-        noisy = run_once(experiment, make(reseed=2), perturbation=noise)
-    if noisy is None or noisy.failure is not None or _first_difference(noisy, plain) is not None:
-        noisy = None
-        if _first_difference(run_once(experiment, make(reseed=2)), plain) is not None:
-            result.draws = True
-            result.notes.append("the module draws random numbers: the reference draws them keyed, as the strategy does")
-            result.observed = run_once(experiment, make(keyed=True))
-            result.irreproducible = _first_difference(run_once(experiment, make(keyed=True)), result.observed)
-    result.noisy = noisy or run_once(experiment, make(keyed=result.draws), perturbation=noise)
+    if connection.moved_generators:
+        result.draws = True
+        result.notes.append("the module draws random numbers: the reference draws them keyed, as the strategy does")
+        result.observed = run_once(experiment, make(keyed=True))
+    result.noisy = run_once(experiment, make(keyed=result.draws), perturbation=noise)
+    # A run whose numbers neither draws nor noise change is that of another time, too.
+    may_vary = result.draws or noise > _LOST_IN_ROUNDING or _first_difference(result.noisy, result.observed) is not None
+    if may_vary and result.observed.failure is None:
+        again = run_once(experiment, make(keyed=result.draws))
+        result.irreproducible = _first_difference(again, result.observed)
     if experiment.precision == "64-true" and _computes_in_float32(experiment, make, result):
         result.notes.append("the module computes its loss in float32: its numbers are compared to that precision")
         result.precision, other = "32-true", make(keyed=result.draws)
@@ -135,7 +131,7 @@ def _measured(experiment: Experiment, make: Callable[..., PlainRun | OneProcessR
 
 
 def _computes_in_float32(
-    experiment: Experiment, make: Callable[..., PlainRun | OneProcessRun], reference: Reference
+    experiment: Experiment, make: Callable[..., PlainRun | PiecesRun], reference: Reference
 ) -> bool:
     """Return whether the first loss does not see perturbations of the weights that 64 bits show."""
 

@@ -1,4 +1,4 @@
-"""An experiment, and one recorded run of it on this rank: fit, test and predict under any strategy."""
+"""An experiment, and one recorded run of it on this rank: fit, test and predict, under a layout or a reference."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import os
 import random
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,11 +16,15 @@ from typing import Any, Protocol
 
 import numpy
 import torch
+import torch.distributed as dist
 
+from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.records.run_record_and_recorder import Failure, RunRecord, RunRecorder, describe_failure
 from lightning_hybrid.verify.saved_values import saved_values
 
 _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
+# How long a rank that failed waits for the other ranks to fail in the same way.
+_WAIT_SECONDS = 5.0
 _AFTER_FIT = {"test_dataloaders", "predict_dataloaders"}
 
 
@@ -52,7 +57,7 @@ class Experiment:
 
 
 class Connection(Protocol):
-    """Protocol: makes the strategy of one run and connects it with the Trainer."""
+    """Protocol: makes the strategy of one run, and connects it with the Trainer."""
 
     devices: int
 
@@ -64,6 +69,27 @@ class Connection(Protocol):
 
     def finish(self, observed: RunRecord) -> None:
         """Complete the record after the run."""
+
+
+class LayoutConnection:
+    """Makes the strategy of a layout."""
+
+    def __init__(self, layout: Layout, num_microbatches: int | None) -> None:
+        """Take ``layout`` (the layout to run under), ``num_microbatches`` (the number where the layout names none)."""
+        self.devices = layout.devices
+        self._layout, self._num_microbatches = layout, num_microbatches
+
+    def strategy(self, pl: ModuleType) -> Any:
+        """Make the strategy as ``Trainer(strategy=name)`` does, with the options of the layout."""
+        registry = importlib.import_module(f"{pl.__name__}.strategies").StrategyRegistry
+        entry = registry[self._layout.strategy_name]
+        return entry["strategy"](**{**entry["init_params"], **self._layout.options(self._num_microbatches)})
+
+    def connect(self, trainer: Any, module: Any) -> None:
+        """Do nothing: the strategy is all that a layout sets."""
+
+    def finish(self, observed: RunRecord) -> None:
+        """Do nothing: the record is complete."""
 
 
 def namespace_of(module: Any) -> ModuleType:
@@ -137,6 +163,40 @@ def run_in_folder(
         # Test and prediction, after the fit, change no parameter.
         observed.failure = describe_failure(error, steps_done=0 if fitted else len(observed.steps))
         return observed
+
+
+def run_layout(experiment: Experiment, layout: Layout, connection: LayoutConnection | None = None) -> RunRecord:
+    """Run an experiment on one rank of a layout; a rank that fails while others still run raises its error.
+
+    Args:
+        experiment: The run.
+        layout: The layout to run under.
+        connection: Makes the strategy; a `LayoutConnection` by default.
+
+    Raises:
+        RuntimeError: This rank failed and others still run.
+    """
+    connection = connection or LayoutConnection(layout, experiment.num_microbatches)
+    # All ranks read and write the folder of rank 0, so it stays until the last one has ended.
+    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
+        observed = run_in_folder(folder, experiment, connection)
+        if layout.devices > 1 and not _all_ended(layout.devices) and observed.failure is not None:
+            raise RuntimeError(f"{observed.failure.message} ({observed.failure.where}); other ranks still run")
+    return observed
+
+
+def _all_ended(world_size: int) -> bool:
+    if not dist.is_initialized():
+        return True  # no other rank can be waiting in a collective with this one
+    store = dist.distributed_c10d._get_default_store()
+    end = time.monotonic() + _WAIT_SECONDS
+    count = store.add("verify/ended", 1)
+    while count < world_size:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+        count = store.add("verify/ended", 0)
+    return True
 
 
 def recorder_of(pl: ModuleType, perturbation: float = 0.0) -> Any:

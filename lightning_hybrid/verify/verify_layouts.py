@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from lightning_hybrid.verify.judge import Comparison, Judge
-from lightning_hybrid.verify.layout_run import run_layout
 from lightning_hybrid.verify.layouts import Layout
 from lightning_hybrid.verify.one_process.pieces import EVALUATIONS, DataSplit
 from lightning_hybrid.verify.rank_launcher import RanksFailed, run_ranks
@@ -22,7 +21,7 @@ from lightning_hybrid.verify.references import (
     run_plain,
 )
 from lightning_hybrid.verify.report import Report
-from lightning_hybrid.verify.run_experiment import Experiment
+from lightning_hybrid.verify.run_experiment import Experiment, run_layout
 
 # An update that rounding alone changes by more, relative to its size, is compared weakly.
 _WEAK = 1e-2
@@ -109,15 +108,7 @@ class Verification:
         changed = _split_of_ranks(data_split, ranks[0])
         if plain is not None and plain.depends_on_microbatches and changed != data_split:
             plain = self.reference(changed)
-        judge = Judge(
-            ranks,
-            plain,
-            partial(self.reference_of_pieces, changed, plain),
-            replicas=changed.replicas,
-            splits_training=changed.num_microbatches != 1 or changed.shares > 1,
-            splits_evaluation=changed.num_microbatches != 1 and not changed.unsplit_steps >= EVALUATIONS,
-        )
-        found = judge.comparison()
+        found = Judge(ranks, plain, changed, partial(self.reference_of_pieces, changed, plain)).comparison()
         if report is not None and all(each.key.what == RESUMED for each in found.differences):
             return report
         return self._report_of(layout, ranks, found)
@@ -220,15 +211,9 @@ def verify(
     make_data: Callable[[], Any] | None,
     layout: Layout,
     *,
-    steps: int = 4,
-    epochs: int = 1,
-    num_microbatches: int | None = 2,
-    precision: str = "64-true",
-    seed: int = 1,
-    trainer: dict[str, Any] | None = None,
-    resume: bool = True,
     run: RunRanks | None = None,
     timeout: float = 300.0,
+    **others: Any,
 ) -> Report:
     """Train a module under a layout and in one process, and report whether the numbers are the same.
 
@@ -237,28 +222,12 @@ def verify(
         make_data: Makes a LightningDataModule, a loader, or a dict of arguments of ``Trainer.fit``; None if the module
             defines its loaders.
         layout: The layout to verify.
-        steps: Maximum number of batches of an epoch, and of a validation.
-        epochs: Number of epochs.
-        num_microbatches: Microbatches of each replica's batch; None leaves it to the strategy.
-        precision: Lightning's name of the precision; in "64-true" real differences stand out from rounding.
-        seed: Seed of all random generators.
-        trainer: Further arguments of the Trainer.
-        resume: Whether to compare a checkpoint and a step that goes on from it, which takes as long again.
         run: Runs functions on ranks; starts processes by default.
         timeout: Maximum seconds per run.
+        **others: The other arguments of an `Experiment`.
 
     Returns:
         The outcome, and the first value that differs.
     """
-    experiment = Experiment(
-        make_module=make_module,
-        make_data=make_data,
-        steps=steps,
-        epochs=epochs,
-        num_microbatches=num_microbatches,
-        precision=precision,
-        seed=seed,
-        trainer=trainer or {},
-        resume=resume,
-    )
+    experiment = Experiment(make_module=make_module, make_data=make_data, **others)
     return Verification(experiment, run=run, timeout=timeout).check(layout)

@@ -112,14 +112,6 @@ def test_class_of_the_line_with_a_config_of_its_arguments(strategy, tmp_path):
     assert layout.devices == 2 and layout.strategy == {"zero_stage": 3}
 
 
-def test_ranks_that_share_devices_are_counted(tmp_path):
-    strategy = "{class_path: lightning_hybrid.Hybrid3DStrategy, init_args: {zero_stage: 3, ranks_per_device: 2}}"
-    (tmp_path / "config.yaml").write_text(f"model: {{num_layers: 2}}\ntrainer: {{strategy: {strategy}, devices: 2}}\n")
-    run = ConfiguredRun(f"{CLASSES}:Stack", None, [f"--config={tmp_path / 'config.yaml'}"])
-    layout = trainer_config(run.parse()).layout
-    assert layout.devices == 4 and layout.strategy == {"zero_stage": 3}
-
-
 def test_script_keeps_the_links_of_its_command_line():
     run = ConfiguredRun(SCRIPT, None, ["--data.batch_size=4"])
     module, data = run.make_module(), run.make_data()

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
 
 from harness.fits import Run, assert_parity, fit, fit_joined_batches, fit_reference, trainer_of
+from harness.gloo_via_host.group import on_one_gpu, prepare
 from lightning_hybrid import Hybrid3DStrategy
 from models.cases import Samples, make
 from models.hand_written import Layers
@@ -38,16 +39,10 @@ EACH_ITS_OWN, ONE_FOR_BOTH = "a device each", "one device"
 BOTH_WAYS = [pytest.param(EACH_ITS_OWN, marks=needs(2)), pytest.param(ONE_FOR_BOTH, marks=needs(1))]
 
 
-def on_one_device(size):
-    """The options of the strategy and of the Trainer for ranks that share a device."""
-    return {"ranks_per_device": size}, {"devices": 1}
-
-
 def placed(run, devices):
     if devices == EACH_ITS_OWN:
         return run
-    strategy, trainer = on_one_device(run.world_size)
-    return dataclasses.replace(run, strategy={**run.strategy, **strategy}, trainer={**run.trainer, **trainer})
+    return dataclasses.replace(run, strategy={**run.strategy, **on_one_gpu(run.world_size)})
 
 
 class Measured(Layers):
@@ -102,10 +97,11 @@ def leave_gloo():
 def on_gpu(how, run):
     """On a rank: the Trainer makes the process group itself, over NCCL unless ranks share a device."""
     leave_gloo()
+    prepare(run.strategy)
     fitted = on_host(how(run))
-    if dist.is_initialized():
-        shares = run.strategy.get("ranks_per_device", 1) > 1 and dist.get_world_size() > 1
-        assert ACCELERATOR == "cpu" or dist.get_backend() == ("gloo_via_host" if shares else "nccl")
+    if dist.is_initialized() and ACCELERATOR == "gpu":
+        chosen = run.strategy.get("process_group_backend") if dist.get_world_size() > 1 else None
+        assert dist.get_backend() == (chosen or "nccl")
     return fitted
 
 
@@ -193,14 +189,15 @@ def test_mixed_precision_over_stages(worlds, devices):
     check(worlds, placed(run, devices), reference=fit_joined_batches, tolerance=2e-2)
 
 
-def fit_twice(folder, strategy, trainer_options):
+def fit_twice(folder, strategy):
     """On a rank: two epochs at once, and one after the other through a checkpoint; the parameters after each."""
     leave_gloo()
+    prepare(strategy)
     found = []
     for epochs, source in ((2, None), (1, None), (2, f"{folder}/half.ckpt")):
         module = make("GPT2")
         size = strategy.get("pipeline_parallel_size", 1) * strategy.get("data_parallel_size", 1)
-        options = {"max_epochs": epochs, "accelerator": ACCELERATOR, **trainer_options}
+        options = {"max_epochs": epochs, "accelerator": ACCELERATOR}
         trainer = trainer_of(size, Hybrid3DStrategy(**strategy), [], **options)
         trainer.fit(module, DataLoader(Samples(module.kind, 8), batch_size=4), ckpt_path=source)
         if epochs == 1:
@@ -224,9 +221,7 @@ SHARDS = {"data_parallel_size": 2, "zero_stage": 3, "offload": "cpu"}
     ],
 )
 def test_resume_from_checkpoint(worlds, tmp_path, size, strategy, devices):
-    shared, options = on_one_device(size) if devices == ONE_FOR_BOTH else ({}, {})
-    for uninterrupted, _, resumed in worlds.run(
-        size, fit_twice, str(tmp_path), {**strategy, **shared}, options, timeout=300
-    ):
+    strategy = {**strategy, **(on_one_gpu(size) if devices == ONE_FOR_BOTH else {})}
+    for uninterrupted, _, resumed in worlds.run(size, fit_twice, str(tmp_path), strategy, timeout=300):
         for name, value in uninterrupted.items():
             torch.testing.assert_close(resumed[name], value, rtol=1e-8, atol=1e-10)

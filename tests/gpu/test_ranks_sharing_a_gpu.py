@@ -6,8 +6,7 @@ import torch.distributed as dist
 
 from harness.communication_cases import CASES
 from harness.fits import Run, fit
-from lightning_hybrid.gloo_via_host.choose_backend import register_backend
-from lightning_hybrid.gloo_via_host.process_group import BACKEND
+from harness.gloo_via_host.group import BACKEND, on_one_gpu, prepare, register
 from models.hand_written import Layers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 1 CUDA device(s)")]
@@ -18,7 +17,7 @@ LONG = 200_000_000  # clock cycles of the device, about 0.1 s
 
 def group_on_gpu():
     torch.cuda.set_device(GPU)
-    register_backend()
+    register()
     return dist.new_group(backend=BACKEND)
 
 
@@ -108,13 +107,14 @@ def run_on_one_gpu():
     run = Run(
         Layers,
         pp=2,
-        strategy={"ranks_per_device": 2},
+        strategy=on_one_gpu(2),
         trainer={"accelerator": "gpu", "devices": 1},
         dtype=torch.float32,
     )
+    prepare(run.strategy)
     fit(run)
     return dist.get_backend(), torch.cuda.get_per_process_memory_fraction(0), torch.cuda.current_device()
 
 
-def test_trainer_chooses_the_backend(worlds):
+def test_trainer_runs_ranks_on_one_gpu(worlds):
     assert worlds.run(2, run_on_one_gpu, timeout=120) == [(BACKEND, 0.5, 0)] * 2

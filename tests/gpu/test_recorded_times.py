@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from harness.fits import trainer_of
+from harness.gloo_via_host.group import on_one_gpu, prepare
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import PipelineTimeline
 from lightning_hybrid.schedule import Kind
@@ -52,13 +53,14 @@ def fit_wide(options, path):
     world_size = dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
+    prepare(options)
     measured = Measured()
     trainer = trainer_of(
         world_size,
         Hybrid3DStrategy(**options),
         [measured, PipelineTimeline(path, step=3)],
         accelerator="gpu",
-        devices=world_size // options.get("ranks_per_device", 1),
+        devices=world_size,
         max_steps=3,
     )
     trainer.fit(Wide(), DataLoader(TensorDataset(torch.randn(3 * 8192, WIDTH)), 8192))
@@ -82,7 +84,7 @@ def fit_wide(options, path):
             ("microbatches", 1, 1, {"num_microbatches": 4}),
             ("two stages on one rank", 1, 1, {"stages_per_rank": 2, "num_microbatches": 4}),
             ("two ranks", 2, 2, {"pipeline_parallel_size": 2, "num_microbatches": 4}),
-            ("two ranks on one", 2, 1, {"pipeline_parallel_size": 2, "num_microbatches": 4, "ranks_per_device": 2}),
+            ("two ranks on one", 2, 1, {"pipeline_parallel_size": 2, "num_microbatches": 4, **on_one_gpu(2)}),
         )
     ],
 )

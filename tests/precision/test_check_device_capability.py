@@ -63,9 +63,12 @@ def test_float64_on_mps_is_refused():
 
 def test_the_strategy_checks_its_device(capability, monkeypatch):
     capability(7, 5)
-    strategy = Hybrid3DStrategy(
-        precision_plugin=HybridPrecision("bf16-mixed"), process_group_backend="gloo", parallel_devices=[CUDA]
-    )
-    monkeypatch.setattr(type(strategy), "root_device", CUDA)
-    with pytest.raises(PrecisionError, match="NVIDIA T4"):
-        strategy.setup_environment()
+    for precision, kind, words in (
+        ("bf16-mixed", PrecisionError, "NVIDIA T4"),
+        ("16-mixed", ValueError, "process_group_backend='gloo': gloo sends no tensor on cuda:1"),
+    ):
+        plugin = HybridPrecision(precision)
+        strategy = Hybrid3DStrategy(precision_plugin=plugin, process_group_backend="gloo", parallel_devices=[CUDA])
+        monkeypatch.setattr(type(strategy), "root_device", CUDA)
+        with pytest.raises(kind, match=words):
+            strategy.setup_environment()

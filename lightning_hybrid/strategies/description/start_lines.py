@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
-from lightning_hybrid.gloo_via_host.choose_backend import describe_sharing
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.memory.estimate_rank_memory import Place, RankMemory
 from lightning_hybrid.schedule import Portals, simulate
@@ -180,6 +179,4 @@ def describe_environment(setting: Setting) -> list[str]:
         f"environment: {ranks}, precision {precision}, backend {backend}, lightning-hybrid"
         f" {__version__}, torch {torch.__version__}"
     )
-    strategy: Any = setting.trainer.strategy
-    lines = [line, *describe_sharing(strategy.parallel_devices, setting.device, backend)]
-    return [*lines, _CUDA] if setting.device.type == "cuda" else lines
+    return [line, _CUDA] if setting.device.type == "cuda" else [line]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import unwrap
 from pathlib import Path
@@ -17,10 +17,11 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from lightning_hybrid.collectives.make_tensor_sendable import on_group_device
 from lightning_hybrid.errors import FirstStepError
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
-from lightning_hybrid.step.standins.absent_tensors import is_absent
+from lightning_hybrid.step.standins.absent_tensors import drop, fill, is_absent
 from lightning_hybrid.step.tracing.recording_dataclasses import find_loss
 from lightning_hybrid.strategies.run.build_run import RunOwner
 from lightning_hybrid.strategies.run.optimizer_states import is_in_first_copy
@@ -28,8 +29,8 @@ from lightning_hybrid.text import counted
 
 if TYPE_CHECKING:
     from lightning_hybrid.verify.first_step_comparison import Verdict
+    from lightning_hybrid.verify.one_process.first_step import OneProcessResult, OneProcessStep, ReplicaInput
     from lightning_hybrid.verify.one_process.mixing import Mixing
-    from lightning_hybrid.verify.one_process.one_process_step import OneProcessResult, OneProcessStep, ReplicaInput
 
 
 def print_once(rank: int) -> None:
@@ -113,8 +114,6 @@ class FirstStepCheck:
 
     def _run_reference(self, arguments: list[Any]) -> bool:
         """Run the batches of all replicas on the first rank; return whether there is a loss; collective."""
-        from lightning_hybrid.verify.one_process.gather_stage_parameters import full_parameters_on_first_rank
-
         batch, *rest = arguments
         self._check_memory(batch)
         replica_inputs = self._gather(batch)
@@ -124,9 +123,7 @@ class FirstStepCheck:
             if is_in_first_copy(world) and run.parts is not None:
                 stack.enter_context(run.parts.summon_full_parameters())
             if world.data_rank == 0:
-                stack.enter_context(
-                    full_parameters_on_first_rank(self._owner.setting.module, run.plan, world.mesh.group("pp"))
-                )
+                stack.enter_context(self._parameters_of_stages())
             if world.mesh.rank == 0:
                 try:
                     gave_loss = self._run_one_process(replica_inputs, rest)
@@ -140,6 +137,29 @@ class FirstStepCheck:
                 entry="first-step-fails",
             )
         return bool(gave_loss)
+
+    @contextlib.contextmanager
+    def _parameters_of_stages(self) -> Iterator[None]:
+        """Context in which the first rank of a pipeline has all parameters; collective over its ranks."""
+        plan, group = self._owner.run.plan, self._owner.setting.world.mesh.group("pp")
+        if plan is None or plan.first is None:
+            yield
+            return
+        filled = []
+        for name, parameter in self._owner.setting.module.named_parameters():
+            owner = plan.ranks_of(name)[0]
+            if owner > 0 and plan.rank == owner:
+                dist.send(on_group_device(parameter.detach().contiguous(), group), group=group, group_dst=0)
+            elif owner > 0 and plan.rank == 0:
+                content = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                dist.recv(content, group=group, group_src=owner)
+                fill(parameter, nn.Parameter(content, requires_grad=parameter.requires_grad))
+                filled.append(parameter)
+        try:
+            yield
+        finally:
+            for parameter in filled:
+                drop(parameter)
 
     def _check_memory(self, batch: Any) -> None:
         from lightning_hybrid.memory.free_memory import memory_shortage
@@ -162,7 +182,7 @@ class FirstStepCheck:
             )
 
     def _gather(self, batch: Any) -> list[ReplicaInput]:
-        from lightning_hybrid.verify.one_process.one_process_step import ReplicaInput
+        from lightning_hybrid.verify.one_process.first_step import ReplicaInput
 
         runner, mesh, device = self._owner.run.runner, self._owner.setting.world.mesh, self._owner.setting.device
         count = 1 if runner is None else runner.count("training_step", batch)
@@ -179,7 +199,7 @@ class FirstStepCheck:
         ]
 
     def _run_one_process(self, replica_inputs: list[ReplicaInput], rest: list[Any]) -> bool:
-        from lightning_hybrid.verify.one_process.one_process_step import OneProcessStep, StepCall, no_communication
+        from lightning_hybrid.verify.one_process.first_step import OneProcessStep, StepCall, no_communication
         from lightning_hybrid.verify.records.perturb_weights import perturbation_of_weights
 
         setting, run = self._owner.setting, self._owner.run

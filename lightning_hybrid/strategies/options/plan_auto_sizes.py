@@ -78,8 +78,7 @@ def device_bytes(strategy: Any) -> float:
     """Return the memory of this rank's device; that of a CPU is its host's, divided by the ranks of the node."""
     device = strategy.root_device
     if device.type == "cuda":
-        sharing = strategy.parallel_devices.count(device)
-        return float(torch.cuda.get_device_properties(device).total_memory) / sharing
+        return float(torch.cuda.get_device_properties(device).total_memory)
     return host_memory() / strategy.num_processes
 
 

@@ -77,7 +77,6 @@ class Options:
     verify_first_step: bool = False
     strict_layout: bool = False
     process_group_backend: str | None = None
-    ranks_per_device: int = 1
     timeout: timedelta | None = None
     start_method: Literal["popen", "fork"] = "popen"
     objective: Objective | None = None
@@ -149,8 +148,6 @@ class Options:
         compile_options(self.compile)
         if not isinstance(self.optimizer_in_backward, bool):
             raise TypeError(f"optimizer_in_backward={self.optimizer_in_backward!r}; use True or False")
-        if not _is_count(self.ranks_per_device):
-            raise ValueError(f"ranks_per_device={self.ranks_per_device!r}; use a whole number of 1 or more")
         if not isinstance(self.chunked_loss, bool) and not (_is_count(self.chunked_loss) and self.chunked_loss > 1):
             raise ValueError(f"chunked_loss={self.chunked_loss!r}; use True, False or a number of chunks of 2 or more")
         if not _is_count(self.expert_chunks):

@@ -16,10 +16,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_hybrid.gloo_via_host.close_connections import close_connections
 from lightning_hybrid.mesh import Mesh, is_lost_connection
 from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, error_notes_of
 from lightning_hybrid.shared_memory.peer_sockets import close_peer_sockets
@@ -35,6 +35,8 @@ _SECONDS_FOR_READERS = 2.0
 _SHOWN_CHARS = 500
 # Why the connections of a world were closed; one that is made anew is another.
 _closed: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+# No transfer has this tag.
+_NEVER_SENT = 0x7FFFFFFE
 _HOOK_CALLERS = ("_call_lightning_module_hook", "_call_callback_hooks", "_call_strategy_hook")
 
 
@@ -162,6 +164,17 @@ def warn_of_missing_checkpoint(path: Any) -> None:
         f"no checkpoint is written to {path}: a rank has failed, and the parameters of its stage cannot be reached;"
         " resume from the last checkpoint of the run"
     )
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Close all connections of a group of backend gloo on this rank, so that ranks that wait for it get an error."""
+    # [Note: closing gloo] Neither abort nor destroy_process_group closes sockets of gloo while anything still refers to
+    # the group. A receive that runs out of time does: gloo then closes all connections of the group.
+    # From a peer that is gone it fails at once and closes nothing, so every peer is tried.
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def _close_group(group: dist.ProcessGroup) -> None:

@@ -26,8 +26,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_hybrid.gloo_via_host.choose_backend import choose_backend, limit_memory
-from lightning_hybrid.gloo_via_host.process_group import BACKEND
 from lightning_hybrid.layout import ParallelLayout
 from lightning_hybrid.memory.recompute_policies import Recompute
 from lightning_hybrid.memory.saved_activations.requests import ActivationRequests, Compression, Offload
@@ -71,16 +69,6 @@ class RankedStrategy(ParallelStrategy):
         """Pickle no ranks, and the recomputation of the options; nothing that a Trainer's callbacks request."""
         requested = {"_recompute": self.options.recompute, "saved_activations": ActivationRequests()}
         return {**super().__getstate__(), "_world": None, **requested}
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """One device for each rank of this node; set to the devices, which ``ranks_per_device`` ranks share."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        count = self.options.ranks_per_device
-        self._parallel_devices = devices and [device for device in devices for _ in range(count)]
 
     @property
     def root_device(self) -> torch.device:
@@ -266,6 +254,9 @@ class RankedStrategy(ParallelStrategy):
         warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\). is deprecated", FutureWarning)
         check_connections()
         check_device_precision(getattr(self.precision_plugin, "precision", ""), self.root_device)
+        requested = self.options.process_group_backend
+        if requested == "gloo" and self.root_device.type == "cuda":
+            raise ValueError(f"process_group_backend='gloo': gloo sends no tensor on {self.root_device}; leave it out")
         super().setup_environment()
         assert self.cluster_environment is not None
         if isinstance(self.cluster_environment, LightningEnvironment) and not self._is_one_process:
@@ -277,14 +268,10 @@ class RankedStrategy(ParallelStrategy):
         is_planned = may_plan and needs_plan(self)
         # One process plans, which has no process groups; the others wait for it where they meet.
         planned = plan_options(self) if is_planned and rank == 0 else {}
-        sharing = (self.parallel_devices or []).count(self.root_device)
-        chosen = choose_backend(self.options.process_group_backend, self.root_device, sharing)
-        backend = chosen or _get_default_process_group_backend_for_device(self.root_device)
-        self._backend = backend
-        limit_memory(self.root_device, sharing)
+        self._backend = backend = requested or _get_default_process_group_backend_for_device(self.root_device)
         # See [Note: groups bound to a device].
         in_stages = is_planned or self._resolve_layout().pipeline_parallel_size > 1
-        is_bound = not in_stages and self.root_device.type != "cpu" and backend != BACKEND
+        is_bound = not in_stages and "nccl" in backend
         device_id = self.root_device if is_bound else None
         if self._is_one_process and not _distributed_is_initialized():
             store = dist.HashStore()

@@ -127,14 +127,16 @@ class Pieces:
 
 
 def joined(pieces: Sequence[Piece], batches: Sequence[Any]) -> list[Piece]:
-    """The full batch of each replica as one piece, with the sizes of its microbatches."""
-    full = []
-    for replica, batch in enumerate(batches):
-        own = [piece for piece in pieces if piece.replica == replica]
-        sizes = known_sizes([piece.batch for piece in own])
-        numbers = tuple(piece.number for piece in own) if sizes else ()
-        full.append(Piece(replica, replica, batch, sum(p.weight for p in own), sizes=sizes, numbers=numbers))
-    return full
+    """The full batch of each replica as one piece."""
+    return [full_piece([p for p in pieces if p.replica == index], batch) for index, batch in enumerate(batches)]
+
+
+def full_piece(own: Sequence[Piece], batch: Any) -> Piece:
+    """The full batch of a replica, with the sizes and numbers of its microbatches where these are known."""
+    sizes = known_sizes([piece.batch for piece in own])
+    numbers = tuple(piece.number for piece in own) if sizes else ()
+    weight = sum(piece.weight for piece in own)
+    return Piece(own[0].replica, own[0].number, batch, weight, sizes=sizes, numbers=numbers)
 
 
 def known_sizes(batches: Sequence[Any]) -> tuple[int, ...]:

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
+from torchmetrics import Metric
 
+from lightning_hybrid.patching import around
 from lightning_hybrid.randomness.generator_snapshot import GeneratorStates
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.batch.split_batch_into_microbatches import batch_size_of, split_by_sizes
-from lightning_hybrid.step.instrument.instrument_step import draw_as_stages
-from lightning_hybrid.verify.one_process.batch_norm_per_microbatch import batch_norm_per_microbatch, is_batch_norm
-from lightning_hybrid.verify.one_process.logged_numbers import record_logged_numbers
-from lightning_hybrid.verify.one_process.pieces import EVALUATIONS, DataSplit, Piece, Pieces, known_sizes
-from lightning_hybrid.verify.one_process.replica_loader import split_loader
+from lightning_hybrid.verify.one_process.loaders import split_loader
+from lightning_hybrid.verify.one_process.pieces import EVALUATIONS, DataSplit, Piece, Pieces, joined
+from lightning_hybrid.verify.one_process.rows import is_batch_norm, rows_of_pieces
 from lightning_hybrid.verify.records.run_record_and_recorder import RunRecord, prediction_leaves
 
 
@@ -37,20 +37,17 @@ class PlainRun:
     devices = 1
     _joins_replicas: ClassVar[bool] = True
 
-    def __init__(
-        self, data_split: DataSplit, *, keyed: bool = False, reseed: int | None = None, batch_norm: bool = True
-    ) -> None:
+    def __init__(self, data_split: DataSplit, *, keyed: bool = False, batch_norm: bool = True) -> None:
         """Set up the run.
 
         Args:
             data_split: How the layout splits the data.
             keyed: Whether to draw random numbers as the strategies do: keyed by step, microbatch and module.
-            reseed: Seed of the random numbers inside steps, if not that of the run.
             batch_norm: Whether BatchNorm takes its statistics per microbatch, as the layout does.
         """
         self.moved_generators = False
         self._data_split, self._pieces = data_split, Pieces(data_split)
-        self._keyed, self._reseed, self._batch_norm = keyed, reseed, batch_norm
+        self._keyed, self._batch_norm = keyed, batch_norm
         self._evaluated = 0
         self._randomness: Any = None
         self._latest_pieces: tuple[Any, list[Piece]] | None = None
@@ -67,9 +64,19 @@ class PlainRun:
             setattr(strategy, name, partial(self._logged_step, name))
         return strategy
 
-    def _logged_step(self, name: str, *args: Any) -> Any:
-        with record_logged_numbers(self._module, self._numbers):
-            return self._step(name, *args)
+    def _logged_step(self, step: str, *args: Any) -> Any:
+        """Run a step, and record the names of the plain numbers that it logs."""
+
+        def log(original: Any, name: str, value: Any, *rest: Any, **kwargs: Any) -> Any:
+            if not isinstance(value, Metric):
+                self._numbers.add(name)
+            return original(name, value, *rest, **kwargs)
+
+        undo = around(self._module, "log", log, reason="the reference")
+        try:
+            return self._step(step, *args)
+        finally:
+            undo()
 
     def connect(self, trainer: Any, module: Any) -> None:
         """Split the loaders over several replicas."""
@@ -107,20 +114,18 @@ class PlainRun:
             return self._predict(plain, batch, rest, number, pieces)
         # Where the module calls its backwards itself, each batch is one microbatch, and draws what one process draws.
         is_split = self._module.automatic_optimization or not is_training
-        as_in_layout = self._as_in_microbatches(number, pieces) if is_split else contextlib.nullcontext()
-        with as_in_layout:
+        rows = joined(pieces, [None] * (1 + pieces[-1].replica))
+        with self._as_in_layout(number, rows) if is_split else contextlib.nullcontext():
             return plain(batch, *rest)
 
     def _predict(self, plain: Any, batch: Any, rest: Sequence[Any], number: int, pieces: Sequence[Piece]) -> Any:
         """Run a prediction on the samples of each replica; return the first one's."""
-        replicas = sorted({piece.replica for piece in pieces})
-        own = [[piece for piece in pieces if piece.replica == replica] for replica in replicas]
-        parts = split_by_sizes(batch, [sum(known_sizes([piece.batch for piece in each])) for each in own])
-        for replica, part in zip(replicas, parts, strict=True):
-            with self._as_in_microbatches(number, own[replica]):
+        rows, loader = joined(pieces, [None] * (1 + pieces[-1].replica)), rest[1] if len(rest) > 1 else 0
+        for own, part in zip(rows, split_by_sizes(batch, [sum(own.sizes) for own in rows]), strict=True):
+            with self._as_in_layout(number, [own]):
                 predicted = plain(part, *rest)
-            self._predicted[replica].setdefault(rest[1] if len(rest) > 1 else 0, []).append(predicted)
-        return self._predicted[0][rest[1] if len(rest) > 1 else 0][-1]
+            self._predicted[own.replica].setdefault(loader, []).append(predicted)
+        return self._predicted[0][loader][-1]
 
     # -- what the layout does to a batch ------------------------------------------------------------------------------
 
@@ -151,45 +156,13 @@ class PlainRun:
         ]
 
     @contextlib.contextmanager
-    def _as_in_microbatches(self, number: int, pieces: Sequence[Piece]) -> Iterator[None]:
-        by_replica = [[p for p in pieces if p.replica == replica] for replica in sorted({p.replica for p in pieces})]
-        sizes = [known_sizes([piece.batch for piece in own]) for own in by_replica]
-        if not all(sizes):
-            sizes = []
-        statistics = batch_norm_per_microbatch(self._module, sizes if self._batch_norm else [])
-        flat = [size for each in sizes for size in each]
-        numbers = [piece.number for piece in pieces] if len(flat) > 1 else []
-        with self._random_state(number, pieces[0], numbers, flat if numbers else []), statistics:
+    def _as_in_layout(self, number: int, pieces: Sequence[Piece]) -> Iterator[None]:
+        """Context of a step on these pieces; outside of it the generators go on as if nothing had been drawn inside."""
+        keyed = self._randomness if self._keyed else None
+        with (
+            self._randomness.isolated(),
+            rows_of_pieces(self._module, keyed, number, pieces, batch_norm=self._batch_norm),
+        ):
+            before = GeneratorStates(self._randomness.device)
             yield
-
-    @contextlib.contextmanager
-    def _random_state(
-        self, number: int, first: Piece, numbers: Collection[int], sizes: Collection[int]
-    ) -> Iterator[None]:
-        """Isolate the generators: outside of steps they continue as if nothing had been drawn inside.
-
-        Args:
-            number: Of the step.
-            first: The first microbatch of the batch inside.
-            numbers: Of all of its microbatches.
-            sizes: Of these.
-        """
-        randomness = self._randomness
-        with randomness.isolated():
-            if not self._keyed:
-                if self._reseed is not None:
-                    with randomness.microbatch(self._reseed, number):
-                        pass
-                before = GeneratorStates(randomness.device)
-                yield
-                self.moved_generators |= not before.are_unchanged()
-                return
-            with (
-                draw_as_stages(self._module_of(first.replica), randomness, number, first.number),
-                randomness.rows_of_microbatches(number, numbers, sizes),
-            ):
-                yield
-
-    def _module_of(self, replica: int) -> Any:
-        """The module that a replica's step runs on."""
-        return self._module
+            self.moved_generators |= keyed is None and not before.are_unchanged()

@@ -8,9 +8,9 @@ Differences of parameters are relative to their update: how far the reference mo
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -192,55 +192,42 @@ def _is_sharded(key: Key) -> bool:
 
 
 def _values(observed: RunRecord, losses: Sequence[float | None] | None = None) -> dict[Key, Tensor]:
-    return dict(_iterate_values(observed, losses))
-
-
-def _iterate_values(observed: RunRecord, losses: Sequence[float | None] | None) -> Iterator[tuple[Key, Tensor]]:
-    for name, weight in observed.start.items():
-        yield Key(0, 0, "initial weights of", name), weight
-    for index, step in enumerate(observed.steps):
-        loss = step.loss if losses is None else losses[index]
-        if loss is not None:
-            yield Key(index + 1, 0, "loss"), _number(loss)
-        for name, metric in step.metrics.items():
-            yield Key(index + 1, 1, "metric", name), _number(metric)
-        for name, norm in step.grad_norms.items():
-            yield Key(index + 1, 2, "gradient norm of", name), _number(norm)
-        for group, rate in enumerate(step.learning_rates):
-            yield Key(index + 1, 3, "learning rate of group", str(group)), _number(rate)
-        for name, weight in step.weights.items():
-            yield Key(index + 1, 4, "update of", name), weight
+    values: dict[Key, Any] = {Key(0, 0, "initial weights of", name): weight for name, weight in observed.start.items()}
+    for number, step in enumerate(observed.steps, 1):
+        loss = step.loss if losses is None else losses[number - 1]
+        rates = {str(group): rate for group, rate in enumerate(step.learning_rates)}
+        values |= _keyed(number, 0, "loss", {} if loss is None else {"": loss})
+        values |= _keyed(number, 1, "metric", step.metrics)
+        values |= _keyed(number, 2, "gradient norm of", step.grad_norms)
+        values |= _keyed(number, 3, "learning rate of group", rates)
+        values |= _keyed(number, 4, "update of", step.weights)
     for index, metrics in enumerate(observed.validations):
-        for name, metric in metrics.items():
-            yield Key(AT_THE_END - 1, index, f"metric after validation {index + 1}:", name), _number(metric)
-    for name, weight in observed.weights.items():
-        yield Key(AT_THE_END, 0, "weights", name), weight
-    for name, metric in observed.metrics.items():
-        yield Key(AT_THE_END, 1, "metric", name), _number(metric)
-    for name, buffer in observed.buffers.items():
-        yield Key(AT_THE_END, 2, "buffer", name), buffer
-    for name, metric in observed.tests.items():
-        yield Key(AT_THE_END, 3, "metric after test:", name), _number(metric)
-    for name, predicted in observed.predictions.items():
-        yield Key(AT_THE_END, 4, "prediction", name), predicted
-    for name, value in observed.checkpoint.items():
-        yield Key(AT_THE_END, 5, _CHECKPOINT, name), value
-    for name, weight in observed.resumed.items():
-        yield Key(AT_THE_END, 6, RESUMED, name), weight
+        values |= _keyed(AT_THE_END - 1, index, f"metric after validation {index + 1}:", metrics)
+    values |= _keyed(AT_THE_END, 0, "weights", observed.weights)
+    values |= _keyed(AT_THE_END, 1, "metric", observed.metrics)
+    values |= _keyed(AT_THE_END, 2, "buffer", observed.buffers)
+    values |= _keyed(AT_THE_END, 3, "metric after test:", observed.tests)
+    values |= _keyed(AT_THE_END, 4, "prediction", observed.predictions)
+    values |= _keyed(AT_THE_END, 5, _CHECKPOINT, observed.checkpoint)
+    values |= _keyed(AT_THE_END, 6, RESUMED, observed.resumed)
+    return {key: value if isinstance(value, Tensor) else as_number(value) for key, value in values.items()}
+
+
+def _keyed(step: int, order: int, what: str, named: Mapping[str, Any]) -> dict[Key, Any]:
+    return {Key(step, order, what, name): value for name, value in named.items()}
 
 
 def _of_replica(reference: RunRecord, replica: int) -> dict[Key, Tensor]:
+    """The values of a reference, with those that it has of this replica."""
     values = _values(reference)
-    for index, losses in enumerate(reference.replica_losses):
+    for number, losses in enumerate(reference.replica_losses, 1):
         if losses:
-            values[Key(index + 1, 0, "loss")] = _number(losses[min(replica, len(losses) - 1)])
-    if reference.replica_buffers:
-        for name, buffer in reference.replica_buffers[min(replica, len(reference.replica_buffers) - 1)].items():
-            values[Key(AT_THE_END, 2, "buffer", name)] = buffer
-    if reference.replica_predictions:
-        predictions = reference.replica_predictions[min(replica, len(reference.replica_predictions) - 1)]
+            values[Key(number, 0, "loss")] = as_number(losses[min(replica, len(losses) - 1)])
+    if buffers := reference.replica_buffers[replica : replica + 1] or reference.replica_buffers[-1:]:
+        values |= _keyed(AT_THE_END, 2, "buffer", buffers[0])
+    if predicted := reference.replica_predictions[replica : replica + 1] or reference.replica_predictions[-1:]:
         values = {key: value for key, value in values.items() if key.what != "prediction"}
-        values.update({Key(AT_THE_END, 4, "prediction", name): value for name, value in predictions.items()})
+        values |= _keyed(AT_THE_END, 4, "prediction", predicted[0])
     return values
 
 
@@ -288,15 +275,11 @@ def _judge(
         return Difference(key, rank, _shown(expected), _shown(actual), math.inf, 0.0, shapes=shapes)
     if expected.numel() == 0 or torch.equal(expected, actual):
         return None
-    was, now = as_float64(expected), as_float64(actual)
-    apart = (now - was).abs()
-    apart[was.isnan() & now.isnan() | (was == now)] = 0.0  # infinities too
-    worst = int(apart.nan_to_num(math.inf, math.inf).argmax())
-    largest = float(apart.nan_to_num(math.inf, math.inf).max())
+    worst, was, now, largest = farthest(expected, actual)
     scale = _scale(key, expected, reference)
     floor = 0.0
     if noise is not None and noise.shape == expected.shape:
-        floor = float((as_float64(noise) - was).abs().nan_to_num(0.0, 0.0).max())
+        floor = float((as_float64(noise) - as_float64(expected)).abs().nan_to_num(0.0, 0.0).max())
     if key.what.startswith("metric") and key.name in reference.coarse:
         relative = max(relative, _COARSE)
     limit, unit = max(factor * floor, relative * scale + _last_digits(key, expected, reference)), scale or 1.0
@@ -305,12 +288,22 @@ def _judge(
         return None
     element = torch.unravel_index(torch.tensor(worst // (1 + expected.is_complex())), expected.shape)
     at = tuple(map(int, element))
-    return Difference(key, rank, float(was[worst]), float(now[worst]), largest / unit, floor / unit, at)
+    return Difference(key, rank, was, now, largest / unit, floor / unit, at)
+
+
+def farthest(expected: Tensor, actual: Tensor) -> tuple[int, float, float, float]:
+    """The element that differs most between two tensors of one shape: its index, both values, and their distance."""
+    was, now = as_float64(expected), as_float64(actual)
+    apart = (now - was).abs()
+    apart[was.isnan() & now.isnan() | (was == now)] = 0.0  # infinities too
+    apart = apart.nan_to_num(math.inf, math.inf)
+    worst = int(apart.argmax())
+    return worst, float(was[worst]), float(now[worst]), float(apart[worst])
 
 
 def _scale(key: Key, expected: Tensor, reference: RunRecord) -> float:
     """The size that a difference is relative to."""
-    size = _largest(expected)
+    size = largest_of(expected)
     if key.what == RESUMED:
         return _largest_update(reference.weights, key.name, expected)
     if _is_weight(key, reference):
@@ -318,7 +311,7 @@ def _scale(key: Key, expected: Tensor, reference: RunRecord) -> float:
     if key.what == _CHECKPOINT:
         # As below, for a moment of this gradient, or its square.
         alike = key.name.partition(" of ")[0]
-        others = [_largest(value) for name, value in reference.checkpoint.items() if name.startswith(f"{alike} of ")]
+        others = [largest_of(value) for name, value in reference.checkpoint.items() if name.startswith(f"{alike} of ")]
         return max(size, 1e-4 * max(others, default=0.0))
     if key.what == "gradient norm of":
         # A gradient that is zero except for rounding (a key's bias) has no significant digits to compare.
@@ -331,7 +324,7 @@ def _last_digits(key: Key, weight: Tensor, reference: RunRecord) -> float:
     if not _is_weight(key, reference) or not (weight.is_floating_point() or weight.is_complex()):
         return 0.0
     steps = min(key.step, len(reference.steps) + 1)
-    return _LAST_DIGITS * math.sqrt(steps) * torch.finfo(weight.dtype).eps * _largest(weight)
+    return _LAST_DIGITS * math.sqrt(steps) * torch.finfo(weight.dtype).eps * largest_of(weight)
 
 
 def _is_weight(key: Key, reference: RunRecord) -> bool:
@@ -339,8 +332,8 @@ def _is_weight(key: Key, reference: RunRecord) -> bool:
     return key.what in ("update of", "weights", RESUMED) or (key.what == _CHECKPOINT and key.name in reference.weights)
 
 
-def _largest(value: Tensor) -> float:
-    """The largest finite element."""
+def largest_of(value: Tensor) -> float:
+    """The largest finite element of a tensor of any shape."""
     return float(as_float64(value).abs().nan_to_num(0.0, 0.0, 0.0).max()) if value.numel() else 0.0
 
 
@@ -348,10 +341,11 @@ def _largest_update(before: Mapping[str, Tensor], name: str, weight: Tensor) -> 
     start = before.get(name)
     if start is None or start.shape != weight.shape or not weight.numel():
         return 0.0
-    return _largest(as_float64(weight) - as_float64(start))
+    return largest_of(as_float64(weight) - as_float64(start))
 
 
-def _number(value: float) -> Tensor:
+def as_number(value: float) -> Tensor:
+    """A scalar in float64."""
     return torch.tensor(value, dtype=torch.float64)
 
 

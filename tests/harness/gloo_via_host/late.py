@@ -1,4 +1,4 @@
-"""Process groups of `lightning_hybrid.gloo_via_host` on the CPU, also over copies and a current stream that run late.
+"""Process groups of `harness.gloo_via_host` on the CPU, also over copies and a current stream that run late.
 
 with over_the_host():            every group made inside, the world's among them
     fit(run)
@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.gloo_via_host.device_host_copies import Copies, HostCopies, below_modes, copies_of
-from lightning_hybrid.gloo_via_host.process_group import GlooViaHost
+from harness.gloo_via_host.copies import Copies, HostCopies, below_modes, copies_of
+from harness.gloo_via_host.group import GlooViaHost
 
 NAME = "via_host_of_tests"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from harness.fits import Run, assert_parity, fit, reference_of
-from harness.group_via_host import over_the_host
+from harness.gloo_via_host.late import over_the_host
 from harness.trainer_runs import ignore_warnings, trainer_of
 from models.mixtures import Mixtral
 from models.tiny import Tiny, loader

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.futures import Future
 
-from lightning_hybrid.gloo_via_host.device_host_copies import Event
+from harness.gloo_via_host.copies import Event
 
 _NO_TIMEOUT = timedelta()
 

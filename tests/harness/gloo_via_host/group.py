@@ -16,11 +16,31 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from lightning_hybrid.gloo_via_host.close_connections import close_connections
-from lightning_hybrid.gloo_via_host.device_host_copies import PAST, Copies, Event, below_modes, copies_of
-from lightning_hybrid.gloo_via_host.staged_work import StagedWork, submit
+from harness.gloo_via_host.copies import PAST, Copies, Event, below_modes, copies_of
+from harness.gloo_via_host.work import StagedWork, submit
+from lightning_hybrid.strategies.world.rank_failures import close_connections
 
 BACKEND = "gloo_via_host"
+
+
+def on_one_gpu(ranks: int) -> dict[str, Any]:
+    """The options of a strategy whose ranks share the first GPU; the ranks call `prepare` before they make it."""
+    return {"parallel_devices": [torch.device("cuda", 0)] * ranks, "process_group_backend": BACKEND}
+
+
+def prepare(strategy: Mapping[str, Any]) -> None:
+    """On a rank: register the backend if a strategy's options name it, and limit this rank to its share of memory."""
+    if strategy.get("process_group_backend") == BACKEND:
+        register()
+        device = strategy["parallel_devices"][0]
+        torch.cuda.set_per_process_memory_fraction(1 / len(strategy["parallel_devices"]), device)
+
+
+def register() -> None:
+    """Make the backend known to torch.distributed; a second call changes nothing."""
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, GlooViaHost, devices=["cuda"])
+
 
 # By operation: the arguments that it reads, and those that it writes.
 _OPERATIONS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {

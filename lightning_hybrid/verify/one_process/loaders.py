@@ -16,14 +16,14 @@ from lightning_hybrid.step.batch.split_batch_into_microbatches import join_batch
 
 
 class ReplicaLoader:
-    """A loader that yields the batches of replica 0, and queues those of all replicas in ``pending`` for the step.
+    """Yields the batches of replica 0, or those of all joined, and queues all in ``pending`` for the step.
 
     So the user's hooks receive an ordinary batch. Each replica's loader has its own generator states, which start
     equal, as in separate processes.
     """
 
-    def __init__(self, loaders: list[Iterable[Any]]) -> None:
-        self.loaders = loaders
+    def __init__(self, loaders: list[Iterable[Any]], *, join: bool) -> None:
+        self.loaders, self._join = loaders, join
         self.pending: deque[list[Any]] = deque()
         self.sampler = _AllSamplers(loaders)
 
@@ -56,16 +56,7 @@ class ReplicaLoader:
                 states[index] = GeneratorStates(device)
             current_state.restore()
             self.pending.append(batches)
-            yield first
-
-
-class JoinedLoader(ReplicaLoader):
-    """A loader that yields the batches of all replicas, joined to one."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """Draw one batch from each loader, and join them."""
-        for _ in super().__iter__():
-            yield join_batches([batch for batch in self.pending[-1] if batch is not None])
+            yield join_batches([batch for batch in batches if batch is not None]) if self._join else first
 
 
 class _AllSamplers:
@@ -99,7 +90,6 @@ def split_loader(
         mode: Lightning's running stage.
         join: Whether the loader yields the batches of all replicas, joined to one.
     """
-    kind = JoinedLoader if join else ReplicaLoader
     connector = importlib.import_module(type(trainer._data_connector).__module__)
     is_split = (
         isinstance(loader, DataLoader)
@@ -108,7 +98,7 @@ def split_loader(
         and trainer._accelerator_connector.use_distributed_sampler
     )
     if not is_split:
-        return kind([loader] * replicas)
+        return ReplicaLoader([loader] * replicas, join=join)
     loaders: list[Any] = []
     for rank in range(replicas):
         sampler = connector._get_distributed_sampler(
@@ -118,4 +108,4 @@ def split_loader(
             sampler.total_size = len(sampler.dataset)
             sampler.num_samples = len(range(rank, sampler.total_size, replicas))
         loaders.append(connector._update_dataloader(loader, sampler, mode=mode))
-    return kind(loaders)
+    return ReplicaLoader(loaders, join=join)

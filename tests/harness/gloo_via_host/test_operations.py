@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.communication_cases import CASES, values
-from harness.group_via_host import NAME, LateCopies, over_the_host, register
-from lightning_hybrid.gloo_via_host.process_group import GlooViaHost
+from harness.gloo_via_host.group import GlooViaHost
+from harness.gloo_via_host.late import NAME, LateCopies, over_the_host, register
 from lightning_hybrid.mesh import is_lost_connection
 
 CPU = torch.device("cpu")
