@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_hybrid.memory.recompute_policies import Recompute, check_recompute
+from lightning_hybrid.memory.recompute.policies import Recompute, check_recompute
 
 
 class ActivationCheckpointing(Callback):

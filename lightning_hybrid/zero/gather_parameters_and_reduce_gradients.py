@@ -40,7 +40,7 @@ from lightning_hybrid.step.objects.pytree import tensors_inside
 from lightning_hybrid.zero.gather_layers_in_agreed_order import GatherRounds, agree_on_step
 from lightning_hybrid.zero.launch_gradient_reductions_in_order import Reductions
 from lightning_hybrid.zero.memory_mapped_states import Region
-from lightning_hybrid.zero.parameter_views_saved_for_backward import ParameterView, SavedViews, view_of
+from lightning_hybrid.zero.parameter_views_saved_for_backward import ParameterView, SavedViews
 from lightning_hybrid.zero.shard_dims_ranks_and_offsets import ShardRanks
 from lightning_hybrid.zero.sharded_parameter_group import ParameterGroup
 
@@ -442,11 +442,6 @@ class ZeroSharding:
             freed = [group for fqn in fqns for group in self._layers[fqn] if not group.keeps_full]
             self._saved_views[key] = SavedViews(freed, self._full_view, lambda: self._by_layer)
         return self._saved_views[key]
-
-    def view_getter(self, fqn: str, tensor: Tensor) -> Callable[[], Tensor] | None:
-        """A function that gives a view of a layer's parameters, of the shape of ``tensor``; None for other tensors."""
-        view = view_of(self._layers[fqn], tensor)
-        return None if view is None else partial(self._full_view, view)
 
     def _full_view(self, view: ParameterView) -> Tensor:
         if not view.group.is_full:

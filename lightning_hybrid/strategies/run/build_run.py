@@ -252,8 +252,6 @@ def _shard_over_replicas(run: Run, partition: ModulePartition | None) -> Run:
         undo.callback(around_validation(setting.trainer, begin, run.experts.end_evaluation))
     if not run.zero_shardings or partition is None:
         return run
-    from lightning_hybrid.strategies.techniques.choose_layers_to_recompute import gather_in_recomputation
-
     assert run.plan is not None
     zero: ZeroSharding = shard_over_replicas(
         setting.module,
@@ -271,8 +269,6 @@ def _shard_over_replicas(run: Run, partition: ModulePartition | None) -> Run:
         dtypes=message_dtypes(setting.precision),
     )
     undo.callback(zero.close)
-    if run.recomputation is not None:
-        gather_in_recomputation(run.recomputation, zero)
     undo.callback(around_validation(setting.trainer, zero.begin_evaluation, zero.end_evaluation))
     return dataclasses.replace(run, zero=zero)
 

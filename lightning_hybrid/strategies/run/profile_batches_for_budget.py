@@ -10,13 +10,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_hybrid.memory.budget.byte_sizes import format_budget
+from lightning_hybrid.memory.recompute.policies import format_budget
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import RunCallback
 
 if TYPE_CHECKING:
-    from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers, BudgetReport
+    from lightning_hybrid.memory.recompute.budget import BudgetedLayers, BudgetReport
 
 
 class Optimized(Protocol):

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_hybrid.memory.budget.live_bytes import LiveBytes
+from lightning_hybrid.memory.recompute.profile import LiveBytes
 from lightning_hybrid.parts.gather_on_read import can_guard
 from lightning_hybrid.zero.devices_storing_local_shards import HOST
 from lightning_hybrid.zero.optimizer_states.temporarily_replace_optimizer_step import replace_step
