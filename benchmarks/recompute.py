@@ -23,8 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_hybrid.memory.recompute_layers import Recomputation
-from lightning_hybrid.memory.recompute_policies import Recompute, layer_policies
+from lightning_hybrid.memory.recompute.layers import Recomputation
+from lightning_hybrid.memory.recompute.policies import Recompute, layer_policies
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 
 
@@ -49,7 +49,10 @@ def saved_bytes(recompute: Recompute, width: int, layers: int, length: int, size
     model = SmallGPT(width, layers, heads=width // 64, length=length)
     text, following = batch_of(size, length)
     found = find_layers(dict(model.named_children()))
-    with Made() as made, Recomputation(found, layer_policies(recompute, found)).running():
+    recomputation = Recomputation(found, layer_policies(recompute, found))
+    with recomputation.running():  # selective layers measure their first run, and keep nothing in it
+        model(text)
+    with Made() as made, recomputation.running():
         loss = loss_of(model(text), following)
     for parameter in model.parameters():
         made.storages.pop(parameter.untyped_storage()._cdata, None)

@@ -1,7 +1,6 @@
-"""Recomputation by a budget against uniform policies, and the tape against torch's selective checkpoint contexts.
+"""Recomputation by a budget against uniform policies.
 
     python benchmarks/recompute_budget.py                # three budgets, two models
-    python benchmarks/recompute_budget.py --contexts     # the same kept results by both mechanisms, two models
     python benchmarks/recompute_budget.py --compiled     # budgets of layers that inductor compiles, two models
 
 Peaks are those of all tensors that are alive at a time of a forward and backward: parameters, gradients, activations
@@ -18,25 +17,19 @@ import argparse
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from side_by_side import _HEAP, quartiles, ratios, verdict
 from small_gpt import SmallGPT, batch_of, loss_of
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter
-from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers, BudgetReport
-from lightning_hybrid.memory.budget.compiled_layers import BudgetedCompiledLayers
-from lightning_hybrid.memory.budget.live_bytes import LiveBytes
-from lightning_hybrid.memory.recompute_layers import Recomputation
-from lightning_hybrid.memory.recompute_policies import Recompute, layer_policies
-from lightning_hybrid.memory.selective_activation_checkpointing import SelectiveCheckpointing
+from lightning_hybrid.memory.recompute.budget import BudgetedLayers, BudgetReport
+from lightning_hybrid.memory.recompute.layers import Recomputation
+from lightning_hybrid.memory.recompute.policies import Recompute, layer_policies
+from lightning_hybrid.memory.recompute.profile import LiveBytes
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 
@@ -114,7 +107,9 @@ class Case:
         return time.process_time() - begin
 
     def uniform(self, policy: Recompute) -> Running:
-        return Recomputation(self.layers, layer_policies(policy, self.layers)).running
+        running = Recomputation(self.layers, layer_policies(policy, self.layers)).running
+        self.step(running)  # selective layers measure their first run, and keep nothing in it
+        return running
 
     def budgeted(self, budget: int) -> Running:
         chosen = BudgetedLayers(CPU, lambda before: budget)
@@ -166,74 +161,6 @@ def compare_budgets(case: Case, rounds: int) -> None:
         verdict(f"{name}: CPU / {best}", ratios(seconds[name], seconds[best]), at_most=1.0)
 
 
-class RecordsKept(SelectiveCheckpointing):
-    """Selective checkpointing that records which operations it keeps."""
-
-    kept_operations: frozenset[tuple[str, int]] = frozenset()
-
-    def _kept_of(self, tape: Any) -> frozenset[int]:
-        kept, counts, found = super()._kept_of(tape), Counter[str](), set()
-        for number, operation in enumerate(tape.operations):
-            name = str(operation.function)
-            if number in kept:
-                found.add((name, counts[name]))
-            counts[name] += 1
-        self.kept_operations = frozenset(found)
-        return kept
-
-
-def by_contexts(case: Case, kept_by_layer: Mapping[str, frozenset[tuple[str, int]]]) -> Running:
-    """torch's selective checkpoint of each layer, which keeps these operations: name and number of its occurrence."""
-
-    def contexts(kept: frozenset[tuple[str, int]]) -> Any:
-        counts = {False: Counter[str](), True: Counter[str]()}
-
-        def policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            name, seen = str(function), counts[context.is_recompute]
-            seen[name] += 1
-            is_kept = (name, seen[name] - 1) in kept
-            return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return create_selective_checkpoint_contexts(policy)
-
-    def wrap(fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        context = partial(contexts, kept_by_layer[fqn])
-        return lambda *args: checkpoint(forward, *args, use_reentrant=False, context_fn=context)
-
-    return lambda: replaced_forwards(case.layers, wrap, reason="torch's selective checkpoint")
-
-
-@contextmanager
-def by_tape(case: Case, checkpointing: Mapping[str, RecordsKept]) -> Iterator[None]:
-    def wrap(fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return checkpointing[fqn].wrap(forward, fqn)
-
-    with replaced_forwards(case.layers, wrap, reason="selective checkpointing"):
-        yield
-
-
-def compare_contexts(case: Case, rounds: int) -> None:
-    variants: dict[str, Running] = {"keep": nullcontext}
-    for share in (0.4, 0.2):
-        checkpointing = {fqn: RecordsKept(share) for fqn in case.layers}
-        tape = partial(by_tape, case, checkpointing)
-        case.step(tape)
-        kept = {fqn: each.kept_operations for fqn, each in checkpointing.items()}
-        variants |= {f"tape, {share}": tape, f"contexts, {share}": by_contexts(case, kept)}
-    variants |= {"tape, nothing": partial(by_tape, case, {fqn: RecordsKept(0.0) for fqn in case.layers})}
-    variants |= {"contexts, nothing": by_contexts(case, dict.fromkeys(case.layers, frozenset()))}
-    nbytes = {name: case.bytes_of(running) for name, running in variants.items()}
-    seconds = take_turns(case, variants, rounds)
-    print(f"\n{case.name}: saved bytes, peak, CPU-seconds of a forward and backward ({rounds} rounds)")
-    for name, taken in seconds.items():
-        peak, saved = (size / 2**20 for size in nbytes[name])
-        print_row(name, taken, seconds["keep"], f"{saved:8.1f} MiB {peak:8.1f} MiB")
-    for share in ("0.4", "0.2", "nothing"):
-        tape, contexts = f"tape, {share}", f"contexts, {share}"
-        low, middle, high = ratios(seconds[tape], seconds[contexts])
-        print(f"        CPU, tape / contexts, {share}: {middle:.3f} [{low:.3f} {high:.3f}]")
-
-
 class CompiledCase(Case):
     """A model whose layers run compiled: peaks are those of what torch's profiler records."""
 
@@ -262,7 +189,7 @@ class CompiledCase(Case):
         return meter.stop(sum(parameter.nbytes for parameter in self.model.parameters()))
 
     def chosen(self, budget: int) -> tuple[Running, BudgetReport]:
-        layers = BudgetedCompiledLayers(CPU, lambda before: budget)
+        layers = BudgetedLayers(CPU, lambda before: budget, in_full=True)
         running = self.compiled(Recomputation(self.layers, dict.fromkeys(self.layers, 0.0), budget=layers))
         self.model.zero_grad()
         layers.begin_batch(self.model.parameters())
@@ -303,7 +230,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--contexts", action="store_true")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--models", nargs="+", choices=("GPT", "ConvNet"), default=["GPT", "ConvNet"])
     args = parser.parse_args()
@@ -314,7 +240,7 @@ def main() -> None:
         if args.compiled:
             compare_compiled(CompiledCase(name, args.batch), args.rounds)
             continue
-        (compare_contexts if args.contexts else compare_budgets)(Case(name, args.batch), args.rounds)
+        compare_budgets(Case(name, args.batch), args.rounds)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_hybrid.memory.recompute_policies import Recompute, check_recompute
+from lightning_hybrid.memory.recompute.policies import Recompute, check_recompute
 from lightning_hybrid.memory.saved_activations.requests import Compression, Fraction, Offload
 
 

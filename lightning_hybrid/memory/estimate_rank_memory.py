@@ -13,7 +13,7 @@ from typing import Literal
 
 from lightning_hybrid.graph.partition import Assignment
 from lightning_hybrid.graph.step_graph import Node
-from lightning_hybrid.memory.recompute_policies import SELECTIVE_SHARE, Policy
+from lightning_hybrid.memory.recompute.policies import SELECTIVE_SHARE, Policy
 
 Place = Literal["files", "host"]
 KINDS = ("parameters", "gradients", "optimizer_states", "activations")

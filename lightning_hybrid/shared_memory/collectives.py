@@ -30,7 +30,7 @@ _WORD = struct.Struct("q")
 def hidden_from_modes() -> Iterator[None]:
     """Context in which no dispatch or function mode sees operations.
 
-    Activation checkpointing would record them for recomputation, but they read memory that other ranks write to.
+    Modes that record or repeat them would read memory that other ranks have written to since.
     """
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         yield

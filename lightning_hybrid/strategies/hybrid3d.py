@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from lightning_hybrid.layout import Objective
-from lightning_hybrid.memory.recompute_policies import Recompute
+from lightning_hybrid.memory.recompute.policies import Recompute
 from lightning_hybrid.pipeline.runtime.record_action_times_and_memory import ActionRecorder
 from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.schedule import Action, Kind, Span

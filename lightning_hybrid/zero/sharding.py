@@ -43,7 +43,7 @@ from lightning_hybrid.zero.group import ParameterGroup
 from lightning_hybrid.zero.ranks import ShardRanks
 from lightning_hybrid.zero.reductions import Reductions
 from lightning_hybrid.zero.rounds import GatherRounds, agree_on_step
-from lightning_hybrid.zero.saved_views import ParameterView, SavedViews, view_of
+from lightning_hybrid.zero.saved_views import ParameterView, SavedViews
 
 Stage = int | None  # None: gradients are complete only after all stages of this rank
 
@@ -460,11 +460,6 @@ class ZeroSharding(Active):
             freed = [group for fqn in fqns for group in self._layers[fqn] if not group.keeps_full]
             self._saved_views[key] = SavedViews(freed, self._full_view, lambda: self._by_layer)
         return self._saved_views[key]
-
-    def view_getter(self, fqn: str, tensor: Tensor) -> Callable[[], Tensor] | None:
-        """A function that gives a view of a layer's parameters, of the shape of ``tensor``; None for other tensors."""
-        view = view_of(self._layers[fqn], tensor)
-        return None if view is None else partial(self._full_view, view)
 
     def _full_view(self, view: ParameterView) -> Tensor:
         if not view.group.is_full:

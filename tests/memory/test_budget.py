@@ -1,7 +1,5 @@
 """A budget chooses what layers keep: the peak is just under it, results are bitwise equal, the work is the least."""
 
-import itertools
-import random
 import re
 
 import pytest
@@ -10,14 +8,10 @@ from torch import nn
 
 from harness.live_storages import LiveStorages
 from lightning_hybrid.errors import RecomputeError
-from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers
-from lightning_hybrid.memory.budget.byte_sizes import Budget, parse_budget
-from lightning_hybrid.memory.budget.kept_results import choose_results
-from lightning_hybrid.memory.budget.live_bytes import LiveBytes
-from lightning_hybrid.memory.budget.operations_or_layers import BudgetedOperationsOrLayers
-from lightning_hybrid.memory.knapsack import Step, needed
-from lightning_hybrid.memory.recompute_layers import Recomputation
-from lightning_hybrid.memory.recompute_policies import layer_policies
+from lightning_hybrid.memory.recompute.budget import BudgetedLayers
+from lightning_hybrid.memory.recompute.layers import Recomputation
+from lightning_hybrid.memory.recompute.policies import Budget, layer_policies, parse_budget
+from lightning_hybrid.memory.recompute.profile import LiveBytes
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 
 CPU = torch.device("cpu")
@@ -47,7 +41,7 @@ class Sums(Mixed):
 class Trained:
     """Layers that are trained on two microbatches, the second of which begins before the first one's backward."""
 
-    def __init__(self, budget=None, layers=6, rows=256, kind=BudgetedLayers, policy="keep", layer=Mixed):
+    def __init__(self, budget=None, layers=6, rows=256, policy="keep", layer=Mixed):
         torch.manual_seed(1)
         self.model, self.rows = nn.Sequential(*(layer(16) for _ in range(layers))), rows
         found = find_layers({"": self.model})
@@ -55,7 +49,7 @@ class Trained:
         if budget is None:
             self.recomputation = Recomputation(found, dict.fromkeys(found, policy))
         else:
-            self.layers = kind(CPU, lambda before: budget)
+            self.layers = BudgetedLayers(CPU, lambda before: budget)
             self.recomputation = Recomputation(found, layer_policies("1GB", found), budget=self.layers)
 
     def step(self, rows=None):
@@ -112,28 +106,20 @@ def test_peak_is_under_the_budget_and_results_are_equal():
     assert generous.peak() == highest
 
 
-def test_a_budget_below_the_floor_of_operations_chooses_layers_to_repeat():
-    """It may be as low as the peak of a run whose layers are all repeated."""
-    whole, expected = Trained(policy="full", layer=Sums), Trained(layer=Sums)
-    lowest = whole.peak()
-    expected.step()
-    assert 1.02 * lowest < floor_of(Trained(1000, layer=Sums))
-    for budget in (int(1.01 * lowest), int(1.02 * lowest)):
-        trained = Trained(budget, kind=BudgetedOperationsOrLayers, layer=Sums)
-        assert not trained.profiled_step() and trained.layers.wants_profile
-        assert trained.profiled_step() and not trained.layers.wants_profile
-        assert trained.peak() <= budget
-        assert set(trained.layers.report.kept_share.values()) <= {0.0, 1.0}
-        assert all(torch.equal(a, b) for a, b in zip(trained.gradients(), expected.gradients(), strict=True))
-    below = Trained(lowest // 2, kind=BudgetedOperationsOrLayers, layer=Sums)
-    below.profiled_step()
-    assert lowest <= floor_of(below) <= 1.01 * lowest
-
-
 def floor_of(trained):
     with pytest.raises(RecomputeError) as refused:
         trained.profiled_step()
     return int(re.search(r"at least ([\d,]+) bytes", str(refused.value))[1].replace(",", ""))
+
+
+def test_a_budget_may_be_what_full_recomputation_takes():
+    whole, expected = Trained(policy="full", layer=Sums), Trained(layer=Sums)
+    lowest = whole.peak()
+    expected.step()
+    trained = Trained(int(1.01 * lowest), layer=Sums)
+    assert trained.profiled_step() and trained.peak() <= 1.01 * lowest
+    assert all(torch.equal(a, b) for a, b in zip(trained.gradients(), expected.gradients(), strict=True))
+    assert lowest <= floor_of(Trained(lowest // 2, layer=Sums)) <= 1.01 * lowest
 
 
 def test_a_budget_below_the_floor_names_it():
@@ -175,27 +161,6 @@ def test_a_smaller_profiled_batch_does_not_loosen_the_choices():
     assert trained.layers.report.kept_share == shares
 
 
-def test_other_operations_are_recomputed_until_they_are_profiled():
-    class Branches(Mixed):
-        is_other = False
-
-        def forward(self, x):
-            return super().forward(x).exp().tanh() if self.is_other else super().forward(x)
-
-    trained = Trained(10**9)
-    layer = trained.model[2] = Branches(16)
-    trained.recomputation = Recomputation({"2": layer}, {"2": 0.0}, budget=trained.layers)
-    trained.profiled_step()
-    layer.is_other = True
-    trained.layers.plans["2"].choices = {
-        key: choice._replace(kept=frozenset({2})) for key, choice in trained.layers.plans["2"].choices.items()
-    }
-    trained.step()
-    assert trained.layers.wants_profile
-    trained.profiled_step()
-    assert len(trained.layers.plans["2"].choices) == 2 and not trained.layers.wants_profile
-
-
 def test_accumulated_batches_make_one_profile():
     """Gradients that stay are part of the peak of the second batch."""
     trained = Trained(10**9)
@@ -208,37 +173,6 @@ def test_accumulated_batches_make_one_profile():
     trained.layers.begin_optimizer_step()
     assert trained.layers.end_batch(has_stepped=True)
     assert trained.layers.report.num_runs == 2 * 2 * 6
-
-
-def test_the_least_work_is_chosen():
-    """Against all subsets, of random layers."""
-    random.seed(4)
-    for _ in range(10):
-        steps = [
-            Step(
-                work=random.choice([1.0, 2.0, 30.0, 100.0]),
-                reads=tuple(sorted(random.sample(range(number), min(number, random.randint(0, 2))))),
-                nbytes=random.randint(1, 9) * 100,
-                is_saved=random.random() < 0.6,
-                may_keep=random.random() < 0.9,
-                is_free=number == 8 and random.random() < 0.5,
-            )
-            for number in range(9)
-        ]
-        budget = sum(step.nbytes for step in steps) // 4
-
-        def cost(kept, steps=steps):
-            return sum(steps[number].work for number in needed(steps, kept))
-
-        def size(kept, steps=steps):
-            return sum(steps[number].nbytes for number in kept if not steps[number].is_free)
-
-        may_keep = [number for number, step in enumerate(steps) if step.may_keep]
-        subsets = itertools.chain.from_iterable(itertools.combinations(may_keep, n) for n in range(len(may_keep) + 1))
-        best = min(cost(subset) for subset in subsets if size(subset) <= budget)
-        chosen = choose_results(steps, budget)
-        assert size(chosen) <= budget and chosen <= set(may_keep)
-        assert cost(chosen) == pytest.approx(best)
 
 
 def test_bytes_are_counted_as_they_come_and_go():

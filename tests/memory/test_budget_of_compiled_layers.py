@@ -6,9 +6,9 @@ from torch import nn
 
 from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter
 from lightning_hybrid.errors import RecomputeError
-from lightning_hybrid.memory.budget.compiled_layers import BudgetedCompiledLayers
-from lightning_hybrid.memory.recompute_layers import Recomputation
-from lightning_hybrid.memory.recompute_policies import layer_policies
+from lightning_hybrid.memory.recompute.budget import BudgetedLayers
+from lightning_hybrid.memory.recompute.layers import Recomputation
+from lightning_hybrid.memory.recompute.policies import layer_policies
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 
@@ -49,7 +49,7 @@ class Trained:
         self.model, self.rows = nn.Sequential(*(kind(16) for kind in kinds)), rows
         self.found = find_layers({"": self.model})
         self.forwards = {fqn: torch.compile(layer.forward, backend="aot_eager") for fqn, layer in self.found.items()}
-        self.layers = BudgetedCompiledLayers(CPU, lambda before: policy) if isinstance(policy, int) else None
+        self.layers = BudgetedLayers(CPU, lambda before: policy, in_full=True) if isinstance(policy, int) else None
         policies = layer_policies("1GB" if self.layers else policy, self.found)
         self.recomputation = Recomputation(self.found, policies, budget=self.layers)
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from harness.live_storages import LiveStorages
 from lightning_hybrid.errors import RecomputeError
-from lightning_hybrid.memory.recompute_layers import Recomputation
-from lightning_hybrid.memory.recompute_policies import layer_policies
+from lightning_hybrid.memory.recompute.layers import Recomputation
+from lightning_hybrid.memory.recompute.policies import layer_policies
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 
 

@@ -1,17 +1,19 @@
 """Selective activation checkpointing saves expensive values: fewer bytes, bitwise equal, for any layer code."""
 
 import gc
+import math
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.live_storages import LiveStorages
-from lightning_hybrid.memory.knapsack import Step, choose_kept, needed
-from lightning_hybrid.memory.recompute_layers import Recomputation
-from lightning_hybrid.memory.recompute_policies import layer_policies
+from lightning_hybrid.memory.recompute.layers import Recomputation
+from lightning_hybrid.memory.recompute.policies import layer_policies
+from lightning_hybrid.memory.recompute.selective import LayerCosts, Product
 from lightning_hybrid.step.objects.repeated_layers import find_layers
 
 
@@ -36,9 +38,12 @@ class Block(nn.Module):
 
 def bytes_and_gradients(model, x, recompute):
     """Bytes saved for the backward except weights, and all gradients."""
-    torch.manual_seed(3)
     layers = find_layers({"": model})
-    with LiveStorages() as live, Recomputation(layers, layer_policies(recompute, layers)).running():
+    recomputation = Recomputation(layers, layer_policies(recompute, layers))
+    with recomputation.running():
+        model(x)  # a first run keeps nothing, and measures
+    torch.manual_seed(3)
+    with LiveStorages() as live, recomputation.running():
         out = model(x)
     weights = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in model.parameters()}
     kept = live.bytes() - sum(nbytes for address, nbytes in weights.items() if address in live.made)
@@ -64,7 +69,7 @@ def assert_same_bits(expected, got):
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
-class Written(nn.Module):
+class WritesAll(nn.Module):
     """Writes to values of every kind."""
 
     def __init__(self):
@@ -127,7 +132,7 @@ class UnusualOps(nn.Module):
 
 
 @pytest.mark.parametrize("share", ["selective", 0.01])
-@pytest.mark.parametrize("kind", [Written, UnusualOps])
+@pytest.mark.parametrize("kind", [WritesAll, UnusualOps])
 def test_unusual_layers(kind, share):
     """As many calls wait for their backward as in a schedule; buffers are written once for each."""
     results = {}
@@ -213,7 +218,7 @@ def test_nothing_is_left_behind():
     gc.disable()
     try:
         with LiveStorages() as live, Recomputation(layers, dict.fromkeys(layers, "selective")).running():
-            for is_run in (True, False):
+            for is_run in (True, False, True, False):
                 out = model(torch.randn(4, 16, 32))
                 if is_run:
                     out.sum().backward()
@@ -226,18 +231,83 @@ def test_nothing_is_left_behind():
         gc.enable()
 
 
-def test_choice_of_saved_operations():
-    """A linear, its activation, and an expensive and a cheap product that read it."""
-    steps = [
-        Step(work=100, reads=(), nbytes=40, is_saved=True),
-        Step(work=1, reads=(0,), nbytes=40, is_saved=True),
-        Step(work=300, reads=(1,), nbytes=10, is_saved=True),
-        Step(work=5, reads=(2,), nbytes=10, is_saved=False),
-        Step(work=1, reads=(3,), nbytes=10, is_saved=True, is_free=True),
-    ]
-    assert choose_kept(steps, 0) == {4}
-    assert choose_kept(steps, 10) == {4, 2}
-    assert choose_kept(steps, 60) == {4, 2, 0}
-    assert choose_kept(steps, 1000) == {4, 2, 0, 1}
-    assert needed(steps, {2}) == {0, 1, 3, 4}
-    assert needed(steps, {1, 2, 4}) == {0}
+def test_choice_of_kept_results():
+    """Those of the most work per byte that fit; a collective's always."""
+    products = Product(400, 40, True), Product(100, 40, True), Product(300, 10, False), Product(math.inf, 5, False)
+    costs = LayerCosts(products, input_bytes=10, saved_bytes=190, work=1000)
+    for share, kept in [(0.0, {3}), (0.1, {3}), (0.13, {2, 3}), (0.4, {2, 3, 0}), (1.0, {0, 1, 2, 3})]:
+        assert costs.chosen(share) == kept, share
+    assert costs.kept_bytes({0, 2}) == 50 and costs.kept_bytes({0, 2}, unsaved=True) == 10
+
+
+class Attends(nn.Module):
+    """Attention with dropout draws before other dropout: a kept result would leave the generator behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).split(8, -1))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3).transpose(1, 2).flatten(2)
+        return x + F.dropout(self.out(F.dropout(y, 0.2)).sin(), 0.2)
+
+
+class Cached(nn.Module):
+    """Its first run computes something that later ones find: a repetition has other products."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.table = nn.Linear(8, 8), nn.Linear(8, 8), None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.ones(8, 3) @ torch.ones(3, 8)
+        return self.b((self.a(x) @ self.table).sin()).sin()
+
+
+class Written(nn.Module):
+    """Writes to the results of products."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = F.relu(self.a(x), inplace=True)
+        y = self.b(h)
+        y.view(-1)[:5].mul_(3)
+        return (self.a(y.sin()).add_(h) * 2).exp()
+
+
+@pytest.mark.parametrize("kind", [Attends, Cached, Written])
+def test_kept_results_that_cannot_be_used(kind):
+    results = {}
+    for recompute in ("keep", 1.0):
+        torch.manual_seed(1)
+        layer, x = kind(), torch.randn(2, 5, 8, requires_grad=True)
+        with Recomputation({"0": layer}, {"0": recompute}).running():
+            for _ in range(2):
+                layer.table = None
+                layer(x).sum().backward()
+        results[recompute] = [x.grad, *(p.grad for p in layer.parameters())]
+    assert_same_bits(*results.values())
+
+
+def test_kept_products_do_not_run_again():
+    """The last one does not either: the repetition ends before it."""
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8))
+    for share, times in [(1.0, 2), (0.01, 3)]:
+        with Recomputation({"0": layer}, {"0": share}).running():
+            layer(torch.randn(4, 8, requires_grad=True)).sum().backward()
+            with Products() as products:
+                layer(torch.randn(4, 8)).sum().backward()
+        assert products.forwards == times
+
+
+class Products(TorchDispatchMode):
+    forwards = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.forwards += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))

@@ -18,9 +18,6 @@ from lightning_hybrid.patching import ReplacedAll
 from lightning_hybrid.randomness.keyed_draws import KeyedRandomness
 from lightning_hybrid.step.tracing.intercept_step_operations import CurrentRun, StepMode
 
-# Attribute of saved-tensor hooks that decide for each tensor; other such hooks recompute a region of code.
-SAVES_EACH = "_hybrid_saves_each"
-
 # The generators in which ``checkpoint`` runs the function; torch 2.14 has the first, and calls only that one.
 _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lightning_hybrid.errors import RecomputeError
-from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers
 from lightning_hybrid.memory.estimate_rank_memory import RankMemory
+from lightning_hybrid.memory.recompute.budget import BudgetedLayers
 
 
 class ExpectedRecomputation(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.experts.parallel.expert_tensor_parallel import TensorShardedExperts, WidthSharding
 from lightning_hybrid.graph.partition import Assignment
-from lightning_hybrid.memory.recompute_policies import Policy
+from lightning_hybrid.memory.recompute.policies import Policy
 from lightning_hybrid.parts.parameter_shard_placement import shard_tensor
 from lightning_hybrid.step.objects.pytree import flatten
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run

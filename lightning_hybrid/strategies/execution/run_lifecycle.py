@@ -14,7 +14,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.memory.recompute_policies import Recompute
+from lightning_hybrid.memory.recompute.policies import Recompute
 from lightning_hybrid.soft_failures import only_informs
 from lightning_hybrid.strategies.description.monitors import connect_monitors
 from lightning_hybrid.strategies.description.start_table import announce_run

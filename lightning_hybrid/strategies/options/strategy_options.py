@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.errors import LayoutError
-from lightning_hybrid.memory.budget.byte_sizes import SPELLINGS, parse_budget
-from lightning_hybrid.memory.recompute_policies import Recompute, check_recompute
+from lightning_hybrid.memory.recompute.policies import SPELLINGS, Recompute, check_recompute, parse_budget
 from lightning_hybrid.schedule import SCHEDULE_NAMES, make_schedule, stages_of_each_rank
 from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter
 from lightning_hybrid.strategies.options.weigh_microbatches_by_count import MicrobatchWeight

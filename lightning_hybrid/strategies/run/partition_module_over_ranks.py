@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.errors import BatchError, LayoutError, UnfitError
 from lightning_hybrid.graph.step_graph import StepGraph
-from lightning_hybrid.memory.recompute_policies import Recompute
+from lightning_hybrid.memory.recompute.policies import Recompute
 from lightning_hybrid.parts.shard_and_unshard_parameters import AxisSharding, LocalShards
 from lightning_hybrid.pipeline.pipeline_step_runner import StepRunner
 from lightning_hybrid.pipeline.results.metric_sync import MetricSync
@@ -29,7 +29,7 @@ from lightning_hybrid.strategies.techniques.order import techniques_of
 from lightning_hybrid.strategies.user_code.modules_unfit_for_stages import why_no_stages
 
 if TYPE_CHECKING:
-    from lightning_hybrid.memory.recompute_layers import Recomputation
+    from lightning_hybrid.memory.recompute.layers import Recomputation
     from lightning_hybrid.strategies.techniques.expert_parallel import ExpertPlanner
     from lightning_hybrid.strategies.techniques.plan_tensor_parallelism import TensorPlanner
     from lightning_hybrid.tensor.plan.unit_plan import UnitPlan

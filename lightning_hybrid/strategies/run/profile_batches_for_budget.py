@@ -15,7 +15,7 @@ from lightning_hybrid.strategies.run.run_setting_dataclass import Setting
 from lightning_hybrid.strategies.world.callbacks_added_by_strategy import RunCallback
 
 if TYPE_CHECKING:
-    from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers, BudgetReport
+    from lightning_hybrid.memory.recompute.budget import BudgetedLayers, BudgetReport
 
 
 class Optimized(Protocol):

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import groupby
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.errors import RecomputeError
-from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers
-from lightning_hybrid.memory.budget.byte_sizes import parse_budget
-from lightning_hybrid.memory.budget.compiled_layers import BudgetedCompiledLayers
-from lightning_hybrid.memory.budget.operations_or_layers import BudgetedOperationsOrLayers
 from lightning_hybrid.memory.free_memory import free_bytes
-from lightning_hybrid.memory.recompute_layers import Recomputation
-from lightning_hybrid.memory.recompute_policies import Policy, Recompute, is_selective, layer_policies
+from lightning_hybrid.memory.recompute.budget import BudgetedLayers
+from lightning_hybrid.memory.recompute.layers import Recomputation
+from lightning_hybrid.memory.recompute.policies import Policy, Recompute, is_selective, layer_policies, parse_budget
 from lightning_hybrid.pipeline.stages.recording_partitioned_into_stages import TraceVariant
 from lightning_hybrid.step.objects.repeated_layers import find_layers, shortened
 from lightning_hybrid.step.tracing.user_compiled_modules import compiled_modules
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.world.rank_world_and_collectives import RankWorld
-from lightning_hybrid.zero.sharding import ZeroSharding
 
 
 def budgeted_layers(
@@ -35,9 +33,6 @@ def budgeted_layers(
         world: The ranks.
         options: The arguments of the strategy.
         syncs_norms: Whether BatchNorm takes means over replicas.
-
-    Raises:
-        RecomputeError: Layers are compiled, and ranks communicate in them.
     """
     budget = parse_budget(recompute)
     if budget is None:
@@ -58,28 +53,46 @@ def budgeted_layers(
             )
         return int(budget.share * (free + before))
 
-    name, communicates = f"recompute={recompute!r}", _communication_in_layers(world.layout, options, syncs_norms)
-    if options.compile is None:
-        return (BudgetedLayers if communicates else BudgetedOperationsOrLayers)(device, nbytes, name)
-    if communicates := communicates or "zero_stage=3" * (options.zero_stage == 3):
-        raise RecomputeError(
-            f"recompute={recompute!r} is a budget, by which each rank chooses the compiled layers that it recomputes in"
-            f" full, and with {communicates} a layer that is recomputed communicates with other ranks; leave compile"
-            " out, or set recompute to 'full' or n for every n-th layer",
-            entry="recompute-budget-compiled",
-        )
-    return BudgetedCompiledLayers(device, nbytes, name)
+    name, in_full = f"recompute={recompute!r}", options.compile is not None
+    layout = world.layout
+    sharing = layout.tensor_parallel_size, layout.context_parallel_size, layout.expert_parallel_size
+    if max(sharing) > 1 or syncs_norms:
+        return AgreedLayers(world, nbytes, name, in_full=in_full)
+    return BudgetedLayers(device, nbytes, name, in_full=in_full)
 
 
-def _communication_in_layers(layout: ParallelLayout, options: Options, syncs_norms: bool) -> str:
-    """Why layers that some of the ranks repeat would send messages that others do not expect; empty if none would."""
-    causes = {
-        f"tensor_parallel_size={layout.tensor_parallel_size}": layout.tensor_parallel_size > 1,
-        f"context_parallel_size={layout.context_parallel_size}": layout.context_parallel_size > 1,
-        f"expert_parallel_size={layout.expert_parallel_size}": layout.expert_parallel_size > 1,
-        "sync_batchnorm=True": syncs_norms,
-    }
-    return next((name for name, is_set in causes.items() if is_set), "")
+class AgreedLayers(BudgetedLayers):
+    """Ranks that communicate in layers: a layer that one of them repeats, all repeat. Each takes the lowest choice.
+
+    Shards of ZeRO may choose unlike layers: they gather in rounds, which any rank may begin.
+    """
+
+    is_agreed = True
+
+    def __init__(self, world: RankWorld, budget: Callable[[int], int], name: str, *, in_full: bool) -> None:
+        """Begins as `BudgetedLayers`, on all ranks of ``world``."""
+        super().__init__(world.device, budget, name, in_full=in_full)
+        self._world = world
+
+    @property
+    def wants_profile(self) -> bool:
+        """Whether any rank would profile the next batch; collective."""
+        with self._world.as_launcher():
+            votes = torch.tensor(int(super().wants_profile), device=self._device)
+            return bool(self._world.mesh.all_reduce(votes, "world", "max"))
+
+    def agreed(self, levels: Mapping[str, int], error: RecomputeError | None) -> Mapping[str, int]:
+        """Returns the lowest level that a rank chose for each layer; collective.
+
+        Raises:
+            RecomputeError: A rank could not choose.
+        """
+        rows: list[Any] = [None] * self._world.layout.world_size
+        with self._world.as_launcher():
+            dist.all_gather_object(rows, (levels, None if error is None else str(error)))
+        if (refusal := next(filter(None, (text for _, text in rows)), None)) is not None:
+            raise error or RecomputeError(f"on another rank: {refusal}", entry="recompute-budget")
+        return {fqn: min(row.get(fqn, level) for row, _ in rows) for fqn, level in levels.items()}
 
 
 def recompute_layers(
@@ -150,23 +163,18 @@ def _policies(
     """
     policies = layer_policies(recompute, layers)
     is_budget = parse_budget(recompute) is not None
-    compiled = compiled and not is_budget  # `BudgetedCompiledLayers` recomputes layers in full, or not at all
+    compiled = compiled and not is_budget  # a budget recomputes compiled layers in full, or not at all
     for fqn, layer in layers.items():
         if is_selective(policies[fqn]) and (compiled or any(id(inner) in by_user for inner in layer.modules())):
             if is_budget:
                 raise RecomputeError(
-                    f"recompute={recompute!r} is a budget, which needs the operations of layers, and you compiled"
-                    f" {fqn}; set compile='units' instead of that, or recompute to 'full', n for every n-th layer, or"
+                    f"recompute={recompute!r} is a budget, whose choice would be compiled into {fqn}, which you"
+                    " compiled; set compile='units' instead of that, or recompute to 'full', n for every n-th layer, or"
                     " names of layers",
                     entry="recompute-budget-compiled",
                 )
             policies[fqn] = "full"
     return policies
-
-
-def gather_in_recomputation(recomputation: Recomputation, zero: ZeroSharding) -> None:
-    """Keep parameters out of the recomputation's closures where ZeRO frees and gathers them until the backward."""
-    recomputation.gather_on_read(zero, {fqn for fqn in zero.freed if is_selective(recomputation.policies.get(fqn))})
 
 
 def _is_in(fqn: str, unit: str) -> bool:

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_hybrid.memory.budget.live_bytes import LiveBytes
+from lightning_hybrid.memory.recompute.profile import LiveBytes
 from lightning_hybrid.optimizers.replacement import replace_step
 from lightning_hybrid.optimizers.state_file import HOST
 from lightning_hybrid.parts.gather_on_read import can_guard

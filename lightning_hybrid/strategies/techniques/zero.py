@@ -107,7 +107,6 @@ class Zero(Technique):
 
     def build(self, run: Any, partition: Any) -> Active:
         """Group the local shards of parameters by layer and stage, and gather and reduce each group."""
-        from lightning_hybrid.strategies.techniques.choose_layers_to_recompute import gather_in_recomputation
         from lightning_hybrid.zero.group import ParameterGroup
         from lightning_hybrid.zero.ranks import ShardRanks, bytes_of_shards
         from lightning_hybrid.zero.sharding import ZeroSharding
@@ -149,8 +148,6 @@ class Zero(Technique):
         if run.runner is not None and run.runner.guards is not None:  # a recording shows what steps read otherwise
             active.gather_on_read(run.runner.guards)
         run.until_end.callback(active.close)
-        if run.recomputation is not None:
-            gather_in_recomputation(run.recomputation, active)
         return active
 
     def step_in_user_step(self, run: Any, optimizers: Sequence[Optimizer]) -> list[Optimizer]:

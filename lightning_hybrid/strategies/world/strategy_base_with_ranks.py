@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_hybrid.layout import ParallelLayout
-from lightning_hybrid.memory.recompute_policies import Recompute
+from lightning_hybrid.memory.recompute.policies import Recompute
 from lightning_hybrid.memory.saved_activations.requests import ActivationRequests, Compression, Offload
 from lightning_hybrid.mesh import Mesh
 from lightning_hybrid.precision.check_device_capability import check_device_precision

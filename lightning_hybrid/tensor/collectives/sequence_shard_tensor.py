@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_hybrid.step.instrument.replay_user_activation_checkpointing import SAVES_EACH
 from lightning_hybrid.step.standins.lazy_full_tensor import LazyFullTensor
 from lightning_hybrid.step.standins.sharded_tensor_base_class import materialize
 from lightning_hybrid.tensor.collectives.sequence_sharding_and_collectives import (
@@ -115,8 +114,7 @@ def save_local_shard(x: Tensor) -> AbstractContextManager[Any]:
     """Inside, each rank saves its positions of ``x``, of any shape, for the backward, if it is a `SequenceShard`."""
     if not isinstance(x, SequenceShard) or not torch.is_grad_enabled():
         return contextlib.nullcontext()
-    hooks = _TOP_HOOKS(True)
-    if hooks is not None and not hasattr(hooks[0], SAVES_EACH):
+    if _TOP_HOOKS(True) is not None:
         return contextlib.nullcontext()  # other hooks that decide what is saved (a layer that is recomputed) go first
     return x.regather_hooks()
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.experts import ExpertChoiceRouter, GroupedExperts, MoE, TopKRouter
-from lightning_hybrid.memory.recompute_layers import Recomputation
+from lightning_hybrid.memory.recompute.layers import Recomputation
 
 DIM, HIDDEN, EXPERTS, TOKENS = 6, 10, 5, 17
 ACTIVATIONS = {

@@ -14,7 +14,7 @@ from harness.fits import Run, assert_bitwise_equal, fit, refusal
 from lightning_hybrid import Hybrid3DStrategy
 from lightning_hybrid.callbacks import ActivationCheckpointing
 from lightning_hybrid.callbacks.monitors.memory_of_tensors import PeakMeter, bytes_by_kind, find_holders
-from lightning_hybrid.memory.budget.live_bytes import LiveBytes
+from lightning_hybrid.memory.recompute.profile import LiveBytes
 from models.hugging_face import GPT2, GPT2Dropout
 
 
@@ -79,8 +79,7 @@ def test_bits_and_peaks(worlds, run):
             for a, b in zip(one.grads, other.grads, strict=True):
                 assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     most = max(max(rank.extra["peaks"]) for rank in tight)
-    # What layers receive in their forward is counted as kept, also where no kept result needs it.
-    assert (0.8 if run.tp > 1 else 0.95) * budget <= most <= budget, (most, budget)
+    assert 0.9 * budget <= most <= budget, (most, budget)
     for rank in generous:
         assert set(rank.extra["shares"].values()) == {1.0} and rank.extra["recomputed"] == 0.0
     assert min(share for rank in tight for share in rank.extra["shares"].values()) < 1
@@ -123,6 +122,7 @@ COMPILED = replace(LARGE, strategy={"compile": {"backend": "aot_eager"}}, callba
     [
         pytest.param(replace(COMPILED, dp=2), id="dp2", marks=pytest.mark.slow),
         pytest.param(replace(COMPILED, microbatches=4, pp=2), id="pp2", marks=pytest.mark.slow),
+        pytest.param(replace(COMPILED, case=GPT2, tp=2), id="tp2", marks=pytest.mark.slow),
         pytest.param(replace(COMPILED, case=GPT2, microbatches=1), id="none"),
     ],
 )
@@ -158,18 +158,10 @@ def compile_a_layer(module):
     module.model.transformer.h[1].compile(backend="eager")
 
 
-@pytest.mark.parametrize(
-    ("run", "reason"),
-    [
-        (replace(COMPILED, tp=2), "with tensor_parallel_size=2 a layer that is recomputed communicates"),
-        (replace(COMPILED, dp=2, strategy={**COMPILED.strategy, "zero_stage": 3}), "with zero_stage=3 a layer"),
-        (replace(LARGE, change=compile_a_layer), "and you compiled model.transformer.h.1; set compile='units'"),
-    ],
-    ids=["tp2", "zero3", "by_user"],
-)
-def test_compiled_layers_that_are_refused(worlds, run, reason):
-    message = worlds.run(run.world_size, refusal, fit, with_budget(run, "1GB"))[0]
-    assert message.startswith("RecomputeError: recompute='1GB' is a budget, ") and reason in message
+def test_a_layer_that_the_user_compiled_is_refused(worlds):
+    [message] = worlds.run(1, refusal, fit, with_budget(replace(LARGE, change=compile_a_layer), "1GB"))
+    assert message.startswith("RecomputeError: recompute='1GB' is a budget, ")
+    assert "model.transformer.h.1, which you compiled; set compile='units'" in message
 
 
 class Requested(ActivationCheckpointing, PeakAndReport):

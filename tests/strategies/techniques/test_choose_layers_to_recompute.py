@@ -118,7 +118,7 @@ class Runs(Callback):
         self.recorded.append(self.count)
 
 
-@pytest.mark.parametrize(("recompute", "times"), [("full", 2), ("keep", 1), ("selective", 1)])
+@pytest.mark.parametrize(("recompute", "times"), [("full", 2), ("keep", 1), ("selective", 2)])
 def test_single_process_recomputes(worlds, recompute, times):
     """One process and one microbatch need no replay."""
     run = Run("GPT2", microbatches=1, num_batches=2, strategy={"recompute": recompute}, callback=Runs)

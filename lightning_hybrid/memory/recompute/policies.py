@@ -1,29 +1,34 @@
 """Policies of activation checkpointing: the option ``recompute``, and the policy that it gives to each layer.
 
-A policy is a value per layer, so that it can be chosen by hand, by a pattern, or by a solver.
+A policy is a value per layer, so that it can be chosen by hand, by a pattern, or by a budget of memory. A budget is a
+text: a number of bytes with its unit, or a percentage of the free memory.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import nn
 
 from lightning_hybrid.errors import RecomputeError
-from lightning_hybrid.memory.budget.byte_sizes import SPELLINGS, parse_budget
 
 Policy: TypeAlias = Literal["keep", "full", "selective"] | float
 Layers: TypeAlias = str | type[nn.Module]
 Recompute: TypeAlias = int | Policy | str | Sequence[Layers] | Mapping[Layers, Policy]  # the str is a budget
 POLICIES = ("keep", "full", "selective")
 SELECTIVE_SHARE = 0.4
+_UNITS = {"B": 1, **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}}
+_UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
+_FORM = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+|%)\s*")
+SPELLINGS = "a number of bytes with its unit such as '6GiB' or '500 MB', or a share of the free memory such as '50%'"
 
 
 def is_selective(policy: object) -> bool:
-    """Returns whether a policy repeats single operations instead of the layer's full forward."""
+    """Returns whether a policy keeps some results of a layer."""
     return policy == "selective" or isinstance(policy, float)
 
 
@@ -67,7 +72,7 @@ def layer_policies(recompute: Recompute | None, layers: Mapping[str, nn.Module])
     Args:
         recompute: A policy for all ("keep", "full", "selective", or a float: the share of bytes that a selective layer
             saves); n for every n-th layer, beginning with the first; FQNs with wildcards (``*``), or classes, of
-            layers that are recomputed; or these with a policy each, of which the last that matches a layer counts. With
+            layers that are recomputed; or these with a policy each: the last that matches a layer counts. With
             a budget, all layers save the least until the budget chooses.
         layers: All layers of the module by FQN, in order.
 
@@ -105,3 +110,36 @@ def _chosen_layers(choice: Layers, layers: Mapping[str, nn.Module]) -> list[str]
         f" {', '.join(layers)}, of {classes}",
         entry="recompute-name",
     )
+
+
+class Budget(NamedTuple):
+    """Bytes that a rank may use; one of the two is set.
+
+    Attributes:
+        nbytes: A number of bytes.
+        share: Of the memory that is free for the rank, at most 1.
+    """
+
+    nbytes: int | None = None
+    share: float | None = None
+
+
+def parse_budget(text: Any) -> Budget | None:
+    """Returns the budget that a text such as "6GiB" or "50%" stands for; None if it stands for none."""
+    form = _FORM.fullmatch(text) if isinstance(text, str) else None
+    if form is None:
+        return None
+    number, unit = float(form[1]), form[2]
+    if unit == "%":
+        return Budget(share=number / 100) if 0 < number <= 100 else None
+    nbytes = int(number * _UNITS[unit]) if unit in _UNITS else 0
+    return Budget(nbytes=nbytes) if nbytes else None
+
+
+def format_budget(nbytes: float) -> str:
+    """Returns a number of bytes in full, and with three digits in a binary unit."""
+    size, units = nbytes, iter(("KiB", "MiB", "GiB", "TiB"))
+    unit = ""
+    while size >= 1000 and unit != "TiB":
+        size, unit = size / 1024, next(units)
+    return f"{nbytes:,.0f} bytes" + (f" ({size:.3g} {unit})" if unit else "")

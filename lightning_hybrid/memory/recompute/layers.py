@@ -2,15 +2,13 @@
 
 With "full" a layer saves its inputs alone, and its forward is repeated in the backward with the random numbers, buffers
 and parameter shards of the first run, so results are bitwise those of a run that saves everything (Chen et al. 2016,
-section 3; PyTorch's non-reentrant checkpoint). With "selective" single operations are repeated, and a layer saves the
-results that are expensive to recompute (``recomputable_values_and_operations``, ``knapsack``).
+section 3; PyTorch's non-reentrant checkpoint). With "selective" it also keeps results of products (``selective``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +16,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_hybrid.memory.budget.budgeted_layers import BudgetedLayers
-from lightning_hybrid.memory.budget.compiled_layers import BudgetedCompiledLayers
-from lightning_hybrid.memory.budget.operations_or_layers import BudgetedOperationsOrLayers
-from lightning_hybrid.memory.recomputable_values_and_operations import ParameterGatherer
-from lightning_hybrid.memory.recompute_policies import SELECTIVE_SHARE, Policy
-from lightning_hybrid.memory.selective_activation_checkpointing import SelectiveCheckpointing
+from lightning_hybrid.memory.recompute.budget import BudgetedLayers
+from lightning_hybrid.memory.recompute.policies import SELECTIVE_SHARE, Policy, is_selective
+from lightning_hybrid.memory.recompute.selective import SelectedResults, plain_tensors
 from lightning_hybrid.patching import replaced_forwards
 from lightning_hybrid.step.objects.deep_copy import copied, may_change
 
@@ -57,14 +52,12 @@ class Recomputation:
         self._keyed = keyed
         self.budget = budget
         self.policies = dict(policies)
-        self._gatherer: ParameterGatherer | None = None
-        self._gathered_layers: Collection[str] = ()
         self._layers = {fqn: layer for fqn, layer in layers.items() if policies[fqn] != "keep"}
-        self._selective: dict[float, SelectiveCheckpointing] = {}  # by share; layers of one structure share choices
-
-    def gather_on_read(self, gatherer: ParameterGatherer, fqns: Collection[str]) -> None:
-        """Gathers parameters of these selective layers on read, as they are freed between forward and backward."""
-        self._gatherer, self._gathered_layers = gatherer, frozenset(fqns)
+        self._selected: dict[str, SelectedResults] = {}
+        for fqn in self._layers:
+            policy = self.policies[fqn]
+            if is_selective(policy):
+                self._selected[fqn] = SelectedResults(policy if isinstance(policy, float) else SELECTIVE_SHARE)
 
     def running(
         self, *, only: Collection[nn.Module] | None = None, without: Collection[nn.Module] = ()
@@ -83,50 +76,46 @@ class Recomputation:
         return replaced_forwards(layers, self._recomputed, reason="recomputes layers in the backward")
 
     def _recomputed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        policy = self.policies[fqn]
-        if policy == "full":
-            return self._checkpointed(fqn, forward)
-        is_gathered = fqn in self._gathered_layers  # its parameters would be gathered by those ranks that repeat it
-        gatherer = self._gatherer if is_gathered else None
-        if isinstance(self.budget, BudgetedOperationsOrLayers):
-            return self.budget.choosing(forward, fqn, partial(self._checkpointed, fqn), gatherer)
-        if isinstance(self.budget, BudgetedCompiledLayers) and not is_gathered:
-            return self.budget.choosing(forward, fqn, partial(self._checkpointed, fqn))
-        share = policy if isinstance(policy, float) else SELECTIVE_SHARE
-        checkpointing = self.budget or self._selective.setdefault(share, SelectiveCheckpointing(share))
-        return checkpointing.wrap(forward, fqn, gatherer)
-
-    def _checkpointed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        layer = self._layers[fqn]
-
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            state = _ModuleState(layer)
-            versions = [(x, x._version) for x in pytree.tree_leaves((args, kwargs)) if type(x) in _TENSOR_TYPES]
-            inputs: tuple[Any, Any] = args, kwargs
-            if any(map(may_change, (*args, *kwargs.values()))):  # a cache that the layer fills, say
-                inputs = copied((args, kwargs), lambda tensor: tensor, modules=False)
-            is_repeated = False
-
-            def once() -> Any:
-                nonlocal is_repeated
-                if not is_repeated:
-                    is_repeated = True
-                    return forward(*args, **kwargs)
-                for number, (tensor, version) in enumerate(versions):
-                    if tensor._version != version:
-                        raise RuntimeError(
-                            f"{fqn} is recomputed in the backward, and its input {number} of shape"
-                            f" {list(tensor.shape)} was changed in place since it ran (version {tensor._version}, was"
-                            f" {version}); write `x = x + y` for `x += y`, or set recompute={{{fqn!r}: 'keep'}}"
-                        )
-                with state.restored():
-                    return forward(*inputs[0], **inputs[1])
-
-            return torch.utils.checkpoint.checkpoint(once, use_reentrant=False, preserve_rng_state=not self._keyed)
+            if fqn not in self._selected:
+                return self._checkpointed(fqn, forward, args, kwargs)
+            inputs = list(plain_tensors((args, kwargs)))
+            selected = self._selected[fqn]
+            layer_run = selected.next_run(inputs) if self.budget is None else self.budget.next_run(fqn, inputs)
+            if layer_run is None:
+                return forward(*args, **kwargs)
+            out = self._checkpointed(fqn, forward, args, kwargs, context_fn=layer_run.contexts)
+            layer_run.returned(out)
+            return out
 
         return run
+
+    def _checkpointed(self, fqn: str, forward: Callable[..., Any], args: Any, kwargs: Any, **how: Any) -> Any:
+        state = _ModuleState(self._layers[fqn])
+        versions = [(x, x._version) for x in pytree.tree_leaves((args, kwargs)) if type(x) in _TENSOR_TYPES]
+        inputs: tuple[Any, Any] = args, kwargs
+        if any(map(may_change, (*args, *kwargs.values()))):  # a cache that the layer fills, say
+            inputs = copied((args, kwargs), lambda tensor: tensor, modules=False)
+        is_repeated = False
+
+        def once() -> Any:
+            nonlocal is_repeated
+            if not is_repeated:
+                is_repeated = True
+                return forward(*args, **kwargs)
+            for number, (tensor, version) in enumerate(versions):
+                if tensor._version != version:
+                    raise RuntimeError(
+                        f"{fqn} is recomputed in the backward, and its input {number} of shape"
+                        f" {list(tensor.shape)} was changed in place since it ran (version {tensor._version}, was"
+                        f" {version}); write `x = x + y` for `x += y`, or set recompute={{{fqn!r}: 'keep'}}"
+                    )
+            with state.restored():
+                return forward(*inputs[0], **inputs[1])
+
+        return torch.utils.checkpoint.checkpoint(once, use_reentrant=False, preserve_rng_state=not self._keyed, **how)
 
 
 class _ModuleState:
