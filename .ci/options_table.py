@@ -23,7 +23,7 @@ from lightning_hybrid.strategies.options.names_of_other_libraries import resolve
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "options.md"
 STRATEGY = ROOT / "lightning_hybrid" / "strategies" / "hybrid3d.py"
-REGISTRATION = ROOT / "lightning_hybrid" / "register_strategies_on_import.py"
+REGISTRATION = ROOT / "lightning_hybrid" / "registration.py"
 
 NOTES = ROOT / ".ci" / "option_notes.yaml"
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from lightning_hybrid.namespaces.detect_lightning_namespace import public_names
+from lightning_hybrid.namespace import late_names
 
 if TYPE_CHECKING:
     from lightning_hybrid.callbacks.activation_checkpointing import ActivationCheckpointing
@@ -34,4 +34,19 @@ __all__ = [
     "ThroughputMonitor",
 ]
 
-__getattr__ = public_names(__name__, *__all__)
+_MODULES = {
+    "ActivationCheckpointing": "callbacks.activation_checkpointing",
+    "ActivationCompression": "callbacks.activation_offload_and_compression",
+    "ActivationOffload": "callbacks.activation_offload_and_compression",
+    "AdaScale": "callbacks.adascale",
+    "ExpertLoadMonitor": "callbacks.expert_load",
+    "GoodputMonitor": "callbacks.monitors.goodput_monitor",
+    "GradientCompression": "callbacks.slow_links.gradient_compression",
+    "LocalSGD": "callbacks.slow_links.local_sgd",
+    "MemoryMonitor": "callbacks.monitors.memory_monitor",
+    "MoEUpcycle": "callbacks.moe_upcycle",
+    "PipelineTimeline": "callbacks.pipeline_timeline",
+    "RunPlot": "callbacks.run_plot",
+    "ThroughputMonitor": "callbacks.monitors.throughput_monitor",
+}
+__getattr__ = late_names(__name__, _MODULES)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_hybrid.cli.dryrun.print_ranks import print_rows
 from lightning_hybrid.cli.errors_of_data_and_device import data_and_device_errors
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, print_json
-from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, strategies_file
+from lightning_hybrid.cli.module_and_data_from_cli import FLAGS
 from lightning_hybrid.cli.progress_bar import Progress
 from lightning_hybrid.cli.verify import (
     add_classes_to,
@@ -76,10 +76,11 @@ def _explained(parsed: argparse.Namespace, progress: Progress) -> dict[str, Any]
 
 def _explained_module(parsed: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     progress.phase("importing the classes")
-    layout = None if parsed.layout is None else layout_of(parsed.layout, parsed.tensor_plan)
     made, config = configured(parsed)
-    if layout is None:
-        layout = checked(config.layout) if config.layout else layout_of("pp=2", parsed.tensor_plan)
+    if parsed.layout is None and config.layout:
+        layout = checked(config.layout)
+    else:
+        layout = layout_of(parsed.layout or "pp=2", parsed.tensor_plan)
     # Imported late, since this loads torch.
     import torch
 
@@ -109,14 +110,14 @@ def explain(
         precision: Lightning's name of the precision.
         on_phase: Receives the name of each phase as it begins.
     """
+    from lightning_hybrid.strategies.plan_in_one_process import make_plan
     from lightning_hybrid.verify.run_experiment import fit_arguments, namespace_of
 
     lightning = namespace_of(module)
-    planning = strategies_file(lightning, "plan_in_one_process")
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     arguments = fit_arguments(lightning, data)
     options = layout.options(None)
-    strategy = planning.make_plan(lightning, module, arguments, layout.devices, options, precision, on_phase)
+    strategy = make_plan(lightning, module, arguments, layout.devices, options, precision, on_phase)
     content: dict[str, Any] = {"layout": layout.name, "ranks": layout.devices, "refused": None, "units": []}
     content |= {"stages": [], "tensor_plans": {}, "experts": "", "may_retry": False, "table": strategy.table}
     content |= {

@@ -19,6 +19,7 @@ from typing import Any
 
 from lightning_hybrid.cli.exit_status_and_json_output import UsageError
 from lightning_hybrid.cli.user_classes_from_arguments import add_import_folder, existing_file, load_target
+from lightning_hybrid.namespace import PACKAGES, follow
 from lightning_hybrid.patching import replaced
 
 FLAGS = (
@@ -104,20 +105,21 @@ class ConfiguredRun:
         assert self._module is not None
         path = existing_file(self._module)
         add_import_folder(str(path.parent))
-        packages = [name for name in ("lightning", "pytorch_lightning") if importlib.util.find_spec(name) is not None]
-        names = ["lightning.pytorch.cli" if name == "lightning" else f"{name}.cli" for name in packages]
-        classes = [importlib.import_module(name).LightningCLI for name in names]
-        return lambda: runpy.run_path(str(path), run_name="__main__"), classes
+        follow(compile(path.read_bytes(), str(path), "exec"))
+        packages = [name for name in PACKAGES if importlib.util.find_spec(name.partition(".")[0]) is not None]
+        # Both, where the file imports the other one by a detour: it must not train.
+        classes = {importlib.import_module(f"{name}.cli").LightningCLI for name in packages}
+        return lambda: runpy.run_path(str(path), run_name="__main__"), [*classes]
 
     def _classes(self) -> tuple[Callable[[], Any], list[Any]]:
-        """Return what calls LightningCLI with the classes, and the LightningCLI of their namespace."""
+        """Return what calls LightningCLI with the classes, and that class."""
         from lightning_hybrid.verify.run_experiment import namespace_of
 
         module = None if self._module is None else load_target(self._module)
         data = None if self._data is None else load_target(self._data)
         named = module if module is not None else _class_of_config(self._flags)
         pl = namespace_of(named) if isinstance(named, type) else importlib.import_module("lightning.pytorch")
-        known = importlib.import_module(f"{pl.__name__}.cli").LightningCLI
+        known = importlib.import_module("lightning.pytorch.cli").LightningCLI
         classes = {
             "model_class": _as_class(module, pl.LightningModule),
             "datamodule_class": _as_class(data, pl.LightningDataModule),
@@ -203,17 +205,3 @@ def _in_words_of_the_command(message: str, cli: Any) -> str:
         named = [re.sub(r"^fit\.", "", name) for name in missing[1].split(", ")]
         message = f"give {', '.join(f'--{name} VALUE' for name in named)}: the constructor has no default for it"
     return message.replace("--model.", "--module.")
-
-
-def strategies_file(lightning: Any, name: str) -> Any:
-    """Import a file of ``strategies`` for a namespace of Lightning; a version that lacks what is used is refused.
-
-    Args:
-        lightning: The namespace of the user's module.
-        name: The name of the file below ``strategies``, with dots.
-    """
-    from lightning_hybrid.namespaces.lightning_namespaces import NAMESPACES
-
-    namespace = next(known for known in NAMESPACES if known.package == lightning.__name__)
-    namespace.load("Hybrid3DStrategy")
-    return importlib.import_module(f"{namespace.home}.strategies.{name}")

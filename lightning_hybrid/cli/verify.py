@@ -107,10 +107,10 @@ def run(parsed: argparse.Namespace) -> int:
     # Imported late, since this loads torch.
     from lightning_hybrid.verify import Experiment, Verification, table
 
-    layouts = [layout_of(text, parsed.tensor_plan) for text in parsed.layout or ()]
     made, config = configured(parsed)
     if config.unused:
         print(f"not used from the config: {', '.join(f'trainer.{name}' for name in config.unused)}", file=sys.stderr)
+    layouts = [layout_of(text, parsed.tensor_plan) for text in parsed.layout or ()]
     layouts = layouts or [checked(config.layout) if config.layout else layout_of("pp=2", parsed.tensor_plan)]
     experiment = Experiment(
         make_module=made.make_module,

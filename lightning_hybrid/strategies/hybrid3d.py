@@ -32,6 +32,7 @@ from lightning_hybrid.strategies.options.names_of_other_libraries import OtherNa
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.options.weigh_microbatches_by_count import MicrobatchWeight
 from lightning_hybrid.strategies.out_of_memory.note_steps_that_do_not_run_again import note_why_not_run_again
+from lightning_hybrid.strategies.private_names import check_private_names
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import needs_runner
 from lightning_hybrid.strategies.run.strategy_base_with_checkpoints import CheckpointedStrategy
@@ -39,6 +40,7 @@ from lightning_hybrid.strategies.start.average_lr_search_loss import average_lr_
 from lightning_hybrid.strategies.start.empty_init import move_to_device
 from lightning_hybrid.strategies.start.refuse_unsupported_callbacks import check_callbacks
 
+check_private_names()
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_hybrid.cli.dryrun.print_ranks import print_ranks
 from lightning_hybrid.cli.errors_of_data_and_device import data_and_device_errors, reads_storage
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, UsageError, print_json
-from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, strategies_file
+from lightning_hybrid.cli.module_and_data_from_cli import FLAGS
 from lightning_hybrid.cli.progress_bar import Progress
 from lightning_hybrid.cli.verify import (
     add_classes_to,
@@ -86,12 +86,12 @@ def _described(parsed: argparse.Namespace, progress: Progress) -> dict[str, Any]
     for name in ("num_nodes", "devices"):
         if getattr(parsed, name) is not None and getattr(parsed, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')}={getattr(parsed, name)}; use 1 or more")
-    layout = None if parsed.layout is None else _checked(layout_of(parsed.layout, parsed.tensor_plan), parsed)
     progress.phase("importing the classes")
     made, config = configured(parsed)
-    if layout is None:
-        named = checked(config.layout) if config.layout else layout_of("pp=2", parsed.tensor_plan)
-        layout = _checked(named, parsed)
+    if parsed.layout is None and config.layout:
+        layout = _checked(checked(config.layout), parsed)
+    else:
+        layout = _checked(layout_of(parsed.layout or "pp=2", parsed.tensor_plan), parsed)
     # Imported late, since this loads torch.
     import torch
 
@@ -149,10 +149,10 @@ def _made(made: Any, *, with_storage: bool) -> tuple[Any, Any]:
 def _dry_run(
     module: Any, data: Any, layout: Layout, parsed: argparse.Namespace, precision: str, progress: Progress
 ) -> dict[str, Any]:
+    from lightning_hybrid.strategies.dry_run.describe_ranks import dry_run
     from lightning_hybrid.verify.run_experiment import fit_arguments, namespace_of
 
     lightning = namespace_of(module)
-    dry_run = strategies_file(lightning, "dry_run.describe_ranks").dry_run
     content: dict[str, Any] = dry_run(
         lightning,
         module,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.cli.errors_of_data_and_device import data_and_device_errors, reads_storage
 from lightning_hybrid.cli.exit_status_and_json_output import OK, REFUSED, UsageError, print_json, usage_errors
-from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, ConfiguredRun, strategies_file
+from lightning_hybrid.cli.module_and_data_from_cli import FLAGS, ConfiguredRun
 from lightning_hybrid.cli.progress_bar import Progress
 from lightning_hybrid.cli.user_classes_from_arguments import existing_file
 from lightning_hybrid.cli.verify import add_classes_to, add_precision_to, configured
@@ -191,17 +191,14 @@ def _record(
 ) -> RecordedCosts:
     import torch
 
+    from lightning_hybrid.strategies.record_planner_costs import record_costs
     from lightning_hybrid.verify.run_experiment import fit_arguments, namespace_of
 
     torch.manual_seed(0)
     with building:
         module, data = made.make_module(), made.make_data()
     lightning = namespace_of(module)
-    recording = strategies_file(lightning, "record_planner_costs")
-    recorded: RecordedCosts = recording.record_costs(
-        lightning, module, fit_arguments(lightning, data), precision, progress.phase
-    )
-    return recorded
+    return record_costs(lightning, module, fit_arguments(lightning, data), precision, progress.phase)
 
 
 def _planned(parsed: argparse.Namespace, request: _Request, progress: Progress) -> PlannedRun:

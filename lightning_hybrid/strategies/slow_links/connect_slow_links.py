@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 from lightning_hybrid.callbacks.adascale import GradientNoise
 from lightning_hybrid.callbacks.slow_links.callback_with_state_of_run import SlowLinkCallback
 from lightning_hybrid.errors import LayoutError
-from lightning_hybrid.namespaces.converted_objects import convert
-from lightning_hybrid.namespaces.lightning_namespaces import namespace_of
 from lightning_hybrid.precision.message_dtypes import message_dtypes
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Optimization, Run
 from lightning_hybrid.zero.optimizer_states.try_optimizer_step import (
@@ -33,8 +31,6 @@ def connect_slow_links(run: Run, optimization: Optimization) -> None:
         LayoutError: The layout, or an option, does not go with one of them.
     """
     callbacks: list[Any] = list(run.setting.trainer.callbacks)  # type: ignore[attr-defined]
-    for callback in callbacks:
-        convert(callback, namespace_of(__name__))  # those of `configure_callbacks` have not passed the Trainer's door
     found = [callback for callback in callbacks if isinstance(callback, SlowLinkCallback)]
     if len(found) > 1:
         names = " and ".join(type(callback).__name__ for callback in found)
