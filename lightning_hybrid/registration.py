@@ -63,9 +63,10 @@ def _refuse_in(trainer: Any) -> None:
                 if str(each).startswith("hybrid3d") if isinstance(each, str) else _is_ours(each):
                     name = repr(each) if isinstance(each, str) else type(each).__name__
                     raise TypeError(
-                        f"Trainer({argument}={name}): the Trainer is of {PACKAGES[1]}, but {PACKAGES[0]} was imported"
-                        f" before it, and lightning_hybrid works with one of them in a process; take the Trainer and"
-                        f" the module from {PACKAGES[0]}, or import {PACKAGES[1]} first and {PACKAGES[0]} nowhere"
+                        f"Trainer({argument}={name}): the Trainer is of pytorch_lightning, but lightning.pytorch was"
+                        " imported before it, and lightning_hybrid works with one of them in a process; take the"
+                        " Trainer and the module from lightning.pytorch, or import pytorch_lightning first and"
+                        " lightning.pytorch nowhere"
                     )
         init(self, *args, **options)
 

@@ -122,9 +122,7 @@ def test_trainer_of_the_other_package_names_what_to_do():
     assert code == 0, output
     for given in ("strategy='hybrid3d'", "strategy=Hybrid3DStrategy", "callbacks=Mine", "plugins=HybridPrecision"):
         assert f"Trainer({given}): the Trainer is of pytorch_lightning, but lightning.pytorch was imported" in output
-    assert (
-        output.count("take the Trainer and the module from lightning.pytorch, or import pytorch_lightning first") == 4
-    )
+    assert output.count("take the Trainer and the module from lightning.pytorch, or import pytorch") == 4
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------

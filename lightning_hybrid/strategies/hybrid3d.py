@@ -28,7 +28,7 @@ from lightning_hybrid.precision.hybrid import HybridPrecision
 from lightning_hybrid.schedule import Action, Kind, Span
 from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter
 from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
-from lightning_hybrid.strategies.options.names_of_other_libraries import OtherNames, resolve_names
+from lightning_hybrid.strategies.options.foreign import ForeignKeywords, refuse_foreign
 from lightning_hybrid.strategies.options.strategy_options import Options
 from lightning_hybrid.strategies.options.weigh_microbatches_by_count import MicrobatchWeight
 from lightning_hybrid.strategies.out_of_memory.note_steps_that_do_not_run_again import note_why_not_run_again
@@ -126,12 +126,12 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         cluster_environment: The same; found by the Trainer if None.
         checkpoint_io: The same; how files of checkpoints are written and read.
         precision_plugin: The same; converted to `HybridPrecision` if it is Lightning's own.
-        **other_names: Options by the names of FSDP, DDP, accelerate and DeepSpeed, which are resolved to those above.
+        **foreign: Keywords of FSDP, DDP, accelerate and DeepSpeed, each refused with what to set here.
 
     Raises:
         LayoutError: Sizes that do not multiply to the world size.
-        TypeError: A keyword that is no option, nor a known one of another library.
-        ValueError: An unknown schedule, or an option that needs another which is not set, or contradicts one.
+        TypeError: A keyword that is no option.
+        ValueError: A keyword of another library, an unknown schedule, or an option that needs another which is not set.
     """
 
     strategy_name = "hybrid3d"
@@ -180,9 +180,10 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        **other_names: Unpack[OtherNames],
+        **foreign: Unpack[ForeignKeywords],
     ) -> None:
-        arguments = resolve_names(dict(locals()), other_names, OPTION_DEFAULTS)
+        arguments = dict(locals())
+        refuse_foreign(foreign, OPTION_DEFAULTS)
         super().__init__(Options.of(arguments), **{name: arguments[name] for name in _OF_LIGHTNING})
         self._lifecycle: RunLifecycle | None = None
         self._evaluated = itertools.count(1)  # numbers batches of evaluation over all runs

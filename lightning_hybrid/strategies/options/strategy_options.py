@@ -91,6 +91,10 @@ class Options:
         names = {field.name for field in fields(cls)} - {"sizes", "unset"}
         unset = tuple(name for name in _UNPLANNED if _is_auto(arguments[name]))
         values = {name: _UNPLANNED[name] if name in unset else arguments[name] for name in names}
+        if isinstance(values["compile"], bool):
+            values["compile"] = "units" if values["compile"] else None
+        if values["reshard_after_forward"] is None:
+            values["reshard_after_forward"] = True
         return cls(sizes={name: arguments[name] for name in _SIZES}, unset=unset, **values)
 
     def changed(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
