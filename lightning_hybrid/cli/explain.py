@@ -117,7 +117,7 @@ def explain(
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     arguments = fit_arguments(lightning, data)
     options = layout.options(None)
-    strategy = make_plan(lightning, module, arguments, layout.devices, options, precision, on_phase)
+    strategy: Any = make_plan(lightning, module, arguments, layout.devices, options, precision, on_phase)
     content: dict[str, Any] = {"layout": layout.name, "ranks": layout.devices, "refused": None, "units": []}
     content |= {"stages": [], "tensor_plans": {}, "experts": "", "may_retry": False, "table": strategy.table}
     content |= {

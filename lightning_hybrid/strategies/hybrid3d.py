@@ -29,16 +29,13 @@ from lightning_hybrid.schedule import Action, Kind, Span
 from lightning_hybrid.step.batch.split_batch_into_microbatches import BatchSplitter
 from lightning_hybrid.strategies.execution.run_lifecycle import RunLifecycle
 from lightning_hybrid.strategies.options.foreign import ForeignKeywords, refuse_foreign
-from lightning_hybrid.strategies.options.strategy_options import Options
-from lightning_hybrid.strategies.options.weigh_microbatches_by_count import MicrobatchWeight
-from lightning_hybrid.strategies.out_of_memory.note_steps_that_do_not_run_again import note_why_not_run_again
+from lightning_hybrid.strategies.options.strategy_options import MicrobatchWeight, Options
 from lightning_hybrid.strategies.private_names import check_private_names
 from lightning_hybrid.strategies.run.run_and_optimization_dataclasses import Run
 from lightning_hybrid.strategies.run.run_setting_dataclass import needs_runner
 from lightning_hybrid.strategies.run.strategy_base_with_checkpoints import CheckpointedStrategy
-from lightning_hybrid.strategies.start.average_lr_search_loss import average_lr_search_loss
+from lightning_hybrid.strategies.start.callbacks import average_lr_search_loss, check_callbacks
 from lightning_hybrid.strategies.start.empty_init import move_to_device
-from lightning_hybrid.strategies.start.refuse_unsupported_callbacks import check_callbacks
 
 check_private_names()
 _SHORT = reprlib.Repr()
@@ -278,7 +275,7 @@ class Hybrid3DStrategy(CheckpointedStrategy):
         if self._state is not None:
             self._state.fail()
         if self._lifecycle is not None and self._lifecycle.execution.fit is not None:
-            note_why_not_run_again(exception, self._lifecycle.setting.trainer)
+            self._lifecycle.execution.fit.note_why_not_run_again(exception)
         super().on_exception(exception)
         # What is being written does not need the ranks that failed: it was all copied.
         self._files.wait(on_error=rank_zero_warn)

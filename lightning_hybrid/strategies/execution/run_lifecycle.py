@@ -23,8 +23,7 @@ from lightning_hybrid.strategies.execution.apply_rebalanced_cuts import with_cut
 from lightning_hybrid.strategies.execution.change_layout_during_run import LayoutChooser
 from lightning_hybrid.strategies.execution.first_step_check import FirstStepCheck
 from lightning_hybrid.strategies.execution.step_execution import StepExecution
-from lightning_hybrid.strategies.logs.delay_logger_calls import drop_logger_calls
-from lightning_hybrid.strategies.logs.log_reduction import silence_sync_dist_advice
+from lightning_hybrid.strategies.logs.log_reduction import drop_logger_calls, silence_sync_dist_advice
 from lightning_hybrid.strategies.logs.throughput_per_device import count_devices_in_throughput
 from lightning_hybrid.strategies.out_of_memory.search_batch_size_over_ranks import guard_trials, searches_batch_size
 from lightning_hybrid.strategies.run.build_run import build_run
@@ -39,9 +38,8 @@ from lightning_hybrid.strategies.slow_links.connect_slow_links import (
     connect_slow_links,
     replicas_step_by_themselves,
 )
-from lightning_hybrid.strategies.start.build_optimizers import build_optimizers
 from lightning_hybrid.strategies.start.empty_init import EmptyInit
-from lightning_hybrid.strategies.start.initial_sync import synchronize_start
+from lightning_hybrid.strategies.start.initial_sync import build_optimizers, synchronize_start
 from lightning_hybrid.strategies.start.warn_of_large_single_file import warn_of_large_single_file
 from lightning_hybrid.strategies.state.refuse_partial_state_dict import check_is_full
 from lightning_hybrid.strategies.state.weight_averaging import WeightAverages
@@ -189,8 +187,10 @@ class RunLifecycle:
         if not fits and not (searches_batch_size(setting.trainer) and world.layout.world_size > 1):
             return
         from lightning_hybrid.strategies.out_of_memory.agree_before_collectives import MemoryGuard
-        from lightning_hybrid.strategies.out_of_memory.double_microbatches_until_they_fit import FittingMicrobatches
-        from lightning_hybrid.strategies.out_of_memory.refuse_unsupported_options import check_microbatch_option
+        from lightning_hybrid.strategies.out_of_memory.double_microbatches import (
+            FittingMicrobatches,
+            check_microbatch_option,
+        )
 
         guard = MemoryGuard(world.mesh, world.timeout, world.any_failed)
         if fits:

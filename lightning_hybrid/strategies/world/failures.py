@@ -1,17 +1,9 @@
-"""A rendezvous of ranks before a collective; an error where some have gone on.
-
-Ranks also compare whether they could record a step: one on which the user's code raises must not wait for messages of
-ranks on which it does not.
-
-``if trainer.is_global_zero: trainer.save_checkpoint(...)`` asks one rank for what only all of them have. The others do
-not come: their messages of the next step would meet those of the checkpoint. So a rank first records in the store that
-it is there, and waits. A rank will not come any more if it is seen to have gone past that moment, or if it waits in
-another call for this one.
-"""
+"""Failures of ranks: each rank learns of those of others, and of ranks that do not arrive."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 import zlib
@@ -19,13 +11,182 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_hybrid.collectives.wait_for_arrivals import pauses
 from lightning_hybrid.errors import NotOnAllRanks
-from lightning_hybrid.mesh import Mesh
+from lightning_hybrid.gloo_via_host.close_connections import close_connections
+from lightning_hybrid.mesh import Mesh, is_lost_connection
+from lightning_hybrid.pipeline.runtime.error_notes import add_error_note, error_notes_of
+from lightning_hybrid.shared_memory.peer_sockets import close_peer_sockets
+from lightning_hybrid.strategies.world.callbacks_added_by_strategy import RunCallback
+from lightning_hybrid.strategies.world.graceful_stop import GracefulStop, SlurmRequeue
+
+# Time for the others to fail by themselves, as they do where all ranks make the same mistake.
+_SECONDS_FOR_PEERS = 1.0
+# Time that the rank which may host the store stays, for the others to read why it failed.
+_SECONDS_FOR_READERS = 2.0
+_SHOWN_CHARS = 500
+# Why the connections of a world were closed; one that is made anew is another.
+_closed: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+_HOOK_CALLERS = ("_call_lightning_module_hook", "_call_callback_hooks", "_call_strategy_hook")
+
+
+class RankFailures(RunCallback):
+    """Runs before the user's callbacks, which may wait for ranks that this one wakes or synchronizes first.
+
+    Attributes:
+        is_disconnected: Whether this rank has closed its connections, so that no collective can succeed any more.
+        rendezvous: Synchronizes ranks before a collective of the whole world.
+    """
+
+    def __init__(self, trainer: Any, mesh: Mesh, timeout: timedelta) -> None:
+        self.is_disconnected = False
+        self._trainer = trainer
+        self._mesh = mesh
+        store = dist.distributed_c10d._get_default_store()
+        # The same number on every rank, whoever made the strategy; nothing of an earlier run is read again.
+        run = store.add(f"hybrid3d/runs-of-rank-{mesh.rank}", 1)
+        self._store = dist.PrefixStore(f"hybrid3d/run-{run}", store)
+        self._reported = False
+        self._leave = self.enter(trainer)
+        self._requeue = SlurmRequeue(trainer, mesh, self._store)
+        self.rendezvous = Rendezvous(trainer, mesh, self._store)
+        self._stopping = GracefulStop(trainer, mesh, self._store, timeout, self.any_reported)
+
+    def stop_watching(self) -> None:
+        """Undo the changes to the trainer."""
+        self._leave()
+        self._requeue.stop_listening()
+        self._stopping.stop_listening()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Lightning's hook."""
+        self.report(exception)
+
+    def report(self, error: BaseException) -> None:
+        """Report the error that ends the run here, so that no rank waits for this one; note which rank failed first."""
+        if self._reported or self._mesh.layout.world_size == 1:
+            return
+        self._reported = True
+        here = self._where(error)
+        lost = is_lost_connection(error)
+        cause = f"another rank has died silently, as {here} found" if lost else f"{here} failed: {_brief(error)}"
+        first = self._publish(cause)
+        if lost:
+            reason = "another rank of the job has died silently (killed, or out of memory)" if first == cause else first
+            add_error_note(error, f"{here} had to stop: {reason}")
+            self._close(reason)
+        elif not self._all_reported(_SECONDS_FOR_PEERS):
+            self._close(first)
+            if self._mesh.rank == 0:
+                self._all_reported(_SECONDS_FOR_READERS)
+
+    def _publish(self, cause: str) -> str:
+        """Publish a reason unless there is one already; return the one that stands."""
+        with contextlib.suppress(RuntimeError):  # the store is gone with the rank that hosts it
+            first = self._store.compare_set("reason", "", cause).decode(errors="replace")
+            self._store.add("failed", 1)
+            return first
+        return cause
+
+    def any_reported(self) -> bool:
+        """Whether a rank has failed."""
+        with contextlib.suppress(RuntimeError):
+            return self._store.add("failed", 0) > 0
+        return True
+
+    def _all_reported(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        with contextlib.suppress(RuntimeError):
+            while self._store.add("failed", 0) < self._mesh.layout.world_size:
+                if time.monotonic() > end:
+                    return False
+                time.sleep(0.01)
+            return True
+        return False
+
+    def _close(self, reason: str) -> None:
+        """Close this rank's connections; ranks that wait for it get an error."""
+        self.is_disconnected = True
+        world: Any = dist.group.WORLD
+        _closed[world] = reason
+        for group in {id(group): group for group in (world, *self._mesh.groups)}.values():
+            if group.size() > 1:
+                _close_group(group)
+
+    def _where(self, error: BaseException) -> str:
+        size = self._mesh.size("pp")
+        rank = f"rank {self._mesh.rank} (pipeline rank {self._mesh.rank_in('pp')} of {size})"
+        for text in error_notes_of(error):
+            place = re.match(r"on pipeline rank \d+, (.*)", text)
+            if place:
+                return f"{rank} in {place[1]}"
+        hook = _hook_of(error)
+        return f"{rank} in {hook}" if hook else rank
+
+    def _on_batch_start(self, *_: Any, **__: Any) -> None:
+        self._stopping.on_batch_start()
+        if self._mesh.layout.world_size > 1:
+            self.rendezvous.passes()
+
+    on_train_batch_start: Callable[..., None] = _on_batch_start
+    on_validation_batch_start: Callable[..., None] = _on_batch_start
+    on_test_batch_start: Callable[..., None] = _on_batch_start
+    on_predict_batch_start: Callable[..., None] = _on_batch_start
+
+
+def check_connections() -> None:
+    """Check that no run that failed has closed the connections of this process.
+
+    Raises:
+        RuntimeError: One has.
+    """
+    reason = _closed.get(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
+    if reason is not None:
+        raise RuntimeError(
+            f"a run in this process failed, and its connections to the other ranks were closed: {reason}; start the"
+            " script again to continue"
+        )
+
+
+def warn_of_missing_checkpoint(path: Any) -> None:
+    """Warn that a checkpoint requested after a failure is not written."""
+    rank_zero_warn(
+        f"no checkpoint is written to {path}: a rank has failed, and the parameters of its stage cannot be reached;"
+        " resume from the last checkpoint of the run"
+    )
+
+
+def _close_group(group: dist.ProcessGroup) -> None:
+    close_peer_sockets(group)
+    if dist.get_backend(group) == "gloo":
+        close_connections(group)
+        return
+    with contextlib.suppress(RuntimeError):
+        group.abort()
+
+
+def _hook_of(error: BaseException) -> str:
+    """Return the innermost hook that an error came through."""
+    hook, frames = "", error.__traceback__
+    while frames is not None:
+        if frames.tb_frame.f_code.co_name in _HOOK_CALLERS:
+            hook = frames.tb_frame.f_locals.get("hook_name", hook)
+        frames = frames.tb_next
+    return hook
+
+
+def _brief(error: BaseException) -> str:
+    lines: Sequence[str] = str(error).strip().splitlines() or [""]
+    text = lines[0][:_SHOWN_CHARS]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
 
 # The others usually come within this time; then their progress is read.
 _SECONDS_TO_ASK = 0.1
